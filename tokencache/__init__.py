@@ -1,0 +1,1 @@
+"""tokencache: exact tokens for agents that only speak text."""
