@@ -1,1 +1,14 @@
+"""The proxy: the aiohttp shell around the core.
 
+==============  =====================================================================================================
+`app`           routes, start and stop
+`sessions`      which rollout does a request belong to?
+`relay`         everything outside a session, byte for byte
+`call`          one model call within a session, from its body to its last byte
+`plan`          what exactly is sent: prefix + tail, or the engine's own rendering and why
+`prefixes`      recent prefixes at hand
+`record`        from a reply to the turns that are stored
+`ledger`        the store as calls see it: what is done when it fails
+`sse`           event streams
+==============  =====================================================================================================
+"""

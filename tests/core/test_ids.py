@@ -1,0 +1,105 @@
+"""Token ids as bytes, and log probabilities without loss."""
+
+import json
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokencache.core import ids
+
+from .settings import MANY
+
+token = st.integers(0, 3) | st.sampled_from([255, 256, 257, 65536, 16777216, 2**31 - 1]) | st.integers(-(2**31), 2**31 - 1)
+tokens = st.lists(token, max_size=12)
+few = st.lists(st.sampled_from([0, 1, 256, 65536]), max_size=8)
+
+
+@MANY
+@given(tokens)
+def test_packing_loses_nothing(values):
+    packed = ids.pack(values)
+    assert packed == b"".join(struct.pack("<i", v) for v in values)
+    assert ids.unpack(packed) == values
+    assert ids.count(packed) == len(values)
+    assert json.loads(b"[" + ids.fragment(packed) + b"]") == values
+
+
+@MANY
+@given(tokens, st.integers(0, 14))
+def test_head_and_tail(values, n):
+    assert ids.unpack(ids.head(ids.pack(values), n)) == values[:n]
+    assert ids.unpack(ids.tail(ids.pack(values), n)) == values[n:]
+
+
+@MANY
+@given(st.lists(tokens, max_size=4))
+def test_fragments_join(lists):
+    joined = ids.join_fragments(ids.fragment(ids.pack(values)) for values in lists)
+    assert json.loads(b"[" + joined + b"]") == sum(lists, [])
+
+
+@MANY
+@given(few, st.lists(st.sampled_from([0, 1, 256, 65536]), min_size=1, max_size=3))
+def test_find_sees_whole_tokens_only(values, wanted):
+    naive = next((i for i in range(len(values)) if values[i : i + len(wanted)] == wanted), -1)
+    assert ids.find(ids.pack(values), ids.pack(wanted)) == naive
+
+
+def test_find_is_not_fooled_by_bytes():
+    assert ids.find(ids.pack([256, 65536]), ids.pack([1])) == -1
+    assert ids.find(ids.pack([256, 0, 1]), ids.pack([1])) == 2
+
+
+@MANY
+@given(few, few, few)
+def test_common_head_and_end(shared, a, b):
+    def naive(x, y):
+        return next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+
+    assert ids.common_head(ids.pack(shared + a), ids.pack(shared + b)) == naive(shared + a, shared + b)
+    assert ids.common_end(ids.pack(a + shared), ids.pack(b + shared)) == naive((a + shared)[::-1], (b + shared)[::-1])
+
+
+def bits(values):
+    return [struct.pack("<d", v) for v in values]
+
+
+@MANY
+@given(st.lists(st.floats(width=32, allow_nan=False), max_size=8))
+def test_float32_takes_four_bytes_and_loses_nothing(values):
+    packed = ids.pack_logprobs(values)
+    assert bits(ids.unpack_logprobs(packed)) == bits(values)
+    assert len(packed) == (1 + 4 * len(values) if values else 0)
+
+
+@MANY
+@given(st.lists(st.floats(allow_nan=False), max_size=8))
+def test_float64_loses_nothing(values):
+    assert bits(ids.unpack_logprobs(ids.pack_logprobs(values))) == bits(values)
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, -0.0, 0.0, -0.1, -1e300, 5e-324, struct.unpack("<f", struct.pack("<f", -0.1))[0]])
+def test_a_value_comes_back_to_the_bit(value):
+    assert bits(ids.unpack_logprobs(ids.pack_logprobs([value, -1.5]))) == bits([value, -1.5])
+
+
+def test_not_a_number_comes_back_as_such():
+    back = ids.unpack_logprobs(ids.pack_logprobs([math.nan, -0.5]))
+    assert math.isnan(back[0])
+    assert back[1] == -0.5
+
+
+@pytest.mark.parametrize("values", [[2**31], [-(2**31) - 1]])
+def test_what_is_no_32_bit_integer_is_refused(values):
+    with pytest.raises(OverflowError):
+        ids.pack(values)
+
+
+def test_what_is_no_number_is_refused():
+    with pytest.raises(TypeError):
+        ids.pack([1.5])
+    with pytest.raises(TypeError):
+        ids.pack_logprobs([None])

@@ -1,0 +1,465 @@
+"""A small world to try the core in: a model, a template, an index, and harnesses that do all that harnesses do.
+
+The world knows what the core must find out: every entry of a harness's history carries, beside its message, the turn
+that it truly is (`truth`) and what it says however it is written (`meaning`). `World.call` matches a history, holds
+the result against that knowledge, splices, samples and records. It shares no code with `canonical`, `chain` or
+`match`, so it can be wrong only in its own way.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from tokencache.core import ids, invariants
+from tokencache.core import match as matching
+from tokencache.core.canonical import Call, Message, digest
+from tokencache.core.chain import Conversation, converse
+from tokencache.core.match import Hit, Match, keys_of_turn, wanted
+from tokencache.core.splice import boundary, join
+from tokencache.core.turn import Anchor, Tokens, Turn, hash_ids
+
+ROLE = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
+END, THINK, THOUGHT, CALL, ARGS = 5, 6, 7, 8, 9
+NAMES = {1: "<system>", 2: "<user>", 3: "<assistant>", 4: "<tool>", END: "<end>\n", THINK: "<think>", THOUGHT: "</think>"}
+NAMES |= {CALL: "<call>", ARGS: "<args>"}
+CHARS, PAIRS = 100, 100_000
+LIE = "never thought so "
+
+
+class WrongMatchError(AssertionError):
+    """The matcher took something for what it is not."""
+
+
+def spell(text: str, rng: random.Random | None = None) -> list[int]:
+    """Tokenize: a token per character, or (`rng`) some other tokens that spell the same."""
+    spelled, at = [], 0
+    while at < len(text):
+        pair = text[at : at + 2]
+        if rng is not None and len(pair) == 2 and pair.isascii() and rng.random() < 0.5:
+            spelled.append(PAIRS + ord(pair[0]) * 128 + ord(pair[1]))
+            at += 2
+        else:
+            spelled.append(CHARS + ord(text[at]))
+            at += 1
+    return spelled
+
+
+def decode(tokens: Any) -> str:
+    def one(t: int) -> str:
+        if t in NAMES:
+            return NAMES[t]
+        return chr((t - PAIRS) // 128) + chr((t - PAIRS) % 128) if PAIRS <= t < PAIRS + 128 * 128 else chr(t - CHARS)
+
+    return "".join(map(one, tokens))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a harness's history."""
+
+    message: Message
+    origin: str | None = None
+    """The turn that an assistant's entry comes from, if the model said it."""
+    meaning: Any = None
+    """What it says, however it is written."""
+
+    @property
+    def truth(self) -> str | None:
+        """The turn that it is: none, while it holds reasoning that the model never had."""
+        return None if LIE in (self.message.reasoning or "") + (self.message.content or "") else self.origin
+
+
+def entry(role: str, content: str, answers: str | None = None) -> Entry:
+    return Entry(Message(role, content, answers=answers), meaning=(role, content.strip()))
+
+
+def template(said: Entry, *, reply_only: bool = False) -> list[int]:
+    """Render one message as the template does: trimmed, without reasoning, arguments in one form."""
+    message, meaning = said.message, said.meaning
+    body = spell(meaning[1])
+    for name, value in meaning[2] if message.role == "assistant" else ():
+        body += [CALL, *spell(name), ARGS, *spell(value)]
+    return [*([] if reply_only else [ROLE[message.role]]), *body, END]
+
+
+@dataclass
+class World:
+    """One session: what was recorded, what the engine's books say, and what is true."""
+
+    rng: random.Random
+    turns: list[Turn] = field(default_factory=list)
+    tokens: dict[str, Tokens] = field(default_factory=dict)
+    index: dict[bytes, list[str]] = field(default_factory=lambda: defaultdict(list))
+    continued: set[str] = field(default_factory=set)
+    prefixes: dict[str, bytes] = field(default_factory=dict)
+    own: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    places: dict[str, list[int]] = field(default_factory=dict)
+    recorded: dict[Any, list[str]] = field(default_factory=lambda: defaultdict(list))
+    books: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+    serial: int = 0
+
+    def fresh(self) -> int:
+        self.serial += 1
+        return self.serial
+
+    def turn(self, name: str) -> Turn:
+        return next(turn for turn in self.turns if turn.id == name)
+
+    # the index: as a store would answer
+
+    def hits(self, conversation: Conversation, *, short: bool = False) -> dict[bytes, list[Hit]]:
+        by_id = {turn.id: turn for turn in self.turns}
+        found: dict[bytes, list[Hit]] = {}
+        for key in wanted(conversation):
+            found[key] = [Hit(by_id[t], t in self.continued) for t in self.index.get(key, ())]
+            if short and found[key] and key[:1] == b"c":
+                break
+        return found
+
+    # one call
+
+    def call(self, history: list[Entry], scope: bytes = b"main") -> Entry:
+        conversation = converse(scope, [e.message for e in history])
+        found = matching.match(conversation, self.hits(conversation))
+        self.judge(found, history, scope, complete=True)
+        self.judge(matching.match(conversation, self.hits(conversation, short=True)), history, scope, complete=False)
+        self.seen.update([found.kind, *([found.reason] if found.reason else []), *found.forgiven])
+        prompt, own, places, anchors = self.splice(found, history)
+        rendered = decode(t for e in history for t in template(e)) + NAMES[ROLE["assistant"]]
+        written = [self.written(history[at], end, prompt) for at, (_, end) in zip(places, own, strict=True)]
+        assert invariants.fidelity(prompt, own, decode, rendered, written) == []
+        return self.record(conversation, history, scope, (found, prompt, own, places, anchors))
+
+    @staticmethod
+    def written(said: Entry, end: int, prompt: list[int]) -> str:
+        body = template(said, reply_only=True)
+        return decode(body if prompt[end - 1] == END else body[:-1])
+
+    def splice(self, found: Match, history: list[Entry]) -> tuple[list[int], list[tuple[int, int]], list[int], list[Anchor]]:
+        own: list[tuple[int, int]] = []
+        places: list[int] = []
+        anchors = []
+        packed, start = b"", 0
+        pending = b""  # a reply whose end of turn is still to come
+
+        def put(tail: list[int]) -> None:
+            nonlocal packed, pending
+            where = boundary(pending, ids.pack(tail), {END})
+            assert where.drop == 0
+            packed, pending = join(packed, ids.pack(tail), where), b""
+
+        if found.parent is not None:
+            parent = found.parent.id
+            packed, start = self.prefixes[parent], found.at
+            own, places = list(self.own[parent]), list(self.places[parent])
+            pending = self.tokens[parent].completion
+            own.append((found.parent.prompt_tokens, ids.count(packed)))
+            places.append(found.at - 1)
+            put([END])
+        standing = {i: turn.id for i, turn in found.anchors}
+        for i in range(start, len(history)):
+            if i in standing:
+                put([ROLE["assistant"]])
+                begin, pending = ids.count(packed), self.tokens[standing[i]].completion
+                packed += pending
+                own.append((begin, ids.count(packed)))
+                places.append(i)
+                anchors.append(Anchor(standing[i], *own[-1]))
+                put([END])
+            else:
+                put(template(history[i]))
+        put([ROLE["assistant"]])
+        return ids.unpack(packed), own, places, anchors
+
+    def record(self, conversation: Conversation, history: list[Entry], scope: bytes, sent: Any) -> Entry:
+        found, prompt, own, places, anchors = sent
+        name = f"t{len(self.turns)}"
+        text, completion, served = self.sample()
+        values = array("f", (-self.rng.random() * 3 for _ in completion)).tolist()
+        if self.rng.random() < 0.1:
+            values = [v / 3 for v in values]
+        bare = self.rng.random() < 0.05
+        packed = ids.pack(prompt)
+        parent = found.parent.id if found.parent is not None else None
+        shared = ids.common_head(self.prefixes[parent], packed) if parent is not None else 0
+        follows = found.kind in ("continue", "branch")
+        turn = Turn(
+            id=name,
+            call=name,
+            match=found.kind,
+            reason=found.reason,
+            parent=parent if follows else None,
+            origin=None if follows else parent,
+            forgiven=found.forgiven,
+            anchors=tuple(anchors),
+            base=parent,
+            shared=shared,
+            prompt_tokens=len(prompt),
+            completion_tokens=len(completion),
+            prefix_hash=hash_ids(packed + ids.pack(completion)),
+            completion_hash=hash_ids(ids.pack(completion)),
+            served=served,
+            stopped=completion[-1:] == [END],
+            marks=("no-logprobs",) if bare and completion else (),
+        )
+        self.books.append((prompt, completion, values))
+        self.turns.append(turn)
+        self.tokens[name] = Tokens(ids.tail(packed, shared), ids.pack(completion), b"" if bare else ids.pack_logprobs(values))
+        self.prefixes[name] = packed + ids.pack(completion)
+        self.own[name], self.places[name] = own, places
+        if turn.parent is not None:
+            self.continued.add(turn.parent)
+        for key in keys_of_turn(conversation, served, digest(served)):
+            self.index[key].append(name)
+        calls = tuple((c.name, json.dumps(json.loads(c.arguments or "{}"), sort_keys=True)) for c in served.calls)
+        said = Entry(served, name, ("assistant", text.strip(), calls))
+        self.recorded[self.place([*history, said], len(history) + 1, scope)].append(name)
+        return said
+
+    def sample(self) -> tuple[str, list[int], Message]:
+        """Speak: few different texts, in ever other tokens."""
+        rng = self.rng
+        text = rng.choice(["OK", "OK", "yes", "go on", " padded\n", ""])
+        reasoning = rng.choice([None, None, None, "because", "since"])
+        inline = reasoning is not None and rng.random() < 0.3
+        calls = []
+        for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
+            name = rng.choice(["functions.bash:{}", "call-{}"]).format(self.fresh())
+            calls.append(Call(name, rng.choice(["bash", "edit"]), rng.choice(['{"a": 1, "b": [2.0]}', '{"b": "x"}', ""])))
+        other = rng.choice([None, None, rng])
+        completion = [THINK, *spell(reasoning, other), THOUGHT] if reasoning else []
+        completion += spell(text, other)
+        for call in calls:
+            completion += [CALL, *spell(call.name, other), ARGS, *spell(json.dumps(json.loads(call.arguments or "{}"), sort_keys=True), other)]
+        if rng.random() < 0.9:
+            completion.append(END)
+        if inline:
+            return text, completion, Message("assistant", f"<think>{reasoning}</think>{text}", None, tuple(calls))
+        return text, completion, Message("assistant", text or rng.choice([None, ""]), reasoning, tuple(calls))
+
+    # what is true
+
+    @staticmethod
+    def place(history: list[Entry], n: int, scope: bytes) -> Any:
+        """What the first `n` entries say, however they are written; a tool's result answers the n-th call before it."""
+        said, calls = [], ()
+        for e in history[:n]:
+            said.append(e.meaning)
+            if e.message.role == "assistant":
+                calls = tuple(call.id for call in e.message.calls)
+            if e.message.role == "tool":
+                said.append(calls.index(e.message.answers) if e.message.answers in calls else e.message.answers)
+        return scope, tuple(said)
+
+    def judge(self, found: Match, history: list[Entry], scope: bytes, *, complete: bool) -> None:
+        """Hold a match against the truth: it may be missing, never wrong.
+
+        Raises:
+            WrongMatchError: it is wrong; or it is missing though nothing stood against it.
+        """
+        replies = [i for i, e in enumerate(history) if e.message.role == "assistant"]
+        expected = "resplice" if found.anchors else "plain" if found.parent is None else None
+        expected = "root" if not replies else expected or ("branch" if found.parent.id in self.continued else "continue")
+        _so(found.kind == expected, f"{found.kind} is not {expected}")
+        _so(found.kind in ("root", "continue", "branch") or found.reason, "no reason")
+        if found.parent is not None:
+            self._judge_parent(found.parent, history, found.at, scope)
+        _so([i for i, _ in found.anchors] == sorted({i for i, _ in found.anchors if i >= found.at}), "anchors in disorder")
+        for i, turn in found.anchors:
+            truth = history[i].truth
+            _so(truth is not None, f"the harness wrote entry {i} itself, not {turn.id}")
+            _so(self.turn(truth).completion_hash == turn.completion_hash, f"entry {i} is {truth}, not {turn.id}")
+        if complete and replies:
+            last = replies[-1]
+            here = self.recorded.get(self.place(history, last + 1, scope), [])
+            if history[last].truth in here and len({self.prefixes[t] for t in here}) == 1:
+                _so(found.at == last + 1, f"{history[last].truth} was not found, though nothing is ambiguous")
+
+    def _judge_parent(self, parent: Turn, history: list[Entry], at: int, scope: bytes) -> None:
+        truth = history[at - 1].truth
+        here = self.recorded.get(self.place(history, at, scope), [])
+        _so(truth is not None, f"the harness wrote entry {at - 1} itself, not {parent.id}")
+        _so(parent.id in here, f"{parent.id} stood in another context")
+        if truth in here:
+            _so(self.turn(truth).prefix_hash == parent.prefix_hash, f"entry {at - 1} is {truth}, not {parent.id}")
+        else:  # brought here from another context, in which the model said the same in this one
+            self.seen["moved"] += 1
+
+
+def _so(holds: Any, what: str) -> None:
+    if not holds:
+        raise WrongMatchError(what)
+
+
+# what harnesses do
+
+
+class Harness:
+    """Does to its histories, at random, what the harnesses in `facts/harnesses.md` do, and calls the model."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.rng = world, world.rng
+        self.threads: list[list[Entry]] = [[entry("system", "be brief"), entry("user", "hello")]]
+        self.sent: list[tuple[list[Entry], bytes]] = []
+
+    def step(self) -> None:
+        history = self.rng.choice(self.threads)
+        deeds = [self.fork, self.roll_back, self.retry, self.replay, *4 * [self.forgivable], *2 * [self.edit], *6 * [self.go_on]]
+        self.rng.choice(deeds)(history)
+
+    def ask(self, history: list[Entry]) -> Entry:
+        scope = self.rng.choice([b"main"] * 9 + [b"other tools"])
+        self.sent.append((list(history), scope))
+        return self.world.call(history, scope)
+
+    def go_on(self, history: list[Entry]) -> None:
+        last = history[-1].message
+        if last.role == "assistant":
+            results = [entry("tool", self.rng.choice(["done", "failed"]), call.id) for call in last.calls]
+            history += results or [entry("user", self.rng.choice(["next", "why?"]))]
+        history.append(self.ask(history))
+
+    def retry(self, history: list[Entry]) -> None:
+        if history[-1].message.role != "assistant":
+            self.ask(history)
+        history.append(self.ask(history))
+
+    def replay(self, history: list[Entry]) -> None:
+        if self.sent:
+            old, scope = self.rng.choice(self.sent)
+            said = self.world.call(old, scope)
+            if self.rng.random() < 0.3 and len(self.threads) < 5:
+                self.threads.append([*old, said])
+
+    def fork(self, history: list[Entry]) -> None:
+        if len(self.threads) < 5:
+            self.threads.append(list(history))
+            self.go_on(self.threads[-1])
+
+    def roll_back(self, history: list[Entry]) -> None:
+        del history[self.rng.randint(2, len(history)) :]
+        history.append(entry("user", self.rng.choice(["next", "again"])))
+        self.go_on(history)
+
+    def forgivable(self, history: list[Entry]) -> None:
+        rewrite = self.rng.choice([self.spaced, self.trimmed, self.blank, self.parts, self.rejson, self.silent, self.inline])
+        chance = self.rng.choice([0.4, 1.0])
+        for i, e in enumerate(history):
+            if e.message.role == "assistant" and self.rng.random() < chance:
+                history[i] = replace(e, message=rewrite(e.message))
+        if self.rng.random() < 0.3:
+            self.renamed(history, sanitize=self.rng.random() < 0.7)
+        self.go_on(history)
+
+    def spaced(self, m: Message) -> Message:
+        return msgspec.structs.replace(m, content=f"\n {m.content or ''}\ufeff\xa0", reasoning=m.reasoning and f" {m.reasoning}\n")
+
+    def trimmed(self, m: Message) -> Message:
+        return msgspec.structs.replace(m, content=m.content and m.content.strip())
+
+    def blank(self, m: Message) -> Message:
+        return m if (m.content or "").strip() else msgspec.structs.replace(m, content=self.rng.choice([None, "", " \n"]))
+
+    def parts(self, m: Message) -> Message:
+        return msgspec.structs.replace(m, parts=not m.parts)
+
+    def rejson(self, m: Message) -> Message:
+        def one(call: Call) -> Call:
+            value = json.loads(call.arguments or "{}")
+            return msgspec.structs.replace(call, arguments=json.dumps(dict(reversed(value.items())), indent=1).replace("2.0", "2e0"))
+
+        return msgspec.structs.replace(m, calls=tuple(map(one, m.calls)))
+
+    def silent(self, m: Message) -> Message:
+        return msgspec.structs.replace(m, reasoning=None, content=(m.content or "").split("</think>")[-1])
+
+    def inline(self, m: Message) -> Message:
+        if m.reasoning is None:
+            return m
+        return msgspec.structs.replace(m, reasoning=None, content=f"<think>\n{m.reasoning}\n</think>\n\n{m.content or ''}")
+
+    def renamed(self, history: list[Entry], *, sanitize: bool) -> None:
+        """Rename all calls of a history and what answers them: only unsafe characters, or altogether."""
+        names = {}
+        for i, e in enumerate(history):
+            for call in e.message.calls:
+                names[call.id] = call.id.replace(".", "_").replace(":", "_") if sanitize else f"new{self.world.fresh()}"
+            calls = tuple(msgspec.structs.replace(call, id=names[call.id]) for call in e.message.calls)
+            answers = names.get(e.message.answers or "", e.message.answers)
+            history[i] = replace(e, message=msgspec.structs.replace(e.message, calls=calls, answers=answers))
+
+    def edit(self, history: list[Entry]) -> None:
+        deeds = [self.other_context, self.drop_reply, self.rewrite, self.rethink, self.rename_tool, self.qwen, self.forge, self.say_twice]
+        self.rng.choice(deeds)(history)
+        self.go_on(history)
+
+    def replies(self, history: list[Entry]) -> list[int]:
+        return [i for i, e in enumerate(history) if e.message.role == "assistant"] or [0]
+
+    def other_context(self, history: list[Entry]) -> None:
+        i = self.rng.choice([i for i, e in enumerate(history) if e.message.role != "assistant"])
+        m = history[i].message
+        history[i] = entry(m.role, f"edited {self.world.fresh()}", m.answers)
+
+    def drop_reply(self, history: list[Entry]) -> None:
+        if i := self.rng.choice(self.replies(history)):
+            del history[i]
+
+    def forged(self, history: list[Entry], i: int, message: Message) -> None:
+        history[i] = Entry(message, None, ("assistant", message.content or "", tuple((c.name, c.arguments) for c in message.calls)))
+
+    def rewrite(self, history: list[Entry]) -> None:
+        if i := self.rng.choice(self.replies(history)):
+            note = f"[rewritten {self.world.fresh()}]"
+            self.forged(history, i, msgspec.structs.replace(history[i].message, content=note, reasoning=None))
+
+    def rethink(self, history: list[Entry]) -> None:
+        """Send other reasoning beside what the model said. Only a last reply: of others the core does not look at it."""
+        i = self.replies(history)[-1]
+        if i:
+            text = (history[i].message.content or "").split("</think>")[-1]
+            message = msgspec.structs.replace(history[i].message, reasoning=f"{LIE}{self.world.fresh()}", content=text)
+            history[i] = replace(history[i], message=message)
+
+    def rename_tool(self, history: list[Entry]) -> None:
+        i = self.rng.choice(self.replies(history))
+        m = history[i].message
+        if i and m.calls:
+            arguments = json.dumps({"error": f"no such tool {self.world.fresh()}"})
+            calls = (Call(m.calls[0].id, "invalid", arguments), *m.calls[1:])
+            self.forged(history, i, msgspec.structs.replace(m, calls=calls, content=history[i].meaning[1], reasoning=None))
+
+    def qwen(self, history: list[Entry]) -> None:
+        i = self.rng.choice(self.replies(history))
+        if i and history[i].message.calls:
+            text = f"Got it. Thanks for the additional context! ({self.world.fresh()})"
+            self.forged(history, i, msgspec.structs.replace(history[i].message, content=text, reasoning=None))
+
+    def forge(self, history: list[Entry]) -> None:
+        """Put a call of its own into the history, the twin of one of the model's but for the id."""
+        i = self.rng.choice(self.replies(history))
+        if i and history[i].message.calls:
+            calls = tuple(msgspec.structs.replace(c, id=f"forged{self.world.fresh()}") for c in history[i].message.calls)
+            twin = replace(history[i], message=msgspec.structs.replace(history[i].message, calls=calls), origin=None)
+            history += [entry("user", f"unheard of {self.world.fresh()}"), twin]
+
+    def say_twice(self, history: list[Entry]) -> None:
+        if i := self.rng.choice(self.replies(history)):
+            history += [entry("user", f"and again {self.world.fresh()}"), history[i]]
+
+
+def play(rng: random.Random, steps: int = 20) -> World:
+    """Let a harness loose on a fresh world."""
+    world = World(rng)
+    harness = Harness(world)
+    for _ in range(steps):
+        harness.step()
+    return world

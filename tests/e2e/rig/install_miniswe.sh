@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# usage: install_miniswe.sh VENV
+# Installs mini-swe-agent, a small real harness, into VENV; nothing when that version is there already.
+set -euo pipefail
+version=2.4.6
+venv=$1
+stamp=$venv/.miniswe-version
+
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$version" ]; then exit 0; fi
+python=${PYTHON:-python3}
+"$python" -m venv "$venv"
+# litellm, through which it calls models, imports `mcp` without asking for it
+"$venv/bin/python" -m pip --disable-pip-version-check install -q "mini-swe-agent==$version" mcp
+"$venv/bin/python" -c 'from importlib.metadata import version; print("mini-swe-agent", version("mini-swe-agent"))'
+echo "$version" > "$stamp"

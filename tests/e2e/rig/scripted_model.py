@@ -1,0 +1,150 @@
+"""A vLLM logits processor that puts scripted turns into a model's mouth; it runs inside vLLM's engine process.
+
+A prompt that holds `EPISODE:name` gets the turns of that episode, one for each assistant turn that the prompt opens.
+The words are scripted, the tokens are not: each turn is said in a random tokenization that the tokenizer would not
+choose, another one for each request. So whoever tokenizes the text again gets other ids: drift, in every turn.
+
+A prompt without a marker is left alone: the model samples what its random weights like. So is a request whose sampler
+rules out the next scripted token (a grammar, `allowed_token_ids`): there the script ends and free sampling takes over.
+
+Episodes are read once from the file that `$EPISODES` names. It maps a name to a list of turns, or to
+`{"turns": [...], "side": "..."}`; `side` is said to a prompt that offers no tools (harnesses ask for titles that way).
+Past its last turn an episode repeats that turn.
+"""
+
+import json
+import logging
+import os
+import random
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+
+MARKER = re.compile(r"EPISODE:([A-Za-z0-9_-]+)")
+OPENER = "<|im_start|>assistant"
+TOOLS = "<tools>"
+DRIFT = 0.3
+REMEMBERED = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class Drifter:
+    """Tokenizes text as a model might have sampled it."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.ids = tokenizer.get_vocab(with_added_tokens=True)
+        self.added = set(tokenizer.get_added_tokens_decoder())
+
+    def cuts(self, token_id):
+        """Every pair of ids that together spell this token."""
+        if token_id in self.added:
+            return []
+        token = self.tokenizer.id_to_token(token_id)
+        halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+        return [(self.ids[left], self.ids[right]) for left, right in halves if left in self.ids and right in self.ids]
+
+    def encode(self, text, rng):
+        """Ids that decode to `text`, with at least one token cut where there is one to cut."""
+        canonical = self.tokenizer.encode(text, add_special_tokens=False).ids
+        cuts = {at: pairs for at, token_id in enumerate(canonical) if (pairs := self.cuts(token_id))}
+        chosen = {at for at in cuts if rng.random() < DRIFT}
+        if cuts and not chosen:
+            chosen = {rng.choice(sorted(cuts))}
+        ids = []
+        for at, token_id in enumerate(canonical):
+            ids.extend(rng.choice(cuts[at]) if at in chosen else (token_id,))
+        return ids
+
+
+@dataclass
+class Line:
+    """What one request is to say: scripted ids, and the list into which vLLM puts what was sampled."""
+
+    planned: list
+    sampled: list
+    free: bool = False
+
+
+class ScriptedModel(LogitsProcessor):
+    """Forces the scripted token of each request that has a script."""
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        model = vllm_config.model_config
+        self.tokenizer = Tokenizer.from_file(str(Path(model.tokenizer) / "tokenizer.json"))
+        self.drifter = Drifter(self.tokenizer)
+        self.stop_id = model.hf_config.eos_token_id
+        self.episodes = json.loads(Path(os.environ["EPISODES"]).read_text(encoding="utf-8"))
+        self.batch = {}  # index in the batch -> Line
+        self.lines = OrderedDict()  # id of the request's list of sampled ids -> Line, for requests that leave the batch and return
+        self.planned = 0
+
+    def is_argmax_invariant(self):
+        return False
+
+    def scripted_text(self, prompt):
+        """What the episode named in this prompt has at this turn; None if no episode is named."""
+        named = MARKER.search(prompt)
+        if named is None:
+            return None
+        episode = self.episodes.get(named.group(1))
+        if episode is None:
+            return f"There is no episode {named.group(1)}."
+        if isinstance(episode, dict):
+            if "side" in episode and TOOLS not in prompt:
+                return episode["side"]
+            episode = episode["turns"]
+        return episode[min(prompt.count(OPENER), len(episode)) - 1]
+
+    def line(self, params, prompt_ids, sampled):
+        """Plan a request, once: vLLM may take it out of the batch and put it back, half said."""
+        known = self.lines.get(id(sampled))
+        if known is not None and known.sampled is sampled:
+            return known
+        text = None if prompt_ids is None else self.scripted_text(self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False))
+        if text is None:
+            return None
+        self.planned += 1
+        rng = random.Random(f"{self.planned if params.seed is None else params.seed}:{text}")
+        line = Line([*self.drifter.encode(text, rng), self.stop_id], sampled)
+        self.lines[id(sampled)] = line
+        while len(self.lines) > REMEMBERED:
+            self.lines.popitem(last=False)
+        return line
+
+    def update_state(self, batch_update):
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.batch.pop(index, None)
+        for index, params, prompt_ids, sampled in batch_update.added:
+            self.batch.pop(index, None)
+            line = self.line(params, prompt_ids, sampled)
+            if line is not None:
+                self.batch[index] = line
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self.batch.pop(source, None), self.batch.pop(target, None)
+            if moved is not None:
+                self.batch[target] = moved
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                self.batch[source] = replaced
+
+    def apply(self, logits):
+        for index, line in self.batch.items():
+            if line.free:
+                continue
+            said = len(line.sampled)
+            token_id = line.planned[said] if said < len(line.planned) else self.stop_id
+            kept = logits[index, token_id].item()
+            if kept == float("-inf"):
+                logger.warning("token %d of a script is ruled out (%r): sampling freely", said, self.tokenizer.id_to_token(token_id))
+                line.free = True
+                continue
+            logits[index].fill_(float("-inf"))
+            logits[index, token_id] = kept
+        return logits

@@ -1,0 +1,85 @@
+"""The command line: `tokencache serve`, `tokencache demo`."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvloop
+
+from tokencache.config import Settings
+from tokencache.proxy.server import run
+from tokencache.store.contract import StoreError
+
+app = typer.Typer(
+    help="Exact tokens for agents that only speak text: a session-aware reverse proxy in front of vLLM.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _option(name: str) -> Any:
+    field = Settings.model_fields[name]
+    return typer.Option(help=field.description, envvar=f"TOKENCACHE_{name.upper()}", show_default=str(field.default))
+
+
+@app.command()
+def serve(  # noqa: PLR0917 - one parameter per option
+    upstream: Annotated[str | None, _option("upstream")] = None,
+    upstream_key: Annotated[str | None, _option("upstream_key")] = None,
+    host: Annotated[str | None, _option("host")] = None,
+    port: Annotated[int | None, _option("port")] = None,
+    store: Annotated[str | None, _option("store")] = None,
+    store_ttl: Annotated[float | None, _option("store_ttl")] = None,
+    store_timeout: Annotated[float | None, _option("store_timeout")] = None,
+    on_store_error: Annotated[str | None, _option("on_store_error")] = None,
+    session_header: Annotated[str | None, _option("session_header")] = None,
+    registered_only: Annotated[bool | None, _option("registered_only")] = None,
+    admin_key: Annotated[str | None, _option("admin_key")] = None,
+    max_body: Annotated[int | None, _option("max_body")] = None,
+    prefix_memory: Annotated[int | None, _option("prefix_memory")] = None,
+    log_level: Annotated[str | None, _option("log_level")] = None,
+) -> None:
+    """Serve: point harnesses here instead of at the engine.
+
+    Name the session with the header X-Tokencache-Session, or in the base URL (http://HOST:PORT/s/SESSION/v1), or as the
+    API key tcs-SESSION. Requests without a session are relayed untouched. Take trajectories back from
+    GET /tokencache/v1/sessions/SESSION/trajectories.
+    """
+    given = {name: value for name, value in locals().items() if value is not None}
+    try:
+        settings = Settings(**given)
+    except ValueError as why:
+        raise typer.BadParameter(str(why)) from None
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        uvloop.run(run(settings))
+    except (OSError, StoreError, ValueError) as why:
+        typer.secho(f"tokencache: {why}", fg="red", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def demo(
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file, too")] = None,
+    upstream: Annotated[str | None, typer.Option(help="run the same episodes against this engine instead of a simulated one")] = None,
+    model: Annotated[str, typer.Option(help="the model's name at --upstream; default: the first it serves")] = "",
+    rollouts: Annotated[int, typer.Option(min=1, max=1000, help="rollouts each way")] = 16,
+    turns: Annotated[int, typer.Option(min=2, max=64, help="turns of a rollout")] = 8,
+) -> None:
+    """Show the main job: the same agent, directly and through the proxy, on an engine that keeps its own books."""
+    try:
+        from tokencache.demo import run_demo  # noqa: PLC0415 - needs the extra `testing`
+    except ModuleNotFoundError as why:
+        typer.secho(f"the demo needs the extra 'testing' ({why.name} is missing): pip install 'tokencache[testing]'", fg="red", err=True)
+        raise typer.Exit(1) from None
+    logging.basicConfig(level=logging.ERROR)
+    if not asyncio.run(run_demo(rollouts=rollouts, turns=turns, upstream=upstream, model=model, json_file=json_file)):
+        raise typer.Exit(1)

@@ -1,0 +1,29 @@
+"""Settings: every option of `tokencache serve`, also as environment variables (`TOKENCACHE_PORT=…`)."""
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """The proxy's settings; every default is safe for one process in front of one engine on one machine."""
+
+    model_config = SettingsConfigDict(env_prefix="TOKENCACHE_", extra="ignore")
+
+    upstream: str = Field("http://127.0.0.1:8000", description="the engine's base URL")
+    upstream_key: str | None = Field(None, description="API key for the engine, in place of whatever the harness sends")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8100, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    store: str = Field("memory:", description="where turns are kept: memory: or redis://host:port/db")
+    store_ttl: float = Field(7 * 86400.0, gt=0, description="seconds after which an unused session is forgotten (Redis)")
+    store_timeout: float = Field(5.0, gt=0, description="seconds to wait for the store")
+    on_store_error: Literal["relay", "fail"] = Field(
+        "relay", description="when the store fails: relay the call and mark the session incomplete, or answer 503"
+    )
+    session_header: str = Field("X-Tokencache-Session", description="header that names the session")
+    registered_only: bool = Field(False, description="take sessions by registered API key only")
+    admin_key: str | None = Field(None, description="key for /tokencache/v1; without one these routes are open")
+    max_body: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes")
+    prefix_memory: int = Field(2**30, ge=0, description="bytes of memory for prefixes at hand")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to log")

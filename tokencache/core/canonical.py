@@ -1,0 +1,159 @@
+"""Canonical messages: one conversation entry, whatever dialect it was spoken in and however it was written down.
+
+A harness does not send back what it was served: text is trimmed, `null` becomes `""`, arguments are re-serialised,
+reasoning is left out or moved inline, ids are sanitised. Two entries that differ only so must have one digest. What
+is forgiven is this short list and nothing else; the names are those that `verdict` reports and metrics count:
+
+==================  ================================================================================================
+`content-shape`     `null`, `""`, absent, an empty list and blank text are one; a list of text parts is its text
+                    joined with newlines (as vLLM joins them, `chat_utils.py`, 0.32)
+`whitespace`        white space (and U+FEFF) around a text; never inside it
+`args-json`         tool-call arguments are compared by value: key order, spacing, escapes, numbers as IEEE doubles
+                    (every JavaScript client turns `10000.0` into `10000`), last duplicate key wins, `""` is `{}`
+`inline-think`      a leading `<think>…</think>` in an assistant's text is its reasoning
+`reasoning-dropped` reasoning is no part of an assistant's digest
+`tool-ids`          ids of tool calls are no part of a digest; a tool result answers the n-th call
+`members`           `cache_control`, `name` of a tool message, `annotations` and other members beside text and calls
+==================  ================================================================================================
+
+What an entry says in its own bytes stays with it (`Message`), so that a digest that matched can be judged field by
+field afterwards: hash proposes, evidence disposes.
+"""
+
+import json
+import math
+import re
+from typing import Any
+
+import msgspec
+import xxhash
+
+BLANK = (
+    "\ufeff \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006"
+    "\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+)
+"""What `str.strip()` removes, and U+FEFF, which JavaScript's `trim()` removes too."""
+
+_INLINE_THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SORTED = msgspec.json.Encoder(order="sorted")
+_VERSION = b"tc1"
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A tool call as it was written: `arguments` is the JSON text, valid or not."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of a conversation, with the words that stood in it.
+
+    `role` is `system` (also for `developer`), `user`, `assistant`, `tool` or what else the harness wrote. `content` is
+    the text, parts joined by newlines; `None` if there was none. `answers` is the id of the call that a tool result
+    answers. `name` is that of a participant (of a tool message it is ignored: harnesses drop it). `media` is the
+    canonical JSON of parts that are no text.
+    """
+
+    role: str
+    content: str | None = None
+    reasoning: str | None = None
+    calls: tuple[Call, ...] = ()
+    answers: str | None = None
+    name: str | None = None
+    media: bytes = b""
+    parts: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text that counts: without surrounding white space and, for an assistant, without inline reasoning."""
+        return split_think(self.content)[1] if self.role == "assistant" else (self.content or "").strip(BLANK)
+
+    @property
+    def thought(self) -> str:
+        """The reasoning, wherever it stood, without surrounding white space."""
+        return (self.reasoning or "").strip(BLANK) or split_think(self.content)[0]
+
+
+def split_think(content: str | None) -> tuple[str, str]:
+    """Part a text into its leading inline reasoning and the rest, both stripped."""
+    text = content or ""
+    inline = _INLINE_THINK.match(text) if "<think>" in text else None
+    if inline is None:
+        return "", text.strip(BLANK)
+    return inline[1].strip(BLANK), text[inline.end() :].strip(BLANK)
+
+
+def digest(message: Message) -> bytes:
+    """Digest one message: xxh3-128, 16 bytes, equal for all writings that the rules of this module call one.
+
+    Fields are tagged and their lengths written, so that no two different entries spell the same bytes.
+    """
+    h = xxhash.xxh3_128(_VERSION)
+    _put(h, b"role", message.role.encode("utf-8", "surrogatepass"))
+    _put(h, b"text", message.text.encode("utf-8", "surrogatepass"))
+    if message.name and message.role != "tool":
+        _put(h, b"who", message.name.encode("utf-8", "surrogatepass"))
+    for call in message.calls:
+        _put(h, b"name", call.name.encode("utf-8", "surrogatepass"))
+        _put(h, b"args", canonical_arguments(call.arguments))
+    if message.media:
+        _put(h, b"media", message.media)
+    return h.digest()
+
+
+def _put(h: "xxhash.xxh3_128", tag: bytes, data: bytes) -> None:
+    h.update(b"%s:%d:" % (tag, len(data)))
+    h.update(data)
+
+
+def canonical_arguments(arguments: str) -> bytes:
+    """Write tool-call arguments in the one form that all JSON texts of the same value share.
+
+    What is no JSON is kept as it stands, marked as such, so that it equals only itself.
+    """
+    text = arguments.strip(BLANK)
+    if not text:
+        return b"{}"
+    try:
+        return canonical_json(_loads(text))
+    except (ValueError, RecursionError):
+        return b"\x00raw:" + arguments.encode("utf-8", "surrogatepass")
+
+
+def canonical_json(value: Any) -> bytes:
+    """Write a JSON value with sorted keys and every number as a double."""
+    return _SORTED.encode(_canonical(value))
+
+
+def _loads(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        # Lone surrogates and NaN: refused by msgspec, written by Python harnesses all the same.
+        return json.loads(text)
+
+
+def _canonical(value: Any) -> Any:
+    match value:
+        case None | bool():
+            return value
+        case str():
+            text = _SURROGATE.sub("\ufffd", value)
+            return "\x00" + text if text.startswith("\x00") else text  # NUL marks the numbers that are no double
+        case int() | float():
+            return _double(value)
+        case list():
+            return [_canonical(item) for item in value]
+        case _:
+            return {_SURROGATE.sub("\ufffd", key): _canonical(item) for key, item in value.items()}
+
+
+def _double(value: float) -> float | str:
+    try:
+        number = float(value) + 0.0  # -0.0 + 0.0 is 0.0
+    except OverflowError:
+        return f"\x00number:{value}"
+    return number if math.isfinite(number) else f"\x00number:{number}"

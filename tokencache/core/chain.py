@@ -1,0 +1,60 @@
+"""Chains: the digest of a conversation up to each of its messages.
+
+`chain[i]` covers the first `i` messages and what else shapes the prompt (model, tools, template arguments: the
+*scope*). So "this history continues that turn" is one look-up of 16 bytes, and a turn whose context was edited in any
+message before it is simply not found. The price is the work of one short hash per message.
+
+A tool result is linked by *which* call of the reply before it it answers, not by the call's id: harnesses rewrite ids.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from tokencache.core.canonical import Call, Message, digest
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """A history in canonical form.
+
+    `chain` has one entry more than `messages`: `chain[i]` covers `messages[:i]`. `digests[i]` is that of `messages[i]`
+    alone.
+    """
+
+    messages: tuple[Message, ...]
+    digests: tuple[bytes, ...]
+    chain: tuple[bytes, ...]
+
+    def replies(self) -> list[int]:
+        """The places of the assistant's messages, the last one first."""
+        return [i for i in range(len(self.messages) - 1, -1, -1) if self.messages[i].role == "assistant"]
+
+
+def converse(scope: bytes, messages: Sequence[Message], digests: Sequence[bytes] | None = None) -> Conversation:
+    """Chain `messages` under `scope`, the digest of all else that shapes the prompt.
+
+    `digests` are those of the messages, if the caller has them already.
+    """
+    known = tuple(digests) if digests is not None else tuple(digest(m) for m in messages)
+    chain = [xxhash.xxh3_128_digest(b"scope" + scope)]
+    calls: tuple[Call, ...] = ()
+    for message, own in zip(messages, known, strict=True):
+        if message.role == "assistant":
+            calls = message.calls
+        chain.append(link(chain[-1], message, own, calls))
+    return Conversation(tuple(messages), known, tuple(chain))
+
+
+def link(previous: bytes, message: Message, own: bytes, calls: tuple[Call, ...] = ()) -> bytes:
+    """Extend a chain by one message; `calls` are those of the last reply before it."""
+    if message.role != "tool":
+        return xxhash.xxh3_128_digest(previous + own)
+    return xxhash.xxh3_128_digest(previous + own + _answered(message.answers or "", calls))
+
+
+def _answered(answers: str, calls: tuple[Call, ...]) -> bytes:
+    for n, call in enumerate(calls):
+        if call.id == answers:
+            return b"call:%d" % n
+    return b"id:" + answers.encode("utf-8", "surrogatepass")

@@ -1,0 +1,120 @@
+"""Lineages: the turns of a session as sequences that a trainer can put into its loss.
+
+The turns form a forest: a turn's parent is the turn whose prefix its prompt starts with. Of a turn's children one, its
+*heir*, continues its sequence: the one that the harness went on from (the deepest line; a complete reply before an
+aborted one; the first recorded). Every other child (a retry whose answer was thrown away, a parallel sub-agent, a
+rollback) starts a sequence of its own whose context repeats what went before with mask 0. So every sampled token is
+trained exactly once, whatever the shape of the tree, and nothing is merged by guess or dropped.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tokencache.core import ids
+from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
+
+
+class SequenceTurn(msgspec.Struct, frozen=True):
+    """A turn inside a sequence; `prompt` and `completion` are half-open ranges of the sequence's tokens."""
+
+    turn: Turn
+    prompt: tuple[int, int]
+    completion: tuple[int, int]
+
+
+class TokenSequence(msgspec.Struct, frozen=True):
+    """A line of turns, each extending the one before.
+
+    `token_ids`, `loss_mask` and `logprobs` have one entry per token. A token with mask 1 was sampled by the policy in
+    this sequence and carries the natural logarithm of the probability it was sampled with; every other token has mask
+    0 and log probability 0.0.
+    """
+
+    id: str
+    parent: str | None
+    start: str
+    reason: str
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    turns: list[SequenceTurn]
+
+
+def lines(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Part the turns, given in the order they were recorded, into lines in which each continues the one before."""
+    heir = _heirs(turns)
+    line_of: dict[str, list[Turn]] = {}
+    found: list[list[Turn]] = []
+    for turn in turns:
+        if turn.parent in line_of and heir[turn.parent] == turn.id:
+            line = line_of[turn.parent]
+            line.append(turn)
+        else:
+            line = [turn]
+            found.append(line)
+        line_of[turn.id] = line
+    return found
+
+
+def _heirs(turns: Sequence[Turn]) -> dict[str, str]:
+    """Choose for each turn that has children the one that continues its line."""
+    depth: dict[str, int] = {}
+    best: dict[str, tuple[tuple[int, bool], str]] = {}
+    for turn in reversed(turns):  # children are recorded after their parents
+        depth[turn.id] = 1 + best[turn.id][0][0] if turn.id in best else 0
+        if turn.parent is not None:
+            rank = (depth[turn.id], "aborted" not in turn.marks)
+            if turn.parent not in best or rank >= best[turn.parent][0]:  # of equals, the first recorded comes last here
+                best[turn.parent] = (rank, turn.id)
+    return {parent: child for parent, (_, child) in best.items()}
+
+
+def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[TokenSequence]:
+    """Build all sequences of a session from its turns, in the order they were recorded, and their tokens.
+
+    Raises:
+        KeyError: tokens of a turn are missing.
+        ValueError: a turn does not extend its parent, or lengths differ: the records are torn.
+    """
+    lookup = {turn.id: (turn, tokens[turn.id]) for turn in turns}
+    name_of: dict[str, str] = {}
+    built = []
+    for line in lines(turns):
+        first = line[0]
+        built.append(_sequence(line, lookup, name_of.get(first.parent or first.origin or "")))
+        name_of.update(dict.fromkeys((turn.id for turn in line), built[-1].id))
+    return built
+
+
+def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None) -> TokenSequence:
+    prefix = rebuild(lookup, line[0].id)
+    packed = prefix.prompt
+    mask: list[int] = []
+    logprobs: list[float] = []
+    spans = []
+    for turn in line:
+        prompt = _prompt(turn, lookup[turn.id][1], prefix) if turn is not line[0] else packed
+        if not prompt.startswith(packed):
+            raise ValueError(f"turn {turn.id} does not extend turn {turn.parent}")
+        sampled = lookup[turn.id][1]
+        packed = prompt + sampled.completion
+        prefix = Prefix(packed, turn.completion_tokens)
+        before, start = len(mask), turn.prompt_tokens
+        values = ids.unpack_logprobs(sampled.logprobs)
+        trained = int(len(values) == turn.completion_tokens)
+        mask += [0] * (start - before) + [trained] * turn.completion_tokens
+        logprobs += [0.0] * (start - before) + (values if trained else [0.0] * turn.completion_tokens)
+        spans.append(SequenceTurn(turn, (before, start), (start, len(mask))))
+    start_kind = "branch" if line[0].match == "continue" else line[0].match
+    return TokenSequence(line[0].id, parent, start_kind, line[0].reason, ids.unpack(packed), mask, logprobs, spans)
+
+
+def _prompt(turn: Turn, own: Tokens, parent: Prefix) -> bytes:
+    """The prompt of a turn that continues: its base is its parent, whose prefix is at hand."""
+    prompt = ids.head(parent.ids, turn.shared) + own.delta
+    if ids.count(own.completion) != turn.completion_tokens:
+        raise ValueError(f"turn {turn.id}: {ids.count(own.completion)} completion tokens stored, {turn.completion_tokens} recorded")
+    if ids.count(prompt) != turn.prompt_tokens:
+        raise ValueError(f"turn {turn.id}: {ids.count(prompt)} prompt tokens rebuilt, {turn.prompt_tokens} recorded")
+    return prompt

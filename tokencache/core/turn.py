@@ -1,0 +1,127 @@
+"""Turns: what is kept of one model call.
+
+A turn is written once and never changed. Its tokens are kept as a *delta*: a prompt is the first `shared` tokens of
+another turn's prefix (`base`) and what came on top. A session of n turns over one growing history so costs its tokens
+once, not n times.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+from tokencache.core import ids
+from tokencache.core.canonical import Message
+
+MatchKind = Literal["root", "continue", "branch", "resplice", "plain"]
+
+
+class Anchor(msgspec.Struct, frozen=True):
+    """A recognised reply that stands, with its exact ids, inside a respliced prompt: whose, and where (in tokens)."""
+
+    turn: str
+    start: int
+    end: int
+
+
+class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One recorded model call, without its tokens.
+
+    Attributes:
+        id: unique within the session.
+        call: the HTTP call it came from; the choices of one call with n > 1 share it.
+        match: how the prompt came about; `reason` says why it is not `continue`, or what was noteworthy.
+        parent: the turn whose prefix this prompt starts with, token for token (`continue` and `branch` only).
+        origin: the turn from which the context was taken when it is not the parent (`resplice`).
+        forgiven: names of the canonicalisation rules needed to recognise the last reply.
+        base, shared: token storage: the prompt's first `shared` tokens are those of `base`'s prefix.
+        prompt_tokens, completion_tokens: lengths, in tokens.
+        prefix_hash, completion_hash: xxh3-128 of the packed ids; equal hashes mean interchangeable turns.
+        served: the message as the harness was given it.
+        stopped: the completion ends with a stop id, which is the template's end of turn or the next opener.
+        template: digest of the template arguments that the prompt was rendered with.
+        sampling: the request's sampling parameters as sent to the engine.
+        marks: what a trainer must know: `aborted`, `engine-disagrees`, `no-logprobs`, `media`, `upstream-broke`.
+        created: seconds since the epoch when the call began; `seconds`: how long it took.
+        versions: weight version spans as the engine gives them (vLLM 0.33 `weight_versions`).
+    """
+
+    id: str
+    call: str
+    match: MatchKind
+    reason: str = ""
+    parent: str | None = None
+    origin: str | None = None
+    forgiven: tuple[str, ...] = ()
+    anchors: tuple[Anchor, ...] = ()
+    base: str | None = None
+    shared: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prefix_hash: bytes = b""
+    completion_hash: bytes = b""
+    served: Message = Message("assistant")
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    stopped: bool = False
+    model: str = ""
+    dialect: str = ""
+    stream: bool = False
+    choice: int = 0
+    messages: int = 0
+    tools: int = 0
+    template: bytes = b""
+    sampling: dict[str, Any] = {}
+    marks: tuple[str, ...] = ()
+    created: float = 0.0
+    seconds: float = 0.0
+    versions: list[Any] = []
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """The tokens of one turn: packed ids of its prompt beyond `shared`, of its completion, and packed log probabilities."""
+
+    delta: bytes
+    completion: bytes
+    logprobs: bytes = b""
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """The exact ids of a history: a turn's prompt and completion, packed.
+
+    `completion` is how many tokens at its end the turn itself sampled.
+    """
+
+    ids: bytes
+    completion: int
+
+    @property
+    def prompt(self) -> bytes:
+        """The packed prompt ids."""
+        return self.ids[: len(self.ids) - self.completion * ids.ID_BYTES]
+
+
+def hash_ids(packed: bytes) -> bytes:
+    """Hash packed ids: xxh3-128, 16 bytes."""
+    return xxhash.xxh3_128_digest(packed)
+
+
+def rebuild(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefix:
+    """Rebuild a turn's prefix from deltas; `lookup` holds the turn and all its bases.
+
+    Raises:
+        KeyError: a base is missing.
+        ValueError: the rebuilt prompt has not the recorded length: the records are torn.
+    """
+    line = []
+    at: str | None = turn
+    while at is not None:
+        line.append(lookup[at])
+        at = line[-1][0].base
+    packed = b""
+    for record, tokens in reversed(line):
+        prompt = ids.head(packed, record.shared) + tokens.delta
+        if ids.count(prompt) != record.prompt_tokens or ids.count(tokens.completion) != record.completion_tokens:
+            raise ValueError(f"turn {record.id}: {ids.count(prompt)} prompt tokens rebuilt, {record.prompt_tokens} recorded")
+        packed = prompt + tokens.completion
+    return Prefix(packed, ids.count(line[0][1].completion))

@@ -1,0 +1,100 @@
+"""One engine as the proxy sees it: probed per model, with what is learned of each model's template kept.
+
+A model is probed when it is first named (adapters share an engine but may differ in template), and again when the
+engine could not be reached in between: another process may stand there now.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from tokencache.dialects.chat import RenderArgs
+from tokencache.engines.probe import Capability, probe
+from tokencache.engines.reply import Choice
+from tokencache.engines.upstream import Upstream
+from tokencache.errors import EngineError
+from tokencache.render.agreement import agrees
+from tokencache.render.renderer import EngineRenderer
+from tokencache.render.tails import Tails
+
+log = logging.getLogger(__name__)
+
+
+class Model:
+    """A model on an engine: what was found, and what is learned while serving it."""
+
+    def __init__(self, capability: Capability, upstream: Upstream) -> None:
+        self.capability = capability
+        self.stop_ids: set[int] = set(capability.stop_ids)
+        self.renderer = EngineRenderer(upstream)
+        self.tails = Tails(self.renderer, self.stop_ids)
+        self._upstream = upstream
+        self._agreed: dict[bytes, bool] = {}
+        self._lock = asyncio.Lock()
+
+    async def renders_alike(self, args: RenderArgs) -> bool:
+        """Whether `/tokenize` renders under these arguments as chat completions do; asked once."""
+        known = self._agreed.get(args.digest)
+        if known is None:
+            async with self._lock:
+                known = self._agreed.get(args.digest)
+                if known is None:
+                    known = self._agreed[args.digest] = await agrees(self._upstream, self.renderer, self.capability.model, args)
+                    if not known:
+                        log.warning("/tokenize does not render as chat completions do under %s: no splicing", args.chat)
+        return known
+
+    def observe(self, choice: Choice) -> None:
+        """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids, and names none as the reason."""
+        if choice.finish_reason == "stop" and choice.stop_reason is None and choice.ids:
+            last = choice.ids[-1]
+            if last in self.capability.stop_candidates:
+                self.stop_ids.add(last)
+
+
+class Engine:
+    """An engine and its models."""
+
+    def __init__(self, upstream: Upstream, *, on_probe: Callable[[Capability], None] | None = None) -> None:
+        self.upstream = upstream
+        self._on_probe = on_probe
+        self._models: dict[str, Model] = {}
+        self._lock = asyncio.Lock()
+        self.error = "not probed yet"
+
+    @property
+    def capabilities(self) -> list[Capability]:
+        """What was found so far, per model."""
+        return [model.capability for model in self._models.values()]
+
+    async def model(self, name: str = "") -> Model:
+        """Return a model, probing it when it is named for the first time.
+
+        Raises:
+            EngineError: the engine cannot be reached, or refuses the model.
+        """
+        known = self._models.get(name)
+        if known is None:
+            async with self._lock:
+                known = self._models.get(name) or await self._probe(name)
+        return known
+
+    def forget(self) -> None:
+        """Probe anew at the next call: the engine went away."""
+        self._models.clear()
+        self.error = "the engine went away"
+
+    async def _probe(self, name: str) -> Model:
+        try:
+            found = await probe(self.upstream, EngineRenderer(self.upstream), name)
+        except EngineError as why:
+            self.error = str(why)
+            raise
+        log.log(logging.INFO if found.level == "exact" else logging.WARNING, "engine %s: %s", self.upstream.url, found.line())
+        if found.level != "exact":
+            log.warning("RECORD ONLY: no history will be continued token for token on %s: %s", self.upstream.url, found.why)
+        self.error = ""
+        model = self._models[name] = self._models.setdefault(found.model, Model(found, self.upstream))
+        if self._on_probe is not None:
+            self._on_probe(found)
+        return model

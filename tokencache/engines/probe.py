@@ -1,0 +1,125 @@
+"""The probe: what can this engine do? Found out by asking, never by version number.
+
+The one question that matters is whether supplied ids are honoured: a chat call whose messages say one thing and whose
+`prompt_token_ids` say another; the ids that the engine says it used tell which it followed. What is found makes the
+level at which the proxy serves sessions of a model:
+
+`exact`    ids are honoured and `/tokenize` answers: histories are continued token for token
+`record`   the engine reports ids but does not take them (older vLLM, the Rust frontend), or cannot tokenize: turns are
+           recorded as they are, and none continues another
+`relay`    the engine reports no ids: sessions are relayed and marked, nothing can be recorded
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from tokencache.core import ids
+from tokencache.dialects.chat import RenderArgs
+from tokencache.engines.reply import Reply
+from tokencache.engines.upstream import Upstream
+from tokencache.errors import EngineError
+from tokencache.render.agreement import echo_of_chat
+from tokencache.render.boundary import ASK, BoundaryUnknownError, candidates
+from tokencache.render.renderer import Renderer, RenderError
+
+Raw = msgspec.Raw
+Level = Literal["exact", "record", "relay"]
+
+PLAIN_ARGS = RenderArgs(b"", b"", {}, {}, {})
+_OTHER = b'{"role":"user","content":"Something else altogether."}'
+_MAX_CANDIDATES = 16
+
+
+class Capability(msgspec.Struct, frozen=True):
+    """What an engine can do for one model.
+
+    Attributes:
+        level: what follows for sessions, see above; `why` says what is missing where it is not `exact`.
+        version: as `/version` says; `"unknown"` if it does not.
+        honours_ids: whether `kv_transfer_params.prompt_token_ids` replaces the prompt.
+        tokenizes: whether `/tokenize` renders conversations.
+        max_model_len: the longest prompt and completion together, in tokens; 0 if unknown.
+        stop_candidates: ids with which the template ends a turn or opens the next.
+        stop_ids: those of them at which generation was seen to stop.
+    """
+
+    model: str
+    level: Level
+    version: str = "unknown"
+    honours_ids: bool = False
+    tokenizes: bool = False
+    max_model_len: int = 0
+    stop_candidates: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    why: str = ""
+
+    def line(self) -> str:
+        """Say in one line what was found."""
+        found = (
+            f"model={self.model or '?'} vllm={self.version} level={self.level} honours_ids={self.honours_ids} "
+            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} stop_ids={list(self.stop_ids)}"
+        )
+        return found + (f" ({self.why})" if self.why else "")
+
+
+async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capability:
+    """Find out what the engine can do for `model`, or for the first that it serves.
+
+    Raises:
+        EngineError: the engine cannot be reached, or refuses the model.
+    """
+    version = (await upstream.get("/version")).json()
+    listed = await _models(upstream)
+    model = model or next(iter(listed), "")
+    found = Capability(
+        model, "relay", version.get("version", "unknown") if isinstance(version, dict) else "unknown", max_model_len=listed.get(model, 0)
+    )
+    try:
+        plain, other = [await renderer.render(model, [m], PLAIN_ARGS, generation=True) for m in (ASK, _OTHER)]
+    except RenderError as why:
+        echo = await echo_of_chat(upstream, {"model": model, "messages": Raw(b"[" + ASK + b"]")})
+        return msgspec.structs.replace(found, level="relay" if echo is None else "record", why=f"no rendering: {why}")
+    found = msgspec.structs.replace(found, tokenizes=True)
+    supplied = {"kv_transfer_params": {"prompt_token_ids": ids.unpack(other)}}
+    echo = await echo_of_chat(upstream, {"model": model, "messages": Raw(b"[" + ASK + b"]"), **supplied})
+    if echo is None:
+        return msgspec.structs.replace(found, why="the engine reports no token ids")
+    if echo != other:
+        why_not = "supplied ids are ignored" if echo == plain else "neither the supplied ids nor those of /tokenize were used"
+        return msgspec.structs.replace(found, level="record", why=why_not)
+    try:
+        possible = tuple(await candidates(renderer, model, PLAIN_ARGS))
+    except (BoundaryUnknownError, RenderError) as why:
+        return msgspec.structs.replace(found, level="record", honours_ids=True, why=f"the template hides where a reply ends: {why}")
+    stops = tuple([token for token in possible[:_MAX_CANDIDATES] if await _stops_at(upstream, model, token)])
+    return msgspec.structs.replace(found, level="exact", honours_ids=True, stop_candidates=possible, stop_ids=stops)
+
+
+async def _models(upstream: Upstream) -> dict[str, int]:
+    listed = (await upstream.get("/v1/models")).json()
+    data = listed.get("data") if isinstance(listed, dict) else None
+    found = {}
+    for entry in data if isinstance(data, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str):
+            found[entry["id"]] = entry["max_model_len"] if isinstance(entry.get("max_model_len"), int) else 0
+    return found
+
+
+async def _stops_at(upstream: Upstream, model: str, token: int) -> bool:
+    """Let the engine sample nothing but `token`: does it stop there, or go on to the limit?"""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": Raw(b"[" + ASK + b"]"),
+        "max_tokens": 2,
+        "allowed_token_ids": [token],
+        "return_token_ids": True,
+    }
+    try:
+        answer = await upstream.post("/v1/chat/completions", body)
+    except EngineError:
+        return False
+    reply = Reply()
+    reply.take(answer.body)
+    choice = reply.choices.get(0)
+    return choice is not None and choice.ids == [token] and choice.finish_reason == "stop"

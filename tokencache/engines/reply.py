@@ -1,0 +1,160 @@
+"""Replies: what an engine said, collected chunk by chunk or from a whole body.
+
+Text and token ids do not line up within a chunk of vLLM's stream (partial UTF-8, parsers that hold text back), so each
+is gathered on its own: the ids as the engine gives them, the message as the harness sees it.
+"""
+
+from typing import Any
+
+import msgspec
+
+from tokencache.core import ids
+from tokencache.core.canonical import Call, Message
+
+Raw = msgspec.Raw
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    delta: _Delta | None = None
+    message: _Delta | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: Raw = Raw(b"null")
+    logprobs: _Logprobs | None = None
+    weight_versions: list[Any] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    prompt_token_ids: Raw = Raw(b"null")
+    model: str = ""
+    error: Raw = Raw(b"null")
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_IDS = msgspec.json.Decoder(list[int])
+
+
+class Choice:
+    """One choice of a reply: sampled ids, their log probabilities, and the message as it was put together."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: dict[int, list[str]] = {}
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.versions: list[Any] = []
+
+    def message(self, *, with_reasoning: bool) -> Message:
+        """The message as the harness was given it."""
+        return Message(
+            "assistant",
+            content="".join(self.content) or None,
+            reasoning=("".join(self.reasoning) or None) if with_reasoning else None,
+            calls=tuple(Call(*self.calls[i]) for i in sorted(self.calls)),
+        )
+
+    def take(self, choice: _Choice) -> None:
+        """Add what one chunk, or a whole body, says of this choice."""
+        self.ids += choice.token_ids or ()
+        if choice.logprobs is not None:
+            self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
+        said = choice.delta or choice.message
+        if said is not None:
+            self._say(said)
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
+        self.versions = choice.weight_versions or self.versions
+
+    def _say(self, said: _Delta) -> None:
+        if said.content:
+            self.content.append(said.content)
+        thought = said.reasoning or said.reasoning_content
+        if thought:
+            self.reasoning.append(thought)
+        for n, call in enumerate(said.tool_calls or ()):
+            parts = self.calls.setdefault(n if call.index is None else call.index, ["", "", ""])
+            parts[0] = call.id or parts[0]
+            if call.function is not None:
+                parts[1] += call.function.name or ""
+                parts[2] += call.function.arguments or ""
+
+
+class Reply:
+    """All choices of one call, as they come in.
+
+    Attributes:
+        prompt: the raw JSON list of the prompt ids that the engine says it used; `b""` while unknown.
+        error: the raw JSON of an error that the engine reported within its reply; `b""` if none.
+        unreadable: chunks that could not be read.
+    """
+
+    def __init__(self, choices: int = 1) -> None:
+        self.expected = choices
+        self.choices: dict[int, Choice] = {}
+        self.prompt = b""
+        self.model = ""
+        self.error = b""
+        self.unreadable = 0
+
+    def take(self, data: bytes) -> None:
+        """Add a chunk's JSON, or that of a whole body."""
+        try:
+            chunk = _CHUNK.decode(data)
+        except (msgspec.DecodeError, RecursionError):
+            self.unreadable += 1
+            return
+        self.model = chunk.model or self.model
+        self.error = self.error or _given(chunk.error)
+        self.prompt = self.prompt or _given(chunk.prompt_token_ids)
+        for choice in chunk.choices:
+            self.prompt = self.prompt or _given(choice.prompt_token_ids)
+            self.choices.setdefault(choice.index, Choice()).take(choice)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has its finish reason: the reply is whole, whatever else the stream still brings."""
+        return len(self.choices) >= self.expected and all(c.finish_reason for c in self.choices.values())
+
+    def prompt_ids(self) -> bytes | None:
+        """The packed prompt ids that the engine says it used; `None` if it does not say."""
+        try:
+            return ids.pack(_IDS.decode(self.prompt)) if self.prompt else None
+        except (msgspec.DecodeError, OverflowError):
+            return None
+
+
+def _given(raw: Raw) -> bytes:
+    value = bytes(raw)
+    return b"" if value == b"null" else value

@@ -1,0 +1,103 @@
+"""The HTTP client towards the engine: one pool for everything, without a limit of its own.
+
+No total timeout: an agent's turn takes as long as it takes, and a proxy must not be the first to give up. Connections
+that lie idle are dropped before vLLM's server drops them (uvicorn: 5 s), else a call could meet a closed one.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from tokencache.errors import EngineError
+
+CONNECT_SECONDS = 10.0
+IDLE_SECONDS = 4.0
+READ_BUFFER = 256 * 1024
+
+
+class Answer(NamedTuple):
+    """A whole answer: status, body."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """Decode the body; `None` if it is no JSON."""
+        try:
+            return msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, RecursionError):
+            return None
+
+
+class Upstream:
+    """An engine's base URL (scheme, host, port, and perhaps a path in front of `/v1`) and a pool of connections to it."""
+
+    def __init__(self, url: str, *, key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.key = key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Open the pool, in the running event loop."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=READ_BUFFER,
+            max_line_size=64 * 1024,
+            max_field_size=64 * 1024,
+        )
+
+    async def close(self) -> None:
+        """Close the pool."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def send(self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: Any = None) -> aiohttp.ClientResponse:
+        """Send a request and return as soon as the answer's head is there; the caller releases or closes it.
+
+        `path` is taken as it is, percent-encoding and query included.
+
+        Raises:
+            EngineError: the engine cannot be reached, or closed the connection without an answer.
+        """
+        if self._session is None:
+            raise RuntimeError("Upstream.open() has not been called")
+        url = URL(self.url + path, encoded=True)
+        sent = {k: v for k, v in (headers or {}).items() if k.lower() != "authorization"} if self.key else dict(headers or {})
+        if self.key:
+            sent["Authorization"] = f"Bearer {self.key}"
+        try:
+            return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False)
+        except aiohttp.ClientConnectorError as why:
+            raise EngineError(f"the engine at {self.url} cannot be reached: {why.os_error or why}") from why
+        except (aiohttp.ClientError, TimeoutError) as why:
+            raise EngineError(f"the engine at {self.url} gave no answer: {type(why).__name__}: {why}") from why
+
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+        """Post JSON (bytes as they are, anything else encoded) and read the whole answer.
+
+        Raises:
+            EngineError: the engine cannot be reached or broke off.
+        """
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        return await self._whole(await self.send("POST", path, headers={**(headers or {}), "Content-Type": "application/json"}, body=data))
+
+    async def get(self, path: str) -> Answer:
+        """Get and read the whole answer.
+
+        Raises:
+            EngineError: the engine cannot be reached or broke off.
+        """
+        return await self._whole(await self.send("GET", path))
+
+    async def _whole(self, response: aiohttp.ClientResponse) -> Answer:
+        try:
+            async with response:
+                return Answer(response.status, await response.read())
+        except (aiohttp.ClientError, TimeoutError) as why:
+            raise EngineError(f"the engine at {self.url} broke off its answer: {type(why).__name__}: {why}") from why

@@ -1,0 +1,41 @@
+"""The driver for stock vLLM 0.27 and later.
+
+`kv_transfer_params: {"prompt_token_ids": [...]}` on chat completions replaces the whole prompt (vLLM PR 48145;
+`renderers/online_renderer.py::_reused_prompt_token_ids`): rendering and tokenization are skipped, everything else
+(tool and reasoning parsers, streaming, structured output) runs as ever, and no KV connector is needed. Older versions
+and the Rust frontend ignore the member without a word: the probe finds out, and every answer's echo is compared.
+"""
+
+import msgspec
+
+from tokencache.dialects.chat import ChatCall
+
+Raw = msgspec.Raw
+
+_TRUE = Raw(b"true")
+_ENCODER = msgspec.json.Encoder()
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+
+
+def chat_body(call: ChatCall, prompt: bytes | None) -> bytes:
+    """Write the request for the engine.
+
+    `prompt` is the exact prompt as a JSON fragment (`b"1,2,3"`), or `None` to let the engine render. Ids, log
+    probabilities and reasoning are always asked for: `include_reasoning: false` would silence the ids (vLLM 0.26 and
+    later). Everything else stays as the harness sent it.
+    """
+    fields = {**call.fields, "return_token_ids": _TRUE, "logprobs": _TRUE}
+    if not call.shows_reasoning:
+        fields["include_reasoning"] = _TRUE
+    if prompt is not None:
+        transfer = call.fields.get("kv_transfer_params")
+        others = _FIELDS.decode(transfer) if transfer is not None and bytes(transfer) != b"null" else {}
+        fields["kv_transfer_params"] = Raw(_ENCODER.encode({**others, "prompt_token_ids": Raw(b"[" + prompt + b"]")}))
+        if any(seen.malformed for seen in call.read):
+            fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
+    return _ENCODER.encode(fields)
+
+
+def echo_agrees(echo: bytes, prompt: bytes) -> bool:
+    """Compare the engine's raw JSON list of prompt ids with the fragment that was sent, without reading a single id."""
+    return len(echo) == len(prompt) + 2 and echo.startswith(b"[") and echo.startswith(prompt, 1)

@@ -1,0 +1,265 @@
+"""One model call within a session, from its body to its last byte.
+
+    read → begin (store) → plan → send → stream through as it comes → record → the last byte
+
+The turn is stored before the reply's last byte leaves: of a stream everything is passed on at once up to the event
+with which the last choice is finished; that one waits until the turn stands in the store. So a harness that has seen
+the end of a reply can send the next call to any replica.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from tokencache import metrics
+from tokencache.core import ids
+from tokencache.dialects import chat
+from tokencache.dialects.chat import ChatCall
+from tokencache.dialects.chat_messages import MessageReader
+from tokencache.dialects.chat_reply import ChatPresenter
+from tokencache.engines.engine import Engine, Model
+from tokencache.engines.reply import Reply
+from tokencache.engines.vllm import chat_body
+from tokencache.errors import EngineError
+from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.plan import Plan, Planner, keys_wanted
+from tokencache.proxy.record import ABORTED, BROKE, Outcome
+from tokencache.proxy.relay import open_response
+from tokencache.proxy.sse import DONE, EventSplitter, data_of, event_of
+from tokencache.store.contract import Begun, StoreError
+
+log = logging.getLogger(__name__)
+
+CHAT = "/v1/chat/completions"
+_OK = 200
+_REFUSED = frozenset({400, 422})
+
+
+class Caller:
+    """Serves the model calls of all sessions through one engine and one ledger."""
+
+    def __init__(self, engine: Engine, ledger: Ledger, reader: MessageReader) -> None:
+        self.engine = engine
+        self.ledger = ledger
+        self._reader = reader
+        self._planner = Planner(ledger.store, ledger.prefixes)
+
+    async def chat(self, request: web.Request, session: str, path: str, headers: CIMultiDict[str]) -> web.StreamResponse:
+        """Serve a chat completion.
+
+        Raises:
+            HarnessError: the request cannot be served.
+            EngineError: the engine cannot be reached; nothing was answered yet.
+            SessionSealedError: the session takes no more calls.
+            StoreError: the store failed and the policy is strict.
+        """
+        call = chat.read(await request.read(), self._reader)
+        live = _Live(self, request, session, call, path=path, headers=headers)
+        with metrics.IN_FLIGHT.track_inprogress():
+            return await live.run()
+
+    async def tokens_of_next(self, request: web.Request, session: str) -> tuple[bytes, Model] | None:
+        """Find the packed ids that a chat call with this `/tokenize` body would send; `None` if the engine would render."""
+        call = chat.read_tokenize(await request.read(), self._reader)
+        if call is None:
+            return None
+        keys = keys_wanted(call)
+        hits = await self.ledger.store.find(session, keys)
+        model = await self.engine.model(call.model)
+        plan = await self._planner.plan(session, call, keys, hits, model)
+        return (plan.prompt, model) if plan.prompt is not None else None
+
+    async def plan(self, session: str, call: ChatCall, call_id: str) -> tuple[Begun | None, Plan, Model | None]:
+        """Begin a call in the store and plan it; what fails on our side ends in a plain plan."""
+        keys = keys_wanted(call)
+        begun = await self.ledger.begin(session, call_id, keys)
+        if begun is None:
+            return None, Plan(match="plain", reason="store-error"), None
+        model = None
+        try:
+            model = await self.engine.model(call.model)
+            return begun, await self._planner.plan(session, call, keys, begun.hits, model), model
+        except EngineError as why:
+            log.debug("session %s call %s: not planned: %s", session, call_id, why)
+            return begun, Plan(match="plain", reason="engine-unknown"), model
+        except (StoreError, KeyError, ValueError) as why:
+            log.exception("session %s call %s: not planned", session, call_id)
+            return begun, Plan(match="plain", reason="store-error" if isinstance(why, StoreError) else "torn-record"), model
+
+
+class _Live:
+    """A call that is under way."""
+
+    def __init__(
+        self, caller: Caller, request: web.Request, session: str, call: ChatCall, *, path: str, headers: CIMultiDict[str]
+    ) -> None:
+        self._caller = caller
+        self._engine, self._ledger = caller.engine, caller.ledger
+        self._request = request
+        self._session = session
+        self._call = call
+        self._path = path
+        self._headers = headers
+        self._id = secrets.token_hex(8)
+        self._begun: Begun | None = None
+        self._presenter = ChatPresenter(call)
+        self._reply = Reply(call.n)
+        self._outcome: Outcome
+        self._started = time.time()
+
+    async def run(self) -> web.StreamResponse:
+        self._begun, plan, model = await self._caller.plan(self._session, self._call, self._id)
+        self._outcome = Outcome(
+            session=self._session, call_id=self._id, call=self._call, plan=plan, reply=self._reply, model=model, started=self._started
+        )
+        metrics.OVERHEAD.labels("before").observe(time.time() - self._started)
+        try:
+            return await self._exchange()
+        except asyncio.CancelledError:
+            # The harness left. What it was given is recorded all the same, by a task that outlives this one.
+            self._outcome.broke, self._outcome.detail = ABORTED, "the harness closed the connection"
+            self._ledger.detach(asyncio.create_task(self._record()))
+            raise
+        except EngineError as why:
+            self._engine.forget()
+            await self._settle("upstream-down", str(why))
+            raise
+
+    async def _exchange(self) -> web.StreamResponse:
+        answer = await self._send()
+        try:
+            if answer.status != _OK:
+                return await self._refused(answer)
+            if answer.content_type == "text/event-stream":
+                return await self._stream(answer)
+            return await self._whole(answer)
+        finally:
+            answer.close()
+
+    async def _send(self) -> aiohttp.ClientResponse:
+        plan = self._outcome.plan
+        answer = await self._engine.upstream.send("POST", self._path, headers=self._headers, body=chat_body(self._call, plan.fragment))
+        if plan.fragment is None or answer.status not in _REFUSED:
+            return answer
+        # An engine that refuses has sampled nothing. Perhaps it refuses the ids, which is our doing: ask as the harness did.
+        refusal = (await answer.read())[:300].decode(errors="replace")
+        log.warning("session %s call %s: the engine refused the spliced prompt: %s", self._session, self._id, refusal)
+        self._outcome.plan = Plan(match="plain", reason="engine-refused-ids", near=plan.near)
+        return await self._engine.upstream.send("POST", self._path, headers=self._headers, body=chat_body(self._call, None))
+
+    async def _refused(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Pass an engine's refusal on as it is; nothing was sampled."""
+        body = await self._read(answer)
+        await self._settle("engine-refused", f"{answer.status}: {body[:300].decode(errors='replace')}")
+        return await self._answer(answer, body)
+
+    async def _whole(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        body = await self._read(answer)
+        self._reply.take(body)
+        await asyncio.shield(self._recording())
+        return await self._answer(answer, self._presenter.body(body))
+
+    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+        try:
+            return await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as why:
+            await self._settle(BROKE, f"{type(why).__name__}: {why}", hole=True)
+            raise EngineError(f"the engine broke off its answer: {type(why).__name__}: {why}") from why
+
+    async def _answer(self, answer: aiohttp.ClientResponse, body: bytes) -> web.StreamResponse:
+        response = open_response(answer, drop=frozenset({"content-length"}))
+        response.content_length = len(body)
+        await response.prepare(self._request)
+        await response.write_eof(body)
+        return response
+
+    async def _stream(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        response = open_response(answer, drop=frozenset({"content-length"}))
+        await response.prepare(self._request)
+        splitter, held = EventSplitter(), bytearray()
+        try:
+            async for chunk in answer.content.iter_any():
+                shown = bytearray()
+                for event in splitter.feed(chunk):
+                    kept = self._event(event)
+                    (held if self._reply.finished else shown).extend(kept)
+                if shown:
+                    await response.write(bytes(shown))
+        except (aiohttp.ClientError, TimeoutError) as why:
+            self._outcome.broke, self._outcome.detail = BROKE, f"{type(why).__name__}: {why}"
+        except ConnectionResetError:
+            self._outcome.broke, self._outcome.detail = ABORTED, "the harness closed the connection"
+        if not self._outcome.broke and not self._reply.finished and not self._reply.error:
+            self._outcome.broke, self._outcome.detail = BROKE, "the stream ended before the reply did"
+        await asyncio.shield(self._recording())
+        if self._outcome.broke and self._outcome.detail != "the stream ended before the reply did":
+            self._drop_connection()
+            return response
+        await response.write(bytes(held) + splitter.rest)
+        await response.write_eof()
+        return response
+
+    def _event(self, event: bytes) -> bytes:
+        """Take note of one event; what the harness is to see of it."""
+        data = data_of(event)
+        if data is None or data == DONE:
+            return event
+        self._reply.take(data)
+        shown = self._presenter.chunk(data)
+        if shown is None:
+            return b""
+        return event if shown is data else event_of(shown)
+
+    def _drop_connection(self) -> None:
+        """Break off as the engine did: a direct client would have seen its connection end in mid-answer."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    def _recording(self) -> "asyncio.Task[None]":
+        task = asyncio.create_task(self._record())
+        self._ledger.detach(task)
+        return task
+
+    async def _record(self) -> None:
+        ended = time.time()
+        recorded = self._outcome.record(self._ledger.prefixes)
+        await self._ledger.end(self._begun, self._outcome, recorded)
+        metrics.OVERHEAD.labels("after").observe(time.time() - ended)
+        metrics.CALLS.labels("chat", self._outcome.broke or ("error" if self._reply.error else "answered")).inc()
+        for entry in recorded.entries:
+            turn = entry.turn
+            log.info(
+                "session %s turn %s: %s%s, %d + %d tokens, %s",
+                self._session,
+                turn.id,
+                turn.match,
+                f" ({turn.reason})" if turn.reason else "",
+                turn.prompt_tokens,
+                turn.completion_tokens,
+                turn.finish_reason,
+            )
+        for incident in recorded.incidents:
+            log.warning("session %s call %s: %s: %s", self._session, self._id, incident.kind, incident.detail)
+
+    async def _settle(self, kind: str, detail: str, *, hole: bool = False) -> None:
+        metrics.CALLS.labels("chat", kind).inc()
+        log.warning("session %s call %s: %s: %s", self._session, self._id, kind, detail)
+        await self._ledger.settle(self._begun, self._session, self._id, [self._outcome.tell(kind, detail, hole=hole)])
+
+
+def tokenized(prompt: bytes, model: Model) -> bytes:
+    """Write the answer of `/tokenize` for packed ids, as vLLM 0.32 writes it."""
+    return msgspec.json.encode(
+        {
+            "count": ids.count(prompt),
+            "max_model_len": model.capability.max_model_len,
+            "tokens": msgspec.Raw(b"[" + ids.fragment(prompt) + b"]"),
+            "token_strs": None,
+        }
+    )

@@ -1,0 +1,153 @@
+"""The ledger: the store as calls see it, and what is done when it fails.
+
+A harness never fails because the cache does (unless asked for: `on_store_error = fail`). Where the store cannot be
+reached the call goes on without its session's past, and what must be said about it is kept here and written as soon as
+the store is back, so that the trainer sees a session that is incomplete, and why.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from tokencache import metrics
+from tokencache.proxy.prefixes import Prefixes
+from tokencache.proxy.record import Outcome, Recorded
+from tokencache.store.contract import Begun, Incident, SessionGoneError, Store, StoreError
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+
+
+class Ledger:
+    """Begins and ends calls on a store; `strict` lets store errors through to the harness."""
+
+    def __init__(self, store: Store, prefixes: Prefixes, *, strict: bool = False) -> None:
+        self.store = store
+        self.prefixes = prefixes
+        self._strict = strict
+        self._owed: dict[str, list[Incident]] = {}
+        self._payer: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def begin(self, session: str, call: str, keys: Sequence[bytes]) -> Begun | None:
+        """Begin a call; `None` where the store cannot be asked.
+
+        Raises:
+            SessionSealedError: the session takes no more calls.
+            StoreError: the store failed and the policy is strict.
+        """
+        try:
+            return await self.store.begin(session, call, keys)
+        except StoreError as why:
+            self._failed("begin", session, call, why)
+            return None
+
+    async def end(self, begun: Begun | None, outcome: Outcome, recorded: Recorded) -> None:
+        """Store what a call came to, before its reply's last byte leaves.
+
+        Raises:
+            StoreError: the store failed and the policy is strict.
+        """
+        for entry in recorded.entries:
+            _count(entry.turn.match, entry.turn.reason, entry.turn.prompt_tokens, entry.turn.completion_tokens, entry.turn.forgiven)
+        if begun is None:
+            self._owe(outcome.session, [*recorded.incidents, _lost(outcome.call_id)])
+            return
+        try:
+            if recorded.entries:
+                await self.store.commit(outcome.session, begun.life, outcome.call_id, recorded.entries, recorded.incidents)
+            else:
+                await self.store.settle(outcome.session, begun.life, outcome.call_id, recorded.incidents)
+        except SessionGoneError:
+            log.warning("session %s call %s: deleted meanwhile; what was recorded is dropped", outcome.session, outcome.call_id)
+            return
+        except StoreError as why:
+            self._owe(outcome.session, [*recorded.incidents, _lost(outcome.call_id)])
+            self._failed("commit", outcome.session, outcome.call_id, why)
+            return
+        for incident in recorded.incidents:
+            metrics.INCIDENTS.labels(incident.kind).inc()
+        parent = outcome.plan.parent
+        for entry, held in zip(recorded.entries, recorded.held, strict=True):
+            self.prefixes.add(outcome.session, entry.turn.id, held, instead_of=parent)
+
+    async def settle(self, begun: Begun | None, session: str, call: str, incidents: Sequence[Incident]) -> None:
+        """End a call that brought no turn.
+
+        Raises:
+            StoreError: the store failed and the policy is strict.
+        """
+        for incident in incidents:
+            metrics.INCIDENTS.labels(incident.kind).inc()
+        if begun is None:
+            self._owe(session, list(incidents))
+            return
+        try:
+            await self.store.settle(session, begun.life, call, incidents)
+        except SessionGoneError:
+            log.warning("session %s call %s: the session was deleted meanwhile", session, call)
+        except StoreError as why:
+            self._owe(session, list(incidents))
+            self._failed("settle", session, call, why)
+
+    def detach(self, work: "asyncio.Task[None]") -> None:
+        """Keep a task that must end even though its harness has left."""
+        self._tasks.add(work)
+        work.add_done_callback(self._tasks.discard)
+
+    def owed(self, session: str) -> list[Incident]:
+        """Incidents of a session that could not be written yet."""
+        return list(self._owed.get(session, ()))
+
+    async def close(self) -> None:
+        """Finish what is under way and try once more to write what is owed."""
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._payer is not None:
+            self._payer.cancel()
+            await asyncio.gather(self._payer, return_exceptions=True)
+        try:
+            await self._pay()
+        except StoreError as why:
+            log.error("incidents of %d sessions could not be written: %s", len(self._owed), why)  # noqa: TRY400
+
+    def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
+        metrics.STORE_ERRORS.labels(operation).inc()
+        log.error("session %s call %s: the store failed at %s: %s", session, call, operation, why)
+        if self._strict:
+            raise why
+
+    def _owe(self, session: str, incidents: list[Incident]) -> None:
+        self._owed.setdefault(session, []).extend(incidents)
+        if self._payer is None or self._payer.done():
+            self._payer = asyncio.create_task(self._keep_paying())
+
+    async def _keep_paying(self) -> None:
+        while self._owed:
+            await asyncio.sleep(RETRY_SECONDS)
+            try:
+                await self._pay()
+            except StoreError:
+                continue
+
+    async def _pay(self) -> None:
+        for session in list(self._owed):
+            incidents = self._owed[session]
+            await self.store.note(session, incidents)
+            del self._owed[session][: len(incidents)]
+            if not self._owed[session]:
+                del self._owed[session]
+
+
+def _lost(call: str) -> Incident:
+    return Incident("store-error", "the store failed; the turn of this call is not recorded", True, call, at=time.time())
+
+
+def _count(match: str, reason: str, prompt: int, completion: int, forgiven: Sequence[str]) -> None:
+    metrics.TURNS.labels(match, reason).inc()
+    metrics.TOKENS.labels("prompt").inc(prompt)
+    metrics.TOKENS.labels("completion").inc(completion)
+    for rule in forgiven:
+        metrics.FORGIVEN.labels(rule).inc()

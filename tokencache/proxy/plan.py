@@ -1,0 +1,177 @@
+"""Plan: from a request and what was recorded to the exact prompt that is sent.
+
+The core says which turn a history continues (`core.match`); here the ids are fetched and joined. Whatever cannot be
+proven ends in a plain plan with the reason: the engine renders, the turn starts a new lineage, nothing is guessed.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from tokencache.core import ids
+from tokencache.core.match import Hit, Match, match, wanted
+from tokencache.core.splice import REPLACED, Boundary, boundary, join
+from tokencache.core.turn import Anchor, MatchKind, Turn
+from tokencache.dialects.chat import ChatCall
+from tokencache.engines.engine import Model
+from tokencache.proxy.prefixes import Prefixes
+from tokencache.render.renderer import RenderError
+from tokencache.render.tails import TailAsk, TailRefusedError
+from tokencache.store.contract import Store
+
+log = logging.getLogger(__name__)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How a call will be sent.
+
+    `prompt` are the exact packed ids, `fragment` the same as JSON; both `None` where the engine renders. `parent`,
+    `origin`, `anchors` and `forgiven` are those of the turn to be recorded. `near` is a turn whose prefix the prompt
+    shares a beginning with: `shared` tokens, or if that is 0 as many as will be found. They are not stored again.
+    """
+
+    match: MatchKind
+    reason: str = ""
+    prompt: bytes | None = None
+    fragment: bytes | None = None
+    parent: str | None = None
+    origin: str | None = None
+    anchors: tuple[Anchor, ...] = ()
+    forgiven: tuple[str, ...] = ()
+    near: str | None = None
+    shared: int = 0
+
+
+class Planner:
+    """Plans calls on one store."""
+
+    def __init__(self, store: Store, prefixes: Prefixes) -> None:
+        self._store = store
+        self._prefixes = prefixes
+
+    async def plan(self, session: str, call: ChatCall, keys: Sequence[bytes], hits: Sequence[list[Hit]], model: Model) -> Plan:
+        """Plan a call; `hits` are what the store found under `keys`.
+
+        Raises:
+            StoreError: the store failed in between.
+        """
+        if call.plain or call.conversation is None:
+            return Plan(match="plain", reason=call.plain)
+        found = await self._match(session, call, keys, hits)
+        if found.kind in {"root", "plain"}:
+            return Plan(match=found.kind, reason=found.reason)
+        blocked = await self._blocked(call, model)
+        if blocked:
+            return Plan(match="plain", reason=blocked)
+        try:
+            plan = await self._splice(session, call, found, model)
+        except (TailRefusedError, RenderError) as why:
+            log.debug("session %s: rendered plainly: %s", session, why)
+            return Plan(match="plain", reason=str(why) if isinstance(why, TailRefusedError) else "render-error")
+        if plan.prompt is not None and 0 < model.capability.max_model_len <= ids.count(plan.prompt):
+            return Plan(match="plain", reason="context-full")  # with the template's own stripping it may still fit
+        return plan
+
+    @staticmethod
+    async def _blocked(call: ChatCall, model: Model) -> str:
+        """Say why nothing can be spliced for this model or these arguments, if so."""
+        if model.capability.level != "exact":
+            return "record-only"
+        return "" if await model.renders_alike(call.args) else "renderings-differ"
+
+    async def _match(self, session: str, call: ChatCall, keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> Match:
+        assert call.conversation is not None  # noqa: S101 - the caller looked
+        by_key = dict(zip(keys, hits, strict=True))
+        found = match(call.conversation, by_key)
+        ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and by_key[key]), None)
+        if found.parent is None and ended is not None and ended + 1 < len(keys):
+            # The deepest known place was not the model's reply after all; look behind it, too.
+            rest = await self._store.find(session, keys[ended + 1 :])
+            found = match(call.conversation, {**by_key, **dict(zip(keys[ended + 1 :], rest, strict=True))})
+        return found
+
+    async def _splice(self, session: str, call: ChatCall, found: Match, model: Model) -> Plan:
+        if found.parent is not None and not found.anchors:
+            return await self._continue(session, call, found, found.parent, model)
+        if any(turn.template != call.args.template for _, turn in found.anchors):
+            raise TailRefusedError("template-arguments-changed")
+        return await self._resplice(session, call, found, model)
+
+    async def _continue(self, session: str, call: ChatCall, found: Match, parent: Turn, model: Model) -> Plan:
+        held = await self._prefixes.get(session, parent.id)
+        tail = await model.tails.tail(_ask(call, found.at, len(call.raw_messages)))
+        where = boundary(held.prefix.ids, tail, model.stop_ids)
+        added = ids.tail(tail, where.skip)
+        if where == REPLACED:
+            prompt = join(held.prefix.ids, tail, where)
+            return Plan(
+                match="resplice",
+                reason="other-stop",
+                prompt=prompt,
+                fragment=ids.fragment(prompt),
+                origin=parent.id,
+                anchors=(Anchor(parent.id, parent.prompt_tokens, parent.prompt_tokens + parent.completion_tokens - 1),),
+                forgiven=found.forgiven,
+                near=parent.id,
+                shared=ids.count(held.prefix.ids) - where.drop,
+            )
+        return Plan(
+            match=found.kind,
+            reason=found.reason,
+            prompt=held.prefix.ids + added,
+            fragment=ids.join_fragments((held.fragment, ids.fragment(added))),
+            parent=parent.id,
+            forgiven=found.forgiven,
+            near=parent.id,
+            shared=ids.count(held.prefix.ids),
+        )
+
+    async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model) -> Plan:
+        """Render afresh, with every recognised reply standing in its exact ids."""
+        stored = await self._store.tokens(session, [turn.id for _, turn in found.anchors])
+        places = [i for i, _ in found.anchors]
+        if found.parent is not None:
+            prompt, at = (await self._prefixes.get(session, found.parent.id)).prefix.ids, found.at
+        else:
+            prompt, at = await model.renderer.render(call.model, call.safe_messages()[: places[0]], call.args, generation=True), places[0]
+        anchors: list[Anchor] = []
+        for place, turn in found.anchors:
+            if at < place or (found.parent is not None and not anchors):
+                prompt = await self._behind(call, prompt, at, place, model)
+            elif anchors:
+                raise TailRefusedError("replies-without-anything-between")
+            start = ids.count(prompt)
+            prompt += stored[turn.id].completion
+            anchors.append(Anchor(turn.id, start, ids.count(prompt)))
+            at = place + 1
+        prompt = await self._behind(call, prompt, at, len(call.raw_messages), model)
+        near = found.parent or found.anchors[-1][1]
+        return Plan(
+            match="resplice",
+            reason=found.reason,
+            prompt=prompt,
+            fragment=ids.fragment(prompt),
+            origin=near.id,
+            anchors=tuple(anchors),
+            forgiven=found.forgiven,
+            near=near.id,
+        )
+
+    @staticmethod
+    async def _behind(call: ChatCall, prompt: bytes, at: int, until: int, model: Model) -> bytes:
+        """Join a prompt that ends with the reply `messages[at - 1]` with what the template puts behind that reply."""
+        tail = await model.tails.tail(_ask(call, at, until))
+        where: Boundary = boundary(prompt, tail, model.stop_ids)
+        return join(prompt, tail, where)
+
+
+def _ask(call: ChatCall, at: int, until: int) -> TailAsk:
+    raw = call.safe_messages()
+    read = [seen.message for seen in call.read]
+    return TailAsk(call.model, call.args, read[:at], raw[:at], read[at:until], raw[at:until])
+
+
+def keys_wanted(call: ChatCall) -> list[bytes]:
+    """The keys to look up for a call; none if its history is not to be matched."""
+    return wanted(call.conversation) if call.conversation is not None and not call.plain else []

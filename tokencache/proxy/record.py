@@ -1,0 +1,189 @@
+"""Record: from a reply to the turns that are stored.
+
+The prompt that is recorded is the one that the engine says it used. Where it differs from what was sent, the turn is
+recorded as what it really was, marked, and neither continues another turn nor can be continued.
+"""
+
+import secrets
+import time
+
+import msgspec
+
+from tokencache.core import ids
+from tokencache.core.canonical import digest
+from tokencache.core.match import keys_of_turn
+from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids
+from tokencache.dialects.chat import ChatCall
+from tokencache.engines.engine import Model
+from tokencache.engines.reply import Choice, Reply
+from tokencache.engines.vllm import echo_agrees
+from tokencache.proxy.plan import Plan
+from tokencache.proxy.prefixes import Held, Prefixes
+from tokencache.store.contract import Entry, Incident
+
+MIN_SHARED = 16
+"""A shared beginning shorter than this (tokens) is not worth a reference."""
+
+ABORTED, BROKE = "aborted", "upstream-broke"
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """What a call comes to: entries to store, their prefixes, and what a trainer must be told."""
+
+    entries: list[Entry]
+    held: list[Held]
+    incidents: list[Incident]
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """A call that has ended, one way or another.
+
+    `broke` says why the reply is not whole: `aborted` (the harness left), `upstream-broke`, or `""`; `detail` in words.
+    `started` is in seconds since the epoch. `model` is `None` where the engine could not be probed.
+    """
+
+    session: str
+    call_id: str
+    call: ChatCall
+    plan: Plan
+    reply: Reply
+    model: Model | None
+    started: float
+    broke: str = ""
+    detail: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the harness was given the reply from beginning to end."""
+        return not (self.broke or self.reply.error or self.reply.unreadable)
+
+    def record(self, prefixes: Prefixes) -> Recorded:
+        """Make the turns of the call out of its reply."""
+        incidents = self._incidents()
+        prompt = self._prompt()
+        if prompt is None:
+            return Recorded([], [], [*incidents, self._no_prompt()])
+        if prompt.marks:
+            incidents.append(self.tell("engine-disagrees", "the engine used other ids than were sent; recorded as it really was"))
+        entries, held = [], []
+        for index, choice in sorted(self.reply.choices.items()):
+            incidents += self._incidents_of(index, choice)
+            entry, prefix = self._entry(prompt, index, choice, prefixes)
+            entries.append(entry)
+            held.append(prefix)
+        return Recorded(entries, held, incidents)
+
+    def tell(self, kind: str, detail: str = "", *, hole: bool = False) -> Incident:
+        """Make an incident of this call."""
+        return Incident(kind, detail, hole, self.call_id, at=time.time())
+
+    def _incidents(self) -> list[Incident]:
+        found = []
+        if self.broke:
+            found.append(self.tell("client-gone" if self.broke == ABORTED else self.broke, self.detail, hole=self.broke != ABORTED))
+        if self.reply.error:
+            found.append(self.tell("engine-error", self.reply.error[:300].decode(errors="replace"), hole=True))
+        if self.reply.unreadable:
+            found.append(self.tell("unreadable-reply", f"{self.reply.unreadable} chunks", hole=True))
+        if self.whole and len(self.reply.choices) < self.reply.expected:
+            found.append(self.tell("missing-choices", f"{len(self.reply.choices)} of {self.reply.expected}", hole=True))
+        return found
+
+    def _incidents_of(self, index: int, choice: Choice) -> list[Incident]:
+        found = []
+        if len(choice.logprobs) != len(choice.ids):
+            found.append(self.tell("no-logprobs", f"{len(choice.logprobs)} log probabilities for {len(choice.ids)} tokens"))
+        if self.whole and not choice.finish_reason:
+            found.append(self.tell("unfinished-reply", f"choice {index} has no finish reason", hole=True))
+        return found
+
+    def _no_prompt(self) -> Incident:
+        if self.broke and not self.reply.choices:
+            return self.tell("nothing-received", "the call ended before the engine said anything", hole=True)
+        return self.tell("no-token-ids", "the engine did not say which ids it used", hole=True)
+
+    def _prompt(self) -> "_Prompt | None":
+        plan = self.plan
+        if plan.prompt is not None and plan.fragment is not None and echo_agrees(self.reply.prompt, plan.fragment):
+            return _Prompt(plan.prompt, plan.fragment, plan)
+        echoed = self.reply.prompt_ids()
+        if echoed is None:
+            return None
+        if plan.prompt is None or echoed == plan.prompt:
+            return _Prompt(echoed, ids.fragment(echoed), plan)
+        disagreed = Plan(match="plain", reason="engine-disagrees", near=plan.near)
+        return _Prompt(echoed, ids.fragment(echoed), disagreed, ("engine-disagrees",))
+
+    def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: Prefixes) -> tuple[Entry, Held]:
+        call, plan = self.call, prompt.plan
+        completion = ids.pack(choice.ids)
+        logprobs = ids.pack_logprobs(choice.logprobs) if len(choice.logprobs) == len(choice.ids) else b""
+        packed = prompt.ids + completion
+        base, shared = self._base(prompt, prefixes)
+        served = choice.message(with_reasoning=call.shows_reasoning)
+        turn = Turn(
+            id=secrets.token_hex(8),
+            call=self.call_id,
+            match=plan.match,
+            reason=plan.reason,
+            parent=plan.parent,
+            origin=plan.origin,
+            forgiven=plan.forgiven,
+            anchors=plan.anchors,
+            base=base,
+            shared=shared,
+            prompt_tokens=ids.count(prompt.ids),
+            completion_tokens=len(choice.ids),
+            prefix_hash=hash_ids(packed),
+            completion_hash=hash_ids(completion),
+            served=served,
+            finish_reason=choice.finish_reason or ("abort" if self.broke else None),
+            stop_reason=choice.stop_reason,
+            stopped=bool(choice.ids) and self.model is not None and choice.ids[-1] in self.model.stop_ids,
+            model=self.reply.model or call.model,
+            dialect="chat",
+            stream=call.stream,
+            choice=index,
+            messages=len(call.raw_messages),
+            tools=call.tool_count,
+            template=call.args.template,
+            sampling=call.sampling,
+            marks=self._marks(prompt, choice),
+            created=self.started,
+            seconds=round(time.time() - self.started, 6),
+            versions=choice.versions,
+        )
+        keys: tuple[bytes, ...] = ()
+        if self.whole and choice.finish_reason and call.conversation is not None and not call.plain and not prompt.marks:
+            keys = keys_of_turn(call.conversation, served, digest(served))
+        held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))))
+        return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys), held
+
+    def _marks(self, prompt: "_Prompt", choice: Choice) -> tuple[str, ...]:
+        marks = {
+            self.broke: bool(self.broke),
+            "no-logprobs": len(choice.logprobs) != len(choice.ids),
+            "engine-error": bool(self.reply.error),
+            "media": self.call.plain == "media",
+        }
+        return (*prompt.marks, *(name for name, there in marks.items() if there))
+
+    def _base(self, prompt: "_Prompt", prefixes: Prefixes) -> tuple[str | None, int]:
+        """Find a turn whose prefix the prompt begins with, at least in part: those tokens are stored already."""
+        if prompt.plan.shared:
+            return prompt.plan.near, prompt.plan.shared
+        best: tuple[str | None, int] = (None, 0)
+        for turn, held in prefixes.nearby(self.session, prompt.plan.near):
+            shared = ids.common_head(held.prefix.ids, prompt.ids)
+            if shared > max(best[1], MIN_SHARED):
+                best = (turn, shared)
+        return best
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    """The prompt that the engine used, and the plan that it came from, or would have had to come from."""
+
+    ids: bytes
+    fragment: bytes
+    plan: Plan
+    marks: tuple[str, ...] = ()

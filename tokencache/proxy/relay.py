@@ -1,0 +1,84 @@
+"""Relay: a request and its answer passed on byte for byte, with streaming and back-pressure both ways.
+
+Used for everything outside a session and for every route that is not ours. Only what belongs to a single connection
+(hop-by-hop headers, RFC 9110 §7.6.1) is not passed on.
+"""
+
+from collections.abc import Iterable
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from tokencache import metrics
+from tokencache.engines.upstream import Upstream
+
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_BARE = "tokencache.without-content-type"
+
+
+def forwarded(headers: Iterable[tuple[str, str]], connection: str, *, drop: frozenset[str] = frozenset()) -> CIMultiDict[str]:
+    """Copy headers without those of one connection (named by RFC 9110 or by `connection`) and those in `drop` (lower case)."""
+    named = {name.strip().lower() for name in connection.split(",")}
+    gone = _HOP_BY_HOP | named | drop
+    return CIMultiDict((name, value) for name, value in headers if name.lower() not in gone)
+
+
+def request_headers(request: web.Request, *, drop: frozenset[str] = frozenset()) -> CIMultiDict[str]:
+    """The headers of a request as they go on to the engine."""
+    return forwarded(request.headers.items(), request.headers.get("Connection", ""), drop=drop | {"host", "expect"})
+
+
+def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = frozenset()) -> web.StreamResponse:
+    """Begin a response with the status, reason and headers of the engine's."""
+    headers = forwarded(answer.headers.items(), answer.headers.get("Connection", ""), drop=drop)
+    response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+    response[_BARE] = "Content-Type" not in headers
+    return response
+
+
+async def keep_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    """Take back the content type that aiohttp gives to a relayed answer that came without one (on_response_prepare)."""
+    if response.get(_BARE):
+        response.headers.popall("Content-Type", None)
+
+
+async def relay(request: web.Request, upstream: Upstream, path: str, *, headers: CIMultiDict[str] | None = None) -> web.StreamResponse:
+    """Pass a request on and its answer back.
+
+    Raises:
+        EngineError: the engine cannot be reached; nothing was answered yet.
+    """
+    sent = request_headers(request) if headers is None else headers
+    body = request.content if request.body_exists else None
+    answer = await upstream.send(request.method, path, headers=sent, body=body)
+    metrics.RELAYED.labels(str(answer.status)).inc()
+    return await pass_on(request, answer)
+
+
+async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Pass an answer back as it comes; where it breaks off, break off too."""
+    response = open_response(answer)
+    try:
+        await response.prepare(request)
+        async for chunk in answer.content.iter_any():
+            await response.write(chunk)
+        await response.write_eof()
+    except (aiohttp.ClientError, ConnectionResetError, TimeoutError):
+        if request.transport is not None:
+            request.transport.abort()
+    finally:
+        answer.close()
+    return response

@@ -1,0 +1,69 @@
+"""Renderers: messages → the ids that the template makes of them.
+
+The truth is the engine's own rendering. `EngineRenderer` asks its `/tokenize`, which needs no flag on any vLLM.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from tokencache.core import ids
+from tokencache.dialects.chat import RenderArgs
+from tokencache.dialects.chat_messages import with_reasoning
+from tokencache.engines.upstream import Upstream
+
+Raw = msgspec.Raw
+
+
+class RenderError(Exception):
+    """The conversation cannot be rendered: the template or the engine refuses it, or nobody answers."""
+
+
+class Renderer(Protocol):
+    """Renders chat messages (raw JSON objects) for a model."""
+
+    async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
+        """Render; `generation` asks for the generation prompt behind the last message.
+
+        Returns:
+            Packed token ids.
+
+        Raises:
+            RenderError: it cannot be rendered.
+        """
+
+
+class EngineRenderer:
+    """Renders through the engine's `/tokenize`."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
+        """See `Renderer.render`."""
+        body: dict[str, Any] = {
+            **args.members,
+            "messages": Raw(b"[" + b",".join(map(with_reasoning, messages)) + b"]"),
+            "add_generation_prompt": generation,
+        }
+        if model:
+            body["model"] = model
+        if args.kwargs:
+            body["chat_template_kwargs"] = args.kwargs
+        if args.tools is not None:
+            body["tools"] = args.tools
+        try:
+            answer = await self._upstream.post("/tokenize", body)
+        except Exception as why:
+            raise RenderError(str(why)) from why
+        if answer.status != 200:  # noqa: PLR2004
+            raise RenderError(f"/tokenize answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
+        try:
+            return ids.pack(msgspec.json.decode(answer.body, type=_Tokenized).tokens)
+        except (msgspec.DecodeError, OverflowError) as why:
+            raise RenderError(f"/tokenize gave no token ids: {why}") from why
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]

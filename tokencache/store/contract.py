@@ -1,0 +1,156 @@
+"""What a store must do: the one contract that memory and Redis keep, and that `conformance` checks.
+
+A store holds sessions: their turns (immutable, in the order they were recorded), the tokens of each turn as deltas,
+the keys under which a turn is found, the calls that began and have not ended, and the incidents. Everything that
+matching needs is here and can be read by any replica as soon as `commit` has returned.
+
+A call begins (`begin`), and ends in a `commit` with its turns or a `settle` without. A call that began and never ended
+shows in `SessionInfo.open_calls`: no crash can hide a hole.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from tokencache.core.match import Hit
+from tokencache.core.turn import Prefix, Tokens, Turn
+
+
+class StoreError(Exception):
+    """The store could not do it now: down, slow, full or torn. The harness must not suffer for it."""
+
+
+class SessionSealedError(Exception):
+    """The session is sealed: it takes no more calls."""
+
+
+class SessionGoneError(Exception):
+    """The session was deleted, or deleted and begun anew, since the call began; what was to be written is dropped."""
+
+
+class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something a trainer must know about a session.
+
+    `hole` says that something the model said, or may have said, is missing from the record. `at` is in seconds since
+    the epoch.
+    """
+
+    kind: str
+    detail: str = ""
+    hole: bool = False
+    call: str = ""
+    turn: str = ""
+    at: float = 0.0
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A turn to record, its tokens, and the keys under which it is to be found (none if nobody was served it)."""
+
+    turn: Turn
+    tokens: Tokens
+    keys: tuple[bytes, ...] = ()
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """What `begin` found: hits aligned with the wanted keys, and the life of the session that the call belongs to."""
+
+    life: str
+    hits: list[list[Hit]]
+
+
+class OpenCall(msgspec.Struct, frozen=True):
+    """A call that began and has not ended; `since` in seconds since the epoch."""
+
+    call: str
+    since: float
+
+
+class SessionInfo(msgspec.Struct, frozen=True):
+    """The state of a session without its turns; times in seconds since the epoch."""
+
+    id: str
+    created: float
+    used: float
+    sealed: bool
+    turns: int
+    open_calls: tuple[OpenCall, ...]
+    incidents: tuple[Incident, ...]
+
+
+class Store(Protocol):
+    """The contract. Every method may raise `StoreError`; what else it raises is named."""
+
+    async def open(self) -> None:
+        """Connect. Must be called once, in the running event loop, before anything else."""
+
+    async def close(self) -> None:
+        """Release connections; the store is not used again."""
+
+    async def ping(self) -> None:
+        """Return if the store can be reached and written to."""
+
+    async def begin(self, session: str, call: str, keys: Sequence[bytes]) -> Begun:
+        """Open a call, creating the session if need be, and look up `keys` in the order given.
+
+        The look-up ends behind the first known key that begins with `c` (a chain key: the deepest match); later keys
+        come back without hits. One round trip.
+
+        Raises:
+            SessionSealedError: the session takes no more calls; nothing was opened.
+        """
+
+    async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
+        """Look up all `keys`, to the last one; nothing is opened or created."""
+
+    async def prefix(self, session: str, turn: str) -> Prefix:
+        """Read the exact ids of a turn's prompt and completion. One round trip.
+
+        Raises:
+            KeyError: there is no such turn.
+        """
+
+    async def commit(self, session: str, life: str, call: str, entries: Sequence[Entry], incidents: Sequence[Incident] = ()) -> None:
+        """Record the turns of a call and close it, atomically. One round trip; readable by all replicas on return.
+
+        Raises:
+            SessionGoneError: the session's life ended; nothing was written.
+        """
+
+    async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
+        """Close a call that brought no turn, with what there is to say about it.
+
+        Raises:
+            SessionGoneError: the session's life ended; nothing was written.
+        """
+
+    async def note(self, session: str, incidents: Sequence[Incident]) -> None:
+        """Add incidents to a session, creating it if need be: a call may have been lost before it could begin."""
+
+    def sessions(self) -> AsyncIterator[SessionInfo]:
+        """Iterate over all sessions, in no order."""
+
+    async def session(self, session: str) -> SessionInfo | None:
+        """Read a session's state; `None` if there is none."""
+
+    async def turns(self, session: str) -> list[Turn]:
+        """Read a session's turns in the order they were recorded; empty if there is no such session."""
+
+    async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
+        """Read the tokens of the named turns.
+
+        Raises:
+            KeyError: there is no such turn.
+        """
+
+    async def seal(self, session: str) -> bool:
+        """Let a session take no more calls; calls that are open may still commit. False if there is none."""
+
+    async def delete(self, session: str) -> bool:
+        """Forget a session; a late commit cannot bring it back. False if there was none."""
+
+    async def bind_key(self, key: str, session: str) -> None:
+        """Let an API key (its hash) stand for a session."""
+
+    async def session_of_key(self, key: str) -> str | None:
+        """Look up the session that an API key (its hash) stands for."""

@@ -1,0 +1,150 @@
+"""The memory store: plain dictionaries, for one process.
+
+The reference for the contract: what it does is what Redis must do. Calls never wait inside, so each is atomic.
+"""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from tokencache.core.match import Hit
+from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
+from tokencache.store.contract import Begun, Entry, Incident, OpenCall, SessionGoneError, SessionInfo, SessionSealedError
+
+
+class _Session:
+    def __init__(self) -> None:
+        self.life = secrets.token_hex(8)
+        self.created = self.used = time.time()
+        self.sealed = False
+        self.turns: dict[str, Turn] = {}
+        self.tokens: dict[str, Tokens] = {}
+        self.index: dict[bytes, list[str]] = {}
+        self.continued: set[str] = set()
+        self.calls: dict[str, float] = {}
+        self.incidents: list[Incident] = []
+
+    def hits(self, key: bytes) -> list[Hit]:
+        return [Hit(self.turns[t], t in self.continued) for t in self.index.get(key, ())]
+
+    def end(self, call: str, incidents: Sequence[Incident]) -> None:
+        self.calls.pop(call, None)
+        self.incidents += incidents
+        self.used = time.time()
+
+
+class MemoryStore:
+    """Sessions in this process's memory; gone when it ends."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, _Session] = {}
+        self._keys: dict[str, str] = {}
+
+    async def open(self) -> None:
+        """Nothing to connect to."""
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    async def ping(self) -> None:
+        """Memory can always be reached."""
+
+    async def begin(self, session: str, call: str, keys: Sequence[bytes]) -> Begun:
+        """See `Store.begin`."""
+        held = self._sessions.get(session)
+        if held is None:
+            held = self._sessions[session] = _Session()
+        if held.sealed:
+            raise SessionSealedError(session)
+        held.calls[call] = held.used = time.time()
+        found: list[list[Hit]] = [[] for _ in keys]
+        for i, key in enumerate(keys):
+            found[i] = held.hits(key)
+            if found[i] and key[:1] == b"c":
+                break
+        return Begun(held.life, found)
+
+    async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
+        """See `Store.find`."""
+        held = self._sessions.get(session)
+        return [held.hits(key) if held else [] for key in keys]
+
+    async def prefix(self, session: str, turn: str) -> Prefix:
+        """See `Store.prefix`."""
+        held = self._sessions[session]
+        line: dict[str, tuple[Turn, Tokens]] = {}
+        at: str | None = turn
+        while at is not None:
+            line[at] = (held.turns[at], held.tokens[at])
+            at = held.turns[at].base
+        return rebuild(line, turn)
+
+    async def commit(self, session: str, life: str, call: str, entries: Sequence[Entry], incidents: Sequence[Incident] = ()) -> None:
+        """See `Store.commit`."""
+        held = self._alive(session, life)
+        for entry in entries:
+            held.turns[entry.turn.id] = entry.turn
+            held.tokens[entry.turn.id] = entry.tokens
+            for key in entry.keys:
+                held.index.setdefault(key, []).append(entry.turn.id)
+            if entry.turn.parent is not None:
+                held.continued.add(entry.turn.parent)
+        held.end(call, incidents)
+
+    async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
+        """See `Store.settle`."""
+        self._alive(session, life).end(call, incidents)
+
+    async def note(self, session: str, incidents: Sequence[Incident]) -> None:
+        """See `Store.note`."""
+        self._sessions.setdefault(session, _Session()).incidents.extend(incidents)
+
+    async def sessions(self) -> AsyncIterator[SessionInfo]:
+        """See `Store.sessions`."""
+        for name in list(self._sessions):
+            info = await self.session(name)
+            if info is not None:
+                yield info
+
+    async def session(self, session: str) -> SessionInfo | None:
+        """See `Store.session`."""
+        held = self._sessions.get(session)
+        if held is None:
+            return None
+        calls = tuple(OpenCall(call, since) for call, since in held.calls.items())
+        return SessionInfo(session, held.created, held.used, held.sealed, len(held.turns), calls, tuple(held.incidents))
+
+    async def turns(self, session: str) -> list[Turn]:
+        """See `Store.turns`."""
+        held = self._sessions.get(session)
+        return list(held.turns.values()) if held else []
+
+    async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
+        """See `Store.tokens`."""
+        held = self._sessions[session]
+        return {turn: held.tokens[turn] for turn in turns}
+
+    async def seal(self, session: str) -> bool:
+        """See `Store.seal`."""
+        held = self._sessions.get(session)
+        if held is not None:
+            held.sealed = True
+        return held is not None
+
+    async def delete(self, session: str) -> bool:
+        """See `Store.delete`."""
+        return self._sessions.pop(session, None) is not None
+
+    async def bind_key(self, key: str, session: str) -> None:
+        """See `Store.bind_key`."""
+        self._keys[key] = session
+
+    async def session_of_key(self, key: str) -> str | None:
+        """See `Store.session_of_key`."""
+        return self._keys.get(key)
+
+    def _alive(self, session: str, life: str) -> _Session:
+        held = self._sessions.get(session)
+        if held is None or held.life != life:
+            raise SessionGoneError(session)
+        return held

@@ -1,0 +1,126 @@
+"""From the messages of a request to the prompt's ids: what vLLM does around the chat template.
+
+A template sees neither the messages nor the tools as they were sent. vLLM 0.32 first
+(`renderers/chat_utils.py`, `renderers/hf.py`)
+
+* joins the text parts of a list content with newlines, and makes null content the empty string;
+* hands `reasoning` to the template under `reasoning_content` as well;
+* reads the arguments of old calls as JSON, so the template writes them out anew; what is not a JSON object becomes
+  `{}`. (Older releases answered 400 there, to this and every later turn: `strict_arguments`);
+* gives tools back with fixed keys: unknown ones are gone, `description` and `parameters` are there even if null;
+* turns `developer` into `system`, and then moves all system messages into one at the front;
+* drops the line `x-anthropic-billing-header…` that Claude Code puts into its system prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError
+
+from tokencache.testing.refusals import Refusal, senseless
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tokencache.testing.tokenizer import SimTokenizer
+
+_BILLING = "x-anthropic-billing-header"
+_CONTINUE = "CONTINUE_HERE_b2f1"
+"""Marks the end of the final message, where `continue_final_message` cuts the rendering."""
+
+
+def prompt_ids(
+    tokenizer: SimTokenizer,
+    body: Mapping[str, Any],
+    template_arguments: Mapping[str, Any],
+    *,
+    model: str,
+    strict_arguments: bool = False,
+) -> list[int]:
+    """Render and tokenize the conversation in a request's `body`; raises `Refusal` where vLLM answers 400."""
+    messages = _conversation(body["messages"], model=model, strict_arguments=strict_arguments)
+    if not messages:
+        raise senseless("Cannot apply chat template to an empty conversation. Provide at least one message.")
+    tools = [_tool(tool) for tool in body.get("tools") or []] or None
+    continues = bool(body.get("continue_final_message"))
+    if continues:
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{_CONTINUE}"}]
+    prompt_arguments = {key: value for key, value in template_arguments.items() if key != "add_generation_prompt"}
+    generation = bool(body.get("add_generation_prompt", True))
+    try:
+        text = tokenizer.render(messages, tools, generation, **prompt_arguments)
+    except (TemplateError, TypeError) as error:
+        raise Refusal(str(error)) from error
+    if continues:
+        text = text[: text.rindex(_CONTINUE)]
+    return tokenizer.encode(text)
+
+
+def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether any message has a part that is not text: such requests ignore supplied prompt ids."""
+    return any(
+        part.get("type") != "text"
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, dict)
+    )
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]], *, model: str, strict_arguments: bool) -> list[dict[str, Any]]:
+    if has_media(messages):
+        raise senseless(f"{model} is not a multimodal model")
+    conversation = [_message(message, strict_arguments=strict_arguments) for message in messages]
+    if not any(message["role"] == "developer" for message in conversation):
+        return conversation
+    for message in conversation:
+        if message["role"] == "developer":
+            message["role"] = "system"
+    system = [message["content"] for message in conversation if message["role"] == "system" and message["content"]]
+    rest = [message for message in conversation if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(system)}, *rest]
+
+
+def _message(message: Mapping[str, Any], *, strict_arguments: bool) -> dict[str, Any]:
+    role = message["role"]
+    content = message.get("content")
+    parts = [content] if isinstance(content, str) else [part if isinstance(part, str) else part.get("text", "") for part in content or []]
+    if role == "system":
+        parts = [part.partition("\n")[2] if part.startswith(_BILLING) else part for part in parts]
+        parts = [part for part in parts if part] or [""]
+    result: dict[str, Any] = {"role": role, "content": "\n".join(parts)}
+    if role == "assistant":
+        reasoning = message.get("reasoning") if message.get("reasoning") is not None else message.get("reasoning_content")
+        if reasoning is not None:
+            result |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if message.get("tool_calls"):
+            result["tool_calls"] = [_call(call, strict_arguments=strict_arguments) for call in message["tool_calls"]]
+    if role == "tool" and "tool_call_id" in message:
+        result["tool_call_id"] = message["tool_call_id"]
+    return result
+
+
+def _call(call: Mapping[str, Any], *, strict_arguments: bool) -> dict[str, Any]:
+    function = call.get("function")
+    if call.get("type", "function") != "function" or not isinstance(function, dict):
+        raise senseless("chat completions only support assistant tool_calls of type 'function'.", "tool_calls")
+    arguments: Any = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        raise senseless("ChatCompletionMessageFunctionToolCallParam.function.arguments\n  Input should be a valid string")
+    try:
+        arguments = json.loads(arguments)
+    except ValueError as error:
+        if strict_arguments:
+            raise Refusal(str(error)) from error
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    shown = {key: function.get(key) for key in ("name", "description", "parameters")}
+    if function.get("strict") is not None:
+        shown["strict"] = function["strict"]
+    return {"type": "function", "function": shown}

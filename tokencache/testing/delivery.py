@@ -1,0 +1,82 @@
+"""How answers leave, and how they fail to: JSON, server-sent events, refusals, and the faults of `faults` carried out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from tokencache.testing import wire
+from tokencache.testing.faults import Fault, FaultKind
+from tokencache.testing.refusals import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tokencache.testing.completion import Completion
+
+
+async def stream_reply(http: web.Request, completion: Completion, fault: Fault | None) -> web.StreamResponse:
+    """Send a completion as server-sent events, up to where a fault ends it."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(http)
+    sent = 0
+    async for data in completion.stream():
+        if fault is not None and fault.kind is not FaultKind.TRUNCATED and sent >= fault.after:
+            completion.abort()
+            if fault.kind is FaultKind.CLOSE:
+                _hang_up(http)
+                return response
+            if fault.kind is FaultKind.ERROR_EVENT:
+                refusal = Refusal(fault.body.decode(), kind="InternalServerError", status=500)
+                await response.write(wire.event(refusal.body()))
+                await response.write(wire.DONE)
+            break
+        await response.write(data)
+        sent += 1
+    else:
+        await response.write(wire.DONE)
+    await response.write_eof()
+    return response
+
+
+async def fail_request(http: web.Request, fault: Fault) -> web.StreamResponse:
+    """Fail before anything is generated."""
+    match fault.kind:
+        case FaultKind.HANG:
+            await asyncio.Event().wait()
+        case FaultKind.STATUS:
+            return web.Response(status=fault.status, body=fault.body, content_type=fault.content_type)
+        case FaultKind.TRUNCATED:
+            return web.Response(body=b'{"count": 1', content_type="application/json")
+        case _:
+            _hang_up(http)
+    return web.Response()
+
+
+def _hang_up(http: web.Request) -> None:
+    """Tear the connection down without a word."""
+    if http.transport is not None:
+        http.transport.abort()
+
+
+@web.middleware
+async def refuse(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    """Turn refusals and unknown routes into the bodies that vLLM sends."""
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        return json_answer(refusal.body(), status=refusal.status)
+    except web.HTTPException as error:
+        return json_answer({"detail": error.reason}, status=error.status)
+
+
+async def empty_answer(_: web.Request) -> web.Response:
+    """Answer 200 with nothing, as health checks do."""
+    return web.Response()
+
+
+def json_answer(value: Any, status: int = 200) -> web.Response:
+    """Answer with a JSON body."""
+    return web.Response(status=status, body=wire.encode(value), content_type="application/json")

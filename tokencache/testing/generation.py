@@ -1,0 +1,116 @@
+"""One reply on its way out: limits, stop conditions, text that follows the ids, log probabilities.
+
+What a client sees of a token is not always that token. vLLM decodes bytes as they come, so the first two of the three
+tokens of `☕` bring no text; it holds back as many characters as a stop string might still cover; and the id that ends
+the turn is reported but never shown. Here the same happens, step by step.
+"""
+
+from __future__ import annotations
+
+import codecs
+import random
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tokencache.testing.chat_request import ChatRequest
+    from tokencache.testing.tokenizer import SimTokenizer
+
+
+@dataclass(slots=True)
+class Token:
+    """One generated token: its id, the text it completed (what `logprobs` shows as `token`) and its log probability."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+@dataclass(slots=True)
+class Step:
+    """What one chunk carries: some tokens and the text that became visible with them."""
+
+    tokens: list[Token] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the step's tokens."""
+        return [token.id for token in self.tokens]
+
+
+def generate(
+    ids: Iterable[int], request: ChatRequest, tokenizer: SimTokenizer, *, max_tokens: int, seed: str, chunk: int = 1
+) -> Iterator[Step]:
+    """Yield the steps of one reply, the last of them with a finish reason.
+
+    `ids` are what the model would say, `max_tokens` (at least 1) how much of it at most. As with vLLM's
+    `stream_interval`, the first token comes alone, then `chunk` at a time.
+    """
+    text = _VisibleText(request)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    chances = random.Random(seed)
+    step, target = Step(), 1
+    for count, token_id in enumerate(ids, 1):
+        decoded = decoder.decode(tokenizer.token_bytes(token_id))
+        step.tokens.append(Token(token_id, decoded, _float32(-0.001 - 4.998 * chances.random())))
+        ended_by_id = (token_id == tokenizer.stop_id and not request.ignore_eos) or token_id in request.stop_token_ids
+        if not ended_by_id or request.include_stop_str_in_output:
+            step.stop_reason = text.add(decoded)
+        if step.stop_reason is not None:
+            step.finish_reason = "stop"
+        elif ended_by_id:
+            step.finish_reason = "stop"
+            step.stop_reason = None if token_id == tokenizer.stop_id else token_id
+        elif count >= max_tokens:
+            step.finish_reason = "length"
+        if step.finish_reason is not None or len(step.tokens) >= target:
+            step.text = text.take(finished=step.finish_reason is not None)
+            yield step
+            if step.finish_reason is not None:
+                return
+            step, target = Step(), chunk
+
+
+class _VisibleText:
+    """The reply's text so far, and how much of it may be shown."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._stop = request.stop
+        self._show_stop = request.include_stop_str_in_output
+        self._hold = 0 if self._show_stop else max((len(stop) for stop in self._stop), default=1) - 1
+        self._text = ""
+        self._shown = 0
+
+    def add(self, text: str) -> str | None:
+        """Append text; returns the stop string that it completes, at which the text then ends."""
+        before = len(self._text)
+        self._text += text
+        found: tuple[int, str] | None = None
+        for stop in self._stop:
+            at = self._text.find(stop, max(before - len(stop) + 1, 0)) if text else -1
+            if at >= 0 and (found is None or at + len(stop) < found[0]):
+                found = (at + len(stop), stop)
+        if found is None:
+            return None
+        end, stop = found
+        self._text = self._text[: end if self._show_stop else end - len(stop)]
+        return stop
+
+    def take(self, *, finished: bool) -> str:
+        """Return what became visible since the last time."""
+        end = len(self._text) if finished else max(len(self._text) - self._hold, self._shown)
+        new = self._text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return new
+
+
+def _float32(value: float) -> float:
+    """Return the nearest number that a 32-bit float can hold: log probabilities leave vLLM as such."""
+    (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+    return float(rounded)

@@ -1,0 +1,55 @@
+"""How the simulated engine says no: status codes and error bodies in vLLM's (that is, OpenAI's) shape.
+
+vLLM 0.32 refuses at two stages. The *schema* comes first: JSON that does not parse or fields of a wrong type give
+`"type": "Bad Request"` and a message that lists the faults one by one. What is well-formed but makes no sense gives
+`"type": "BadRequestError"` and a sentence. Both are 400; only an unknown model is 404. The texts were recorded from a
+running 0.32.0 server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Refusal(Exception):  # noqa: N818 - an answer, not a failure
+    """An answer other than 200, raised anywhere while a request is being handled."""
+
+    def __init__(self, message: str, *, param: str | None = None, kind: str = "BadRequestError", status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.kind = kind
+        self.status = status
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body, with the keys in vLLM's order."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+
+
+def schema_refusal(location: str, kind: str, message: str, given: Any, context: dict[str, Any] | None = None) -> Refusal:
+    """Refuse a field of a wrong type: `location` is its path (`body.n`), `kind` pydantic's name of the error."""
+    fault: dict[str, Any] = {"type": kind, "loc": location, "msg": message, "input": _summary(given)}
+    if context is not None:
+        fault["ctx"] = context
+    return Refusal(f"1 validation error:\n  {fault}", param=location, kind="Bad Request")
+
+
+def _summary(value: Any) -> str:
+    """Describe what was given without repeating it at length."""
+    if isinstance(value, (dict, list)):
+        return f"<{type(value).__name__} of {len(value)} items>"
+    return str(value)
+
+
+def unknown_model(given: str, served: str) -> Refusal:
+    """Refuse a model that is not served."""
+    message = f"The model `{given}` does not exist. Valid aliases: {served}."
+    return Refusal(message, param="model", kind="NotFoundError", status=404)
+
+
+def senseless(message: str, param: str | None = None, value: Any = None) -> Refusal:
+    """Refuse a well-formed field whose value makes no sense; vLLM puts field and value at the end of the message."""
+    if param is None:
+        return Refusal(message)
+    shown = "" if value is None else f", value={value}"
+    return Refusal(f"{message} (parameter={param}{shown})", param=param)

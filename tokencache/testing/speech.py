@@ -1,0 +1,122 @@
+r"""What the simulated model says, and in which tokens.
+
+Two ways to speak. An *episode* is a list of replies written by the test: a prompt that holds `EPISODE:name` anywhere gets
+reply number k, where k is the number of assistant turns that the prompt has opened (the last reply is repeated). Nothing
+but the prompt decides, so retries, forks and parallel sub-agents work as with a real model. Without an episode the model
+speaks *freely*: short random text, with and without thinking and tool calls.
+
+Either way the text is only half of it: the ids are drawn as a model draws them, not as the tokenizer would choose. The
+generator is seeded with the prompt and a call counter, so the same request twice gives the same text in other ids, and a
+whole test run gives the same ids every time.
+
+A reply without `</think>` is, to vLLM's qwen3 parser, all reasoning (see `parser`): end an episode's thinking yourself,
+`<think>\n…\n</think>\n\n` in front, or turn it off with `chat_template_kwargs: {"enable_thinking": false}`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tokencache.testing.parser import reasoning_is_over
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tokencache.testing.chat_request import ChatRequest
+    from tokencache.testing.tokenizer import SimTokenizer
+
+_EPISODE = re.compile(r"EPISODE:([A-Za-z0-9_-]+)")
+_OPENER = "<|im_start|>assistant\n"
+_SENTENCES = (
+    "The file is where I expected it, so the next step is easy.",
+    "That did not work: the command returned an error, and I will look at the log.",
+    "Everything is in place now. The tests pass — shall I go on?",
+    "I changed the function so that it returns the value instead of printing it.",
+    "Naïve as it sounds, a café in Zürich explains it ☕.",
+)
+_THOUGHTS = (
+    "I should look at the directory before I change anything.",
+    "The user wants a short answer.",
+    "The error message says that the argument is missing; let me check the call.",
+)
+_PLAIN_VALUES: dict[str, Sequence[Any]] = {"integer": range(5001), "number": (1.5, 2, 0.25), "boolean": (True, False)}
+_WORDS = ("src/main.py", "ls -la", "README.md", "weather in Paris", 'grep -n "def" *.py', "naïve", "")
+
+
+@dataclass(slots=True)
+class Speech:
+    """Decides on replies; one per engine."""
+
+    tokenizer: SimTokenizer
+    episodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    seed: int = 0
+    drift: float = 0.3
+    """Probability for each token to be said in two pieces; 0 makes every reply canonical."""
+
+    def reply(self, request: ChatRequest, prompt_ids: Sequence[int], call: int, index: int) -> Iterator[int]:
+        """Yield the ids of one reply; it may be cut short by whoever takes them.
+
+        `call` is the engine's count of generations, `index` the number of the choice. Ends after the end-of-turn id,
+        unless the request allows only certain ids or ignores the end: then it does not end by itself.
+        """
+        rng = random.Random(f"{self.seed}:{call}:{index}:{','.join(map(str, prompt_ids))}")
+        if request.allowed_token_ids is not None:
+            while True:
+                yield (token_id := rng.choice(request.allowed_token_ids))
+                if token_id == self.tokenizer.stop_id and not request.ignore_eos:
+                    return
+        yield from self.tokenizer.resample(self._text(request, prompt_ids), rng, self.drift)
+        yield self.tokenizer.stop_id
+        while request.ignore_eos:
+            yield self.tokenizer.stop_id
+
+    def _text(self, request: ChatRequest, prompt_ids: Sequence[int]) -> str:
+        prompt = self.tokenizer.decode(prompt_ids)
+        named = _EPISODE.search(prompt)
+        turns = self.episodes.get(named[1]) if named else None
+        if turns:
+            return turns[min(max(prompt.count(_OPENER), 1), len(turns)) - 1]
+        thinks = not reasoning_is_over(prompt_ids, self.tokenizer, thinking=request.thinking)
+        return self._free(random.Random(f"{self.seed}:{prompt}"), request, thinks=thinks)
+
+    def _free(self, rng: random.Random, request: ChatRequest, *, thinks: bool) -> str:
+        """Make up a reply; the prompt alone decides the text."""
+        thought = rng.choice(("", *_THOUGHTS))
+        text = f"<think>\n{thought}\n</think>\n\n" if thinks else ""
+        choice = request.body.get("tool_choice")
+        forced = isinstance(choice, dict) or choice == "required"
+        if not request.parse_tools or (not forced and rng.random() < 0.5):  # noqa: PLR2004 - half of the replies call a tool
+            return text + " ".join(rng.sample(_SENTENCES, rng.randint(1, 2)))
+        named = choice["function"]["name"] if isinstance(choice, dict) else None
+        tools = [tool["function"] for tool in request.tools if named in (None, tool["function"]["name"])]
+        calls = [_call(rng, rng.choice(tools)) for _ in range(rng.randint(1, 2 if request.parallel_tool_calls else 1))]
+        said = f"{rng.choice(_SENTENCES)}\n" if rng.random() < 0.5 else ""  # noqa: PLR2004
+        return text + said + "\n".join(calls)
+
+
+def _call(rng: random.Random, function: Mapping[str, Any]) -> str:
+    """Write one call of a tool, with arguments that fit its schema."""
+    schema = function.get("parameters") or {}
+    required = schema.get("required") or ()
+    chosen = {
+        name: _value(rng, rule if isinstance(rule, dict) else {})
+        for name, rule in (schema.get("properties") or {}).items()
+        if name in required or rng.random() < 0.5  # noqa: PLR2004
+    }
+    call = json.dumps({"name": function["name"], "arguments": chosen}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _value(rng: random.Random, rule: Mapping[str, Any]) -> Any:
+    if rule.get("enum"):
+        return rng.choice(rule["enum"])
+    kind = rule.get("type")
+    if kind == "array":
+        return [_value(rng, rule.get("items") or {}) for _ in range(rng.randint(0, 2))]
+    if kind == "object":
+        return {name: _value(rng, inner) for name, inner in (rule.get("properties") or {}).items()}
+    return rng.choice(_PLAIN_VALUES.get(str(kind), _WORDS))

@@ -1,0 +1,178 @@
+"""The bytes of answers: JSON objects with vLLM 0.32's keys, in vLLM's order, with its habits about null.
+
+A whole reply spells out every field it knows, null or not. A stream leaves out what was not set: so `token_ids` is
+missing in the role chunk and null in the others unless asked for, `stop_reason` stands only in the last chunk of a
+choice, `system_fingerprint` there as well, unless a usage chunk follows and takes it. Recorded from a running server.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tokencache.testing.parser import new_call_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tokencache.testing.chat_request import ChatRequest
+    from tokencache.testing.generation import Step, Token
+    from tokencache.testing.parser import Parsed
+
+FINGERPRINT = "vllm-0.32.0-51b0ca5e"
+"""`system_fingerprint` of every reply."""
+
+
+def encode(value: Any) -> bytes:
+    """Return compact JSON, non-ASCII characters as they are."""
+    return msgspec.json.encode(value)
+
+
+def event(value: Any) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+"""The event that ends every stream, failed ones too."""
+
+
+def usage(prompt: int, completion: int, reasoning: int, *, whole: bool = False) -> dict[str, Any]:
+    """Token counts; `whole` replies have a null `prompt_tokens_details` among them."""
+    counts: dict[str, Any] = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+    if whole:
+        counts["prompt_tokens_details"] = None
+    counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return counts
+
+
+def logprobs(tokens: Sequence[Token], request: ChatRequest) -> dict[str, Any]:
+    """Return the `logprobs` object of a choice or chunk, one entry per token.
+
+    The sampled token is the likeliest here; `top_logprobs` puts made-up neighbours of falling probability behind it.
+    A token that is only a part of a character has empty text, and the token that completes it the whole character.
+    """
+    content = []
+    for token in tokens:
+        top = [_chance(token.id + i, token.text if i == 0 else "", token.logprob - 0.5 * i, request) for i in range(request.top_logprobs)]
+        entry = _chance(token.id, token.text, token.logprob, request)
+        entry["bytes"] = list(token.text.encode())
+        content.append({**entry, "top_logprobs": top})
+    return {"content": content}
+
+
+def _chance(token_id: int, text: str, logprob: float, request: ChatRequest) -> dict[str, Any]:
+    shown = f"token_id:{token_id}" if request.return_tokens_as_token_ids else text
+    return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
+
+
+def whole_choice(request: ChatRequest, index: int, parsed: Parsed, tokens: Sequence[Token], last: Step) -> dict[str, Any]:
+    """Return a choice of a whole reply."""
+    message: dict[str, Any] = {"role": request.role, "content": parsed.content, "refusal": None, "annotations": None, "audio": None}
+    message["function_call"] = None
+    calls = parsed.tool_calls if request.parallel_tool_calls else parsed.tool_calls[:1]
+    if calls:
+        message["tool_calls"] = [
+            {"id": new_call_id(), "type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls
+        ]
+    message["reasoning"] = parsed.reasoning if request.include_reasoning else None
+    shows = request.include_reasoning
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": logprobs(tokens, request) if request.logprobs and shows else None,
+        "finish_reason": "tool_calls" if parsed.tool_calls else last.finish_reason,
+        "stop_reason": last.stop_reason,
+        "token_ids": [token.id for token in tokens] if request.return_token_ids and shows else None,
+        "routed_experts": None,
+    }
+
+
+def whole_reply(
+    request: ChatRequest, created: int, choices: Sequence[dict[str, Any]], counts: dict[str, Any], prompt_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Return the body of a reply that is not streamed; `created` in seconds of Unix time."""
+    return {
+        "id": request.request_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": request.model,
+        "choices": choices,
+        "service_tier": None,
+        "system_fingerprint": FINGERPRINT,
+        "usage": counts,
+        "prompt_logprobs": None,
+        "prompt_token_ids": prompt_ids if request.return_token_ids else None,
+        "prompt_text": None,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+        "metrics": None,
+    }
+
+
+def _chunk(request: ChatRequest, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": request.request_id,
+        "object": "chat.completion.chunk",
+        "created": created,
+        "model": request.model,
+        "choices": choices,
+    }
+
+
+def role_chunk(request: ChatRequest, created: int, index: int, prompt_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the first chunk of a choice: the role, and the prompt's ids if asked for."""
+    delta = {"role": request.role, "content": ""}
+    chunk = _chunk(request, created, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+    if request.continuous_usage:
+        chunk["usage"] = usage(len(prompt_ids), 0, 0)
+    return chunk | {"prompt_token_ids": prompt_ids if request.return_token_ids else None, "prompt_text": None}
+
+
+def delta_chunk(
+    request: ChatRequest, created: int, index: int, delta: dict[str, Any] | None, step: Step, *, finish_reason: str | None
+) -> dict[str, Any] | None:
+    """Return a chunk with one step's delta; None where vLLM sends nothing because there is nothing in it."""
+    shows = request.include_reasoning
+    if delta is not None and not shows:
+        delta = _without_reasoning(delta)
+    chances = logprobs(step.tokens, request) if request.logprobs and shows else None
+    ids = step.ids if request.return_token_ids and shows else None
+    if delta is None and finish_reason is None and chances is None and ids is None:
+        return None
+    delta = delta or {}
+    if not request.parallel_tool_calls and delta.get("tool_calls"):
+        delta = delta | {"tool_calls": [call for call in delta["tool_calls"] if call["index"] == 0]}
+    choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": chances, "finish_reason": finish_reason}
+    if finish_reason is not None:
+        choice["stop_reason"] = step.stop_reason
+    choice["token_ids"] = ids
+    chunk = _chunk(request, created, [choice])
+    if finish_reason is not None and not request.include_usage:
+        chunk["system_fingerprint"] = FINGERPRINT
+    return chunk
+
+
+def _without_reasoning(delta: dict[str, Any]) -> dict[str, Any] | None:
+    """Hide reasoning from a delta: its key stays, with null; nothing is left of a delta that was reasoning alone."""
+    content, calls = delta.get("content"), delta.get("tool_calls")
+    if not content and not calls:
+        return None
+    return {"content": content, "reasoning": None} | ({"tool_calls": calls} if calls else {})
+
+
+def usage_chunk(request: ChatRequest, created: int, counts: dict[str, Any]) -> dict[str, Any]:
+    """Return the chunk without choices at the end of a stream whose request includes usage."""
+    return _chunk(request, created, []) | {"usage": counts, "system_fingerprint": FINGERPRINT}
+
+
+def model_list(model: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """Return the body of `GET /v1/models`; `max_model_len` in tokens."""
+    permission = {
+        "id": "modelperm-0000000000000000", "object": "model_permission", "created": created, "allow_create_engine": False,
+        "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False,
+        "organization": "*", "group": None, "is_blocking": False,
+    }  # fmt: skip
+    card = {"id": model, "object": "model", "created": created, "owned_by": "vllm", "root": model, "parent": None}
+    return {"object": "list", "data": [card | {"max_model_len": max_model_len, "permission": [permission]}]}
