@@ -54,10 +54,11 @@ ONE = [
     ("invalid, verbatim", calls('{"a": "cu'), calls('{"a": "cu'), ()),
     ("inline, from the side", said("hi", "why"), said("<think>\nwhy\n</think>\n\nhi"), ("inline-think",)),
     ("inline, to the side", said("<think>why</think>hi"), said("hi", "why"), ("inline-think",)),
+    ("inline, alone", said(None, "why"), said("<think>why</think>"), ("content-shape", "inline-think")),
     ("inline, spaced", said("<think>why</think>hi"), said("<think>\nwhy\n</think>\nhi"), ("whitespace",)),
     ("inline, cut", said("<think>why</think>hi"), said("hi"), ("inline-think", "reasoning-dropped")),
     ("reasoning dropped", said("hi", "why"), said("hi"), ("reasoning-dropped",)),
-    ("reasoning emptied", said("hi", "why"), said("hi", ""), ("reasoning-dropped", "whitespace")),
+    ("reasoning emptied", said("hi", "why"), said("hi", ""), ("reasoning-dropped",)),
     ("reasoning trimmed", said("hi", " why\n"), said("hi", "why"), ("whitespace",)),
     ("empty reasoning added", said("hi"), said("hi", ""), ()),
     ("blank reasoning dropped", said("hi", "   "), said("hi"), ()),
@@ -148,6 +149,8 @@ def test_ids_are_kept_verbatim_or_sanitised(ours, theirs, kept):
 def test_ids_are_kept_only_if_all_are():
     two = said(None, None, ("a", "x", "{}"), ("b", "y", "{}"))
     assert not judge(two, said(None, None, ("a", "x", "{}"), ("c", "y", "{}"))).ids_kept
+    dotted = said(None, None, ("a", "x", "{}"), ("b.1", "y", "{}"))
+    assert not judge(dotted, said(None, None, ("c", "x", "{}"), ("b_1", "y", "{}"))).ids_kept
 
 
 def test_roles_and_participants_count_and_a_tools_name_does_not():
@@ -163,7 +166,9 @@ def test_fields_cannot_run_into_each_other():
     assert digest(Message("user", "4:who:1:b")) != digest(Message("user", "", name="b"))
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000, "1" * 100_000, '{"a": ' + "1" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000, "1" * 100_000, '{"a": ' + "1" * 5000 + "}"]
+)
 def test_hostile_arguments_are_kept_as_they_stand(text):
     assert digest(calls(text)) == digest(calls(text))
     assert digest(calls(text)) != digest(calls(text + " 1"))
@@ -176,7 +181,9 @@ def test_a_text_that_no_encoding_takes():
 
 
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8)
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4), max_leaves=12)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4), max_leaves=12
+)
 objects = st.dictionaries(st.text(max_size=4), values, max_size=5)
 blanks = st.text(alphabet=BLANK, max_size=4)
 
@@ -247,7 +254,8 @@ messages = st.builds(
     said,
     st.none() | st.text(max_size=6) | st.sampled_from(["<think>a</think>b", " <think></think>"]),
     st.none() | st.text(max_size=4),
-    *[st.builds(Call, st.text(max_size=4), st.sampled_from("xy"), st.sampled_from(["", "{}", '{"a":1}', '{"a": 1.0}', '{"a":2}', "{"]))] * 2,
+    *[st.builds(Call, st.text(max_size=4), st.sampled_from("xy"), st.sampled_from(["", "{}", '{"a":1}', '{"a": 1.0}', '{"a":2}', "{"]))]
+    * 2,
     parts=st.booleans(),
 )
 

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,12 +52,20 @@ def _ignoring_reasoning(served, echoed):
 
 
 def _ignoring_ids(served, echoed):
-    return judge(served, echoed)._replace(ids_kept=True)
+    if len(served.calls) != len(echoed.calls):
+        return judge(served, echoed)
+    calls = tuple(msgspec.structs.replace(theirs, id=ours.id) for ours, theirs in zip(served.calls, echoed.calls, strict=True))
+    return judge(served, msgspec.structs.replace(echoed, calls=calls))
 
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
-    [("_choose", _ignoring_ambiguity), ("judge", _ignoring_reasoning), ("judge", _ignoring_ids), ("_unique", lambda anchors: anchors[::-1])],
+    [
+        ("_choose", _ignoring_ambiguity),
+        ("judge", _ignoring_reasoning),
+        ("judge", _ignoring_ids),
+        ("_unique", list),
+    ],
 )
 def test_the_truth_convicts_a_careless_matcher(monkeypatch, name, mutant):
     monkeypatch.setattr(matching, name, mutant)
@@ -180,3 +189,18 @@ def test_chains_are_of_one_scope_and_one_order():
     assert converse(b"", [U1, U2]).chain[-1] != converse(b"", [U2, U1]).chain[-1]
     assert converse(b"", [U1, U2, U3]).chain[:3] == converse(b"", [U1, U2]).chain
     assert converse(b"", [U1], [digest(U1)]) == converse(b"", [U1])
+
+
+def test_a_call_id_of_the_same_make_is_another_call():
+    ours, theirs = "chatcmpl-tool-b9b31a93f1b87adf", "chatcmpl-tool-a4e07940f23e6c33"
+    served = Message("assistant", calls=(Call(ours, "bash", "{}"),))
+    assert judge(served, Message("assistant", calls=(Call(theirs, "bash", "{}"),))).kind == "rewritten"
+    renumbered = judge(served, Message("assistant", calls=(Call("call_0", "bash", "{}"),)))
+    assert (renumbered.kind, renumbered.rules, renumbered.ids_kept) == ("equivalent", ("tool-ids",), False)
+
+
+def test_a_reply_is_not_known_under_another_model():
+    one = converse(b"", [U1], voice=b"a")
+    keys = keys_of_turn(one, OK, digest(OK))
+    assert keys[1] in wanted(converse(b"", [U2, OK, U3], voice=b"a"))
+    assert keys[1] not in wanted(converse(b"", [U2, OK, U3], voice=b"b"))

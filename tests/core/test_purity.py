@@ -33,6 +33,11 @@ def test_core_is_pure(path):
 
 def test_every_module_is_looked_at_and_the_check_can_fail():
     assert {"canonical.py", "match.py", "lineage.py", "invariants.py"} <= {path.name for path in FILES}
-    for line in ("import asyncio", "from tokencache.store import memory", "from tokencache import errors", "def f():\n import redis.asyncio"):
+    for line in (
+        "import asyncio",
+        "from tokencache.store import memory",
+        "from tokencache import errors",
+        "def f():\n import redis.asyncio",
+    ):
         assert impure(imported(line))
     assert impure(imported("from tokencache.core import ids\nfrom tokencache.core.turn import Turn\nimport json")) == []

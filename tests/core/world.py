@@ -9,11 +9,10 @@ the result against that knowledge, splices, samples and records. It shares no co
 from __future__ import annotations
 
 import json
-import random
 from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,6 +23,9 @@ from tokencache.core.chain import Conversation, converse
 from tokencache.core.match import Hit, Match, keys_of_turn, wanted
 from tokencache.core.splice import boundary, join
 from tokencache.core.turn import Anchor, Tokens, Turn, hash_ids
+
+if TYPE_CHECKING:
+    import random
 
 ROLE = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 END, THINK, THOUGHT, CALL, ARGS = 5, 6, 7, 8, 9
@@ -238,7 +240,12 @@ class World:
         completion = [THINK, *spell(reasoning, other), THOUGHT] if reasoning else []
         completion += spell(text, other)
         for call in calls:
-            completion += [CALL, *spell(call.name, other), ARGS, *spell(json.dumps(json.loads(call.arguments or "{}"), sort_keys=True), other)]
+            completion += [
+                CALL,
+                *spell(call.name, other),
+                ARGS,
+                *spell(json.dumps(json.loads(call.arguments or "{}"), sort_keys=True), other),
+            ]
         if rng.random() < 0.9:
             completion.append(END)
         if inline:
@@ -273,6 +280,7 @@ class World:
         if found.parent is not None:
             self._judge_parent(found.parent, history, found.at, scope)
         _so([i for i, _ in found.anchors] == sorted({i for i, _ in found.anchors if i >= found.at}), "anchors in disorder")
+        _so(len({turn.id for _, turn in found.anchors}) == len(found.anchors), "a turn stands in two places")
         for i, turn in found.anchors:
             truth = history[i].truth
             _so(truth is not None, f"the harness wrote entry {i} itself, not {turn.id}")
@@ -449,7 +457,9 @@ class Harness:
         if i and history[i].message.calls:
             calls = tuple(msgspec.structs.replace(c, id=f"forged{self.world.fresh()}") for c in history[i].message.calls)
             twin = replace(history[i], message=msgspec.structs.replace(history[i].message, calls=calls), origin=None)
-            history += [entry("user", f"unheard of {self.world.fresh()}"), twin]
+            asked = entry("user", f"unheard of {self.world.fresh()}")
+            # Beside the genuine call, or in a context of its own, where nothing but the id tells it from the model's.
+            history[:] = [*history, asked, twin] if self.rng.random() < 0.5 else [asked, twin]
 
     def say_twice(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):

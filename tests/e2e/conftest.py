@@ -1,72 +1,154 @@
-"""One real vLLM for the whole suite. See rig/ for what it serves."""
+"""One real vLLM at a time for the whole suite, and proxies in front of it. See rig/ for what it serves."""
 
+import contextlib
 import os
 import subprocess
+from dataclasses import dataclass
 
+import aiohttp
 import pytest
-from rig.miniswe import WRITE_AND_LIST
+from episodes import EPISODES
+from rig.harness import Harness
 from rig.model import make_model
 from rig.server import REPOSITORY, VllmServer, default_venv
 
-QWEN3 = REPOSITORY.parent / "shared/tokenizers/qwen3/build.py"
+from tokencache.config import Settings
+from tokencache.proxy.server import serving
+from tokencache.store.memory import MemoryStore
 
-EPISODES = {
-    "hello": [
-        "<think>\nA greeting wants a greeting.\n</think>\n\nHello there, friend — naïve café ☕.  ",
-        "Once more, without thinking.",
-        "<think>\nEnough.\n</think>\n\nGoodbye.",
-    ],
-    "tools": {
-        "turns": [
-            (
-                "<think>\nI should list the files first.\n</think>\n\n  Let me look — naïve café ☕.\n"
-                '<tool_call>\n{"name": "bash",  "arguments": {"timeout": 10, "command": "ls  -la\\n"}}\n</tool_call>'
-            ),
-            (
-                "<think>\nNow write.\n</think>\n\n"
-                '<tool_call>\n{"name": "bash", "arguments": {"command": "echo hi > a.txt"}}\n</tool_call>\n'
-                '<tool_call>\n{"name": "bash", "arguments": {"command": "cat a.txt"}}\n</tool_call>'
-            ),
-            "<think>\nDone.\n</think>\n\nAll done.  ",
-        ],
-        "side": "Side answer.",
-    },
-    "badcall": [
-        '<tool_call>\n{"name": "bash", "arguments": {"command": oops}}\n</tool_call>',
-        "<think>\nThat was no JSON.\n</think>\n\nSorry.",
-    ],
-    "long": ["<think>\nhm\n</think>\n\n" + "word and word " * 2000],
-    "miniswe": WRITE_AND_LIST,
-}
+QWEN3 = REPOSITORY.parent / "shared/tokenizers/qwen3/build.py"
+MAX_MODEL_LEN = 32768
+FIGURES = []
 
 
 @pytest.fixture(scope="session")
 def episodes():
-    """Scripted turns by name: one dictionary for all, as one server reads it once. Who needs others adds them above."""
+    """Scripted turns by name."""
     return EPISODES
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory):
-    """A tiny model around the project's own tokenizer; around Qwen3's with `TOKENCACHE_E2E_TOKENIZER=qwen3`."""
-    tokenizer, model = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("model")
-    if os.environ.get("TOKENCACHE_E2E_TOKENIZER", "own") == "qwen3":
-        subprocess.run([str(default_venv() / "bin/python"), str(QWEN3), str(tokenizer)], check=True, stdin=subprocess.DEVNULL)
-    else:
-        from tokencache.testing.tokenizer import build_tokenizer
+def figures():
+    """Lines for the end of the report: what was measured."""
+    return FIGURES
 
-        build_tokenizer().save(tokenizer)
-    return make_model(tokenizer, model)
+
+def pytest_terminal_summary(terminalreporter):
+    if FIGURES:
+        terminalreporter.section("figures")
+        for line in FIGURES:
+            terminalreporter.write_line(line)
+
+
+class Servers:
+    """Runs the server of one tokenizer at a time: the machine is small."""
+
+    def __init__(self, tmp_path_factory):
+        self._tmp, self._running, self._stack = tmp_path_factory, None, contextlib.ExitStack()
+        self._server = None
+
+    def use(self, tokenizer):
+        """The running server around this tokenizer: `own` (the project's) or `qwen3`."""
+        if self._running != tokenizer:
+            self.stop()
+            model = make_model(self._tokenizer_dir(tokenizer), self._tmp.mktemp("model"))
+            server = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=self._tmp.mktemp("vllm"))
+            self._server, self._running = self._stack.enter_context(server), tokenizer
+        return self._server
+
+    def stop(self):
+        self._stack.close()
+        self._running = None
+
+    def _tokenizer_dir(self, tokenizer):
+        folder = self._tmp.mktemp("tokenizer")
+        if tokenizer == "qwen3":
+            subprocess.run([str(default_venv() / "bin/python"), str(QWEN3), str(folder)], check=True, stdin=subprocess.DEVNULL)
+        else:
+            from tokencache.testing.tokenizer import build_tokenizer
+
+            build_tokenizer().save(folder)
+        return folder
+
+
+DEFAULT_TOKENIZER = os.environ.get("TOKENCACHE_E2E_TOKENIZER", "own")
 
 
 @pytest.fixture(scope="session")
-def vllm_server(model_dir, episodes, tmp_path_factory):
+def servers(tmp_path_factory):
+    servers = Servers(tmp_path_factory)
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def tokenizer(request):
+    """Whose tokenizer the model has; parametrize it indirectly to have another than the run's own."""
+    name = getattr(request, "param", DEFAULT_TOKENIZER)
+    if name == "qwen3" and not QWEN3.exists():
+        pytest.skip("Qwen3's tokenizer is not there")
+    return name
+
+
+@pytest.fixture
+def vllm_server(servers, tokenizer):
     """The running server with all that is known of it: log, port, model folder."""
-    with VllmServer(model_dir, episodes, max_model_len=32768, workdir=tmp_path_factory.mktemp("vllm")) as server:
-        yield server
+    return servers.use(tokenizer)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def vllm(vllm_server):
     """URL of a real vLLM without a trailing slash or `/v1`."""
     return vllm_server.url
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that want another tokenizer than the run's come last: one change of server, not many."""
+
+    def other(item):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return params.get("tokenizer", DEFAULT_TOKENIZER) != DEFAULT_TOKENIZER
+
+    items.sort(key=other)
+
+
+@dataclass
+class Proxied:
+    """A proxy in front of the real server, and harnesses that talk through it or past it."""
+
+    url: str
+    vllm: str
+    http: aiohttp.ClientSession
+    proxy: object
+
+    def harness(self, session, **fields):
+        return Harness(self.http, self.url, session=session, **fields)
+
+    def direct(self, **fields):
+        return Harness(self.http, self.vllm, **fields)
+
+    async def post(self, path, body, url=None):
+        async with self.http.post(f"{url or self.vllm}{path}", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    async def detokenize(self, ids):
+        return (await self.post("/detokenize", {"tokens": ids}))["prompt"]
+
+
+@contextlib.asynccontextmanager
+async def proxying(vllm, store, **settings):
+    """A proxy, up and probed."""
+    timeout = aiohttp.ClientTimeout(total=180)
+    async with (
+        serving(Settings(upstream=vllm, port=0, **settings), store) as (url, proxy),
+        aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http,
+    ):
+        await proxy.engine.model()
+        yield Proxied(url, vllm, http, proxy)
+
+
+@pytest.fixture
+async def proxied(vllm):
+    async with proxying(vllm, MemoryStore()) as found:
+        yield found

@@ -14,6 +14,7 @@ is forgiven is this short list and nothing else; the names are those that `verdi
 `reasoning-dropped` reasoning is no part of an assistant's digest
 `tool-ids`          ids of tool calls are no part of a digest; a tool result answers the n-th call
 `members`           `cache_control`, `name` of a tool message, `annotations` and other members beside text and calls
+                    (nothing of them is kept, so this rule is never reported)
 ==================  ================================================================================================
 
 What an entry says in its own bytes stays with it (`Message`), so that a digest that matched can be judged field by

@@ -19,22 +19,23 @@ class Conversation(msgspec.Struct, frozen=True):
     """A history in canonical form.
 
     `chain` has one entry more than `messages`: `chain[i]` covers `messages[:i]`. `digests[i]` is that of `messages[i]`
-    alone.
+    alone. `voice` names what a reply is sampled under whatever its context: the model and the template's arguments.
     """
 
     messages: tuple[Message, ...]
     digests: tuple[bytes, ...]
     chain: tuple[bytes, ...]
+    voice: bytes = b""
 
     def replies(self) -> list[int]:
         """The places of the assistant's messages, the last one first."""
         return [i for i in range(len(self.messages) - 1, -1, -1) if self.messages[i].role == "assistant"]
 
 
-def converse(scope: bytes, messages: Sequence[Message], digests: Sequence[bytes] | None = None) -> Conversation:
+def converse(scope: bytes, messages: Sequence[Message], digests: Sequence[bytes] | None = None, *, voice: bytes = b"") -> Conversation:
     """Chain `messages` under `scope`, the digest of all else that shapes the prompt.
 
-    `digests` are those of the messages, if the caller has them already.
+    `digests` are those of the messages, if the caller has them already; `voice` see `Conversation`.
     """
     known = tuple(digests) if digests is not None else tuple(digest(m) for m in messages)
     chain = [xxhash.xxh3_128_digest(b"scope" + scope)]
@@ -43,7 +44,7 @@ def converse(scope: bytes, messages: Sequence[Message], digests: Sequence[bytes]
         if message.role == "assistant":
             calls = message.calls
         chain.append(link(chain[-1], message, own, calls))
-    return Conversation(tuple(messages), known, tuple(chain))
+    return Conversation(tuple(messages), known, tuple(chain), voice)
 
 
 def link(previous: bytes, message: Message, own: bytes, calls: tuple[Call, ...] = ()) -> bytes:

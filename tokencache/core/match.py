@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import xxhash
 
 from tokencache.core.canonical import Message
 from tokencache.core.chain import Conversation, link
@@ -34,6 +35,9 @@ class Hit(msgspec.Struct, frozen=True):
     turn: Turn
     continued: bool = False
 
+
+DISAGREED = "engine-disagrees"
+"""The mark of a turn whose prompt was not what was sent: nothing may continue it."""
 
 Hits = Mapping[bytes, Sequence[Hit]]
 
@@ -57,14 +61,14 @@ def chain_key(chain: bytes) -> bytes:
     return b"c" + chain
 
 
-def reply_key(digest: bytes) -> bytes:
-    """Name a reply regardless of its context: 17 bytes."""
-    return b"r" + digest
+def reply_key(digest: bytes, voice: bytes) -> bytes:
+    """Name a reply regardless of its context, but not of the model and template arguments that it was sampled under: 17 bytes."""
+    return b"r" + xxhash.xxh3_128_digest(voice + digest)
 
 
 def keys_of_turn(conversation: Conversation, served: Message, digest: bytes) -> tuple[bytes, bytes]:
     """The keys under which a reply to `conversation` will be looked for; `digest` is that of `served`."""
-    return chain_key(link(conversation.chain[-1], served, digest)), reply_key(digest)
+    return chain_key(link(conversation.chain[-1], served, digest)), reply_key(digest, conversation.voice)
 
 
 def wanted(conversation: Conversation) -> list[bytes]:
@@ -72,7 +76,7 @@ def wanted(conversation: Conversation) -> list[bytes]:
     keys = []
     for i in conversation.replies():
         keys.append(chain_key(conversation.chain[i + 1]))
-        keys.append(reply_key(conversation.digests[i]))
+        keys.append(reply_key(conversation.digests[i], conversation.voice))
     return keys
 
 
@@ -91,7 +95,7 @@ def match(conversation: Conversation, hits: Hits) -> Match:
             forgiven.update(chosen.verdict.rules)
             return _continue(conversation, chosen.hit, i + 1, anchors, (forgiven, reasons))
         if chosen is None:
-            chosen = _choose(echoed, hits.get(reply_key(conversation.digests[i]), ()), in_place=False)
+            chosen = _choose(echoed, hits.get(reply_key(conversation.digests[i], conversation.voice), ()), in_place=False)
         if isinstance(chosen, _Found):
             anchors.append((i, chosen.hit.turn))
             forgiven.update(chosen.verdict.rules)
@@ -106,7 +110,8 @@ def match(conversation: Conversation, hits: Hits) -> Match:
 def _continue(conversation: Conversation, hit: Hit, at: int, anchors: list[tuple[int, Turn]], found: tuple[set[str], list[str]]) -> Match:
     forgiven, reasons = found
     rules = tuple(sorted(forgiven))
-    kept = tuple(reversed(_unique(anchors)))
+    inside = set(conversation.digests[:at])  # what stands in the parent's prefix cannot stand behind it once more
+    kept = tuple(reversed([(i, turn) for i, turn in _unique(anchors) if conversation.digests[i] not in inside]))
     if kept:
         return Match("resplice", "context-edited", hit.turn, at, kept, rules)
     reason = reasons[0] if reasons else ""
@@ -126,21 +131,21 @@ def _choose(echoed: Message, hits: Sequence[Hit], *, in_place: bool) -> _Found |
         return None
     judged = [_Found(hit, judge(hit.turn.served, echoed)) for hit in hits]
     genuine = [found for found in judged if found.verdict.kind != "rewritten"]
+    kept = [found for found in genuine if found.verdict.ids_kept]
+    if not in_place and genuine and not (kept if echoed.calls else echoed.text):
+        return "foreign-reply"  # out of its context, a call is known by its id or not at all, and silence by nothing
+    if echoed.calls:
+        genuine = kept or genuine
     if not genuine:
         return "rewritten-reply"
-    if echoed.calls:
-        kept = [found for found in genuine if found.verdict.ids_kept]
-        if not kept and not in_place:
-            return "foreign-reply"  # out of its context, a call is known by its id or not at all
-        genuine = kept or genuine
-    elif not in_place and not echoed.text:
-        return "foreign-reply"
-    first = genuine[0].hit.turn
-    for other in genuine[1:]:
-        same = other.hit.turn.prefix_hash == first.prefix_hash if in_place else other.hit.turn.completion_hash == first.completion_hash
-        if not same:
-            return "ambiguous-reply"
-    return genuine[0]
+    if any(DISAGREED in found.hit.turn.marks for found in genuine):
+        return DISAGREED
+    return genuine[0] if _interchangeable([found.hit.turn for found in genuine], in_place=in_place) else "ambiguous-reply"
+
+
+def _interchangeable(turns: list[Turn], *, in_place: bool) -> bool:
+    """Whether it makes no difference which of these turns is taken: they hold the same tokens."""
+    return len({turn.prefix_hash if in_place else turn.completion_hash for turn in turns}) == 1
 
 
 def _unique(anchors: list[tuple[int, Turn]]) -> list[tuple[int, Turn]]:

@@ -34,9 +34,10 @@ def boundary(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Boundary:
     """Find how packed reply ids and packed tail ids meet; `stop_ids` are those the engine stops at."""
     if not reply or not tail:
         return OPEN
-    if reply[-ids.ID_BYTES :] == tail[: ids.ID_BYTES]:
-        return SHARED
-    return REPLACED if ids.unpack(reply[-ids.ID_BYTES :])[0] in stop_ids else OPEN
+    last = reply[-ids.ID_BYTES :]
+    if ids.unpack(last)[0] not in stop_ids:
+        return OPEN
+    return SHARED if last == tail[: ids.ID_BYTES] else REPLACED
 
 
 def join(prefix: bytes, tail: bytes, where: Boundary) -> bytes:

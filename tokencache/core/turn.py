@@ -39,7 +39,6 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         prefix_hash, completion_hash: xxh3-128 of the packed ids; equal hashes mean interchangeable turns.
         served: the message as the harness was given it.
         stopped: the completion ends with a stop id, which is the template's end of turn or the next opener.
-        template: digest of the template arguments that the prompt was rendered with.
         sampling: the request's sampling parameters as sent to the engine.
         marks: what a trainer must know: `aborted`, `engine-disagrees`, `no-logprobs`, `media`, `upstream-broke`.
         created: seconds since the epoch when the call began; `seconds`: how long it took.
@@ -70,7 +69,6 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     choice: int = 0
     messages: int = 0
     tools: int = 0
-    template: bytes = b""
     sampling: dict[str, Any] = {}
     marks: tuple[str, ...] = ()
     created: float = 0.0

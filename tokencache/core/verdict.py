@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from tokencache.core.canonical import BLANK, Message, canonical_arguments, split_think
 
+_RANDOM = re.compile(r"[0-9A-Za-z]{8,}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -47,9 +48,19 @@ def judge(served: Message, echoed: Message) -> Verdict:
                 return REWRITTEN
             rules.add("args-json")
         if ours.id != theirs.id:
+            if _same_make(ours.id, theirs.id):
+                return REWRITTEN
             rules.add("tool-ids")
             ids_kept = ids_kept and _UNSAFE.sub("_", ours.id) == theirs.id
     return Verdict("equivalent" if rules else "same", tuple(sorted(rules)), ids_kept)
+
+
+def _same_make(ours: str, theirs: str) -> bool:
+    """Whether another id looks issued where ours was: then the call is another one, not ours with its id rewritten."""
+    one, other = _RANDOM.search(ours), _RANDOM.search(theirs)
+    if one is None or other is None:
+        return False
+    return ours[: one.start()] == theirs[: other.start()] and len(one[0]) == len(other[0])
 
 
 def _judge_text(served: Message, echoed: Message) -> set[str]:

@@ -146,7 +146,8 @@ def read(body: bytes, reader: MessageReader) -> ChatCall:
     except (UnreadableError, msgspec.DecodeError, RecursionError):
         call.plain = "unreadable-history"
         return call
-    call.conversation = converse(_scope(call), [r.message for r in call.read], [r.digest for r in call.read])
+    voice = call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
+    call.conversation = converse(_scope(call), [r.message for r in call.read], [r.digest for r in call.read], voice=voice)
     call.plain = _plain_reason(call)
     return call
 

@@ -23,7 +23,7 @@ class ReadMessage(msgspec.Struct, frozen=True):
     """An entry as read.
 
     `message` keeps the text of an assistant's entries only: of all others the digest is enough. `malformed` says that
-    the arguments of a call are no JSON object.
+    the arguments of a call are not the JSON text of an object.
     """
 
     message: Message
@@ -49,17 +49,18 @@ class MessageReader:
         key = xxhash.xxh3_128_digest(raw, self._seed)
         known = self._known.pop(key, None)
         if known is None:
-            known = _slim(read_message(msgspec.json.decode(raw)))
+            entry = msgspec.json.decode(raw)
+            known = _slim(read_message(entry), entry)
             if len(self._known) >= self._size:
                 del self._known[next(iter(self._known))]
         self._known[key] = known
         return known
 
 
-def _slim(message: Message) -> ReadMessage:
+def _slim(message: Message, entry: dict[str, Any]) -> ReadMessage:
     own = digest(message)
     if message.role == "assistant":
-        return ReadMessage(message, own, any(not _is_object(call.arguments) for call in message.calls))
+        return ReadMessage(message, own, any(not _is_object(call["function"].get("arguments")) for call in entry.get("tool_calls") or ()))
     return ReadMessage(Message(message.role, answers=message.answers, media=b"1" if message.media else b""), own)
 
 
@@ -132,9 +133,10 @@ def _text(value: Any, what: str) -> str | None:
     return value
 
 
-def _is_object(arguments: str) -> bool:
+def _is_object(arguments: Any) -> bool:
+    """Whether arguments are what the API wants: the JSON text of an object."""
     try:
-        return isinstance(msgspec.json.decode(arguments), dict)
+        return isinstance(arguments, str) and isinstance(msgspec.json.decode(arguments), dict)
     except (msgspec.DecodeError, RecursionError):
         return False
 
@@ -151,14 +153,17 @@ def with_reasoning(raw: bytes) -> bytes:
 
 
 def with_stand_ins(raw: bytes) -> bytes:
-    """Put `{}` in place of tool-call arguments that are no JSON object.
+    """Write tool-call arguments that are no JSON text of an object as one: objects as their text, all else as `{}`.
 
-    An engine may refuse the whole history for them (vLLM before 0.32 answers 400, and so to every later turn); where
-    the exact ids are sent, or the call is only part of a history to be rendered, their text no longer matters.
+    An engine may refuse the whole history for them, and so every later turn (vLLM before 0.32 where the text is no
+    JSON, 0.32 where it is an object or `null`); where the exact ids are sent, or the call is only part of a history to
+    be rendered, their text no longer matters.
     """
     entry = msgspec.json.decode(raw)
     for call in entry.get("tool_calls") or ():
         arguments = call["function"].get("arguments")
-        if not isinstance(arguments, str) or not _is_object(arguments):
+        if isinstance(arguments, dict):
+            call["function"]["arguments"] = msgspec.json.encode(arguments).decode()
+        elif not _is_object(arguments):
             call["function"]["arguments"] = "{}"
     return msgspec.json.encode(entry)

@@ -39,14 +39,19 @@ class Model:
             async with self._lock:
                 known = self._agreed.get(args.digest)
                 if known is None:
-                    known = self._agreed[args.digest] = await agrees(self._upstream, self.renderer, self.capability.model, args)
+                    known = await agrees(self._upstream, self.renderer, self.capability.model, args)
+                    if known is not None:
+                        self._agreed[args.digest] = known
                     if not known:
-                        log.warning("/tokenize does not render as chat completions do under %s: no splicing", args.chat)
-        return known
+                        log.warning("/tokenize is not seen to render as chat completions do under %s: no splicing", args.chat)
+        return bool(known)
 
     def observe(self, choice: Choice) -> None:
-        """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids, and names none as the reason."""
-        if choice.finish_reason == "stop" and choice.stop_reason is None and choice.ids:
+        """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids, and names none as the reason.
+
+        `tool_calls` alone proves nothing (a call may be whole when the limit cuts the reply), hence only candidates count.
+        """
+        if choice.finish_reason in {"stop", "tool_calls"} and choice.stop_reason is None and choice.ids:
             last = choice.ids[-1]
             if last in self.capability.stop_candidates:
                 self.stop_ids.add(last)

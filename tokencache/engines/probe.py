@@ -92,7 +92,8 @@ async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capa
         possible = tuple(await candidates(renderer, model, PLAIN_ARGS))
     except (BoundaryUnknownError, RenderError) as why:
         return msgspec.structs.replace(found, level="record", honours_ids=True, why=f"the template hides where a reply ends: {why}")
-    stops = tuple([token for token in possible[:_MAX_CANDIDATES] if await _stops_at(upstream, model, token)])
+    possible = tuple([token for token in possible[:_MAX_CANDIDATES] if not await _is_blank(upstream, model, token)])
+    stops = tuple([token for token in possible if await _stops_at(upstream, model, token)])
     return msgspec.structs.replace(found, level="exact", honours_ids=True, stop_candidates=possible, stop_ids=stops)
 
 
@@ -104,6 +105,17 @@ async def _models(upstream: Upstream) -> dict[str, int]:
         if isinstance(entry, dict) and isinstance(entry.get("id"), str):
             found[entry["id"]] = entry["max_model_len"] if isinstance(entry.get("max_model_len"), int) else 0
     return found
+
+
+async def _is_blank(upstream: Upstream, model: str, token: int) -> bool:
+    r"""Ask whether an id is mere white space: the `\n` behind Qwen's end of turn is no end of turn, whoever says so."""
+    try:
+        answer = await upstream.post("/detokenize", {"model": model, "tokens": [token]})
+    except EngineError:
+        return False
+    said = answer.json()
+    text = said.get("prompt") if answer.status == 200 and isinstance(said, dict) else None  # noqa: PLR2004
+    return isinstance(text, str) and text != "" and not text.strip()
 
 
 async def _stops_at(upstream: Upstream, model: str, token: int) -> bool:

@@ -61,6 +61,10 @@ class _Chunk(msgspec.Struct):
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
 _IDS = msgspec.json.Decoder(list[int])
+_ECHO = b'"prompt_token_ids":['
+"""No string in JSON can spell this: its quotes would be escaped."""
+_CUT = b'"="'
+"""Stands where the echo of what was sent stood."""
 
 
 class Choice:
@@ -115,6 +119,7 @@ class Reply:
     """All choices of one call, as they come in.
 
     Attributes:
+        sent: the ids that were sent, as a JSON fragment, if any were: an echo of just these need not be parsed.
         prompt: the raw JSON list of the prompt ids that the engine says it used; `b""` while unknown.
         error: the raw JSON of an error that the engine reported within its reply; `b""` if none.
         unreadable: chunks that could not be read.
@@ -122,25 +127,50 @@ class Reply:
 
     def __init__(self, choices: int = 1) -> None:
         self.expected = choices
+        self.sent = b""
         self.choices: dict[int, Choice] = {}
         self.prompt = b""
         self.model = ""
         self.error = b""
         self.unreadable = 0
 
-    def take(self, data: bytes) -> None:
-        """Add a chunk's JSON, or that of a whole body."""
+    def take(self, data: bytes) -> bytes:
+        """Add a chunk's JSON, or that of a whole body.
+
+        Returns:
+            The same JSON; without the ids of the prompt where they are, byte for byte, those that were `sent`. Hundreds
+            of kilobytes of digits are so compared, and never parsed.
+        """
+        brief = self._without_echo(data)
         try:
-            chunk = _CHUNK.decode(data)
+            chunk = _CHUNK.decode(brief)
         except (msgspec.DecodeError, RecursionError):
             self.unreadable += 1
-            return
+            return data
+        echoes = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
+        if brief is not data and not any(bytes(echo) == _CUT for echo in echoes):
+            return self._take_long(data)
         self.model = chunk.model or self.model
         self.error = self.error or _given(chunk.error)
-        self.prompt = self.prompt or _given(chunk.prompt_token_ids)
+        for echo in echoes:
+            self.prompt = self.prompt or (b"[%s]" % self.sent if brief is not data and bytes(echo) == _CUT else _given(echo))
         for choice in chunk.choices:
-            self.prompt = self.prompt or _given(choice.prompt_token_ids)
             self.choices.setdefault(choice.index, Choice()).take(choice)
+        return brief
+
+    def _take_long(self, data: bytes) -> bytes:
+        """What was cut out stood elsewhere: read it all."""
+        self.sent = b""
+        return self.take(data)
+
+    def _without_echo(self, data: bytes) -> bytes:
+        if not self.sent or self.prompt:
+            return data
+        at = data.find(_ECHO) + len(_ECHO)
+        end = at + len(self.sent)
+        if at < len(_ECHO) or not data.startswith(self.sent, at) or data[end : end + 1] != b"]":
+            return data
+        return data[: at - 1] + _CUT + data[end + 1 :]
 
     @property
     def finished(self) -> bool:

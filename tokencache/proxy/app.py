@@ -135,21 +135,27 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error in the shape that OpenAI's clients expect."""
     try:
         return await handler(request)
-    except HarnessError as why:
-        return error_response(why.status, str(why), why.kind, why.param)
-    except SessionSealedError as why:
-        return error_response(409, f"session {why} is sealed and takes no more calls", "session_sealed")
-    except EngineError as why:
-        return error_response(why.status, str(why), "upstream_error")
-    except StoreError as why:
-        return error_response(503, f"the store failed: {why}", "store_error")
-    except web.HTTPRequestEntityTooLarge as why:
-        return error_response(413, f"the request body is too large: {why.text}", "invalid_request_error")
+    except (HarnessError, EngineError, SessionSealedError, StoreError, web.HTTPRequestEntityTooLarge) as why:
+        return _answer_to(why)
     except (web.HTTPException, ConnectionError):
         raise
     except Exception:
         log.exception("%s %s: our own error", request.method, request.path)
         return error_response(500, "tokencache failed; its log says why", "internal_error")
+
+
+def _answer_to(why: Exception) -> web.Response:
+    match why:
+        case HarnessError():
+            return error_response(why.status, str(why), why.kind, why.param)
+        case EngineError():
+            return error_response(why.status, str(why), "upstream_error")
+        case SessionSealedError():
+            return error_response(409, f"session {why} is sealed and takes no more calls", "session_sealed")
+        case web.HTTPRequestEntityTooLarge():
+            return error_response(413, f"the request body is too large: {why.text}", "invalid_request_error")
+        case _:
+            return error_response(503, f"the store failed: {why}", "store_error")
 
 
 def error_response(status: int, message: str, kind: str, param: str | None = None) -> web.Response:

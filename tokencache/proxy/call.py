@@ -11,6 +11,8 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -75,22 +77,22 @@ class Caller:
         plan = await self._planner.plan(session, call, keys, hits, model)
         return (plan.prompt, model) if plan.prompt is not None else None
 
-    async def plan(self, session: str, call: ChatCall, call_id: str) -> tuple[Begun | None, Plan, Model | None]:
-        """Begin a call in the store and plan it; what fails on our side ends in a plain plan."""
-        keys = keys_wanted(call)
-        begun = await self.ledger.begin(session, call_id, keys)
+    async def plan(
+        self, session: str, call: ChatCall, call_id: str, keys: Sequence[bytes], begun: Begun | None
+    ) -> tuple[Plan, Model | None]:
+        """Plan a call that has begun; what fails on our side ends in a plain plan."""
         if begun is None:
-            return None, Plan(match="plain", reason="store-error"), None
+            return Plan(match="plain", reason="store-error"), None
         model = None
         try:
             model = await self.engine.model(call.model)
-            return begun, await self._planner.plan(session, call, keys, begun.hits, model), model
+            return await self._planner.plan(session, call, keys, begun.hits, model), model
         except EngineError as why:
             log.debug("session %s call %s: not planned: %s", session, call_id, why)
-            return begun, Plan(match="plain", reason="engine-unknown"), model
+            return Plan(match="plain", reason="engine-unknown"), model
         except (StoreError, KeyError, ValueError) as why:
             log.exception("session %s call %s: not planned", session, call_id)
-            return begun, Plan(match="plain", reason="store-error" if isinstance(why, StoreError) else "torn-record"), model
+            return Plan(match="plain", reason="store-error" if isinstance(why, StoreError) else "torn-record"), model
 
 
 class _Live:
@@ -111,10 +113,19 @@ class _Live:
         self._presenter = ChatPresenter(call)
         self._reply = Reply(call.n)
         self._outcome: Outcome
+        self._ending = False  # its end is being written to the store
+        self._over = False  # the reply is: what follows waits for the store
         self._started = time.time()
 
     async def run(self) -> web.StreamResponse:
-        self._begun, plan, model = await self._caller.plan(self._session, self._call, self._id)
+        keys = keys_wanted(self._call)
+        beginning = asyncio.ensure_future(self._ledger.begin(self._session, self._id, keys))
+        try:
+            self._begun = await asyncio.shield(beginning)
+            plan, model = await self._caller.plan(self._session, self._call, self._id, keys, self._begun)
+        except asyncio.CancelledError:
+            self._ledger.detach(asyncio.create_task(self._unbegin(beginning)))
+            raise
         self._outcome = Outcome(
             session=self._session, call_id=self._id, call=self._call, plan=plan, reply=self._reply, model=model, started=self._started
         )
@@ -123,16 +134,24 @@ class _Live:
             return await self._exchange()
         except asyncio.CancelledError:
             # The harness left. What it was given is recorded all the same, by a task that outlives this one.
-            self._outcome.broke, self._outcome.detail = ABORTED, "the harness closed the connection"
-            self._ledger.detach(asyncio.create_task(self._record()))
+            if not self._ending:
+                self._outcome.broke, self._outcome.detail = ABORTED, "the harness closed the connection"
+                self._end(self._record())
             raise
         except EngineError as why:
             self._engine.forget()
             await self._settle("upstream-down", str(why))
             raise
 
+    async def _unbegin(self, beginning: "asyncio.Future[Begun | None]") -> None:
+        """Close a call whose harness left before anything was sent: nothing was sampled."""
+        begun = await beginning
+        if begun is not None:
+            await self._ledger.settle(begun, self._session, self._id, [])
+
     async def _exchange(self) -> web.StreamResponse:
         answer = await self._send()
+        self._reply.sent = self._outcome.plan.fragment or b""
         try:
             if answer.status != _OK:
                 return await self._refused(answer)
@@ -148,7 +167,8 @@ class _Live:
         if plan.fragment is None or answer.status not in _REFUSED:
             return answer
         # An engine that refuses has sampled nothing. Perhaps it refuses the ids, which is our doing: ask as the harness did.
-        refusal = (await answer.read())[:300].decode(errors="replace")
+        refusal = (await answer.content.read(300)).decode(errors="replace")
+        answer.close()
         log.warning("session %s call %s: the engine refused the spliced prompt: %s", self._session, self._id, refusal)
         self._outcome.plan = Plan(match="plain", reason="engine-refused-ids", near=plan.near)
         return await self._engine.upstream.send("POST", self._path, headers=self._headers, body=chat_body(self._call, None))
@@ -156,21 +176,27 @@ class _Live:
     async def _refused(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Pass an engine's refusal on as it is; nothing was sampled."""
         body = await self._read(answer)
+        if body is None:
+            return web.Response()
         await self._settle("engine-refused", f"{answer.status}: {body[:300].decode(errors='replace')}")
         return await self._answer(answer, body)
 
     async def _whole(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         body = await self._read(answer)
-        self._reply.take(body)
-        await asyncio.shield(self._recording())
-        return await self._answer(answer, self._presenter.body(body))
+        if body is None:
+            return web.Response()
+        brief = self._reply.take(body)
+        await self._end(self._record())
+        return await self._answer(answer, self._presenter.body(body if self._call.shows_ids else brief))
 
-    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, answer: aiohttp.ClientResponse) -> bytes | None:
+        """Read a whole answer; `None` if the engine broke it off, and then so does our connection."""
         try:
             return await answer.read()
         except (aiohttp.ClientError, TimeoutError) as why:
             await self._settle(BROKE, f"{type(why).__name__}: {why}", hole=True)
-            raise EngineError(f"the engine broke off its answer: {type(why).__name__}: {why}") from why
+            self._drop_connection()
+            return None
 
     async def _answer(self, answer: aiohttp.ClientResponse, body: bytes) -> web.StreamResponse:
         response = open_response(answer, drop=frozenset({"content-length"}))
@@ -188,7 +214,7 @@ class _Live:
                 shown = bytearray()
                 for event in splitter.feed(chunk):
                     kept = self._event(event)
-                    (held if self._reply.finished else shown).extend(kept)
+                    (held if self._over else shown).extend(kept)
                 if shown:
                     await response.write(bytes(shown))
         except (aiohttp.ClientError, TimeoutError) as why:
@@ -197,7 +223,7 @@ class _Live:
             self._outcome.broke, self._outcome.detail = ABORTED, "the harness closed the connection"
         if not self._outcome.broke and not self._reply.finished and not self._reply.error:
             self._outcome.broke, self._outcome.detail = BROKE, "the stream ended before the reply did"
-        await asyncio.shield(self._recording())
+        await self._end(self._record())
         if self._outcome.broke and self._outcome.detail != "the stream ended before the reply did":
             self._drop_connection()
             return response
@@ -208,10 +234,12 @@ class _Live:
     def _event(self, event: bytes) -> bytes:
         """Take note of one event; what the harness is to see of it."""
         data = data_of(event)
+        self._over = self._over or data == DONE
         if data is None or data == DONE:
             return event
-        self._reply.take(data)
-        shown = self._presenter.chunk(data)
+        brief = self._reply.take(data)
+        self._over = self._over or self._reply.finished or bool(self._reply.error)
+        shown = self._presenter.chunk(data if self._call.shows_ids else brief)
         if shown is None:
             return b""
         return event if shown is data else event_of(shown)
@@ -221,10 +249,12 @@ class _Live:
         if self._request.transport is not None:
             self._request.transport.abort()
 
-    def _recording(self) -> "asyncio.Task[None]":
-        task = asyncio.create_task(self._record())
+    def _end(self, work: Coroutine[Any, Any, None]) -> "asyncio.Future[None]":
+        """End the call in the store, once, by a task that ends even if the harness leaves meanwhile."""
+        self._ending = True
+        task = asyncio.create_task(work)
         self._ledger.detach(task)
-        return task
+        return asyncio.shield(task)
 
     async def _record(self) -> None:
         ended = time.time()
@@ -250,7 +280,8 @@ class _Live:
     async def _settle(self, kind: str, detail: str, *, hole: bool = False) -> None:
         metrics.CALLS.labels("chat", kind).inc()
         log.warning("session %s call %s: %s: %s", self._session, self._id, kind, detail)
-        await self._ledger.settle(self._begun, self._session, self._id, [self._outcome.tell(kind, detail, hole=hole)])
+        incidents = [self._outcome.tell(kind, detail, hole=hole)]
+        await self._end(self._ledger.settle(self._begun, self._session, self._id, incidents))
 
 
 def tokenized(prompt: bytes, model: Model) -> bytes:

@@ -95,7 +95,12 @@ class Ledger:
     def detach(self, work: "asyncio.Task[None]") -> None:
         """Keep a task that must end even though its harness has left."""
         self._tasks.add(work)
-        work.add_done_callback(self._tasks.discard)
+        work.add_done_callback(self._ended)
+
+    def _ended(self, work: "asyncio.Task[None]") -> None:
+        self._tasks.discard(work)
+        if not work.cancelled() and (why := work.exception()) is not None:
+            log.error("a call could not be ended: %s: %s", type(why).__name__, why)
 
     def owed(self, session: str) -> list[Incident]:
         """Incidents of a session that could not be written yet."""

@@ -94,8 +94,6 @@ class Planner:
     async def _splice(self, session: str, call: ChatCall, found: Match, model: Model) -> Plan:
         if found.parent is not None and not found.anchors:
             return await self._continue(session, call, found, found.parent, model)
-        if any(turn.template != call.args.template for _, turn in found.anchors):
-            raise TailRefusedError("template-arguments-changed")
         return await self._resplice(session, call, found, model)
 
     async def _continue(self, session: str, call: ChatCall, found: Match, parent: Turn, model: Model) -> Plan:

@@ -11,7 +11,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.canonical import digest
-from tokencache.core.match import keys_of_turn
+from tokencache.core.match import DISAGREED, keys_of_turn
 from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids
 from tokencache.dialects.chat import ChatCall
 from tokencache.engines.engine import Model
@@ -111,8 +111,8 @@ class Outcome(msgspec.Struct, kw_only=True):
             return None
         if plan.prompt is None or echoed == plan.prompt:
             return _Prompt(echoed, ids.fragment(echoed), plan)
-        disagreed = Plan(match="plain", reason="engine-disagrees", near=plan.near)
-        return _Prompt(echoed, ids.fragment(echoed), disagreed, ("engine-disagrees",))
+        disagreed = Plan(match="plain", reason=DISAGREED, near=plan.near)
+        return _Prompt(echoed, ids.fragment(echoed), disagreed, (DISAGREED,))
 
     def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: Prefixes) -> tuple[Entry, Held]:
         call, plan = self.call, prompt.plan
@@ -146,7 +146,6 @@ class Outcome(msgspec.Struct, kw_only=True):
             choice=index,
             messages=len(call.raw_messages),
             tools=call.tool_count,
-            template=call.args.template,
             sampling=call.sampling,
             marks=self._marks(prompt, choice),
             created=self.started,
@@ -154,7 +153,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             versions=choice.versions,
         )
         keys: tuple[bytes, ...] = ()
-        if self.whole and choice.finish_reason and call.conversation is not None and not call.plain and not prompt.marks:
+        if self.whole and choice.finish_reason and call.conversation is not None and not call.plain:
             keys = keys_of_turn(call.conversation, served, digest(served))
         held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))))
         return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys), held

@@ -26,7 +26,6 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-_BARE = "tokencache.without-content-type"
 
 
 def forwarded(headers: Iterable[tuple[str, str]], connection: str, *, drop: frozenset[str] = frozenset()) -> CIMultiDict[str]:
@@ -41,17 +40,20 @@ def request_headers(request: web.Request, *, drop: frozenset[str] = frozenset())
     return forwarded(request.headers.items(), request.headers.get("Connection", ""), drop=drop | {"host", "expect"})
 
 
+class _BareRelayed(web.StreamResponse):
+    """An answer that came without a content type, and leaves without one."""
+
+
 def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = frozenset()) -> web.StreamResponse:
     """Begin a response with the status, reason and headers of the engine's."""
     headers = forwarded(answer.headers.items(), answer.headers.get("Connection", ""), drop=drop)
-    response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
-    response[_BARE] = "Content-Type" not in headers
-    return response
+    kind = web.StreamResponse if "Content-Type" in headers else _BareRelayed
+    return kind(status=answer.status, reason=answer.reason, headers=headers)
 
 
 async def keep_headers(_request: web.Request, response: web.StreamResponse) -> None:
     """Take back the content type that aiohttp gives to a relayed answer that came without one (on_response_prepare)."""
-    if response.get(_BARE):
+    if isinstance(response, _BareRelayed):
         response.headers.popall("Content-Type", None)
 
 

@@ -19,12 +19,17 @@ class EventSplitter:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Add bytes; yields each event that is now whole, with the blank line that ends it."""
-        self._rest += data
-        at = 0
-        for end in _END.finditer(self._rest):
-            yield self._rest[at : end.end()]
-            at = end.end()
-        self._rest = self._rest[at:]
+        scanned = max(0, len(self._rest) - 3)  # an end may have begun there, but none is behind
+        whole, at = self._rest + data, 0
+        if b"\r" in whole:
+            for end in _END.finditer(whole, scanned):
+                yield whole[at : end.end()]
+                at = end.end()
+        else:  # what vLLM sends; a prompt's echo has hundreds of kilobytes, too many for a regular expression
+            while (found := whole.find(b"\n\n", max(at, scanned))) >= 0:
+                yield whole[at : found + 2]
+                at = found + 2
+        self._rest = whole[at:]
 
     @property
     def rest(self) -> bytes:

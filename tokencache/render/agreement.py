@@ -1,11 +1,15 @@
 """Agreement: do `/tokenize` and chat completions render the same?
 
 `/tokenize` does not take every member that shapes a chat prompt (vLLM 0.32: `reasoning_effort` and `documents` must be
-folded into the template arguments; `tool_choice: "none"` hides the tools on some servers; Harmony models are tokenized
-with another template). So before tails are taken under a new set of template arguments, a small synthetic conversation
-with those arguments is sent to both, and the ids that the engine says it used are compared.
+folded into the template arguments; `tool_choice: "none"` hides the tools on some servers; gpt-oss is rendered by Harmony
+in chat completions and by its Hugging Face template in `/tokenize`). So before tails are taken under a new set of
+template arguments, small synthetic conversations with those arguments are sent to both, and the ids that the engine
+says it used are compared: a question alone, and an episode with a call and its result, where Harmony and the template
+differ (one writes the result as it is, the other as a JSON string). A conversation that `/tokenize` refuses cannot have
+a tail, and is let pass, but for the question.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,13 +19,23 @@ from tokencache.engines.reply import Reply
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
 from tokencache.render.boundary import ASK
-from tokencache.render.renderer import Renderer, RenderError
+from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
 
 Raw = msgspec.Raw
 
 _TOOL = Raw(
     b'[{"type":"function","function":{"name":"f","description":"d",'
     b'"parameters":{"type":"object","properties":{"a":{"type":"string"}},"required":["a"]}}}]'
+)
+_EPISODE = (
+    ASK,
+    (
+        b'{"role":"assistant","content":null,"tool_calls":'
+        b'[{"id":"call_0","type":"function","function":{"name":"f","arguments":"{\\"a\\": \\"b\\"}"}}]}'
+    ),
+    b'{"role":"tool","tool_call_id":"call_0","content":"\\"1\\"\\n2"}',
+    b'{"role":"assistant","content":"."}',
+    ASK,
 )
 
 
@@ -40,12 +54,22 @@ async def echo_of_chat(upstream: Upstream, body: dict[str, Any]) -> bytes | None
 
 
 async def agrees(upstream: Upstream, renderer: Renderer, model: str, args: RenderArgs) -> bool:
-    """Compare both renderings of a small conversation under `args`; false also where one of them refuses it."""
-    offered = msgspec.structs.replace(args, tools=_TOOL) if args.tools is not None else args
-    body: dict[str, Any] = {**args.members, **args.chat, "model": model, "messages": Raw(b"[" + ASK + b"]")}
-    if offered.tools is not None:
-        body["tools"] = offered.tools
+    """Compare both renderings of small conversations under `args`; false also where the question alone is refused."""
     try:
-        return await echo_of_chat(upstream, body) == await renderer.render(model, [ASK], offered, generation=True)
+        if not await _alike(upstream, renderer, model, args, [ASK]):
+            return False
+        try:
+            return await _alike(upstream, renderer, model, args, _EPISODE)
+        except TemplateRefusedError:
+            return True
     except (EngineError, RenderError):
         return False
+
+
+async def _alike(upstream: Upstream, renderer: Renderer, model: str, args: RenderArgs, messages: Sequence[bytes]) -> bool:
+    offered = msgspec.structs.replace(args, tools=_TOOL) if args.tools is not None else args
+    rendered = await renderer.render(model, messages, offered, generation=True)
+    body: dict[str, Any] = {**args.members, **args.chat, "model": model, "messages": Raw(b"[" + b",".join(messages) + b"]")}
+    if offered.tools is not None:
+        body["tools"] = offered.tools
+    return await echo_of_chat(upstream, body) == rendered

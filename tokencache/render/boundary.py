@@ -15,6 +15,7 @@ turn, which starts with a stop id; or nothing after the closing, where the stop 
 import secrets
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -52,7 +53,7 @@ class Boundary(msgspec.Struct, frozen=True):
         """Cut what stands behind the sentinel's reply out of a rendering.
 
         Raises:
-            BoundaryUnknownError: the sentinel is not there, or not as it was when the boundary was learned.
+            BoundaryUnknownError: the sentinel is not there, or not as it was when the boundary was learned, or not once.
         """
         return rendered[self._end(rendered) :]
 
@@ -69,12 +70,30 @@ class Boundary(msgspec.Struct, frozen=True):
         at = ids.find(rendered, key)
         if at < 0:
             raise BoundaryUnknownError("sentinel-lost")
-        return at * ids.ID_BYTES + len(key)
+        end = at * ids.ID_BYTES + len(key)
+        if ids.find(rendered[end:], key) >= 0:
+            raise BoundaryUnknownError("sentinel-twice")
+        return end
 
 
 def reworded(message: bytes) -> bytes:
-    """Give a raw message another text, so that it can be seen where the template puts it."""
-    return msgspec.json.encode({**msgspec.json.decode(message), "content": OTHER})
+    """Put other words into the middle of a raw message's text, so that it can be seen where the template puts it.
+
+    Beginning and end stay, for templates look there: to Qwen3's, a user's text in `<tool_response>` is no query.
+    """
+    entry = msgspec.json.decode(message)
+    content = entry.get("content")
+    if isinstance(content, list):
+        texts = [part for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if texts:
+            texts[0]["text"] = _interject(texts[0]["text"])
+            return msgspec.json.encode(entry)
+    return msgspec.json.encode({**entry, "content": _interject(content if isinstance(content, str) else "")})
+
+
+def _interject(text: str) -> str:
+    middle = len(text) // 2
+    return text[:middle] + OTHER + text[middle:]
 
 
 def stand_in(reply: Message, sentinel: str, *, in_text: bool = False) -> bytes:
@@ -116,7 +135,10 @@ async def learn(renderer: Renderer, model: str, args: RenderArgs, reply: Message
 
 
 async def candidates(renderer: Renderer, model: str, args: RenderArgs) -> Sequence[int]:
-    """List the ids with which a template may end a reply of text: those behind it, and the openers of what can follow.
+    """List the ids with which a template may end a reply: those behind it, and the openers of what can follow.
+
+    Behind a reply of text stands its end of turn and nothing else; behind calls stands their closing, too, so of that
+    only the last ids are taken (gpt-oss ends calls with `<|call|>`).
 
     Raises:
         BoundaryUnknownError: the template does not show the sentinel.
@@ -126,15 +148,19 @@ async def candidates(renderer: Renderer, model: str, args: RenderArgs) -> Sequen
     boundary = await learn(renderer, model, args, said, frozenset(), in_text=True)
     found = ids.unpack(boundary.closing)
     called = Message("assistant", calls=(_CALL,))
+    with suppress(RenderError, BoundaryUnknownError):  # a template without tools, say
+        found += ids.unpack((await learn(renderer, model, args, called, frozenset(), in_text=False)).closing)[-_END_OF_TURN:]
     for reply, following in ((said, ASK), (called, _RESULT)):
         try:
             shown = await renderer.render(model, [ASK, stand_in(reply, SENTINEL, in_text=True), following], args, generation=True)
             behind = Boundary(boundary.mark, b"", b"").cut(shown)
         except (RenderError, BoundaryUnknownError):
-            continue  # a template without tools, say
+            continue
         found += ids.unpack(ids.head(behind, 1))
     return list(dict.fromkeys(found))
 
 
+_END_OF_TURN = 2
+"""An end of turn is a stop id, and perhaps a newline that the model never says."""
 _CALL = Call("call_0", "f", "{}")
 _RESULT = b'{"role":"tool","tool_call_id":"call_0","content":"."}'

@@ -14,10 +14,15 @@ from tokencache.dialects.chat_messages import with_reasoning
 from tokencache.engines.upstream import Upstream
 
 Raw = msgspec.Raw
+_REFUSALS = frozenset({400, 422})
 
 
 class RenderError(Exception):
     """The conversation cannot be rendered: the template or the engine refuses it, or nobody answers."""
+
+
+class TemplateRefusedError(RenderError):
+    """The template, or the engine, will not have this conversation: to ask again would change nothing."""
 
 
 class Renderer(Protocol):
@@ -30,7 +35,8 @@ class Renderer(Protocol):
             Packed token ids.
 
         Raises:
-            RenderError: it cannot be rendered.
+            TemplateRefusedError: the template or the engine refuses the conversation.
+            RenderError: it cannot be rendered now.
         """
 
 
@@ -58,7 +64,8 @@ class EngineRenderer:
         except Exception as why:
             raise RenderError(str(why)) from why
         if answer.status != 200:  # noqa: PLR2004
-            raise RenderError(f"/tokenize answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
+            kind = TemplateRefusedError if answer.status in _REFUSALS else RenderError
+            raise kind(f"/tokenize answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
         try:
             return ids.pack(msgspec.json.decode(answer.body, type=_Tokenized).tokens)
         except (msgspec.DecodeError, OverflowError) as why:

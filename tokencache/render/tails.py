@@ -1,21 +1,34 @@
-"""Tails: the ids that the template puts after a history, found without rendering the history.
+"""Tails: the ids that the template puts behind a history, found without rendering the history.
 
 Only the new messages are rendered, in a small conversation that ends like the real one with a sentinel in the
-assistant's place (`boundary`). That the small conversation's tail is what the real one ends with is not assumed but
-*proven*, once for every **shape**: the first tail of a shape is compared with a full rendering of the real
-conversation, and every 64th again. Three things can come of it:
+assistant's place (`boundary`). That the small conversation's tail is the real one's is not assumed but *proven*, once
+for every **shape**, with full renderings of the first real conversation that has it:
 
-`small`    the tail is a suffix of the full rendering: small renderings are trusted for this shape
-`full`     it is not, but the full conversation with a sentinel in its last reply gives a tail that is (DeepSeek-V3's second
-           round of tool results): this shape is rendered in full each time, which is right by construction
-refused    neither: nothing is spliced, the call is rendered plainly, and the reason is recorded
+1. What stood before the model's first words is still what the full rendering begins with. A template that moves its
+   tools behind the last user message, or a hint to it, changes the past with every new message; a prefix that was
+   sampled is then no prefix of what the template renders now.
+2. The full conversation with a sentinel in the last reply shows where that reply ends; what stands behind is a suffix
+   of the full rendering with the real reply.
+3. Other words in the new messages change nothing in front of that place. vLLM 0.32 moves later system messages to the
+   front where a developer's are there, and DeepSeek's template does so always: their text would be missing from a
+   spliced prompt, and no suffix would tell.
+4. The small conversation gives the very same ids.
+
+Three things can come of it, and every 64th tail of a shape is compared with full renderings again:
+
+`small`    all of it holds: small renderings are trusted for this shape
+`full`     all but the last holds (DeepSeek-V3's second round of tool results): this shape is rendered in full each time
+refused    nothing is spliced, the call is rendered plainly, and the reason is recorded; every 8th call tries again
+
+What was learned is keyed by how many stop ids are known: with a new one everything is learned anew.
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from itertools import groupby
+from itertools import groupby, takewhile
+from typing import TypeVar
 
 import msgspec
 
@@ -23,13 +36,16 @@ from tokencache.core import ids
 from tokencache.core.canonical import Message
 from tokencache.dialects.chat import RenderArgs
 from tokencache.render.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, learn, reworded, stand_in
-from tokencache.render.renderer import Renderer, RenderError
+from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 RECHECK_EVERY = 64
 RETRY_EVERY = 8
 MANY = 2
+MOST_KEPT = 4096
+"""How many shapes, and how many boundaries, are remembered: template arguments come from harnesses and may be all new."""
 
 
 class TailRefusedError(Exception):
@@ -56,16 +72,26 @@ class TailAsk(msgspec.Struct, frozen=True):
 
 
 class _Shape:
-    def __init__(self) -> None:
+    """What is known of one shape: a way and a boundary if it was proven, else why it was refused, if it was."""
+
+    def __init__(self, name: tuple[object, ...]) -> None:
+        self.name = name
         self.lock = asyncio.Lock()
-        self.verdict = ""
+        self.way = ""
+        self.boundary = Boundary(b"", b"", b"")
+        self.refused = ""
+        self.proofs = 0
         self.uses = 0
+
+    def forget(self) -> None:
+        self.way = ""
 
 
 class Tails:
     """Tails for one engine; what it learns of a template it keeps.
 
-    `stop_ids` is the engine's set, which may still grow.
+    `stop_ids` is the engine's set, which may still grow. `renders` counts renderings: those of a few messages, and
+    those of whole histories.
     """
 
     def __init__(self, renderer: Renderer, stop_ids: AbstractSet[int], *, recheck_every: int = RECHECK_EVERY) -> None:
@@ -74,6 +100,7 @@ class Tails:
         self._recheck_every = recheck_every
         self._boundaries: dict[tuple[object, ...], Boundary] = {}
         self._shapes: dict[tuple[object, ...], _Shape] = {}
+        self._learning = asyncio.Lock()
         self.renders = {"small": 0, "full": 0}
 
     async def tail(self, ask: TailAsk) -> bytes:
@@ -82,63 +109,87 @@ class Tails:
         Raises:
             TailRefusedError: it cannot be proven what they are.
         """
-        shape = self._shapes.setdefault(_shape(ask), _Shape())
+        shape = self._shape(ask)
         try:
-            boundary = await self._boundary(ask)
-            if shape.verdict not in {"small", "full"}:
+            proofs = shape.proofs
+            if not shape.way:
                 async with shape.lock:  # thousands of rollouts begin alike: one proves, the others wait
-                    if shape.verdict not in {"small", "full"}:
-                        return await self._first(ask, boundary, shape)
-            if shape.verdict == "full":
-                tail = boundary.cut(await self._full(ask, sentinel=True))
-            else:
-                tail = boundary.cut(await self._small(ask))
-                shape.uses += 1
-                if shape.uses % self._recheck_every == 0:
-                    await self._recheck(ask, tail, shape)
-            return self._checked(tail, boundary)
-        except BoundaryUnknownError as why:
-            raise TailRefusedError(str(why)) from why
+                    if not shape.way:
+                        return await self._first(ask, shape, waited=shape.proofs != proofs)
+            return await self._again(ask, shape)
+        except (BoundaryUnknownError, TemplateRefusedError) as why:
+            raise TailRefusedError(_reason(why)) from why
         except RenderError as why:
             log.debug("no tail: %s", why)
             raise TailRefusedError("render-error") from why
 
-    async def _first(self, ask: TailAsk, boundary: Boundary, shape: _Shape) -> bytes:
+    async def _first(self, ask: TailAsk, shape: _Shape, *, waited: bool) -> bytes:
         """Prove a shape; what was refused is tried again, but not by every call."""
-        if shape.verdict:
-            shape.uses += 1
-            if shape.uses % RETRY_EVERY:
-                raise BoundaryUnknownError(shape.verdict)
+        if shape.refused:
+            shape.uses += 0 if waited else 1
+            if waited or shape.uses % RETRY_EVERY:
+                raise BoundaryUnknownError(shape.refused)
         try:
-            tail, verdict = await self._prove(ask, boundary)
-            self._checked(tail, boundary)
-        except BoundaryUnknownError as why:
-            shape.verdict = str(why)
-            log.warning("tails of shape %s are refused: %s", _shape(ask)[2:], why)
+            boundary = await self._boundary(ask)
+            tail, way = await self._prove(ask, boundary)
+        except (BoundaryUnknownError, TemplateRefusedError) as why:
+            shape.refused = _reason(why)
+            log.warning("tails of shape %s are refused: %s", shape.name, shape.refused)
             raise
-        shape.verdict = verdict
-        log.info("tails of shape %s: %s", _shape(ask)[2:], verdict)
+        finally:
+            shape.proofs += 1
+        shape.way, shape.boundary, shape.refused, shape.uses = way, boundary, "", 0
+        log.info("tails of shape %s: %s", shape.name, way)
         return tail
 
+    async def _again(self, ask: TailAsk, shape: _Shape) -> bytes:
+        """Render a tail of a proven shape."""
+        shape.uses += 1
+        boundary, recheck = shape.boundary, shape.uses % self._recheck_every == 0
+        try:
+            shown = await (self._small(ask, boundary) if shape.way == "small" else self._full(ask, boundary))
+            tail = self._cut(shown, boundary)
+            if recheck:
+                await self._recheck(ask, shape, tail)
+        except BoundaryUnknownError as why:
+            log.error("a tail of a trusted shape is not what it was (%s); the shape is proven anew: %s", why, shape.name)  # noqa: TRY400
+            shape.forget()
+            self._boundaries.clear()
+            raise
+        return tail
+
+    async def _recheck(self, ask: TailAsk, shape: _Shape, tail: bytes) -> None:
+        if await self._prove(ask, shape.boundary) != (tail, shape.way):
+            raise BoundaryUnknownError("tail-not-proven")
+
     async def _boundary(self, ask: TailAsk) -> Boundary:
-        calls = bool(ask.reply.calls)
-        name = self._reply_kind(ask)
-        known = self._boundaries.get(name)
-        if known is None:
-            if not self._stop_ids:
-                raise BoundaryUnknownError("stop-ids-unknown")
-            try:
-                known = await learn(self._renderer, ask.model, ask.args, ask.reply, self._stop_ids, in_text=not calls)
-            except BoundaryUnknownError:
-                if not calls:
-                    raise
-                # A template that never shows calls may still show the text beside them.
-                known = await learn(self._renderer, ask.model, ask.args, ask.reply, self._stop_ids, in_text=True)
-            self._boundaries[name] = known
+        if not self._stop_ids:
+            raise BoundaryUnknownError("stop-ids-unknown")
+        reply = ask.reply
+        kind = (ask.model, ask.args.digest, min(len(reply.calls), MANY), bool(reply.text), len(self._stop_ids))
+        named = (*kind, *(call.name for call in reply.calls))  # where only the text is shown, the calls may stand behind it
+        async with self._learning:
+            known = self._boundaries.get(kind) or self._boundaries.get(named)
+            if known is None:
+                known = await self._learn(ask)
+                _keep(self._boundaries, kind if known.in_calls or not reply.calls else named, known)
         return known
 
-    def _checked(self, tail: bytes, boundary: Boundary) -> bytes:
-        """Refuse a tail that does not begin where a reply ends."""
+    async def _learn(self, ask: TailAsk) -> Boundary:
+        calls = bool(ask.reply.calls)
+        self.renders["small"] += 2
+        try:
+            return await learn(self._renderer, ask.model, ask.args, ask.reply, self._stop_ids, in_text=not calls)
+        except BoundaryUnknownError:
+            if not calls:
+                raise
+        # A template that never shows calls may still show the text beside them.
+        self.renders["small"] += 2
+        return await learn(self._renderer, ask.model, ask.args, ask.reply, self._stop_ids, in_text=True)
+
+    def _cut(self, shown: bytes, boundary: Boundary) -> bytes:
+        """Cut a tail out of a rendering; refuse one that does not begin where a reply ends."""
+        tail = boundary.cut(shown)
         if not tail:
             raise BoundaryUnknownError("empty-tail")
         if not boundary.turn_end and ids.unpack(ids.head(tail, 1))[0] not in self._stop_ids:
@@ -146,61 +197,72 @@ class Tails:
         return tail
 
     async def _prove(self, ask: TailAsk, boundary: Boundary) -> tuple[bytes, str]:
-        await self._prove_order(ask, boundary)
-        real = await self._full(ask, sentinel=False)
-        try:
-            small = boundary.cut(await self._small(ask))
-            if small and real.endswith(small):
-                return small, "small"
-        except (BoundaryUnknownError, RenderError):
-            pass  # a template may refuse a conversation that small
-        full = boundary.cut(await self._full(ask, sentinel=True))
-        if full and real.endswith(full):
-            return full, "full"
-        raise BoundaryUnknownError("tail-not-proven")
-
-    async def _prove_order(self, ask: TailAsk, boundary: Boundary) -> None:
-        """Prove that new messages are rendered behind the reply, all of them.
-
-        Some are not: vLLM 0.32 moves a later system message to the front for templates that take it only there. Its
-        text would be missing from a spliced prompt, and no suffix would tell.
-        """
+        """Find a tail and prove it, as the head of this module says; return it and the way that led to it."""
+        real = await self._full(ask)
+        await self._prove_past(ask, real)
+        shown = await self._full(ask, boundary)
+        tail = self._cut(shown, boundary)
+        if not real.endswith(tail):
+            raise BoundaryUnknownError("tail-not-proven")
         other = msgspec.structs.replace(ask, raw_new=[reworded(raw) for raw in ask.raw_new])
-        try:
-            heads = [boundary.before(await self._small(a)) for a in (ask, other)]
-        except (BoundaryUnknownError, RenderError):
-            heads = [boundary.before(await self._full(a, sentinel=True)) for a in (ask, other)]
-        if heads[0] != heads[1]:
+        if boundary.before(await self._full(other, boundary)) != boundary.before(shown):
             raise BoundaryUnknownError("new-messages-reach-back")
+        try:
+            small = boundary.cut(await self._small(ask, boundary))
+        except (BoundaryUnknownError, TemplateRefusedError):
+            return tail, "full"  # a template may refuse a conversation that small
+        return tail, "small" if small == tail else "full"
 
-    async def _recheck(self, ask: TailAsk, tail: bytes, shape: _Shape) -> None:
-        if (await self._full(ask, sentinel=False)).endswith(tail):
+    async def _prove_past(self, ask: TailAsk, real: bytes) -> None:
+        """Prove that what stood before the model's first words stands there still."""
+        lead = [raw for _, raw in takewhile(lambda both: both[0].role != "assistant", zip(ask.history, ask.raw_history, strict=True))]
+        if not lead:
             return
-        log.error("a tail of a trusted shape is no suffix of the full rendering any more; the shape is proven anew: %s", _shape(ask)[2:])
-        shape.verdict = ""
-        raise BoundaryUnknownError("tail-not-proven")
+        self.renders["full"] += 1
+        alone = await self._renderer.render(ask.model, lead, ask.args, generation=False)
+        # The last token may have grown together with what follows, where no special token parts them.
+        if ids.common_head(alone, real) < ids.count(alone) - 1:
+            raise BoundaryUnknownError("past-changes")
 
-    async def _small(self, ask: TailAsk) -> bytes:
+    async def _small(self, ask: TailAsk, boundary: Boundary) -> bytes:
         self.renders["small"] += 1
+        _unspoken(ask.raw_new)
         args = msgspec.structs.replace(ask.args, tools=None)
-        return await self._renderer.render(ask.model, [ASK, self._stand_in(ask), *ask.raw_new], args, generation=True)
+        reply = stand_in(ask.reply, SENTINEL, in_text=not boundary.in_calls)
+        return await self._renderer.render(ask.model, [ASK, reply, *ask.raw_new], args, generation=True)
 
-    async def _full(self, ask: TailAsk, *, sentinel: bool) -> bytes:
+    async def _full(self, ask: TailAsk, boundary: Boundary | None = None) -> bytes:
+        """Render the whole conversation; given a boundary, with the sentinel in its last reply."""
         self.renders["full"] += 1
         *before, reply = ask.raw_history
-        if sentinel and any(SENTINEL.encode() in raw for raw in before):
-            raise BoundaryUnknownError("sentinel-in-history")
-        last = self._stand_in(ask) if sentinel else reply
-        return await self._renderer.render(ask.model, [*before, last, *ask.raw_new], ask.args, generation=True)
+        if boundary is not None:
+            _unspoken([*before, *ask.raw_new])
+            reply = stand_in(ask.reply, SENTINEL, in_text=not boundary.in_calls)
+        return await self._renderer.render(ask.model, [*before, reply, *ask.raw_new], ask.args, generation=True)
 
-    def _reply_kind(self, ask: TailAsk) -> tuple[object, ...]:
-        # What was learned with fewer stop ids is learned again.
-        return (ask.model, ask.args.digest, bool(ask.reply.calls), bool(ask.reply.text), len(self._stop_ids))
+    def _shape(self, ask: TailAsk) -> _Shape:
+        name = (*_shape(ask), len(self._stop_ids))
+        known = self._shapes.get(name)
+        if known is None:
+            known = _keep(self._shapes, name, _Shape(name))
+        return known
 
-    def _stand_in(self, ask: TailAsk) -> bytes:
-        boundary = self._boundaries.get(self._reply_kind(ask))
-        in_text = not ask.reply.calls or (boundary is not None and not boundary.in_calls)
-        return stand_in(ask.reply, SENTINEL, in_text=in_text)
+
+def _unspoken(messages: Sequence[bytes]) -> None:
+    """Refuse messages that spell out the sentinel. Nobody should know it, so this says nothing about their shape."""
+    if any(SENTINEL.encode() in raw for raw in messages):
+        raise TailRefusedError("sentinel-in-messages")
+
+
+def _reason(why: Exception) -> str:
+    return "template-refuses" if isinstance(why, TemplateRefusedError) else str(why)
+
+
+def _keep(kept: dict[tuple[object, ...], _T], name: tuple[object, ...], value: _T) -> _T:
+    if len(kept) >= MOST_KEPT:
+        del kept[next(iter(kept))]
+    kept[name] = value
+    return value
 
 
 def _shape(ask: TailAsk) -> tuple[object, ...]:
@@ -210,7 +272,6 @@ def _shape(ask: TailAsk) -> tuple[object, ...]:
     return (
         ask.model,
         ask.args.digest,
-        "calls" if ask.reply.calls else "text",
         min(len(ask.reply.calls), MANY),
         bool(ask.reply.text),
         bool(ask.reply.thought),
@@ -218,5 +279,8 @@ def _shape(ask: TailAsk) -> tuple[object, ...]:
         any(m.calls for m in ask.new),
         any(m.role == "tool" for m in before),
         any(m.role == "assistant" for m in before),
+        any(m.role == "user" for m in before),
         bool(before) and before[0].role == "system",
+        # A later system message stays where it is, unless vLLM makes system messages of a developer's, and one of all of them.
+        any(m.role == "system" for m in ask.new) and any(b'"developer"' in raw for raw in (*ask.raw_history, *ask.raw_new)),
     )

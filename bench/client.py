@@ -1,0 +1,103 @@
+"""The client: one blocking socket, nothing parsed while the clock runs."""
+
+import json
+import re
+import socket
+import time
+from typing import NamedTuple
+
+RECV = 1 << 20
+
+
+class Timed(NamedTuple):
+    """One answer; `first` and `wall` in seconds after the first byte of the request was written. `ended`: CLOCK_MONOTONIC, ns."""
+
+    status: int
+    body: bytes
+    first: float
+    wall: float
+    ended: int
+
+
+class Client:
+    """A connection that is kept, to one server."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.socket = self._connect()
+
+    def _connect(self) -> socket.socket:
+        connected = socket.create_connection(("127.0.0.1", self.port))
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connected
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def reopen(self) -> None:
+        """Servers drop what lies idle; between blocks a new connection is cheap."""
+        self.close()
+        self.socket = self._connect()
+
+    def post(self, body: bytes, session: str | None = None, path: str = "/v1/chat/completions") -> Timed:
+        named = f"X-Tokencache-Session: {session}\r\n" if session else ""
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{named}Content-Length: {len(body)}\r\n\r\n"
+        return self._call(head.encode() + body)
+
+    def get(self, path: str) -> Timed:
+        return self._call(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+
+    def _call(self, request: bytes) -> Timed:
+        begun = time.monotonic_ns()
+        self.socket.sendall(request)
+        got = bytearray()
+        first = 0
+        end = -1
+        start = 0
+        while True:
+            data = self.socket.recv(RECV)
+            now = time.monotonic_ns()
+            if not data:
+                raise ConnectionError(f"port {self.port} closed the connection: {bytes(got[:300])!r}")
+            got += data
+            if not start:
+                found = got.find(b"\r\n\r\n")
+                if found < 0:
+                    continue
+                start = found + 4
+                head = bytes(got[:found])
+                length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+                end = start + int(length[1]) if length else -1
+            if not first and len(got) > start:
+                first = now
+            if len(got) >= end if end >= 0 else got.endswith(b"0\r\n\r\n"):
+                break
+        body = bytes(got[start:])
+        if end < 0:
+            body = b"".join(_unframed(body))
+        return Timed(int(head[9:12]), body, ((first or now) - begun) / 1e9, (now - begun) / 1e9, now)
+
+
+def _unframed(body: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while True:
+        line = body.index(b"\r\n", at)
+        size = int(body[at:line], 16)
+        if not size:
+            return parts
+        parts.append(body[line + 2 : line + 2 + size])
+        at = line + 4 + size
+
+
+def said(answer: Timed) -> str:
+    """What the assistant said, streamed or not."""
+    if answer.body.startswith(b"{"):
+        return json.loads(answer.body)["choices"][0]["message"]["content"]
+    events = [json.loads(e[6:]) for e in answer.body.split(b"\n\n") if e.startswith(b"data: {")]
+    return "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
+
+
+def lag(answer: Timed) -> float:
+    """Seconds between the engine's writing of the last event of a stream and its arrival here."""
+    found = re.search(rb'"mock_sent":(\d+)', answer.body)
+    return (answer.ended - int(found[1])) / 1e9 if found else 0.0

@@ -1,0 +1,62 @@
+"""Bytes that the memory store holds per token: everything reachable from it, weighed object by object.
+
+Runs as a process of its own: `python -m bench.counted UPSTREAM TURNS` prints JSON.
+"""
+
+import asyncio
+import json
+import sys
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+from bench.client import Client, said
+from bench.talk import Talk
+from tokencache.config import Settings
+from tokencache.proxy.server import serving
+from tokencache.store.memory import MemoryStore
+
+_SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType)
+
+
+def weigh(root: object) -> int:
+    """Bytes of an object and of all that only hangs on it."""
+    seen: set[int] = set()
+    total, todo = 0, [root]
+    while todo:
+        one: Any = todo.pop()
+        if id(one) in seen or isinstance(one, _SHARED):
+            continue
+        seen.add(id(one))
+        total += sys.getsizeof(one)
+        if isinstance(one, dict):
+            todo += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple | set | frozenset):
+            todo += one
+        else:
+            todo += [getattr(one, name) for name in getattr(one, "__struct_fields__", ())]
+            if hasattr(one, "__dict__"):
+                todo.append(vars(one))
+    return total
+
+
+def grow(port: int, turns: int) -> None:
+    client, talk = Client(port), Talk("counted", size=1200, messages=2, mock_tokens=200)
+    for _ in range(turns):
+        answer = client.post(talk.body(), "counted")
+        talk.hear(said(answer), 800)
+
+
+async def main(upstream: str, turns: int) -> dict[str, float]:
+    store = MemoryStore()
+    async with serving(Settings(upstream=upstream, port=0), store) as (url, _):
+        before = weigh(store)
+        await asyncio.to_thread(grow, urlsplit(url).port or 0, turns)
+        last = (await store.turns("counted"))[-1]
+        tokens = last.prompt_tokens + last.completion_tokens
+        size = weigh(store) - before
+        return {"turns": turns, "tokens": tokens, "stored_bytes": size, "bytes_per_token": round(size / tokens, 2)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main(sys.argv[1], int(sys.argv[2])))))

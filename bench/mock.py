@@ -1,0 +1,255 @@
+"""The mock engine: as much of vLLM as the proxy looks at, and nothing that costs time.
+
+A raw `asyncio.Protocol` on uvloop, no framework. Supplied prompt ids are never parsed: their JSON is copied from the
+request to the reply. Replies are put together from byte strings made once. The tokenizer is exact and trivial: four
+bytes of a text are one token, whatever they are; special tokens stand around each message; so a tail is a suffix of the
+full rendering, as with a real template.
+
+Members that only this engine knows, all optional: `mock_tokens` (length of the reply), `mock_chunks` (chunks of a
+stream), `mock_pace_ms` (pause between them; 0: as fast as the socket takes them).
+
+Each reply says when its last byte was written: `"mock_sent": nanoseconds` of CLOCK_MONOTONIC, in the last event of a stream.
+"""
+
+import asyncio
+import itertools
+import re
+import sys
+import time
+import zlib
+from functools import lru_cache
+
+import msgspec
+import uvloop
+
+START, END = 151644, 151645
+FIRST, SPREAD = 1000, 149_000
+MODEL = "mock"
+_ROLE_END = b"\n"
+_SUPPLIED = b'"kv_transfer_params":{"prompt_token_ids":['
+_OPTIONS = 600
+_OPTION = re.compile(rb'"mock_(tokens|chunks|pace_ms)":(\d+)')
+_counter = itertools.count()
+
+
+def tokens_of(text: bytes) -> list[int]:
+    """Four bytes are one token."""
+    return [FIRST + zlib.crc32(text[i : i + 4]) % SPREAD for i in range(0, len(text), 4)]
+
+
+@lru_cache(100_000)
+def _message(raw: bytes) -> tuple[int, ...]:
+    entry = msgspec.json.decode(raw)
+    said = (entry.get("content") or "").encode() + b"".join(msgspec.json.encode(c["function"]) for c in entry.get("tool_calls") or ())
+    return (START, *tokens_of(entry["role"].encode() + _ROLE_END), *tokens_of(said), END, *tokens_of(b"\n"))
+
+
+def render(messages: list[msgspec.Raw], *, generation: bool) -> list[int]:
+    ids = [token for raw in messages for token in _message(bytes(raw))]
+    return [*ids, START, *tokens_of(b"assistant" + _ROLE_END)] if generation else ids
+
+
+class _Body(msgspec.Struct):
+    messages: list[msgspec.Raw] = []
+    add_generation_prompt: bool = True
+    max_tokens: int = 1 << 20
+    allowed_token_ids: list[int] | None = None
+    return_token_ids: bool = False
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
+class Said:
+    """A reply of `n` tokens, made once: four characters each, the last one the end of turn."""
+
+    def __init__(self, n: int) -> None:
+        self.ids = [FIRST + (i * 7919) % SPREAD for i in range(n - 1)] + [END]
+        self.texts = [f"w{i % 1000:03d}" for i in range(n - 1)] + [""]
+        self.chances = [
+            msgspec.json.encode({"token": t, "logprob": -(1 + i % 97) / 64, "bytes": list(t.encode()), "top_logprobs": []})
+            for i, t in enumerate(self.texts)
+        ]
+        self.json_ids = b",".join(b"%d" % i for i in self.ids)
+        self.json_chances = b'{"content":[' + b",".join(self.chances) + b"]}"
+        self.json_text = "".join(self.texts).encode()
+
+    def events(self, chunks: int, *, ids: bool) -> list[bytes]:
+        """The deltas of a stream, without the head that all of one call share."""
+        size = max(1, len(self.ids) // chunks)
+        found = []
+        for at in range(0, len(self.ids), size):
+            last = at + size >= len(self.ids)
+            parts = slice(at, at + size)
+            found.append(
+                b'{"index":0,"delta":{"content":"%s"},"logprobs":%s,"finish_reason":%s,%s"token_ids":%s}]}\n\n'
+                % (
+                    "".join(self.texts[parts]).encode(),
+                    b'{"content":[' + b",".join(self.chances[parts]) + b"]}" if ids else b"null",
+                    b'"stop"' if last else b"null",
+                    b'"stop_reason":null,' if last else b"",
+                    b"[%s]" % b",".join(b"%d" % i for i in self.ids[parts]) if ids else b"null",
+                )
+            )
+        return found
+
+
+said = lru_cache(32)(Said)
+events_of = lru_cache(64)(lambda n, chunks, ids: said(n).events(chunks, ids=ids))
+
+
+class Server(asyncio.Protocol):
+    """One connection; requests come one after the other."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+        self.wanted = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        while len(self.buffer) >= self.wanted:
+            if not self.wanted and not self._head():
+                return
+            if len(self.buffer) < self.wanted:
+                return
+            body = bytes(memoryview(self.buffer)[self.start : self.wanted])
+            del self.buffer[: self.wanted]
+            self.wanted = 0
+            self._serve(body)
+
+    def _head(self) -> bool:
+        end = self.buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        head = bytes(self.buffer[:end]).lower()
+        self.path = head.split(b" ", 2)[1]
+        length = re.search(rb"\r\ncontent-length: *(\d+)", head)
+        if length is None and b"\r\ntransfer-encoding:" in head:
+            raise RuntimeError("the mock engine takes no chunked requests")
+        self.start = end + 4
+        self.wanted = self.start + (int(length[1]) if length else 0)
+        return True
+
+    def _serve(self, body: bytes) -> None:
+        if self.path == b"/v1/chat/completions":
+            self._chat(body)
+        elif self.path == b"/tokenize":
+            asked = _decode(body)
+            ids = render(asked.messages, generation=asked.add_generation_prompt)
+            answer = {"count": len(ids), "max_model_len": 1 << 20, "tokens": ids, "token_strs": None}
+            self._json(msgspec.json.encode(answer))
+        elif self.path == b"/v1/models":
+            self._json(msgspec.json.encode({"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 1 << 20}]}))
+        elif self.path == b"/version":
+            self._json(b'{"version":"0.32.0"}')
+        else:
+            self._json(b"{}")
+
+    def _json(self, body: bytes) -> None:
+        self.transport.writelines(
+            [b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body), body]
+        )
+
+    def _chat(self, body: bytes) -> None:
+        prompt, at = b"", -1
+        if body.endswith(b"]}}"):
+            at = body.rfind(_SUPPLIED)
+            prompt = body[at + len(_SUPPLIED) : -3]
+        # All that matters stands behind the messages: both the bench and the proxy write it there.
+        rest = body[max(0, at - _OPTIONS) : at] if at >= 0 else body[-_OPTIONS:]
+        wants_ids = b'"return_token_ids":true' in rest
+        if wants_ids and b'"allowed_token_ids"' in rest:
+            self._forced(_decode(body))
+            return
+        if wants_ids and at < 0:
+            prompt = b",".join(b"%d" % i for i in render(_decode(body).messages, generation=True))
+        options = {name: int(value) for name, value in _OPTION.findall(rest)}
+        n = options.get(b"tokens", 16)
+        number = b"%08d" % (next(_counter) % 10**8)
+        if b'"stream":true' in rest:
+            self._stream(n, options.get(b"chunks", n), options.get(b"pace_ms", 0), number, prompt, wants_ids)
+            return
+        reply = said(n)
+        self._json(
+            b'{"id":"chatcmpl-%s","object":"chat.completion","created":0,"model":"mock","choices":[{"index":0,"message":{"role":"assistant",'
+            b'"content":"%s%s","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},"logprobs":%s,'
+            b'"finish_reason":"stop","stop_reason":null,"token_ids":%s,"routed_experts":null}],"service_tier":null,'
+            b'"system_fingerprint":"mock","usage":{"prompt_tokens":0,"total_tokens":0,"completion_tokens":%d},"prompt_logprobs":null,'
+            b'"prompt_token_ids":%s,"prompt_text":null,"kv_transfer_params":null}'
+            % (
+                number,
+                number,
+                reply.json_text,
+                reply.json_chances if wants_ids else b"null",
+                b"[%s]" % reply.json_ids if wants_ids else b"null",
+                n,
+                b"[%s]" % prompt if wants_ids else b"null",
+            )
+        )
+
+    def _forced(self, asked: _Body) -> None:
+        """The probe's question: does generation stop at this token?"""
+        token = (asked.allowed_token_ids or [END])[0]
+        stops = token == END
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": ""},
+            "finish_reason": "stop" if stops else "length",
+            "stop_reason": None,
+            "token_ids": [token] * (1 if stops else min(2, asked.max_tokens)),
+        }
+        self._json(msgspec.json.encode({"model": MODEL, "choices": [choice], "prompt_token_ids": [START]}))
+
+    def _stream(self, n: int, chunks: int, pace_ms: int, number: bytes, prompt: bytes, ids: bool) -> None:
+        head = b'data: {"id":"chatcmpl-%s","object":"chat.completion.chunk","created":0,"model":"mock","choices":[' % number
+        shown = b"[%s]" % prompt if ids else b"null"
+        first = (
+            head
+            + b'{"index":0,"delta":{"role":"assistant","content":"%s"},"logprobs":null,"finish_reason":null}],"prompt_token_ids":' % number
+            + shown
+            + b',"prompt_text":null}\n\n'
+        )
+        self.transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n" + _framed(first)
+        )
+        deltas = events_of(n, chunks, ids)
+        if not pace_ms:
+            for delta in deltas:
+                self.transport.write(_framed(head + delta))
+            self._end()
+            return
+        loop = asyncio.get_running_loop()
+        begun, sent = loop.time(), 0
+
+        def step() -> None:
+            nonlocal sent
+            if self.transport.is_closing():
+                return
+            self.transport.write(_framed(head + deltas[sent]))
+            sent += 1
+            if sent == len(deltas):
+                self._end()
+            else:
+                loop.call_at(begun + (sent + 1) * pace_ms / 1000, step)
+
+        loop.call_at(begun + pace_ms / 1000, step)
+
+    def _end(self) -> None:
+        last = b'data: {"mock_sent":%d,"choices":[]}\n\ndata: [DONE]\n\n' % time.monotonic_ns()
+        self.transport.write(_framed(last) + b"0\r\n\r\n")
+
+
+def _framed(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+async def main(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", port, backlog=4096)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(int(sys.argv[1])))

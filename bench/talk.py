@@ -1,0 +1,54 @@
+"""Conversations of a wanted size, and what one more turn puts on top.
+
+Text is made of short words with line breaks and quotes among them, so that JSON has something to escape; every message
+is another one. A history of `messages` entries: a system prompt, then user and assistant in turn, a user's last.
+"""
+
+import random
+from collections.abc import Iterator
+
+import msgspec
+
+WORDS = ["the", "file", "return", "self", "value", "import", "test", '"name"', "error", "line\n", "None", "path", "->", "def", "result", "of"]
+
+
+def text(rng: random.Random, size: int) -> str:
+    found = [f"{rng.randrange(16**6):06x}"]
+    length = 6
+    while length < size:
+        word = rng.choice(WORDS)
+        found.append(word)
+        length += len(word) + 1
+    return " ".join(found)[:size]
+
+
+class Talk:
+    """A conversation that grows. `body` is the request as a harness would send it now."""
+
+    def __init__(self, seed: str, *, size: int, messages: int, **members: int | bool) -> None:
+        self._rng = random.Random(seed)
+        self._members = {"model": "mock", **members}
+        messages += 1 - messages % 2  # odd counts end... a system prompt, pairs, and the user's last: an even number
+        each = max(8, (size - 90 - 45 * (messages + 1)) * 100 // 104 // (messages + 1))
+        roles = ["system", *["user", "assistant"] * (messages // 2), "user"]
+        self.entries = [self._entry(role, text(self._rng, each)) for role in roles]
+
+    @staticmethod
+    def _entry(role: str, content: str) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.json.encode({"role": role, "content": content}))
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"messages": self.entries, **self._members})
+
+    def hear(self, said: str, tail_bytes: int) -> None:
+        """Add what the model said, and the user's next message."""
+        self.entries.append(self._entry("assistant", said))
+        self.entries.append(self._entry("user", text(self._rng, tail_bytes)))
+
+
+def names(what: str) -> Iterator[str]:
+    """Session names, never the same twice in a run."""
+    n = 0
+    while True:
+        n += 1
+        yield f"{what}-{n}"

@@ -1,0 +1,71 @@
+"""What the scripted model says: turns by name of the episode. One dictionary for all, as one server reads it once."""
+
+import json
+
+from rig.miniswe import WRITE_AND_LIST
+
+
+def call(arguments, name="bash"):
+    """A tool call as Qwen3 writes it; `arguments` as a string is put in as it stands."""
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {written}}}\n</tool_call>'
+
+
+def think(thought, text=""):
+    return f"<think>\n{thought}\n</think>\n\n{text}"
+
+
+EPISODES = {
+    "hello": [
+        think("A greeting wants a greeting.", "Hello there, friend — naïve café ☕.  "),
+        "Once more, without thinking.",
+        think("Enough.", "Goodbye."),
+    ],
+    "tools": {
+        "turns": [
+            (
+                "<think>\nI should list the files first.\n</think>\n\n  Let me look — naïve café ☕.\n"
+                '<tool_call>\n{"name": "bash",  "arguments": {"timeout": 10, "command": "ls  -la\\n"}}\n</tool_call>'
+            ),
+            think("Now write.", call({"command": "echo hi > a.txt"}) + "\n" + call({"command": "cat a.txt"})),
+            think("Done.", "All done.  "),
+        ],
+        "side": "Side answer.",
+    },
+    "agent": [
+        think("I look first, for I know nothing of this place.", "Looking around.\n" + call('{"timeout": 10.0,  "command": "ls  -la"}')),
+        call({"command": "grep -rn 'naïve' . | head -3 # ☕"}),
+        think("Two at once.", "\n".join((call({"command": "cat a.txt"}), call("{}", name="note"), call({"command": "wc -l a.txt"})))),
+        think("Now the fix.", "  I change one line.\n\n" + call({"command": "python - <<'E'\nprint(\"x\")\nE\n", "timeout": 1.5})),
+        think("That was all.", 'Done: the file says "x", and `wc` agrees.  \n'),
+        think("Again?", "Yes, it is done."),
+    ],
+    "talk": [
+        think("Short.", "The answer is 42 — or so they say.\n\n  "),
+        think("A list helps.", "1. first\n2. second\n\n```python\nprint('hello   world')\n```\n"),
+        think("", "Straße, 東京, 🙂🙃, café, e\u0301."),
+        think("Numbers: 1234567890, 3.14159.", "\tTabs\tand  double  spaces , and a number: 1234567890."),
+        think("Last words.", "Goodbye, and thank you for all the questions."),
+    ],
+    "odd": [
+        think("", call('{ "command" : "echo \\u00e9 \\ud83d\\ude42" , "timeout" : 1e2 }')),
+        think("Nested.", call('{"command": "x", "env": {"b": [1, 2.0, null, true], "a": ""}}')),
+        think("Nothing to say.", call("{}", name="note")),
+        think("", "a"),
+        think("Angle brackets.", "if a < b and b > c: <not a tag> </neither> && done;"),
+    ],
+    "badcall": [
+        '<tool_call>\n{"name": "bash", "arguments": {"command": oops}}\n</tool_call>',
+        think("That was no JSON.", "Sorry. I try again."),
+        think("Better.", call({"command": "true"})),
+        think("Fine.", "It worked."),
+    ],
+    "stops": [
+        think("I count.", "One, two, three. HALT here, then four, five."),
+        think("More.", "Six, seven, eight. HALT again, nine."),
+        think("End.", "Ten."),
+    ],
+    "plain": ["First answer, without any thought.", "Second answer.\n" + call({"command": "ls"}), "Third answer; that is all."],
+    "long": [think("hm", "word and word " * 2000)],
+    "miniswe": WRITE_AND_LIST,
+}

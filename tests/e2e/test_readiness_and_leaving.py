@@ -1,0 +1,111 @@
+"""What the proxy finds out about a real server at start, and what happens when a harness leaves in mid-answer."""
+
+import asyncio
+import re
+import time
+
+import pytest
+from conftest import MAX_MODEL_LEN
+from rig.exported import get_json, trajectory, turns
+from rig.harness import SESSION_HEADER, TOOLS
+from rig.server import MODEL
+
+
+async def test_probe_finds_what_is_there(proxied):
+    ready = await get_json(proxied.http, f"{proxied.url}/readyz")
+    assert ready["ready"]
+    (found,) = ready["engine"]["models"]
+    (end,) = (await proxied.post("/tokenize", {"prompt": "<|im_end|>", "add_special_tokens": False}))["tokens"]
+    version = (await get_json(proxied.http, f"{proxied.vllm}/version"))["version"]
+    assert version.startswith("0.32")
+    assert found["model"] == MODEL
+    assert found["level"] == "exact"
+    assert found["why"] == ""
+    assert found["version"] == version
+    assert found["honours_ids"] is True
+    assert found["tokenizes"] is True
+    assert found["max_model_len"] == MAX_MODEL_LEN
+    assert found["stop_ids"] == [end]
+
+
+async def running(proxied):
+    async with proxied.http.get(f"{proxied.vllm}/metrics") as answer:
+        return float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)", await answer.text(), re.MULTILINE)[1])
+
+
+async def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, "still not so"
+        await asyncio.sleep(0.05)
+
+
+async def recorded_as_aborted(proxied, session):
+    async def there():
+        async with proxied.http.get(f"{proxied.url}/tokencache/v1/sessions/{session}/turns") as answer:
+            found = (await answer.json()).get("turns", []) if answer.status == 200 else []
+        return bool(found) and "aborted" in found[-1]["marks"]
+
+    await until(there)
+    return (await turns(proxied, session))[-1]
+
+
+@pytest.mark.parametrize("at", ["first-turn", "later-turn"])
+async def test_leaving_in_mid_stream(proxied, figures, at):
+    """vLLM stops generating at once, the turn is recorded as aborted with what was sampled till then, and the session lives."""
+    harness = proxied.harness("left", stream=True, tools=TOOLS).say("EPISODE:agent please")
+    if at == "later-turn":
+        await harness.turn()
+    whole = len(harness.heard)
+    body = harness.body(max_tokens=8000, ignore_eos=True, stop_token_ids=[])
+    body["messages"] = (
+        [*harness.messages[:1], {"role": "user", "content": "EPISODE:long please"}] if at == "first-turn" else body["messages"]
+    )
+    answer = await proxied.http.post(f"{proxied.url}/v1/chat/completions", json=body, headers={SESSION_HEADER: "left"})
+    received = b""
+    while received.count(b"\n\n") < 40:
+        received += await answer.content.readany()
+    assert await running(proxied) == 1
+    answer.close()
+    left = time.monotonic()
+
+    async def idle():
+        return await running(proxied) == 0
+
+    await until(idle)
+    figures.append(f"harness left in mid-stream ({at}): vLLM idle after {time.monotonic() - left:.2f} s")
+    turn = await recorded_as_aborted(proxied, "left")
+    assert turn["finish_reason"] == "abort"
+    assert 20 < turn["completion_tokens"] < 8000
+    exported = await trajectory(proxied, "left")
+    assert [incident["kind"] for incident in exported["incidents"]] == ["client-gone"]
+    assert sum(len(sequence["turns"]) for sequence in exported["sequences"]) == whole + 1
+    # The harness asks again, as harnesses do, and goes on.
+    for _ in range(2):
+        await harness.turn()
+    done, of = harness.contiguous
+    assert done == of > 0
+
+
+async def test_leaving_before_a_whole_answer(proxied):
+    """Not streamed, so nothing was received: vLLM is stopped all the same, and the session says that something is missing."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "EPISODE:long please"}]}
+    task = asyncio.create_task(proxied.http.post(f"{proxied.url}/s/gone/v1/chat/completions", json=body))
+
+    async def busy():
+        return await running(proxied) == 1
+
+    async def idle():
+        return await running(proxied) == 0
+
+    await until(busy)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(idle)
+
+    async def told():
+        async with proxied.http.get(f"{proxied.url}/tokencache/v1/sessions/gone") as answer:
+            found = await answer.json()
+        return [incident["kind"] for incident in found["incidents"]] == ["client-gone", "nothing-received"] and not found["complete"]
+
+    await until(told)

@@ -1,0 +1,44 @@
+"""The stores to test: memory, Redis as fakeredis speaks it, and a real Redis server in a process of its own."""
+
+import fakeredis
+import pytest
+
+from tokencache.store.memory import MemoryStore
+from tokencache.store.redis import RedisStore
+from tokencache.testing.redis_server import RealRedis, find_binary
+
+
+@pytest.fixture(scope="session")
+def redis_server():
+    if find_binary() is None:
+        pytest.skip("no redis-server on this machine")
+    with RealRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fake_store():
+    """Makes stores over fakeredis; those over one `FakeServer` share it."""
+
+    def make(server=None):
+        client = fakeredis.FakeAsyncRedis(server=server or fakeredis.FakeServer())
+        return RedisStore("redis://fake", client=client, timeout_seconds=60)
+
+    return make
+
+
+KINDS = ["memory", "fakeredis", pytest.param("redis", marks=pytest.mark.redis)]
+
+
+@pytest.fixture(params=KINDS)
+async def store(request):
+    match request.param:
+        case "memory":
+            made = MemoryStore()
+        case "fakeredis":
+            made = request.getfixturevalue("fake_store")()
+        case _:
+            made = RedisStore(request.getfixturevalue("redis_server").url)
+    await made.open()
+    yield made
+    await made.close()

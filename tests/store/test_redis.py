@@ -1,0 +1,284 @@
+"""What is Redis's own: round trips, time to live, atomic scripts, sending twice, and what is said when something is wrong."""
+
+import asyncio
+
+import pytest
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
+
+from tokencache.store.conformance import build, record
+from tokencache.store.contract import Incident, SessionGoneError, SessionSealedError, StoreError
+from tokencache.store.redis import RedisStore
+from tokencache.testing.redis_server import RealRedis
+
+pytestmark = pytest.mark.redis
+WEEK = 7 * 86400 * 1000
+
+
+@pytest.fixture
+async def redis(redis_server):
+    async with Redis.from_url(redis_server.url) as client:
+        await client.flushall()
+        yield client
+
+
+@pytest.fixture
+async def store(redis_server, redis):
+    made = RedisStore(redis_server.url)
+    await made.open()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Counts what goes over the wire."""
+    counted = []
+    send = AbstractConnection.send_packed_command
+
+    async def counting(self, command, *args, **kwargs):
+        counted.append(b"".join(command) if isinstance(command, list) else command)
+        return await send(self, command, *args, **kwargs)
+
+    monkeypatch.setattr(AbstractConnection, "send_packed_command", counting)
+    return counted
+
+
+async def test_every_operation_is_one_round_trip(store, sent):
+    begun = await store.begin("s", "k", [b"c1", b"r1"])
+    first = build("a", keys=(b"c1", b"r1"))
+    operations = [
+        lambda: store.commit("s", begun.life, "k", [first.entry, build("b", first).entry], [Incident("x")]),
+        lambda: store.begin("s", "k", [b"c0", b"c1", b"r1"]),
+        lambda: store.prefix("s", "b"),
+        lambda: store.find("s", [b"c1"] * 50),
+        lambda: store.settle("s", begun.life, "k", [Incident("x")]),
+        lambda: store.note("s", [Incident("x")]),
+        lambda: store.session("s"),
+        lambda: store.turns("s"),
+        lambda: store.tokens("s", ["a", "b"]),
+        lambda: store.seal("s"),
+        lambda: store.bind_key("k", "s"),
+        lambda: store.session_of_key("k"),
+        store.ping,
+        lambda: store.delete("s"),
+    ]
+    for operation in operations:
+        sent.clear()
+        await operation()
+        assert len(sent) == 1, sent
+
+
+async def test_scripts_are_sent_again_after_the_server_forgot_them(store, redis, sent):
+    begun = await store.begin("s", "k", [])
+    await redis.script_flush()
+    await store.commit("s", begun.life, "k", [build("a").entry])
+    sent.clear()
+    await store.prefix("s", "a")
+    assert len(sent) == 3
+    sent.clear()
+    await store.prefix("s", "a")
+    assert len(sent) == 1
+
+
+async def test_a_session_is_one_key_that_use_renews(store, redis):
+    life = await record(store, "s", build("a"))
+    assert await redis.keys("*{s}*") == [b"tokencache:{s}"]
+    uses = [
+        lambda: store.begin("s", "k", []),
+        lambda: store.commit("s", life, "k", [build("b").entry]),
+        lambda: store.settle("s", life, "k"),
+        lambda: store.note("s", [Incident("x")]),
+        lambda: store.seal("s"),
+    ]
+    for use in uses:
+        await redis.pexpire("tokencache:{s}", 60_000)
+        await use()
+        assert 60_000 < await redis.pttl("tokencache:{s}") <= WEEK
+    await store.note("new", [])
+    assert 60_000 < await redis.pttl("tokencache:{new}") <= WEEK
+
+
+async def test_a_bound_key_lives_as_long_as_it_is_used(store, redis):
+    await store.bind_key("h", "s")
+    assert 60_000 < await redis.pttl("tokencache:key:h") <= WEEK
+    await redis.pexpire("tokencache:key:h", 60_000)
+    assert await store.session_of_key("h") == "s"
+    assert 60_000 < await redis.pttl("tokencache:key:h") <= WEEK
+
+
+async def test_all_that_is_written_expires(store, redis):
+    await store.ping()
+    await store.bind_key("h", "s")
+    await record(store, "s", build("a", keys=(b"c1",)))
+    assert all([await redis.pttl(key) > 0 for key in await redis.keys("*")])
+
+
+async def test_a_call_that_outlives_its_session_writes_nothing(store, redis):
+    begun = await store.begin("s", "k", [])
+    await redis.pexpireat("tokencache:{s}", 1)
+    with pytest.raises(SessionGoneError):
+        await store.commit("s", begun.life, "k", [build("a").entry])
+    assert await redis.keys("*{s}*") == []
+
+
+async def test_ttl_and_prefix_are_settings(redis_server, redis):
+    one, other = (RedisStore(redis_server.url, prefix=prefix, ttl_seconds=5) for prefix in ("a*[b]?\\c", "axb"))
+    await record(one, "s", build("a"))
+    await record(other, "t", build("a"))
+    assert [info.id async for info in one.sessions()] == ["s"]
+    assert [info.id async for info in other.sessions()] == ["t"]
+    assert 0 < await redis.pttl("axb:{t}") <= 5000
+    await one.close()
+    await other.close()
+
+
+async def test_many_sessions_are_listed_page_by_page(store, redis):
+    pipeline = redis.pipeline(transaction=False)
+    for n in range(3000):
+        pipeline.set(f"somebody-else:{{{n}}}", "x")
+    await pipeline.execute()
+    await asyncio.gather(*(store.note(f"s{n}", []) for n in range(300)))
+    assert sorted([info.id async for info in store.sessions()]) == sorted(f"s{n}" for n in range(300))
+
+
+async def test_more_calls_at_once_than_connections(store):
+    begun = await asyncio.gather(*(store.begin("s", f"k{n}", [b"c"]) for n in range(300)))
+    assert len({one.life for one in begun}) == 1
+    assert len((await store.session("s")).open_calls) == 300
+
+
+@pytest.fixture
+def loses_replies(store, monkeypatch):
+    """The first reply of every operation is lost: it was done, and nobody knows."""
+    send = store._send
+    lost = set()
+
+    async def losing(script, *args):
+        reply = await send(script, *args)
+        if script not in lost:
+            lost.add(script)
+            raise exceptions.ConnectionError("Connection closed by server.")
+        return reply
+
+    monkeypatch.setattr(store, "_send", losing)
+    return lost
+
+
+async def test_a_commit_whose_reply_was_lost_is_done_once(store, loses_replies):
+    begun = await store.begin("s", "k", [])
+    entry = build("a", keys=(b"c1",)).entry
+    await store.commit("s", begun.life, "k", [entry], [Incident("x")])
+    assert loses_replies == {"BEGIN", "COMMIT"}
+    info = await store.session("s")
+    assert (info.turns, info.open_calls, len(info.incidents)) == (1, (), 1)
+    assert [hit.turn.id for hit in (await store.find("s", [b"c1"]))[0]] == ["a"]
+
+
+async def test_a_note_is_not_sent_twice(store, loses_replies):
+    with pytest.raises(StoreError):
+        await store.note("s", [Incident("x")])
+    assert len((await store.session("s")).incidents) == 1
+
+
+async def test_a_broken_connection_is_replaced(store, redis):
+    begun = await store.begin("s", "k", [])
+    await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    await store.commit("s", begun.life, "k", [build("a").entry])
+    assert [turn.id for turn in await store.turns("s")] == ["a"]
+
+
+async def test_a_call_given_up_does_not_leave_its_reply_to_the_next(store):
+    for n in range(50):
+        task = asyncio.create_task(store.begin(f"gone{n}", "k", []))
+        for _ in range(n % 10):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert await store.find("s", [b"c1", b"c2"]) == [[], []]
+        assert await store.session_of_key("none") is None
+
+
+async def test_a_full_server_refuses_whole_commits(store, redis):
+    life = await record(store, "s", build("a", keys=(b"c1",)))
+    await store.begin("s", "k", [])
+    entries = [build("b", keys=(b"c1",)).entry, build("c", build("a")).entry]
+    await redis.config_set("maxmemory", 1)
+    try:
+        refused = [
+            store.commit("s", life, "k", entries, [Incident("x")]),
+            store.settle("s", life, "k", [Incident("x")]),
+            store.begin("s", "k2", []),
+            store.begin("t", "k", []),
+            store.note("t", []),
+            store.seal("s"),
+            store.bind_key("h", "s"),
+            store.ping(),
+        ]
+        for operation in refused:
+            with pytest.raises(StoreError, match=r"maxmemory"):
+                await operation
+        info = await store.session("s")
+        assert (info.turns, info.incidents, info.sealed, [call.call for call in info.open_calls]) == (1, (), False, ["k"])
+        assert [(hit.turn.id, hit.continued) for hit in (await store.find("s", [b"c1"]))[0]] == [("a", False)]
+        assert await store.session("t") is None
+    finally:
+        await redis.config_set("maxmemory", 0)
+    await store.commit("s", life, "k", entries)
+    assert [turn.id for turn in await store.turns("s")] == ["a", "b", "c"]
+
+
+async def test_a_server_that_became_a_replica_is_left(store, redis, redis_server):
+    begun = await store.begin("s", "k", [])
+    await redis.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
+    try:
+        for refused in (store.begin("s", "k2", []), store.commit("s", begun.life, "k", [build("a").entry]), store.ping()):
+            with pytest.raises(StoreError, match=r"read only|READONLY"):
+                await refused
+        assert not store._redis.connection_pool._available_connections or not any(
+            connection.is_connected for connection in store._redis.connection_pool._available_connections
+        )
+    finally:
+        await redis.execute_command("REPLICAOF", "NO", "ONE")
+    await store.commit("s", begun.life, "k", [build("a").entry])
+
+
+async def test_a_password_is_never_said():
+    with RealRedis("--requirepass", "open sesame") as server:
+        place = f"127.0.0.1:{server.port}/0"
+        right = RedisStore(f"redis://:open%20sesame@{place}")
+        await right.open()
+        await record(right, "s", build("a"))
+        await right.close()
+        for url in (f"redis://:wr%20ong@{place}", f"redis://me:wr%20ong@{place}", f"redis://{place}?password=wr%20ong", f"redis://{place}"):
+            store = RedisStore(url)
+            with pytest.raises(StoreError) as error:
+                await store.open()
+            assert "AUTH" in str(error.value).upper() or "password" in str(error.value)
+            assert "wr ong" not in str(error.value)
+            assert "wr%20ong" not in str(error.value)
+            assert error.value.__cause__ is None
+            await store.close()
+
+
+async def test_what_others_wrote_over_is_torn_not_believed(store, redis):
+    await record(store, "s", build("a", keys=(b"c1",)))
+    await redis.hset("tokencache:{s}", mapping={"H1": b"+zrubbish", "T1": b"short", "I1": b"m\xc1", "incidents": 1})
+    for reading in (store.find("s", [b"c1"]), store.turns("s"), store.prefix("s", "a"), store.tokens("s", ["a"]), store.session("s")):
+        with pytest.raises(StoreError, match="torn"):
+            await reading
+    await redis.set("tokencache:{t}", "x")
+    for reading in (store.begin("t", "k", []), store.turns("t"), store.note("t", [])):
+        with pytest.raises(StoreError, match="WRONGTYPE"):
+            await reading
+
+
+async def test_sealed_and_gone_are_no_store_errors(store):
+    begun = await store.begin("s", "k", [])
+    await store.seal("s")
+    with pytest.raises(SessionSealedError):
+        await store.begin("s", "k", [])
+    await store.delete("s")
+    with pytest.raises(SessionGoneError):
+        await store.settle("s", begun.life, "k")

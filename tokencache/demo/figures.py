@@ -1,0 +1,122 @@
+"""The demo's figures: what a trainer could do with the token ids of some rollouts.
+
+One definition for both ways of running, applied to nothing but ids. A rollout is the list of its turns; *prefix* is a
+turn's prompt and completion.
+
+================== ====================================================================================================
+`turns`            model calls
+`contiguous_turns` turns that are their rollout's first, or whose prompt starts with the prefix of the turn before
+`drifted_tokens`   over all other turns: the tokens of that prefix from the first one that the prompt does not repeat
+`sequences`        runs of turns that extend one another: what a rollout falls into if cut wherever it breaks
+`trainable_tokens` sampled tokens of each rollout's first run: all of them if it has one run; else those that remain if a
+                   rollout must be one sequence, as trainers that assert contiguity (NeMo RL) want it
+================== ====================================================================================================
+
+Directly, the ids are those of the engine's books: a harness that speaks text has none. Through the proxy they are what
+its trainer's route exports: runs are the exported sequences, and of their tokens those count that have loss mask 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One model call in ids: what went in, what came out, and with which log probabilities."""
+
+    prompt: list[int]
+    completion: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of some rollouts; see the head of this file."""
+
+    rollouts: int = 0
+    turns: int = 0
+    contiguous_turns: int = 0
+    drifted_tokens: int = 0
+    sequences: int = 0
+    trainable_tokens: int = 0
+
+    def as_json(self) -> dict[str, int]:
+        """The figures by name."""
+        return asdict(self)
+
+    def __add__(self, other: "Figures") -> "Figures":
+        ours, theirs = self.as_json(), other.as_json()
+        return Figures(**{name: ours[name] + theirs[name] for name in ours})
+
+
+def drift(before: Generation, turn: Generation) -> int:
+    """Count the tokens of `before`'s prefix from the first that `turn`'s prompt does not repeat; 0 if it extends it."""
+    prefix = before.prompt + before.completion
+    if turn.prompt[: len(prefix)] == prefix:
+        return 0
+    same = next((i for i, (a, b) in enumerate(zip(prefix, turn.prompt, strict=False)) if a != b), min(len(prefix), len(turn.prompt)))
+    return len(prefix) - same
+
+
+def measure(rollout: Sequence[Generation]) -> Figures:
+    """Measure one rollout, given its turns in order."""
+    lost = [drift(before, turn) for before, turn in pairwise(rollout)]
+    breaks = [place for place, tokens in enumerate(lost, 1) if tokens]
+    first_run = rollout[: breaks[0]] if breaks else rollout
+    return Figures(
+        rollouts=1,
+        turns=len(rollout),
+        contiguous_turns=len(rollout) - len(breaks),
+        drifted_tokens=sum(lost),
+        sequences=len(breaks) + 1,
+        trainable_tokens=sum(len(turn.completion) for turn in first_run),
+    )
+
+
+def exported_turns(trajectory: Mapping[str, Any]) -> list[Generation]:
+    """The turns of an exported trajectory, in the order in which they were made."""
+    found = []
+    for sequence in trajectory["sequences"]:
+        ids, logprobs = sequence["token_ids"], sequence["logprobs"]
+        for turn in sequence["turns"]:
+            start, end = turn["completion"]
+            found.append((turn["created"], Generation(ids[:start], ids[start:end], logprobs[start:end])))
+    return [turn for _, turn in sorted(found, key=lambda pair: pair[0])]
+
+
+def measure_exported(trajectory: Mapping[str, Any]) -> Figures:
+    """Measure one rollout as the proxy exports it: its own word on sequences and loss masks is taken."""
+    plain, sequences = measure(exported_turns(trajectory)), trajectory["sequences"]
+    of_sequences = {"sequences": len(sequences), "trainable_tokens": sum(sequences[0]["loss_mask"]) if sequences else 0}
+    return Figures(**(plain.as_json() | of_sequences))
+
+
+def disagreements(trajectory: Mapping[str, Any], books: Sequence[Generation], turns: int) -> list[str]:
+    """Say where an exported trajectory differs from the engine's books of that session; an empty list is proof.
+
+    Every exported turn must be one entry of the books, prompt ids, completion ids and log probabilities alike, and every
+    entry one exported turn; there must be as many as the harness made calls; the loss mask must be 1 on what was sampled
+    and 0 elsewhere; and the proxy must call the session complete.
+    """
+    session, found = trajectory["session"], []
+    left = list(books)
+    for place, turn in enumerate(exported_turns(trajectory)):
+        if turn in left:
+            left.remove(turn)
+        else:
+            found.append(f"session {session}: exported turn {place} is not in the engine's books")
+    found += [f"session {session}: a call of {len(entry.prompt)} + {len(entry.completion)} tokens is not exported" for entry in left]
+    if len(books) != turns:
+        found.append(f"session {session}: the engine was called {len(books)} times, the harness made {turns} calls")
+    for sequence in trajectory["sequences"]:
+        sampled = [0] * len(sequence["token_ids"])
+        for turn in sequence["turns"]:
+            start, end = turn["completion"]
+            sampled[start:end] = [1] * (end - start)
+        if sampled != sequence["loss_mask"]:
+            found.append(f"session {session}: the loss mask of sequence {sequence['id']} is not what was sampled")
+    if not trajectory["complete"]:
+        found.append(f"session {session}: incomplete: {[incident['kind'] for incident in trajectory['incidents']]}")
+    return found

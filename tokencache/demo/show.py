@@ -1,0 +1,113 @@
+"""What the demo prints: the figures side by side, the verdict, and one drift token by token.
+
+All of it can be read at 80 columns and without colour.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from tokencache.demo.alignment import align, wrap
+from tokencache.demo.figures import Figures, Generation, drift
+
+_MEANINGS = {
+    "rollouts": "runs of the agent",
+    "turns": "model calls",
+    "contiguous_turns": "first of a rollout, or prompt starts with all tokens of the turn before",
+    "drifted_tokens": "other turns: tokens of the turn before that the prompt does not repeat, from the first difference on",
+    "sequences": "runs of contiguous turns: training samples",
+    "trainable_tokens": "sampled tokens in each rollout's first run: what is left if a rollout must be one sequence",
+}
+_GOOD = {"contiguous_turns": "turns", "sequences": "rollouts", "drifted_tokens": None}
+_LABELS = ("sampled  ", "read as  ")
+_MOST_LINES = 7
+
+
+def opening(console: Console, engine: str, rollouts: int, turns: int) -> None:
+    """Say what is about to happen."""
+    console.print(
+        f"[bold]{rollouts} rollouts of {turns} turns, twice[/]: an agent that speaks plain OpenAI chat completions, "
+        f"first straight to the engine, then through tokencache. The engine is {escape(engine)}.\n",
+        highlight=False,
+    )
+
+
+def table(console: Console, direct: Figures, proxied: Figures) -> None:
+    """Print the figures of both ways side by side."""
+    shown = Table(show_lines=True)
+    shown.add_column("figure", no_wrap=True)
+    shown.add_column("directly", justify="right", no_wrap=True)
+    shown.add_column("tokencache", justify="right", no_wrap=True)
+    shown.add_column("what it counts", ratio=1, max_width=60)
+    ours, theirs = direct.as_json(), proxied.as_json()
+    for name, meaning in _MEANINGS.items():
+        cells = [Text(f"{values[name]:,}", style=_style(name, values)) for values in (ours, theirs)]
+        shown.add_row(name.replace("_", " "), *cells, Text(meaning, style="dim"))
+    console.print(shown)
+
+
+def _style(name: str, values: dict[str, int]) -> str:
+    """Green where a figure is what it should be, red where it is not; nothing where there is no such thing."""
+    if name not in _GOOD:
+        return ""
+    wanted = _GOOD[name]
+    return "green" if values[name] == (values[wanted] if wanted else 0) else "red"
+
+
+def verdict(console: Console, wrong: Sequence[str], turns: int, *, simulated: bool) -> None:
+    """Say whether the engine confirms what the proxy exported, and what that means."""
+    if simulated:
+        source = "the books that the engine keeps of each call"
+    else:
+        source = "the ids that the engine reports of each call, read on the wire between proxy and engine by the demo itself"
+    if not wrong:
+        console.print(
+            f"[green]Verified by the engine[/]: the {turns} exported turns equal {source}, one to one: prompt ids, completion ids, "
+            "log probabilities; loss mask 1 on what was sampled, 0 elsewhere.\n",
+            highlight=False,
+        )
+        return
+    console.print(f"[red]NOT verified[/]: held against {source},", highlight=False)
+    for line in wrong[:10]:
+        console.print(f"  {line}", highlight=False, markup=False)
+    console.print(f"  {len(wrong)} differences in all\n", highlight=False)
+
+
+def choose(logs: Sequence[Sequence[Generation]]) -> tuple[int, Generation, Generation] | None:
+    """Choose a direct rollout whose second turn drifts: its number and first two turns."""
+    for number, log in enumerate(logs):
+        if len(log) > 1 and log[1].prompt[: len(log[0].prompt)] == log[0].prompt and drift(log[0], log[1]):
+            return number, log[0], log[1]
+    return None
+
+
+async def drift_shown(
+    console: Console, example: tuple[int, Generation, Generation], spell: Callable[[Sequence[int]], Awaitable[list[bytes]]]
+) -> None:
+    """Print one drift in two aligned rows: a reply as sampled, and as the next turn's prompt has it."""
+    number, first, second = example
+    rest = second.prompt[len(first.prompt) :]
+    stop = first.completion[-1]
+    reread = rest[: rest.index(stop) + 1] if stop in rest else rest[: len(first.completion)]
+    lines = wrap(align(await spell(first.completion), await spell(reread)), console.width - len(_LABELS[0]))
+    console.print(
+        f"[bold]One drift, token by token[/]: the first reply of direct rollout {number}, the {len(first.completion)} "
+        f"tokens that the policy [green]sampled[/], and the {len(reread)} that the engine [red]reads[/] in their place "
+        "one turn later, after the harness has put the message into its history. A │ begins a token; · is a space, ⏎ a newline.\n",
+        highlight=False,
+    )
+    for line in lines[:_MOST_LINES]:
+        rows = ([(column.top, column.top_same) for column in line], [(column.bottom, column.bottom_same) for column in line])
+        for label, row, colour in zip(_LABELS, rows, ("bold green", "bold red"), strict=True):
+            text = Text.assemble((label, "dim"))
+            for same, pieces in groupby(row, key=itemgetter(1)):
+                text.append("".join(piece for piece, _ in pieces), style="" if same else colour)
+            console.print(text, no_wrap=True, crop=False, overflow="ignore")
+        console.print()
+    if len(lines) > _MOST_LINES:
+        console.print("… and so on.\n")

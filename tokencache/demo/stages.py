@@ -1,0 +1,151 @@
+"""Where the demo plays: an engine whose every call can be looked up afterwards.
+
+The simulated engine keeps books itself. A real one does not, so a *tap* is put in front of it: a relay that reads, on
+the wire, which ids the engine says it was given and which it sampled. Both ways of running go through the tap, and the
+proxy stands before it, so what the tap notes owes nothing to the proxy. Every note belongs to the session that the
+header `X-Session-ID` names; the proxy sends that header, too.
+"""
+
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from tokencache.demo.figures import Generation
+from tokencache.testing.engine import SimulatedEngine
+
+_HOP = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding", "content-encoding", "keep-alive"})
+_MAX_BODY = 64 * 2**20
+_MAX_TOKENS = 160
+"""A real engine samples freely; this much of each reply is enough to see it drift."""
+
+
+class StageError(Exception):
+    """The demo cannot be played here; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An engine to play on.
+
+    `name` says what it is, `url` has no `/v1`. `books` returns what the engine did for a session, in order. `spell`
+    returns the bytes that each of some ids stands for. `body` goes into each request of a direct run, `sampling` into each
+    request of either.
+    """
+
+    name: str
+    url: str
+    model: str
+    books: Callable[[str], list[Generation]]
+    spell: Callable[[Sequence[int]], Awaitable[list[bytes]]]
+    body: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextlib.asynccontextmanager
+async def simulated(replies: Mapping[str, Sequence[str]]) -> AsyncIterator[Stage]:
+    """Serve a simulated engine that says `replies`."""
+    engine = SimulatedEngine(episodes=replies, chunk_tokens=4)
+
+    def books(session: str) -> list[Generation]:
+        mine = (entry for entry in engine.books if entry.session == session)
+        return [Generation(entry.prompt_ids, entry.completion_ids, entry.logprobs) for entry in mine]
+
+    async def spell(ids: Sequence[int]) -> list[bytes]:
+        return [engine.tokenizer.token_bytes(token) for token in ids]
+
+    async with engine.serve() as url:
+        yield Stage("a simulated engine (real tokenizer and chat template, scripted replies)", url, engine.model, books, spell)
+
+
+@contextlib.asynccontextmanager
+async def real(upstream: str, model: str, key: str | None) -> AsyncIterator[Stage]:
+    """Tap the engine at `upstream`; `model` may be empty: the first that it serves. `key` is its API key, if it wants one.
+
+    Raises:
+        StageError: it cannot be reached, serves no such model, or does not report token ids.
+    """
+    tap = _Tap(upstream.rstrip("/").removesuffix("/v1"), key)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), auto_decompress=False) as client:
+        tap.client = client
+        try:
+            served = [entry["id"] for entry in (await tap.ask("GET", "/v1/models"))["data"]]
+            name = model or served[0]
+            if name not in served:
+                raise StageError(f"{tap.url} serves {', '.join(served)}, not {name}")
+        except (aiohttp.ClientError, OSError, KeyError, IndexError, TypeError, ValueError) as why:
+            raise StageError(f"no model at {tap.url}: {type(why).__name__}: {why}") from why
+        runner = web.AppRunner(tap.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield Stage(
+                f"{name} at {tap.url}",
+                f"http://127.0.0.1:{runner.addresses[0][1]}",
+                name,
+                lambda session: tap.notes[session],
+                lambda ids: tap.spell(name, ids),
+                body={"return_token_ids": True, "logprobs": True},
+                sampling={"max_tokens": _MAX_TOKENS, "temperature": 1.0},
+            )
+        finally:
+            await runner.cleanup()
+
+
+class _Tap:
+    """Relays everything to an engine and notes what its chat completions say in ids."""
+
+    client: aiohttp.ClientSession
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url
+        self.notes: dict[str, list[Generation]] = defaultdict(list)
+        self._auth = {"Authorization": f"Bearer {key}"} if key else {}
+        self._spelt: dict[int, bytes] = {}
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY)
+        app.router.add_route("*", "/{path:.*}", self._relay)
+        return app
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Any:
+        async with self.client.request(method, self.url + path, json=body, headers=self._auth) as answer:
+            return json.loads(await answer.read())
+
+    async def spell(self, model: str, ids: Sequence[int]) -> list[bytes]:
+        """Let the engine decode each id alone; half a character comes out as U+FFFD."""
+        for token in ids:
+            if token not in self._spelt:
+                said = await self.ask("POST", "/detokenize", {"model": model, "tokens": [token]})
+                self._spelt[token] = str(said.get("prompt", f"[{token}]")).encode()
+        return [self._spelt[token] for token in ids]
+
+    async def _relay(self, request: web.Request) -> web.StreamResponse:
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP} | self._auth
+        async with self.client.request(request.method, self.url + request.raw_path, headers=headers, data=await request.read()) as answer:
+            passed = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}
+            response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed)
+            await response.prepare(request)
+            seen = bytearray()
+            async for data in answer.content.iter_any():
+                seen += data
+                await response.write(data)
+            if request.path == "/v1/chat/completions" and answer.ok:
+                self._note(request.headers.get("X-Session-ID", ""), bytes(seen), streamed=answer.content_type == "text/event-stream")
+            await response.write_eof()
+            return response
+
+    def _note(self, session: str, raw: bytes, *, streamed: bool) -> None:
+        lines = [line[5:].strip() for line in raw.split(b"\n") if line.startswith(b"data:")] if streamed else [raw]
+        noted = Generation([], [], [])
+        for chunk in (json.loads(line) for line in lines if line != b"[DONE]"):
+            noted.prompt.extend(chunk.get("prompt_token_ids") or [])
+            for choice in chunk.get("choices") or []:
+                noted.completion.extend(choice.get("token_ids") or [])
+                noted.logprobs.extend(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or [])
+        self.notes[session].append(noted)

