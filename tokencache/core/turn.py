@@ -116,10 +116,12 @@ def rebuild(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefix:
     while at is not None:
         line.append(lookup[at])
         at = line[-1][0].base
-    packed = b""
+    packed = bytearray()  # grown in place: one copy of the tokens, however many turns they came in
     for record, tokens in reversed(line):
-        prompt = ids.head(packed, record.shared) + tokens.delta
-        if ids.count(prompt) != record.prompt_tokens or ids.count(tokens.completion) != record.completion_tokens:
-            raise ValueError(f"turn {record.id}: {ids.count(prompt)} prompt tokens rebuilt, {record.prompt_tokens} recorded")
-        packed = prompt + tokens.completion
-    return Prefix(packed, ids.count(line[0][1].completion))
+        del packed[record.shared * ids.ID_BYTES :]
+        packed += tokens.delta
+        prompt = len(packed) // ids.ID_BYTES
+        if prompt != record.prompt_tokens or ids.count(tokens.completion) != record.completion_tokens:
+            raise ValueError(f"turn {record.id}: {prompt} prompt tokens rebuilt, {record.prompt_tokens} recorded")
+        packed += tokens.completion
+    return Prefix(bytes(packed), ids.count(line[0][1].completion))

@@ -147,7 +147,7 @@ class Ledger:
 
 
 def _lost(call: str) -> Incident:
-    return Incident("store-error", "the store failed; the turn of this call is not recorded", True, call, at=time.time())
+    return Incident("store-error", "the store failed; the turn of this call may not be recorded", True, call, at=time.time())
 
 
 def _count(match: str, reason: str, prompt: int, completion: int, forgiven: Sequence[str]) -> None:
