@@ -7,7 +7,9 @@ text, a tokenizer, a chat template. What the proxy exports is then held against 
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +51,10 @@ async def run_demo(
     `model` or the first that it serves. `json_file` gets the figures. True if all that the proxy exported is what the
     engine really did and, on the simulated engine, every turn extends the one before it.
     """
-    console = console or Console()
+    if console is None:
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal without box drawing still gets the figures
+        console = Console()
     key = os.environ.get("TOKENCACHE_UPSTREAM_KEY")
     stage: AbstractAsyncContextManager[Stage] = (
         stages.simulated(episodes.script(turns)) if upstream is None else stages.real(upstream, model, key)
@@ -86,6 +91,9 @@ class _Demo:
         direct = sum(map(measure, logs), Figures())
         proxied = sum(map(measure_exported, exports), Figures())
         wrong = [line for name, export in zip(self._names, exports, strict=True) for line in self._check(name, export)]
+        if json_file is not None:
+            figures = {"direct": direct.as_json(), "proxied": proxied.as_json(), "verified_by_engine": not wrong}
+            await asyncio.to_thread(json_file.write_text, json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         show.table(console, direct, proxied)
         show.verdict(console, wrong, proxied.turns, simulated=strict)
         if level.level != "exact":
@@ -93,9 +101,6 @@ class _Demo:
         example = show.choose(logs)
         if example is not None:
             await show.drift_shown(console, example, stage.spell)
-        if json_file is not None:
-            figures = {"direct": direct.as_json(), "proxied": proxied.as_json(), "verified_by_engine": not wrong}
-            await asyncio.to_thread(json_file.write_text, json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         return not wrong and (proxied.contiguous_turns == proxied.turns or not strict)
 
     def _check(self, name: str, export: dict[str, Any]) -> list[str]:

@@ -79,10 +79,14 @@ def verdict(console: Console, wrong: Sequence[str], turns: int, *, simulated: bo
 
 
 def choose(logs: Sequence[Sequence[Generation]]) -> tuple[int, Generation, Generation] | None:
-    """Choose a direct rollout whose second turn drifts: its number and first two turns."""
-    for number, log in enumerate(logs):
-        if len(log) > 1 and log[1].prompt[: len(log[0].prompt)] == log[0].prompt and drift(log[0], log[1]):
-            return number, log[0], log[1]
+    """Choose a direct rollout whose second turn drifts: its number and first two turns.
+
+    The first reply must have ended by itself: only then does its last id tell where it ends in the second prompt.
+    """
+    for number, (first, second) in ((number, log[:2]) for number, log in enumerate(logs) if len(log) > 1):
+        known = len(first.prompt)
+        if second.prompt[:known] == first.prompt and first.completion[-1] in second.prompt[known:] and drift(first, second):
+            return number, first, second
     return None
 
 
@@ -92,8 +96,7 @@ async def drift_shown(
     """Print one drift in two aligned rows: a reply as sampled, and as the next turn's prompt has it."""
     number, first, second = example
     rest = second.prompt[len(first.prompt) :]
-    stop = first.completion[-1]
-    reread = rest[: rest.index(stop) + 1] if stop in rest else rest[: len(first.completion)]
+    reread = rest[: rest.index(first.completion[-1]) + 1]
     lines = wrap(align(await spell(first.completion), await spell(reread)), console.width - len(_LABELS[0]))
     console.print(
         f"[bold]One drift, token by token[/]: the first reply of direct rollout {number}, the {len(first.completion)} "
