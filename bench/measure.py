@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from bench.client import Client, Timed, lag, said
-from bench.processes import Process
+from bench.processes import Process, waited
 from bench.talk import Talk, names
 
 PATHS = ("direct", "relay", "proxy")
@@ -70,12 +70,16 @@ class Rig:
 
 
 class Sample(msgspec.Struct):
-    """One call: seconds. `latency` is that of the whole call; of a paced stream what remains without its pauses."""
+    """One call: seconds. `latency` is that of the whole call; of a paced stream what remains without its pauses.
+
+    `waited`: how long the processes that took part, this one too, were ready to run and had no core.
+    """
 
     latency: float
     first: float
     cpu: float
     engine_cpu: float
+    waited: float
     store_cpu: float = 0.0
 
 
@@ -95,11 +99,17 @@ def observe(rig: Rig, path: str, body: bytes, session: str | None, *, stream: bo
     between = {"direct": None, "relay": rig.relay, "proxy": rig.proxy}[path]
     watched = [p for p in (rig.engine, between, rig.redis if path == "proxy" else None) if p is not None]
     before = settled(watched)
+    idle = _waits(watched)
     answer = rig.call(path, body, session)
+    delayed = _waits(watched) - idle
     spent = [now - then for now, then in zip(settled(watched), before, strict=True)]
     latency = answer.first + lag(answer) if stream else answer.wall
     own = spent[1] if between is not None else 0.0
-    return Sample(latency, answer.first, own, spent[0], spent[2] if len(spent) > 2 else 0.0), answer
+    return Sample(latency, answer.first, own, spent[0], delayed, spent[2] if len(spent) > 2 else 0.0), answer
+
+
+def _waits(processes: Sequence[Process]) -> float:
+    return sum(p.waited() for p in processes) + waited("self")
 
 
 def run_case(rig: Rig, case: Case, tick: Callable[[], None]) -> dict[str, Any]:
@@ -148,11 +158,15 @@ def check(rig: Rig, sessions: Sequence[str], continued: int) -> None:
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, float]:
-    """Microseconds."""
+    """Microseconds. `calm`: over the third of the calls whose processes waited least for a core."""
+    calm = sorted(samples, key=lambda s: s.waited)[: max(1, len(samples) // 3)]
     latency = sorted(s.latency for s in samples)
     return {
         "p50_us": us(statistics.median(latency)),
         "p99_us": us(latency[min(len(latency) - 1, math.ceil(len(latency) * 0.99) - 1)]),
+        "calm_p50_us": us(statistics.median(s.latency for s in calm)),
+        "calm_cpu_us": us(statistics.median(s.cpu for s in calm)),
+        "waited_p50_us": us(statistics.median(s.waited for s in samples)),
         "min_us": us(latency[0]),
         "first_p50_us": us(statistics.median(s.first for s in samples)),
         "cpu_us": us(trimmed([s.cpu for s in samples])),
@@ -253,21 +267,39 @@ def stored(rig: Rig) -> int:
         return sum(link.memory_usage(key, samples=0) or 0 for key in link.scan_iter(count=1000))
 
 
-def engine_alone(engine: Process, seconds: float) -> dict[str, float]:
-    """The mock engine by itself, one connection: how far is it from being the limit?"""
-    client = Client(engine.port)
-    talk = Talk("alone", size=141_000, messages=200, mock_tokens=200)
-    body = talk.body()
-    with_ids = body[:-1] + b',"return_token_ids":true,"logprobs":true,"kv_transfer_params":{"prompt_token_ids":[%s]}}' % b",".join([b"151644"] * 32000)
-    out = {}
-    for name, sent in (("direct", body), ("with_ids", with_ids)):
-        calls, cpu, until = 0, engine.cpu(), time.monotonic() + seconds
+def _with_ids(body: bytes, tokens: int) -> bytes:
+    """The request as the proxy would send it: ids in, ids and log probabilities out."""
+    ids = b",".join([b"151644"] * tokens)
+    return body[:-1] + b',"return_token_ids":true,"logprobs":true,"kv_transfer_params":{"prompt_token_ids":[%s]}}' % ids
+
+
+def engine_alone(engine: Process, relay: Process, seconds: float) -> dict[str, float]:
+    """The mock engine by itself, one connection: how far is it from being the limit?
+
+    And the floor under every proxy that carries ids: the bare relay moving them, nothing else.
+    """
+    body = Talk("alone", size=141_000, messages=200, mock_tokens=200).body()
+    out: dict[str, float] = {}
+    clients = {"direct": Client(engine.port), "relay": Client(relay.port)}
+    for name, sent in (("plain", body), ("with_ids", _with_ids(body, 32_000))):
+        walls: dict[str, list[float]] = {path: [] for path in clients}
+        cpu = {"direct": engine.cpu(), "relay": relay.cpu()}
+        engine_only = 0.0
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
-            client.post(sent)
-            calls += 1
-        out[f"{name}_calls_per_s"] = round(calls / seconds)
-        out[f"{name}_cpu_us"] = us((engine.cpu() - cpu) / calls)
-    client.close()
+            before = engine.cpu()
+            walls["direct"].append(clients["direct"].post(sent).wall)
+            engine_only += engine.cpu() - before
+            walls["relay"].append(clients["relay"].post(sent).wall)
+        calls = len(walls["direct"])
+        direct, relayed = (statistics.median(walls[path]) for path in clients)
+        out |= {
+            f"{name}_p50_us": us(direct),
+            f"{name}_calls_per_s": round(1 / direct),
+            f"{name}_cpu_us": us(engine_only / calls),
+            f"{name}_relay_added_p50_us": us(relayed - direct),
+            f"{name}_relay_cpu_us": us((relay.cpu() - cpu["relay"]) / calls),
+        }
+    for client in clients.values():
+        client.close()
     return out
-
-

@@ -149,9 +149,7 @@ class Server(asyncio.Protocol):
             self._json(b"{}")
 
     def _json(self, body: bytes) -> None:
-        self.transport.writelines(
-            [b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body), body]
-        )
+        self.transport.writelines([b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body), body])
 
     def _chat(self, body: bytes) -> None:
         prompt, at = b"", -1
@@ -170,7 +168,8 @@ class Server(asyncio.Protocol):
         n = options.get(b"tokens", 16)
         number = b"%08d" % (next(_counter) % 10**8)
         if b'"stream":true' in rest:
-            self._stream(n, options.get(b"chunks", n), options.get(b"pace_ms", 0), number, prompt, wants_ids)
+            first = b"[%s]" % prompt if wants_ids else b"null"
+            self._stream(events_of(n, options.get(b"chunks", n), wants_ids), options.get(b"pace_ms", 0), number, first)
             return
         reply = said(n)
         self._json(
@@ -203,19 +202,17 @@ class Server(asyncio.Protocol):
         }
         self._json(msgspec.json.encode({"model": MODEL, "choices": [choice], "prompt_token_ids": [START]}))
 
-    def _stream(self, n: int, chunks: int, pace_ms: int, number: bytes, prompt: bytes, ids: bool) -> None:
+    def _stream(self, deltas: list[bytes], pace_ms: int, number: bytes, prompt: bytes) -> None:
         head = b'data: {"id":"chatcmpl-%s","object":"chat.completion.chunk","created":0,"model":"mock","choices":[' % number
-        shown = b"[%s]" % prompt if ids else b"null"
         first = (
             head
             + b'{"index":0,"delta":{"role":"assistant","content":"%s"},"logprobs":null,"finish_reason":null}],"prompt_token_ids":' % number
-            + shown
+            + prompt
             + b',"prompt_text":null}\n\n'
         )
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n" + _framed(first)
         )
-        deltas = events_of(n, chunks, ids)
         if not pace_ms:
             for delta in deltas:
                 self.transport.write(_framed(head + delta))

@@ -33,9 +33,20 @@ class Process(NamedTuple):
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def waited(self) -> float:
+        """Seconds that its main thread was ready to run and had no core: what others on the machine cost it."""
+        return waited(self.pid)
+
     def rss(self) -> int:
         """Resident memory, in bytes."""
         return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.pid}/status").read_text())[1]) * 1024  # type: ignore[index]
+
+
+def waited(pid: int | str) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def free_port() -> int:

@@ -1,7 +1,8 @@
 """Conversations of a wanted size, and what one more turn puts on top.
 
 Text is made of short words with line breaks and quotes among them, so that JSON has something to escape; every message
-is another one. A history of `messages` entries: a system prompt, then user and assistant in turn, a user's last.
+is another one. A history of an even number of `messages`: a system prompt, then user and assistant in turn,
+a user's last.
 """
 
 import random
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-WORDS = ["the", "file", "return", "self", "value", "import", "test", '"name"', "error", "line\n", "None", "path", "->", "def", "result", "of"]
+WORDS = ("the", "file", "return", "self", "value", "import", '"name"', "error", "line\n", "None", "path", "->", "def", "of")
 
 
 def text(rng: random.Random, size: int) -> str:
@@ -28,9 +29,8 @@ class Talk:
     def __init__(self, seed: str, *, size: int, messages: int, **members: int | bool) -> None:
         self._rng = random.Random(seed)
         self._members = {"model": "mock", **members}
-        messages += 1 - messages % 2  # odd counts end... a system prompt, pairs, and the user's last: an even number
-        each = max(8, (size - 90 - 45 * (messages + 1)) * 100 // 104 // (messages + 1))
-        roles = ["system", *["user", "assistant"] * (messages // 2), "user"]
+        each = max(8, (size - 90 - 45 * messages) * 100 // 104 // messages)
+        roles = ["system", *["user", "assistant"] * (messages // 2 - 1), "user"]
         self.entries = [self._entry(role, text(self._rng, each)) for role in roles]
 
     @staticmethod

@@ -10,6 +10,7 @@ import uvloop
 
 from tokencache.config import Settings
 from tokencache.proxy.server import run
+from tokencache.render.local import quieten
 from tokencache.store.contract import StoreError
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ def _option(name: str) -> Any:
 def serve(  # noqa: PLR0917 - one parameter per option
     upstream: Annotated[str | None, _option("upstream")] = None,
     upstream_key: Annotated[str | None, _option("upstream_key")] = None,
+    tokenizer: Annotated[Path | None, _option("tokenizer")] = None,
     host: Annotated[str | None, _option("host")] = None,
     port: Annotated[int | None, _option("port")] = None,
     store: Annotated[str | None, _option("store")] = None,
@@ -59,6 +61,8 @@ def serve(  # noqa: PLR0917 - one parameter per option
     except ValueError as why:
         raise typer.BadParameter(str(why)) from None
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if settings.tokenizer is not None:
+        quieten()
     try:
         uvloop.run(run(settings))
     except (OSError, StoreError, ValueError) as why:

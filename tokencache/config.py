@@ -1,5 +1,6 @@
 """Settings: every option of `tokencache serve`, also as environment variables (`TOKENCACHE_PORT=…`)."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -13,6 +14,9 @@ class Settings(BaseSettings):
 
     upstream: str = Field("http://127.0.0.1:8000", description="the engine's base URL")
     upstream_key: str | None = Field(None, description="API key for the engine, in place of whatever the harness sends")
+    tokenizer: Path | None = Field(
+        None, description="folder of the model's tokenizer, to render small tails in this process (extra 'local')"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8100, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     store: str = Field("memory:", description="where turns are kept: memory: or redis://host:port/db")

@@ -166,6 +166,7 @@ async def test_tokenize_tells_the_next_prompt(proxied):
         body = {"model": harness.fields["model"], "messages": harness.messages, "tools": TOOLS}
         async with proxied.http.post(f"{proxied.url}/s/told/tokenize", json=body) as answer:
             told = await answer.json()
+        assert answer.status == 200, told
         assert told["max_model_len"] == 32768
         assert told["tokens"] == (await harness.turn()).prompt
         assert told["count"] == len(told["tokens"])

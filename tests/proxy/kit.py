@@ -1,19 +1,17 @@
 """What the proxy's tests share: an engine with a proxy before it, on real sockets, and ways to talk to both.
 
-`proxied` starts everything and stops it. `Tiny` is an upstream that keeps the very bytes it was sent and answers with
-the very bytes it is told, for what the simulated engine is too tidy for; `exchange` sends and reads raw HTTP.
+`proxied` starts everything and stops it; `Rig` talks to engine and proxy, and holds exports against the engine's books.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
-import re
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -23,13 +21,21 @@ from tokencache.proxy.server import serving
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
 CHAT = "/v1/chat/completions"
 HEADER = "X-Tokencache-Session"
 THOUGHT = "<think>\nI look first — naïve café ☕.\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "bash",  "arguments": {"timeout": 10.0, "cmd": "ls  -la\\n"}}\n</tool_call>'
 CALLS = CALL + '\n<tool_call>\n{"name": "bash", "arguments": {"cmd": "cat ü.txt"}}\n</tool_call>'
 EPISODES = {
-    "demo": [f"{THOUGHT}  Let me look.\n{CALL}", f"{THOUGHT}{CALLS}", f"{THOUGHT}All done ☕, nothing more.  ", "<think>\nok\n</think>\n\nYes."],
+    "demo": [
+        f"{THOUGHT}  Let me look.\n{CALL}",
+        f"{THOUGHT}{CALLS}",
+        f"{THOUGHT}All done ☕, nothing more.  ",
+        "<think>\nok\n</think>\n\nYes.",
+    ],
     "talk": [f"{THOUGHT}One, two, three, four, five, six, seven — naïve.", f"{THOUGHT}Second.", f"{THOUGHT}Third.", f"{THOUGHT}Fourth."],
 }
 TOOLS = [
@@ -53,7 +59,8 @@ def echo(message: dict[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {"role": "assistant", "content": (message.get("content") or "").strip()}
     if message.get("tool_calls"):
         said["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": rewritten(call["function"]["arguments"])}} for call in message["tool_calls"]
+            {**call, "function": {**call["function"], "arguments": rewritten(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
         ]
     return said
 
@@ -69,6 +76,14 @@ def results(message: dict[str, Any], text: str = "a.txt\n") -> list[dict[str, An
     """What follows a reply: results of its calls, or the user's next words."""
     calls = message.get("tool_calls") or ()
     return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls] or [user("go on")]
+
+
+async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 5.0) -> Any:
+    """Ask until what is wanted is there: `condition` returns something true."""
+    async with asyncio.timeout(seconds):
+        while not (found := await condition()):  # noqa: ASYNC110 - it is asked over HTTP
+            await asyncio.sleep(0.001)
+    return found
 
 
 def events(text: str) -> list[str]:
@@ -101,11 +116,14 @@ class Rig:
     store: Any
     http: aiohttp.ClientSession
 
-    async def post(self, session: str | None = "s", path: str = CHAT, *, url: str | None = None, **body: Any) -> tuple[int, Any]:
-        """Status and decoded body of a call: JSON, or the list of a stream's chunks."""
-        headers = {HEADER: session} if session else {}
+    async def post(
+        self, session: str | None = "s", path: str = CHAT, *, url: str | None = None, named: str = "", **body: Any
+    ) -> tuple[int, Any]:
+        """Status and decoded body of a call: JSON, or the list of a stream's chunks; `named` becomes the request's id."""
+        headers = ({HEADER: session} if session else {}) | ({"X-Request-Id": named} if named else {})
         sent = body if path != CHAT else {"model": "sim", **body}
-        async with self.http.post((url or self.url) + path, json=sent, headers=headers) as answer:
+        headers["Content-Type"] = "application/json"
+        async with self.http.post((url or self.url) + path, data=io.BytesIO(json.dumps(sent).encode()), headers=headers) as answer:
             text = await answer.text()
         if answer.content_type == "text/event-stream":
             lines = events(text)
@@ -173,92 +191,11 @@ async def proxied(engine: SimulatedEngine | None = None, store: Any = None, *, u
     """Serve an engine and the proxy before it; `upstream` puts the proxy before something else."""
     engine = engine or SimulatedEngine(episodes=EPISODES, seed=7)
     store = store or MemoryStore()
-    async with engine.serve() as up, aiohttp.ClientSession() as http:
-        async with serving(Settings(upstream=upstream or up, port=0, **settings), store) as (url, proxy):
-            if upstream is None:
-                await proxy.engine.model()  # the probe's own calls are over before a test looks at the books
-            yield Rig(url, up, engine, proxy, store, http)
-
-
-# raw HTTP
-
-
-@dataclass
-class Message:
-    """A request or an answer as it stood on the wire."""
-
-    line: str
-    headers: list[tuple[str, str]]
-    body: bytes = b""
-
-    def of(self, name: str) -> list[str]:
-        return [value for key, value in self.headers if key.lower() == name.lower()]
-
-    def plain(self, *without: str) -> list[tuple[str, str]]:
-        """Headers that are to arrive as they were: not those of one connection, nor the date."""
-        gone = {"connection", "keep-alive", "transfer-encoding", "date", "host", "te", "trailer", "upgrade", *without}
-        return sorted((key.lower(), value) for key, value in self.headers if key.lower() not in gone)
-
-
-async def read_message(reader: asyncio.StreamReader, *, answers: str = "") -> Message:
-    """Read one HTTP message; `answers` is the method that an answer answers."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    line, *lines = head[:-4].split("\r\n")
-    message = Message(line, [(name, value.strip()) for name, _, value in (at.partition(":") for at in lines)])
-    bare = answers == "HEAD" or re.search(r" (204|304) ", line)
-    if message.of("transfer-encoding") == ["chunked"] and not bare:
-        while size := int(await reader.readuntil(b"\r\n"), 16):
-            message.body += await reader.readexactly(size)
-            await reader.readexactly(2)
-        await reader.readuntil(b"\r\n")
-    elif message.of("content-length") and not bare:
-        message.body = await reader.readexactly(int(message.of("content-length")[0]))
-    elif answers and not bare:
-        message.body = await reader.read()
-    return message
-
-
-async def exchange(url: str, request: bytes) -> Message:
-    """Send the bytes of one request, read its answer."""
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    try:
-        writer.write(request)
-        await writer.drain()
-        return await read_message(reader, answers=request.split(b" ", 1)[0].decode())
-    finally:
-        writer.close()
-        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
-
-
-@dataclass
-class Tiny:
-    """An upstream that answers requests for `/t…` with `answer`'s bytes, and everything else (the probe) with 404."""
-
-    answer: bytes = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-    seen: list[Message] = field(default_factory=list)
-    pieces: Any = None
-    """If set: called with a StreamWriter, in place of `answer`."""
-
-    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            request = await read_message(reader)
-            if request.line.split(" ")[1].startswith("/t") and "/tokenize" not in request.line:
-                self.seen.append(request)
-                if self.pieces is not None:
-                    await self.pieces(writer)
-                else:
-                    writer.write(self.answer)
-            else:
-                writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            await writer.drain()
-        writer.close()
-
-    @contextlib.asynccontextmanager
-    async def serve(self):
-        server = await asyncio.start_server(self._client, "127.0.0.1", 0)
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
-            await server.wait_closed()
+    async with (
+        engine.serve() as up,
+        aiohttp.ClientSession() as http,
+        serving(Settings(upstream=upstream or up, port=0, **settings), store) as (url, proxy),
+    ):
+        if upstream is None:
+            await proxy.engine.model()  # the probe's own calls are over before a test looks at the books
+        yield Rig(url, up, engine, proxy, store, http)

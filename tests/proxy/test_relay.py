@@ -6,7 +6,13 @@ import os
 
 import pytest
 
-from tests.proxy.kit import CHAT, Tiny, exchange, proxied, read_message
+from tests.proxy.kit import CHAT, proxied
+from tests.proxy.raw import Tiny, exchange, read_message
+
+
+def with_body(head: str, body: bytes) -> bytes:
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
 
 JSON = "Content-Type: application/json\r\n"
 BINARY = bytes(range(256)) * 300
@@ -23,12 +29,11 @@ REQUESTS = {
     "no content-type": b"POST /t HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\n\r\nabc",
     "binary": f"PUT /t HTTP/1.1\r\nHost: h\r\nContent-Type: image/png\r\nContent-Length: {len(BINARY)}\r\n\r\n".encode() + BINARY,
     "chunked": b"POST /t HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n5;ext=1\r\ndefgh\r\n0\r\n\r\n",
-    "gzip": (lambda body: f"POST /t HTTP/1.1\r\nHost: h\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)(
-        gzip.compress(b'{"a": 1}', mtime=0)
-    ),
+    "gzip": with_body("POST /t HTTP/1.1\r\nHost: h\r\nContent-Encoding: gzip", gzip.compress(b'{"a": 1}', mtime=0)),
     "two of a header": b"GET /t HTTP/1.1\r\nHost: h\r\nX-Two: 1\r\nX-One: \xc3\xbc\r\nX-Two: 2\r\nCookie: a=1; b=2\r\nCookie: c=3\r\n\r\n",
     "agent": b"GET /t HTTP/1.1\r\nHost: h\r\nUser-Agent: litellm/1\r\nAccept-Encoding: gzip, deflate\r\nAuthorization: Bearer sk-1\r\n\r\n",
     "long header": b"GET /t HTTP/1.1\r\nHost: h\r\nX-Long: " + b"x" * 20000 + b"\r\n\r\n",
+    "expect": b"POST /t HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nab",
     "own connection's headers": b"GET /t HTTP/1.1\r\nHost: h\r\nConnection: close, X-Mine\r\nX-Mine: 1\r\nTE: trailers\r\nX-Id: 7\r\n\r\n",
 }
 ANSWERS = {
@@ -41,9 +46,7 @@ ANSWERS = {
     "unchanged": b'HTTP/1.1 304 Not Modified\r\nETag: "x"\r\n\r\n',
     "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n",
     "until close": b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: a/b\r\n\r\nabcdef",
-    "gzip": (lambda body: f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)(
-        gzip.compress(b"hello", mtime=0)
-    ),
+    "gzip": with_body("HTTP/1.1 200 OK\r\nContent-Encoding: gzip", gzip.compress(b"hello", mtime=0)),
     "unavailable": b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 3\r\nContent-Length: 0\r\n\r\n",
 }
 
@@ -61,7 +64,7 @@ async def test_a_request_arrives_as_it_was_sent(tiny, name):
     direct, through = await exchange(up, REQUESTS[name]), await exchange(rig.url, REQUESTS[name])
     sent, seen = upstream.seen
     assert seen.line == sent.line
-    hop = ("x-mine", "content-length") if name == "chunked" else ("x-mine",)
+    hop = ("x-mine", "expect", "content-length") if name == "chunked" or not sent.body else ("x-mine", "expect")
     assert seen.plain(*hop) == sent.plain(*hop)
     assert seen.body == sent.body
     assert (through.line, through.plain(), through.body) == (direct.line, direct.plain(), direct.body)
@@ -72,18 +75,24 @@ async def test_a_request_arrives_as_it_was_sent(tiny, name):
 async def test_an_answer_arrives_as_it_was_given(tiny, name, method):
     upstream, up, rig = tiny
     upstream.answer = ANSWERS[name]
-    if method == "HEAD":
-        upstream.answer = ANSWERS[name].partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
     request = f"{method} /t HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n".encode()
     direct, through = await exchange(up, request), await exchange(rig.url, request)
     assert (through.line, through.plain(), through.body) == (direct.line, direct.plain(), direct.body)
+
+
+async def test_a_request_by_its_whole_url(tiny):
+    upstream, _, rig = tiny
+    assert (await exchange(rig.url, b"GET http://some.where:1/t/x%2Fy?a=%20b HTTP/1.1\r\nHost: h\r\n\r\n")).body == b"ok"
+    assert upstream.seen[0].line == "GET /t/x%2Fy?a=%20b HTTP/1.1"
 
 
 BODY = b'{"model": "sim", "temperature":0.50,"messages":[ {"role":"user","content":"EPISODE:demo \\u00fc"}]%s}'
 TOOLS = b',"tools":[{"type":"function","function":{"name":"bash","parameters":{"type":"object","properties":{}}}}]'
 
 
-@pytest.mark.parametrize("more", [b"", TOOLS, b',"n":2', b',"logprobs":true,"return_token_ids":true', b',"temperature":-1', b',"model":"x"'])
+@pytest.mark.parametrize(
+    "more", [b"", TOOLS, b',"n":2', b',"logprobs":true,"return_token_ids":true', b',"temperature":-1', b',"model":"x"']
+)
 @pytest.mark.parametrize("stream", [b"", b',"stream":true'])
 async def test_a_model_call_is_answered_as_if_direct(rig, more, stream):
     body = BODY % (more + stream)
@@ -172,7 +181,7 @@ async def test_a_slow_reader_slows_the_engine(tiny):
 
     upstream.pieces = pieces
     host, port = rig.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, port, limit=1024)
+    _, writer = await asyncio.open_connection(host, port, limit=1024)
     writer.write(b"GET /t HTTP/1.1\r\nHost: h\r\n\r\n")
     await asyncio.wait_for(stuck.wait(), 20)
     assert written < 32 << 20  # the kernel's socket buffers, both hops

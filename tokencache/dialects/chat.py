@@ -12,7 +12,7 @@ import xxhash
 
 from tokencache.core.canonical import canonical_json
 from tokencache.core.chain import Conversation, converse
-from tokencache.dialects.chat_messages import MessageReader, ReadMessage, UnreadableError, with_stand_ins
+from tokencache.dialects.chat_messages import MessageReader, ReadMessage, with_stand_ins
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -99,12 +99,12 @@ class ChatCall(msgspec.Struct):
     @property
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters in the request."""
-        return {name: msgspec.json.decode(self.fields[name]) for name in SAMPLING if name in self.fields}
+        return {name: _value(self.fields[name]) for name in SAMPLING if name in self.fields}
 
     @property
     def tool_count(self) -> int:
         """How many tools the request offers."""
-        return len(_LIST.decode(self.args.tools)) if self.args.tools is not None else 0
+        return len(_entries(self.args.tools)) if self.args.tools is not None else 0
 
     def safe_messages(self) -> list[bytes]:
         """The raw messages with stand-ins for tool-call arguments that an engine may refuse."""
@@ -142,12 +142,13 @@ def read(body: bytes, reader: MessageReader) -> ChatCall:
         shows_reasoning=_member(fields, "include_reasoning", (bool,), True),
     )
     try:
-        call.read = [reader.read(raw) for raw in raw_messages]
-    except (UnreadableError, msgspec.DecodeError, RecursionError):
+        seen = [reader.read(raw) for raw in raw_messages]
+        voice = call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
+        call.conversation = converse(_scope(call), [r.message for r in seen], [r.digest for r in seen], voice=voice)
+    except (ValueError, RecursionError):  # no message that we understand, no JSON that msgspec reads, no UTF-8; too deep
         call.plain = "unreadable-history"
         return call
-    voice = call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
-    call.conversation = converse(_scope(call), [r.message for r in call.read], [r.digest for r in call.read], voice=voice)
+    call.read = seen
     call.plain = _plain_reason(call)
     return call
 
@@ -162,7 +163,7 @@ def read_tokenize(body: bytes, reader: MessageReader) -> ChatCall | None:
 def _fields(body: bytes) -> dict[str, Raw]:
     try:
         return _FIELDS.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return _lenient_fields(body)
 
 
@@ -170,17 +171,25 @@ def _lenient_fields(body: bytes) -> dict[str, Raw]:
     """Read what Python's own JSON accepts and strict readers refuse: lone surrogates, NaN."""
     try:
         decoded = json.loads(body)
+        if isinstance(decoded, dict):
+            return {key.encode().decode(): Raw(json.dumps(value).encode()) for key, value in decoded.items()}
     except (ValueError, RecursionError) as why:
         raise HarnessError(f"the request body is not valid JSON: {why}") from None
-    if not isinstance(decoded, dict):
-        raise HarnessError("the request body must be a JSON object")
-    return {key: Raw(json.dumps(value).encode()) for key, value in decoded.items()}
+    raise HarnessError("the request body must be a JSON object")
+
+
+def _value(raw: Raw) -> Any:
+    """Decode a member for the record; what no JSON can hold (NaN, a lone surrogate) is kept as it was written."""
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        return bytes(raw).decode(errors="replace")
 
 
 def _decode(raw: Raw, name: str) -> Any:
     try:
         return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as why:
+    except (ValueError, RecursionError) as why:
         raise HarnessError(f"{name!r} cannot be read: {why}", param=name) from None
 
 
@@ -202,13 +211,23 @@ def _messages(fields: dict[str, Raw]) -> list[bytes]:
     if raw is None:
         raise HarnessError("'messages' is missing", param="messages")
     try:
-        messages = [bytes(item) for item in _LIST.decode(raw)]
-    except (msgspec.DecodeError, RecursionError):
+        messages = _entries(raw)
+    except (ValueError, RecursionError):
         raise HarnessError("'messages' must be a list of objects", param="messages") from None
     for i, item in enumerate(messages):
         if item[:1] != b"{":
             raise HarnessError(f"'messages[{i}]' must be an object", param=f"messages[{i}]")
     return messages
+
+
+def _entries(raw: Raw) -> list[bytes]:
+    try:
+        return [bytes(item) for item in _LIST.decode(raw)]
+    except msgspec.DecodeError:
+        decoded = json.loads(bytes(raw))
+        if not isinstance(decoded, list):
+            raise
+        return [json.dumps(item).encode() for item in decoded]
 
 
 def _render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
@@ -225,7 +244,10 @@ def _render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
     chat: dict[str, Raw] = {name: fields[name] for name in _RENDERED_BY_CHAT if name in fields}
     if offered is not None and bytes(fields.get("tool_choice", _NULL)) == b'"none"':
         chat["tool_choice"] = fields["tool_choice"]
-    template = canonical_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in members.items()}])
+    try:
+        template = canonical_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in members.items()}])
+    except (ValueError, RecursionError) as why:
+        raise HarnessError(f"the template's arguments cannot be read: {why}", param="chat_template_kwargs") from None
     digest = xxhash.xxh3_128_digest(b"%d%d" % (offered is not None, "tool_choice" in chat) + template)
     return RenderArgs(digest, xxhash.xxh3_128_digest(template), members, chat, kwargs, offered)
 

@@ -101,7 +101,8 @@ def _content(content: Any) -> tuple[str | None, bytes]:
             continue
         if not isinstance(part, dict):
             raise UnreadableError("a content part is no object")
-        member = _TEXT_PARTS.get(part.get("type", ""))
+        kind = part.get("type")
+        member = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if member is not None and isinstance(part.get(member), str):
             texts.append(part[member])
         else:

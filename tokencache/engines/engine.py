@@ -8,14 +8,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from tokencache.dialects.chat import RenderArgs
 from tokencache.engines.probe import Capability, probe
 from tokencache.engines.reply import Choice
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
 from tokencache.render.agreement import agrees
-from tokencache.render.renderer import EngineRenderer
+from tokencache.render.local import LocalRenderer
+from tokencache.render.renderer import EngineRenderer, Renderer
 from tokencache.render.tails import Tails
+from tokencache.render.trial import tried
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +27,11 @@ log = logging.getLogger(__name__)
 class Model:
     """A model on an engine: what was found, and what is learned while serving it."""
 
-    def __init__(self, capability: Capability, upstream: Upstream) -> None:
+    def __init__(self, capability: Capability, upstream: Upstream, small: Renderer | None = None) -> None:
         self.capability = capability
         self.stop_ids: set[int] = set(capability.stop_ids)
         self.renderer = EngineRenderer(upstream)
-        self.tails = Tails(self.renderer, self.stop_ids)
+        self.tails = Tails(self.renderer, self.stop_ids, small=small)
         self._upstream = upstream
         self._agreed: dict[bytes, bool] = {}
         self._lock = asyncio.Lock()
@@ -49,19 +53,23 @@ class Model:
     def observe(self, choice: Choice) -> None:
         """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids, and names none as the reason.
 
-        `tool_calls` alone proves nothing (a call may be whole when the limit cuts the reply), hence only candidates count.
+        The finish reason alone proves nothing (a call may be whole when the limit cuts the reply): only what can end a
+        turn counts. Needed where the probe could not find out: an engine without `allowed_token_ids`.
         """
         if choice.finish_reason in {"stop", "tool_calls"} and choice.stop_reason is None and choice.ids:
             last = choice.ids[-1]
-            if last in self.capability.stop_candidates:
+            if last in self.capability.turn_ends:
                 self.stop_ids.add(last)
 
 
 class Engine:
-    """An engine and its models."""
+    """An engine and its models; `local` is a local tokenizer to be used for those whose renderings it knows."""
 
-    def __init__(self, upstream: Upstream, *, on_probe: Callable[[Capability], None] | None = None) -> None:
+    def __init__(
+        self, upstream: Upstream, *, local: LocalRenderer | None = None, on_probe: Callable[[Capability], None] | None = None
+    ) -> None:
         self.upstream = upstream
+        self._local = local
         self._on_probe = on_probe
         self._models: dict[str, Model] = {}
         self._lock = asyncio.Lock()
@@ -95,11 +103,15 @@ class Engine:
         except EngineError as why:
             self.error = str(why)
             raise
+        small = None
+        if self._local is not None and found.level == "exact":
+            small = await tried(self._local, EngineRenderer(self.upstream), found.model)
+            found = msgspec.structs.replace(found, local_tokenizer=small is not None)
         log.log(logging.INFO if found.level == "exact" else logging.WARNING, "engine %s: %s", self.upstream.url, found.line())
         if found.level != "exact":
             log.warning("RECORD ONLY: no history will be continued token for token on %s: %s", self.upstream.url, found.why)
         self.error = ""
-        model = self._models[name] = self._models.setdefault(found.model, Model(found, self.upstream))
+        model = self._models[name] = self._models.setdefault(found.model, Model(found, self.upstream, small))
         if self._on_probe is not None:
             self._on_probe(found)
         return model

@@ -20,7 +20,7 @@ from tokencache.engines.reply import Reply
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
 from tokencache.render.agreement import echo_of_chat
-from tokencache.render.boundary import ASK, BoundaryUnknownError, candidates
+from tokencache.render.boundary import ASK, BoundaryUnknownError, candidates, turn_ends
 from tokencache.render.renderer import Renderer, RenderError
 
 Raw = msgspec.Raw
@@ -40,8 +40,10 @@ class Capability(msgspec.Struct, frozen=True):
         honours_ids: whether `kv_transfer_params.prompt_token_ids` replaces the prompt.
         tokenizes: whether `/tokenize` renders conversations.
         max_model_len: the longest prompt and completion together, in tokens; 0 if unknown.
-        stop_candidates: ids with which the template ends a turn or opens the next.
+        stop_candidates: ids with which the template may end a turn or open the next.
+        turn_ends: those of them that can only do that: a reply that ends with one tells that the engine stops there.
         stop_ids: those of them at which generation was seen to stop.
+        local_tokenizer: whether small renderings are the local tokenizer's.
     """
 
     model: str
@@ -51,14 +53,17 @@ class Capability(msgspec.Struct, frozen=True):
     tokenizes: bool = False
     max_model_len: int = 0
     stop_candidates: tuple[int, ...] = ()
+    turn_ends: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    local_tokenizer: bool = False
     why: str = ""
 
     def line(self) -> str:
         """Say in one line what was found."""
         found = (
             f"model={self.model or '?'} vllm={self.version} level={self.level} honours_ids={self.honours_ids} "
-            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} stop_ids={list(self.stop_ids)}"
+            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} stop_ids={list(self.stop_ids)} "
+            f"local_tokenizer={self.local_tokenizer}"
         )
         return found + (f" ({self.why})" if self.why else "")
 
@@ -90,11 +95,12 @@ async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capa
         return msgspec.structs.replace(found, level="record", why=why_not)
     try:
         possible = tuple(await candidates(renderer, model, PLAIN_ARGS))
+        ends = tuple(await turn_ends(renderer, model, PLAIN_ARGS))
     except (BoundaryUnknownError, RenderError) as why:
         return msgspec.structs.replace(found, level="record", honours_ids=True, why=f"the template hides where a reply ends: {why}")
     possible = tuple([token for token in possible[:_MAX_CANDIDATES] if not await _is_blank(upstream, model, token)])
     stops = tuple([token for token in possible if await _stops_at(upstream, model, token)])
-    return msgspec.structs.replace(found, level="exact", honours_ids=True, stop_candidates=possible, stop_ids=stops)
+    return msgspec.structs.replace(found, level="exact", honours_ids=True, stop_candidates=possible, turn_ends=ends, stop_ids=stops)
 
 
 async def _models(upstream: Upstream) -> dict[str, int]:

@@ -4,11 +4,13 @@ No total timeout: an agent's turn takes as long as it takes, and a proxy must no
 that lie idle are dropped before vLLM's server drops them (uvicorn: 5 s), else a call could meet a closed one.
 """
 
+import io
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+from multidict import CIMultiDict
 from yarl import URL
 
 from tokencache.errors import EngineError
@@ -16,6 +18,9 @@ from tokencache.errors import EngineError
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 4.0
 READ_BUFFER = 256 * 1024
+_LARGE = 2**20
+_NOT_OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+"""Headers that aiohttp would add to a request that came without them."""
 
 
 class Answer(NamedTuple):
@@ -68,11 +73,14 @@ class Upstream:
         if self._session is None:
             raise RuntimeError("Upstream.open() has not been called")
         url = URL(self.url + path, encoded=True)
-        sent = {k: v for k, v in (headers or {}).items() if k.lower() != "authorization"} if self.key else dict(headers or {})
+        sent = CIMultiDict(headers or {})
         if self.key:
+            sent.popall("Authorization", None)
             sent["Authorization"] = f"Bearer {self.key}"
+        if isinstance(body, bytes) and len(body) > _LARGE:
+            body = io.BytesIO(body)  # written in pieces, so that other calls get their turn
         try:
-            return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False)
+            return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False, skip_auto_headers=_NOT_OURS)
         except aiohttp.ClientConnectorError as why:
             raise EngineError(f"the engine at {self.url} cannot be reached: {why.os_error or why}") from why
         except (aiohttp.ClientError, TimeoutError) as why:

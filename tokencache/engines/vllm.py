@@ -13,6 +13,7 @@ from tokencache.dialects.chat import ChatCall
 Raw = msgspec.Raw
 
 _TRUE = Raw(b"true")
+_ZERO = Raw(b"0")
 _ENCODER = msgspec.json.Encoder()
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
@@ -24,7 +25,9 @@ def chat_body(call: ChatCall, prompt: bytes | None) -> bytes:
     probabilities and reasoning are always asked for: `include_reasoning: false` would silence the ids (vLLM 0.26 and
     later). Everything else stays as the harness sent it.
     """
-    fields = {**call.fields, "return_token_ids": _TRUE, "logprobs": _TRUE}
+    fields = {**call.fields, "return_token_ids": _TRUE}
+    if call.shows_logprobs or bytes(call.fields.get("top_logprobs", _ZERO)) in {b"0", b"null"}:
+        fields["logprobs"] = _TRUE  # else the engine's to refuse: `top_logprobs` without `logprobs`
     if not call.shows_reasoning:
         fields["include_reasoning"] = _TRUE
     if prompt is not None:

@@ -25,6 +25,7 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefixes import Prefixes
 from tokencache.proxy.relay import keep_headers, relay, request_headers
 from tokencache.proxy.sessions import Origin, SessionFinder
+from tokencache.render.local import LocalRenderer
 from tokencache.store import open_store
 from tokencache.store.contract import Incident, SessionSealedError, Store, StoreError
 from tokencache.trainer.api import trainer_routes
@@ -45,7 +46,8 @@ class Proxy:
         self.settings = settings
         self.store = store or open_store(settings.store, ttl_seconds=settings.store_ttl, timeout_seconds=settings.store_timeout)
         self.upstream = Upstream(settings.upstream, key=settings.upstream_key)
-        self.engine = Engine(self.upstream, on_probe=_note_level)
+        local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
+        self.engine = Engine(self.upstream, local=local, on_probe=_note_level)
         self.ledger = Ledger(self.store, Prefixes(self.store, max_bytes=settings.prefix_memory), strict=settings.on_store_error == "fail")
         self.caller = Caller(self.engine, self.ledger, MessageReader())
         self.sessions = SessionFinder(self.store, header=settings.session_header, registered_only=settings.registered_only)
@@ -59,14 +61,14 @@ class Proxy:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
-        trainer_routes(app, self.store, self.ledger, admin_key=self.settings.admin_key)
+        trainer_routes(app, self.store, self.ledger, admin_key=self.settings.admin_key or None)
         app.router.add_route("*", "/{path:.*}", self._any)
         return app
 
     async def _running(self, _app: web.Application) -> AsyncIterator[None]:
         await self.store.open()
         await self.upstream.open()
-        self._prober = asyncio.create_task(self._probe_until_found())
+        self._prober = asyncio.create_task(self._keep_probing())
         yield
         self._prober.cancel()
         await asyncio.gather(self._prober, return_exceptions=True)
@@ -74,16 +76,19 @@ class Proxy:
         await self.upstream.close()
         await self.store.close()
 
-    async def _probe_until_found(self) -> None:
-        while not self.engine.capabilities:
-            try:
-                await self.engine.model()
-            except EngineError as why:
-                log.warning("the engine is not there yet: %s", why)
-                await asyncio.sleep(_PROBE_EVERY)
+    async def _keep_probing(self) -> None:
+        """Probe until something is found, and again when that is gone: who is not ready is sent no call to find it out by."""
+        while True:
+            if not self.engine.capabilities:
+                try:
+                    await self.engine.model()
+                except EngineError as why:
+                    log.warning("the engine is not there: %s", why)
+            await asyncio.sleep(_PROBE_EVERY)
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
-        origin = await self.sessions.find(request.raw_path, request.headers)
+        path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs  # `GET http://host/path`
+        origin = await self.sessions.find(path, request.headers)
         if origin.session is None:
             return await relay(request, self.upstream, origin.path)
         headers = self._headers(request, origin)
@@ -94,7 +99,7 @@ class Proxy:
             found = await self.caller.tokens_of_next(request, origin.session)
             if found is not None:
                 return web.Response(body=tokenized(*found), content_type="application/json")
-            return await relay(request, self.upstream, origin.path, headers=headers)
+            return await relay(request, self.upstream, origin.path, headers=headers, body=await request.read())
         if request.method == "POST" and route.startswith(_SAMPLING_ROUTES):
             await self.store.note(origin.session, [Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True)])
         return await relay(request, self.upstream, origin.path, headers=headers)
@@ -141,6 +146,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception:
         log.exception("%s %s: our own error", request.method, request.path)
+        if request.writer.output_size:
+            raise  # an answer is under way: aiohttp breaks the connection off
         return error_response(500, "tokencache failed; its log says why", "internal_error")
 
 

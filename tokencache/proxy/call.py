@@ -8,6 +8,7 @@ the end of a reply can send the next call to any replica.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -31,8 +32,8 @@ from tokencache.engines.vllm import chat_body
 from tokencache.errors import EngineError
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan, Planner, keys_wanted
-from tokencache.proxy.record import ABORTED, BROKE, Outcome
-from tokencache.proxy.relay import open_response
+from tokencache.proxy.record import ABORTED, BROKE, Outcome, Recorded
+from tokencache.proxy.relay import open_response, whole_response
 from tokencache.proxy.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.store.contract import Begun, StoreError
 
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 CHAT = "/v1/chat/completions"
 _OK = 200
 _REFUSED = frozenset({400, 422})
+_OURS: dict[type[Exception], str] = {StoreError: "store-error", KeyError: "torn-record", ValueError: "torn-record"}
 
 
 class Caller:
@@ -72,9 +74,13 @@ class Caller:
         if call is None:
             return None
         keys = keys_wanted(call)
-        hits = await self.ledger.store.find(session, keys)
-        model = await self.engine.model(call.model)
-        plan = await self._planner.plan(session, call, keys, hits, model)
+        try:
+            hits = await self.ledger.store.find(session, keys)
+            model = await self.engine.model(call.model)
+            plan = await self._planner.plan(session, call, keys, hits, model)
+        except (StoreError, EngineError, KeyError, ValueError) as why:
+            log.warning("session %s: /tokenize is not planned: %s", session, why)
+            return None  # a call would be rendered now
         return (plan.prompt, model) if plan.prompt is not None else None
 
     async def plan(
@@ -90,9 +96,9 @@ class Caller:
         except EngineError as why:
             log.debug("session %s call %s: not planned: %s", session, call_id, why)
             return Plan(match="plain", reason="engine-unknown"), model
-        except (StoreError, KeyError, ValueError) as why:
+        except Exception as why:  # whatever it is, it is ours, and the harness must not suffer for it
             log.exception("session %s call %s: not planned", session, call_id)
-            return Plan(match="plain", reason="store-error" if isinstance(why, StoreError) else "torn-record"), model
+            return Plan(match="plain", reason=_OURS.get(type(why), "internal-error")), model
 
 
 class _Live:
@@ -129,6 +135,7 @@ class _Live:
         self._outcome = Outcome(
             session=self._session, call_id=self._id, call=self._call, plan=plan, reply=self._reply, model=model, started=self._started
         )
+        self._outcome.life = self._begun.life if self._begun is not None else ""
         metrics.OVERHEAD.labels("before").observe(time.time() - self._started)
         try:
             return await self._exchange()
@@ -179,7 +186,7 @@ class _Live:
         if body is None:
             return web.Response()
         await self._settle("engine-refused", f"{answer.status}: {body[:300].decode(errors='replace')}")
-        return await self._answer(answer, body)
+        return whole_response(answer, body)
 
     async def _whole(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         body = await self._read(answer)
@@ -187,7 +194,7 @@ class _Live:
             return web.Response()
         brief = self._reply.take(body)
         await self._end(self._record())
-        return await self._answer(answer, self._presenter.body(body if self._call.shows_ids else brief))
+        return whole_response(answer, self._presenter.body(body if self._call.shows_ids else brief))
 
     async def _read(self, answer: aiohttp.ClientResponse) -> bytes | None:
         """Read a whole answer; `None` if the engine broke it off, and then so does our connection."""
@@ -197,13 +204,6 @@ class _Live:
             await self._settle(BROKE, f"{type(why).__name__}: {why}", hole=True)
             self._drop_connection()
             return None
-
-    async def _answer(self, answer: aiohttp.ClientResponse, body: bytes) -> web.StreamResponse:
-        response = open_response(answer, drop=frozenset({"content-length"}))
-        response.content_length = len(body)
-        await response.prepare(self._request)
-        await response.write_eof(body)
-        return response
 
     async def _stream(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         response = open_response(answer, drop=frozenset({"content-length"}))
@@ -223,8 +223,15 @@ class _Live:
             self._outcome.broke, self._outcome.detail = ABORTED, "the harness closed the connection"
         if not self._outcome.broke and not self._reply.finished and not self._reply.error:
             self._outcome.broke, self._outcome.detail = BROKE, "the stream ended before the reply did"
-        await self._end(self._record())
+        try:
+            await self._end(self._record())
+        except StoreError as why:  # the head is out: said within the stream, as an engine says it
+            await response.write(_failed(why) + event_of(DONE))
+            await response.write_eof()
+            return response
         if self._outcome.broke and self._outcome.detail != "the stream ended before the reply did":
+            with contextlib.suppress(ConnectionError):
+                await response.write(bytes(held))
             self._drop_connection()
             return response
         await response.write(bytes(held) + splitter.rest)
@@ -258,13 +265,17 @@ class _Live:
 
     async def _record(self) -> None:
         ended = time.time()
-        recorded = self._outcome.record(self._ledger.prefixes)
+        try:
+            recorded = self._outcome.record(self._ledger.prefixes)
+        except Exception as why:  # ours again: the harness gets its reply, and the trainer is told
+            log.exception("session %s call %s: not recorded", self._session, self._id)
+            recorded = Recorded([], [], [self._outcome.tell("internal-error", f"{type(why).__name__}: {why}", hole=True)])
         await self._ledger.end(self._begun, self._outcome, recorded)
         metrics.OVERHEAD.labels("after").observe(time.time() - ended)
         metrics.CALLS.labels("chat", self._outcome.broke or ("error" if self._reply.error else "answered")).inc()
         for entry in recorded.entries:
             turn = entry.turn
-            log.info(
+            log.debug(
                 "session %s turn %s: %s%s, %d + %d tokens, %s",
                 self._session,
                 turn.id,
@@ -282,6 +293,12 @@ class _Live:
         log.warning("session %s call %s: %s: %s", self._session, self._id, kind, detail)
         incidents = [self._outcome.tell(kind, detail, hole=hole)]
         await self._end(self._ledger.settle(self._begun, self._session, self._id, incidents))
+
+
+def _failed(why: StoreError) -> bytes:
+    """Write the event that stands for the end of a reply whose turn could not be stored."""
+    error = {"message": f"the store failed: {why}", "type": "store_error", "param": None, "code": 503}
+    return event_of(msgspec.json.encode({"error": error}))
 
 
 def tokenized(prompt: bytes, model: Model) -> bytes:

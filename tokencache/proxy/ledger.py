@@ -71,7 +71,7 @@ class Ledger:
             metrics.INCIDENTS.labels(incident.kind).inc()
         parent = outcome.plan.parent
         for entry, held in zip(recorded.entries, recorded.held, strict=True):
-            self.prefixes.add(outcome.session, entry.turn.id, held, instead_of=parent)
+            self.prefixes.add(begun.life, entry.turn.id, held, instead_of=parent)
 
     async def settle(self, begun: Begun | None, session: str, call: str, incidents: Sequence[Incident]) -> None:
         """End a call that brought no turn.

@@ -27,6 +27,10 @@ MIN_SHARED = 16
 ABORTED, BROKE = "aborted", "upstream-broke"
 
 
+class _Error(msgspec.Struct):
+    code: int = 500
+
+
 class Recorded(msgspec.Struct, frozen=True):
     """What a call comes to: entries to store, their prefixes, and what a trainer must be told."""
 
@@ -39,7 +43,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     """A call that has ended, one way or another.
 
     `broke` says why the reply is not whole: `aborted` (the harness left), `upstream-broke`, or `""`; `detail` in words.
-    `started` is in seconds since the epoch. `model` is `None` where the engine could not be probed.
+    `life` is that of the session when the call began. `started` is in seconds since the epoch. `model` is `None` where
+    the engine could not be probed.
     """
 
     session: str
@@ -49,6 +54,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     reply: Reply
     model: Model | None
     started: float
+    life: str = ""
     broke: str = ""
     detail: str = ""
 
@@ -61,12 +67,16 @@ class Outcome(msgspec.Struct, kw_only=True):
         """Make the turns of the call out of its reply."""
         incidents = self._incidents()
         prompt = self._prompt()
+        if prompt is None and self._refused:
+            return Recorded([], [], incidents)
         if prompt is None:
             return Recorded([], [], [*incidents, self._no_prompt()])
         if prompt.marks:
             incidents.append(self.tell("engine-disagrees", "the engine used other ids than were sent; recorded as it really was"))
         entries, held = [], []
         for index, choice in sorted(self.reply.choices.items()):
+            if self.model is not None and self.whole:
+                self.model.observe(choice)
             incidents += self._incidents_of(index, choice)
             entry, prefix = self._entry(prompt, index, choice, prefixes)
             entries.append(entry)
@@ -82,12 +92,23 @@ class Outcome(msgspec.Struct, kw_only=True):
         if self.broke:
             found.append(self.tell("client-gone" if self.broke == ABORTED else self.broke, self.detail, hole=self.broke != ABORTED))
         if self.reply.error:
-            found.append(self.tell("engine-error", self.reply.error[:300].decode(errors="replace"), hole=True))
+            kind = "engine-refused" if self._refused else "engine-error"
+            found.append(self.tell(kind, self.reply.error[:300].decode(errors="replace"), hole=not self._refused))
         if self.reply.unreadable:
             found.append(self.tell("unreadable-reply", f"{self.reply.unreadable} chunks", hole=True))
         if self.whole and len(self.reply.choices) < self.reply.expected:
             found.append(self.tell("missing-choices", f"{len(self.reply.choices)} of {self.reply.expected}", hole=True))
         return found
+
+    @property
+    def _refused(self) -> bool:
+        """Whether a streamed answer holds nothing but a refusal: vLLM finds some faults of a request only after its 200."""
+        if not self.reply.error or self.reply.choices:
+            return False
+        try:
+            return 400 <= msgspec.json.decode(self.reply.error, type=_Error).code < 500  # noqa: PLR2004 - the client's fault
+        except msgspec.DecodeError:
+            return False
 
     def _incidents_of(self, index: int, choice: Choice) -> list[Incident]:
         found = []
@@ -172,7 +193,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         if prompt.plan.shared:
             return prompt.plan.near, prompt.plan.shared
         best: tuple[str | None, int] = (None, 0)
-        for turn, held in prefixes.nearby(self.session, prompt.plan.near):
+        for turn, held in prefixes.nearby(self.life, prompt.plan.near):
             shared = ids.common_head(held.prefix.ids, prompt.ids)
             if shared > max(best[1], MIN_SHARED):
                 best = (turn, shared)

@@ -40,32 +40,51 @@ def request_headers(request: web.Request, *, drop: frozenset[str] = frozenset())
     return forwarded(request.headers.items(), request.headers.get("Connection", ""), drop=drop | {"host", "expect"})
 
 
-class _BareRelayed(web.StreamResponse):
-    """An answer that came without a content type, and leaves without one."""
+class _Relayed(web.StreamResponse):
+    """An answer that leaves with the headers it came with, and no others."""
+
+    given: frozenset[str] = frozenset()
 
 
 def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = frozenset()) -> web.StreamResponse:
     """Begin a response with the status, reason and headers of the engine's."""
     headers = forwarded(answer.headers.items(), answer.headers.get("Connection", ""), drop=drop)
-    kind = web.StreamResponse if "Content-Type" in headers else _BareRelayed
-    return kind(status=answer.status, reason=answer.reason, headers=headers)
+    response = _Relayed(status=answer.status, reason=answer.reason, headers=headers)
+    response.given = frozenset(name.lower() for name in headers)
+    return response
+
+
+class _RelayedWhole(_Relayed, web.Response):
+    """The same with a whole body: head and body leave in one write, and wake the harness once."""
+
+
+def whole_response(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
+    """Answer with the status, reason and headers of the engine's, and this body."""
+    headers = forwarded(answer.headers.items(), answer.headers.get("Connection", ""), drop=frozenset({"content-length"}))
+    response = _RelayedWhole(status=answer.status, reason=answer.reason, headers=headers, body=body)
+    response.given = frozenset(name.lower() for name in headers)
+    return response
 
 
 async def keep_headers(_request: web.Request, response: web.StreamResponse) -> None:
-    """Take back the content type that aiohttp gives to a relayed answer that came without one (on_response_prepare)."""
-    if isinstance(response, _BareRelayed):
-        response.headers.popall("Content-Type", None)
+    """Take back the headers that aiohttp gives to a relayed answer that came without them (on_response_prepare)."""
+    if isinstance(response, _Relayed):
+        for name in ("Content-Type", "Server"):
+            if name.lower() not in response.given:
+                response.headers.popall(name, None)
 
 
-async def relay(request: web.Request, upstream: Upstream, path: str, *, headers: CIMultiDict[str] | None = None) -> web.StreamResponse:
-    """Pass a request on and its answer back.
+async def relay(
+    request: web.Request, upstream: Upstream, path: str, *, headers: CIMultiDict[str] | None = None, body: bytes | None = None
+) -> web.StreamResponse:
+    """Pass a request on and its answer back; `body` if it was read already.
 
     Raises:
         EngineError: the engine cannot be reached; nothing was answered yet.
     """
     sent = request_headers(request) if headers is None else headers
-    body = request.content if request.body_exists else None
-    answer = await upstream.send(request.method, path, headers=sent, body=body)
+    streamed = request.content if request.body_exists else None
+    answer = await upstream.send(request.method, path, headers=sent, body=streamed if body is None else body)
     metrics.RELAYED.labels(str(answer.status)).inc()
     return await pass_on(request, answer)
 

@@ -34,8 +34,15 @@ async def serving(settings: Settings, store: Store | None = None, *, drain_secon
     """
     proxy = Proxy(settings, store)
     # handler_cancellation: a harness that leaves ends its call, and with it the generation.
+    # auto_decompress: a compressed body goes on as it came.
     runner = web.AppRunner(
-        proxy.application(), handler_cancellation=True, access_log=None, shutdown_timeout=drain_seconds, max_line_size=64 * 1024
+        proxy.application(),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=drain_seconds,
+        max_line_size=64 * 1024,
+        max_field_size=64 * 1024,
+        auto_decompress=False,
     )
     await runner.setup()
     try:

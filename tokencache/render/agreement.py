@@ -19,7 +19,7 @@ from tokencache.engines.reply import Reply
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
 from tokencache.render.boundary import ASK
-from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
+from tokencache.render.renderer import REFUSALS, Renderer, RenderError, TemplateRefusedError
 
 Raw = msgspec.Raw
 
@@ -53,8 +53,13 @@ async def echo_of_chat(upstream: Upstream, body: dict[str, Any]) -> bytes | None
     return reply.prompt_ids()
 
 
-async def agrees(upstream: Upstream, renderer: Renderer, model: str, args: RenderArgs) -> bool:
-    """Compare both renderings of small conversations under `args`; false also where the question alone is refused."""
+async def agrees(upstream: Upstream, renderer: Renderer, model: str, args: RenderArgs) -> bool | None:
+    """Compare both renderings of small conversations under `args`.
+
+    Returns:
+        Whether they are the same; false also where the question alone is refused, or chat refuses what `/tokenize`
+        renders. `None` if the engine gave no answer: nothing was learned.
+    """
     try:
         if not await _alike(upstream, renderer, model, args, [ASK]):
             return False
@@ -62,8 +67,12 @@ async def agrees(upstream: Upstream, renderer: Renderer, model: str, args: Rende
             return await _alike(upstream, renderer, model, args, _EPISODE)
         except TemplateRefusedError:
             return True
-    except (EngineError, RenderError):
+    except TemplateRefusedError:
         return False
+    except RenderError:
+        return None
+    except EngineError as why:
+        return False if why.status in REFUSALS else None
 
 
 async def _alike(upstream: Upstream, renderer: Renderer, model: str, args: RenderArgs, messages: Sequence[bytes]) -> bool:

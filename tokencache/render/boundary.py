@@ -147,17 +147,43 @@ async def candidates(renderer: Renderer, model: str, args: RenderArgs) -> Sequen
     said = Message("assistant", content=".")
     boundary = await learn(renderer, model, args, said, frozenset(), in_text=True)
     found = ids.unpack(boundary.closing)
+    found += await _opener(renderer, model, args, said, boundary=msgspec.structs.replace(boundary, closing=b""), following=ASK)
     called = Message("assistant", calls=(_CALL,))
     with suppress(RenderError, BoundaryUnknownError):  # a template without tools, say
-        found += ids.unpack((await learn(renderer, model, args, called, frozenset(), in_text=False)).closing)[-_END_OF_TURN:]
-    for reply, following in ((said, ASK), (called, _RESULT)):
-        try:
-            shown = await renderer.render(model, [ASK, stand_in(reply, SENTINEL, in_text=True), following], args, generation=True)
-            behind = Boundary(boundary.mark, b"", b"").cut(shown)
-        except (RenderError, BoundaryUnknownError):
-            continue
-        found += ids.unpack(ids.head(behind, 1))
+        boundary = await learn(renderer, model, args, called, frozenset(), in_text=False)
+        found += ids.unpack(boundary.closing)[-_END_OF_TURN:]
+        found += await _opener(renderer, model, args, called, boundary=boundary, following=_RESULT)
     return list(dict.fromkeys(found))
+
+
+async def turn_ends(renderer: Renderer, model: str, args: RenderArgs) -> Sequence[int]:
+    """List those candidates that can only end a turn: what comes first behind a text, or if nothing does, the openers.
+
+    A reply that ends with one of them has shown that the engine stops there; of other candidates it would prove nothing
+    (a call cut by the limit may end with `</tool_call>`, a text with a newline).
+
+    Raises:
+        BoundaryUnknownError: the template does not show the sentinel.
+        RenderError: the template refuses the small conversation.
+    """
+    said, called = Message("assistant", content="."), Message("assistant", calls=(_CALL,))
+    boundary = await learn(renderer, model, args, said, frozenset(), in_text=True)
+    if boundary.closing:
+        return ids.unpack(ids.head(boundary.closing, 1))
+    found = await _opener(renderer, model, args, said, boundary=boundary, following=ASK)
+    with suppress(RenderError, BoundaryUnknownError):
+        boundary = await learn(renderer, model, args, called, frozenset(), in_text=False)
+        found += await _opener(renderer, model, args, called, boundary=boundary, following=_RESULT)
+    return found
+
+
+async def _opener(renderer: Renderer, model: str, args: RenderArgs, reply: Message, *, boundary: Boundary, following: bytes) -> list[int]:
+    """Find the id with which `following` begins behind a reply."""
+    try:
+        shown = await renderer.render(model, [ASK, stand_in(reply, SENTINEL, in_text=not reply.calls), following], args, generation=True)
+        return ids.unpack(ids.head(boundary.cut(shown), 1))
+    except (RenderError, BoundaryUnknownError):
+        return []
 
 
 _END_OF_TURN = 2

@@ -14,7 +14,8 @@ from tokencache.dialects.chat_messages import with_reasoning
 from tokencache.engines.upstream import Upstream
 
 Raw = msgspec.Raw
-_REFUSALS = frozenset({400, 422})
+REFUSALS = frozenset({400, 422})
+"""Status codes with which an engine refuses a conversation for good; all others may pass."""
 
 
 class RenderError(Exception):
@@ -64,7 +65,7 @@ class EngineRenderer:
         except Exception as why:
             raise RenderError(str(why)) from why
         if answer.status != 200:  # noqa: PLR2004
-            kind = TemplateRefusedError if answer.status in _REFUSALS else RenderError
+            kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
             raise kind(f"/tokenize answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
         try:
             return ids.pack(msgspec.json.decode(answer.body, type=_Tokenized).tokens)

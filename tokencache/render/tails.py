@@ -4,19 +4,20 @@ Only the new messages are rendered, in a small conversation that ends like the r
 assistant's place (`boundary`). That the small conversation's tail is the real one's is not assumed but *proven*, once
 for every **shape**, with full renderings of the first real conversation that has it:
 
-1. What stood before the model's first words is still what the full rendering begins with. A template that moves its
-   tools behind the last user message, or a hint to it, changes the past with every new message; a prefix that was
-   sampled is then no prefix of what the template renders now.
-2. The full conversation with a sentinel in the last reply shows where that reply ends; what stands behind is a suffix
+1. The full conversation with a sentinel in the last reply shows where that reply ends; what stands behind is a suffix
    of the full rendering with the real reply.
-3. Other words in the new messages change nothing in front of that place. vLLM 0.32 moves later system messages to the
+2. Other words in the new messages change nothing in front of that place. vLLM 0.32 moves later system messages to the
    front where a developer's are there, and DeepSeek's template does so always: their text would be missing from a
    spliced prompt, and no suffix would tell.
+3. What stood before the model's first words is still what the full rendering begins with. A template that moves its
+   tools, or a hint, to the last user message changes the past with every new message; what was sampled behind the old
+   past is then no prefix of what the template renders now.
 4. The small conversation gives the very same ids.
 
-Three things can come of it, and every 64th tail of a shape is compared with full renderings again:
+Four things can come of it, and every 64th tail of a shape is compared with full renderings again:
 
-`small`    all of it holds: small renderings are trusted for this shape
+`local`    all of it holds, and the local tokenizer, if there is one, gives these ids: it makes the small renderings
+`small`    all of it holds: the engine's small renderings are trusted for this shape
 `full`     all but the last holds (DeepSeek-V3's second round of tool results): this shape is rendered in full each time
 refused    nothing is spliced, the call is rendered plainly, and the reason is recorded; every 8th call tries again
 
@@ -90,18 +91,22 @@ class _Shape:
 class Tails:
     """Tails for one engine; what it learns of a template it keeps.
 
-    `stop_ids` is the engine's set, which may still grow. `renders` counts renderings: those of a few messages, and
-    those of whole histories.
+    `stop_ids` is the engine's set, which may still grow. `small` is a renderer for small conversations, used where it
+    gives the same as `renderer`. `renders` counts renderings: those of a few messages by either, and those of whole histories.
     """
 
-    def __init__(self, renderer: Renderer, stop_ids: AbstractSet[int], *, recheck_every: int = RECHECK_EVERY) -> None:
+    def __init__(
+        self, renderer: Renderer, stop_ids: AbstractSet[int], *, small: Renderer | None = None, recheck_every: int = RECHECK_EVERY
+    ) -> None:
         self._renderer = renderer
+        self._local = small
+        self._warned = False
         self._stop_ids = stop_ids
         self._recheck_every = recheck_every
         self._boundaries: dict[tuple[object, ...], Boundary] = {}
         self._shapes: dict[tuple[object, ...], _Shape] = {}
         self._learning = asyncio.Lock()
-        self.renders = {"small": 0, "full": 0}
+        self.renders = {"local": 0, "small": 0, "full": 0}
 
     async def tail(self, ask: TailAsk) -> bytes:
         """Find the packed ids that the template puts behind the reply: end of turn, new messages, generation prompt.
@@ -147,10 +152,14 @@ class Tails:
         shape.uses += 1
         boundary, recheck = shape.boundary, shape.uses % self._recheck_every == 0
         try:
-            shown = await (self._small(ask, boundary) if shape.way == "small" else self._full(ask, boundary))
-            tail = self._cut(shown, boundary)
+            if ask.reply.calls and not boundary.in_calls:
+                boundary = await self._boundary(ask)  # the calls stand behind the text, and these may have other names
+            tail = await self._locally(ask, boundary) if shape.way == "local" else None
+            if not tail:  # what is rendered in full is right by construction
+                shown = await (self._small(ask, boundary) if shape.way == "small" else self._full(ask, boundary))
+                tail = self._cut(shown, boundary)
             if recheck:
-                await self._recheck(ask, shape, tail)
+                await self._recheck(ask, boundary, (tail, shape.way))
         except BoundaryUnknownError as why:
             log.error("a tail of a trusted shape is not what it was (%s); the shape is proven anew: %s", why, shape.name)  # noqa: TRY400
             shape.forget()
@@ -158,8 +167,14 @@ class Tails:
             raise
         return tail
 
-    async def _recheck(self, ask: TailAsk, shape: _Shape, tail: bytes) -> None:
-        if await self._prove(ask, shape.boundary) != (tail, shape.way):
+    async def _recheck(self, ask: TailAsk, boundary: Boundary, found: tuple[bytes, str]) -> None:
+        tail, way = await self._prove(ask, boundary)
+        if tail != found[0] and found[1] == "local":
+            log.error("the local tokenizer is no longer used: it gave other ids than the engine")
+            self._local = None
+            for shape in self._shapes.values():
+                shape.way = "" if shape.way == "local" else shape.way
+        if tail != found[0] or found[1] not in {way, "local"}:  # this very conversation may not have been one for the local tokenizer
             raise BoundaryUnknownError("tail-not-proven")
 
     async def _boundary(self, ask: TailAsk) -> Boundary:
@@ -192,14 +207,14 @@ class Tails:
         tail = boundary.cut(shown)
         if not tail:
             raise BoundaryUnknownError("empty-tail")
-        if not boundary.turn_end and ids.unpack(ids.head(tail, 1))[0] not in self._stop_ids:
+        if boundary.closing and not boundary.turn_end and ids.unpack(ids.head(tail, 1))[0] not in self._stop_ids:
+            # What the model is thought to have written may hold an end of turn that is not known yet.
             raise BoundaryUnknownError("no-stop-id-behind-the-reply")
         return tail
 
     async def _prove(self, ask: TailAsk, boundary: Boundary) -> tuple[bytes, str]:
         """Find a tail and prove it, as the head of this module says; return it and the way that led to it."""
         real = await self._full(ask)
-        await self._prove_past(ask, real)
         shown = await self._full(ask, boundary)
         tail = self._cut(shown, boundary)
         if not real.endswith(tail):
@@ -207,11 +222,29 @@ class Tails:
         other = msgspec.structs.replace(ask, raw_new=[reworded(raw) for raw in ask.raw_new])
         if boundary.before(await self._full(other, boundary)) != boundary.before(shown):
             raise BoundaryUnknownError("new-messages-reach-back")
+        await self._prove_past(ask, real)
+        local = await self._locally(ask, boundary)
+        if local == tail:
+            return tail, "local"
         try:
             small = boundary.cut(await self._small(ask, boundary))
         except (BoundaryUnknownError, TemplateRefusedError):
             return tail, "full"  # a template may refuse a conversation that small
+        if small == tail and local is not None and not self._warned:
+            self._warned = True
+            log.warning("the local tokenizer gives other ids than the engine for some conversations: those are left to the engine")
         return tail, "small" if small == tail else "full"
+
+    async def _locally(self, ask: TailAsk, boundary: Boundary) -> bytes | None:
+        """Take a tail from the local tokenizer; `None` if it leaves this conversation to the engine, nothing if it hides the tail."""
+        if self._local is None:
+            return None
+        try:
+            return boundary.cut(await self._small(ask, boundary, self._local))
+        except TemplateRefusedError:
+            return None
+        except BoundaryUnknownError:
+            return b""
 
     async def _prove_past(self, ask: TailAsk, real: bytes) -> None:
         """Prove that what stood before the model's first words stands there still."""
@@ -224,12 +257,12 @@ class Tails:
         if ids.common_head(alone, real) < ids.count(alone) - 1:
             raise BoundaryUnknownError("past-changes")
 
-    async def _small(self, ask: TailAsk, boundary: Boundary) -> bytes:
-        self.renders["small"] += 1
+    async def _small(self, ask: TailAsk, boundary: Boundary, local: Renderer | None = None) -> bytes:
+        self.renders["small" if local is None else "local"] += 1
         _unspoken(ask.raw_new)
         args = msgspec.structs.replace(ask.args, tools=None)
         reply = stand_in(ask.reply, SENTINEL, in_text=not boundary.in_calls)
-        return await self._renderer.render(ask.model, [ASK, reply, *ask.raw_new], args, generation=True)
+        return await (local or self._renderer).render(ask.model, [ASK, reply, *ask.raw_new], args, generation=True)
 
     async def _full(self, ask: TailAsk, boundary: Boundary | None = None) -> bytes:
         """Render the whole conversation; given a boundary, with the sentinel in its last reply."""
@@ -250,7 +283,8 @@ class Tails:
 
 def _unspoken(messages: Sequence[bytes]) -> None:
     """Refuse messages that spell out the sentinel. Nobody should know it, so this says nothing about their shape."""
-    if any(SENTINEL.encode() in raw for raw in messages):
+    plain = (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw for raw in messages)
+    if any(SENTINEL.encode() in raw for raw in plain):
         raise TailRefusedError("sentinel-in-messages")
 
 

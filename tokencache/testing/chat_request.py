@@ -68,9 +68,22 @@ def check_types(body: Mapping[str, Any]) -> None:
             raise schema_refusal(f"{location}.role", "missing", "Field required", message)
         if not isinstance(message.get("content"), (str, list, type(None))):
             raise schema_refusal(f"{location}.content", "string_type", _KINDS["str"][2], message["content"])
+        _check_calls(message)
     for i, tool in enumerate(body.get("tools") or []):
         if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
             raise schema_refusal(f"body.tools.{i}.function", "missing", "Field required", tool)
+
+
+def _check_calls(message: Mapping[str, Any]) -> None:
+    """Refuse arguments that are no text, whether or not the prompt comes as ids."""
+    calls = message.get("tool_calls")
+    for i, call in enumerate(calls if isinstance(calls, list) else []):
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and not isinstance(function.get("arguments"), str):
+            location = f"body.{i}.ChatCompletionMessageFunctionToolCallParam.function"
+            if "arguments" not in function:
+                raise schema_refusal(location, "missing", "Field required", function)
+            raise schema_refusal(location, "string_type", _KINDS["str"][2], function["arguments"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +203,13 @@ def _check_sampling(body: Mapping[str, Any], vocabulary: int) -> None:
     if temperature == 0 and (n or 1) > 1:
         raise senseless(f"n must be 1 when using greedy sampling, got {n}.")
     if (top := body.get("top_logprobs") or 0) > _MAX_LOGPROBS:
-        raise senseless(f"Requested sample logprobs of {top}, which is greater than max allowed: {_MAX_LOGPROBS}", "logprobs", top)
+        message = f"Requested sample logprobs of {top}, which is greater than max allowed: {_MAX_LOGPROBS}"
+        raise senseless(message, "logprobs", top, by_engine=True)
     allowed = body.get("allowed_token_ids")
     if allowed == []:
-        raise senseless("allowed_token_ids is not None and empty!", "allowed_token_ids", allowed)
+        raise senseless("allowed_token_ids is not None and empty!", "allowed_token_ids", allowed, by_engine=True)
     if allowed is not None and not all(isinstance(token, int) and 0 <= token < vocabulary for token in allowed):
-        raise senseless("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids", allowed)
+        raise senseless("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids", allowed, by_engine=True)
 
 
 def _check_tool_choice(choice: Any, tools: Any) -> None:

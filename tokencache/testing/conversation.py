@@ -3,7 +3,7 @@
 A template sees neither the messages nor the tools as they were sent. vLLM 0.32 first
 (`renderers/chat_utils.py`, `renderers/hf.py`)
 
-* joins the text parts of a list content with newlines, and makes null content the empty string;
+* joins the text parts of a list content with newlines, empty ones left out, and makes null content the empty string;
 * hands `reasoning` to the template under `reasoning_content` as well;
 * reads the arguments of old calls as JSON, so the template writes them out anew; what is not a JSON object becomes
   `{}`. (Older releases answered 400 there, to this and every later turn: `strict_arguments`);
@@ -40,6 +40,11 @@ def prompt_ids(
     strict_arguments: bool = False,
 ) -> list[int]:
     """Render and tokenize the conversation in a request's `body`; raises `Refusal` where vLLM answers 400."""
+    if body.get("chat_template") is not None or template_arguments.get("chat_template") is not None:
+        raise Refusal(
+            "Chat template is passed with request, but --trust-request-chat-template is not set. "
+            "Refused request with untrusted chat template."
+        )
     messages = _conversation(body["messages"], model=model, strict_arguments=strict_arguments)
     if not messages:
         raise senseless("Cannot apply chat template to an empty conversation. Provide at least one message.")
@@ -90,7 +95,7 @@ def _message(message: Mapping[str, Any], *, strict_arguments: bool) -> dict[str,
     if role == "system":
         parts = [part.partition("\n")[2] if part.startswith(_BILLING) else part for part in parts]
         parts = [part for part in parts if part] or [""]
-    result: dict[str, Any] = {"role": role, "content": "\n".join(parts)}
+    result: dict[str, Any] = {"role": role, "content": "\n".join(filter(None, parts))}
     if role == "assistant":
         reasoning = message.get("reasoning") if message.get("reasoning") is not None else message.get("reasoning_content")
         if reasoning is not None:

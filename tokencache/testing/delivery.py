@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -29,9 +30,7 @@ async def stream_reply(http: web.Request, completion: Completion, fault: Fault |
                 _hang_up(http)
                 return response
             if fault.kind is FaultKind.ERROR_EVENT:
-                refusal = Refusal(fault.body.decode(), kind="InternalServerError", status=500)
-                await response.write(wire.event(refusal.body()))
-                await response.write(wire.DONE)
+                await response.write(_error_event(Refusal(fault.body.decode(), kind="InternalServerError", status=500)))
             break
         await response.write(data)
         sent += 1
@@ -39,6 +38,20 @@ async def stream_reply(http: web.Request, completion: Completion, fault: Fault |
         await response.write(wire.DONE)
     await response.write_eof()
     return response
+
+
+async def stream_refusal(http: web.Request, refusal: Refusal) -> web.StreamResponse:
+    """Refuse within a stream that has begun."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(http)
+    await response.write(_error_event(refusal))
+    await response.write_eof()
+    return response
+
+
+def _error_event(refusal: Refusal) -> bytes:
+    """Write an error as the last event of a stream; vLLM's JSON has spaces here, and nowhere else."""
+    return b"data: " + json.dumps(refusal.body(), ensure_ascii=False).encode() + b"\n\n" + wire.DONE
 
 
 async def fail_request(http: web.Request, fault: Fault) -> web.StreamResponse:

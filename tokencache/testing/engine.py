@@ -27,7 +27,7 @@ from tokencache.testing.books import BookEntry
 from tokencache.testing.chat_request import ChatRequest, check_types, read_chat_request, read_json
 from tokencache.testing.completion import Completion
 from tokencache.testing.conversation import has_media, prompt_ids
-from tokencache.testing.delivery import empty_answer, fail_request, json_answer, refuse, stream_reply
+from tokencache.testing.delivery import empty_answer, fail_request, json_answer, refuse, stream_refusal, stream_reply
 from tokencache.testing.faults import Fault, FaultKind
 from tokencache.testing.refusals import Refusal, schema_refusal, senseless, unknown_model
 from tokencache.testing.speech import Speech
@@ -138,7 +138,7 @@ class SimulatedEngine:
         check_types(body)
         self._check_model(body)
         if "messages" not in body and "prompt" not in body:
-            raise schema_refusal("body.messages", "missing", "Field required", body)
+            raise schema_refusal("body.prompt", "missing", "Field required", body)
         if body.get("continue_final_message") and body.get("add_generation_prompt", True):
             raise senseless("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
         if "messages" in body:
@@ -200,7 +200,12 @@ class SimulatedEngine:
         fault = self._next_fault(_CHAT, body)
         if fault is not None and (fault.kind in (FaultKind.STATUS, FaultKind.HANG) or (fault.kind is FaultKind.CLOSE and not fault.after)):
             return await fail_request(http, fault)
-        request = read_chat_request(body, http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
+        try:
+            request = read_chat_request(body, http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
+        except Refusal as refusal:
+            if refusal.by_engine and body.get("stream"):
+                return await stream_refusal(http, refusal)
+            raise
         completion = self._begin(request)
         try:
             if request.stream:

@@ -14,8 +14,12 @@ from typing import Any
 class Refusal(Exception):  # noqa: N818 - an answer, not a failure
     """An answer other than 200, raised anywhere while a request is being handled."""
 
-    def __init__(self, message: str, *, param: str | None = None, kind: str = "BadRequestError", status: int = 400) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, kind: str = "BadRequestError", status: int = 400, by_engine: bool = False
+    ) -> None:
+        """`by_engine`: found behind the API server, when a streamed answer has begun; it then comes as an event of a 200."""
         super().__init__(message)
+        self.by_engine = by_engine
         self.message = message
         self.param = param
         self.kind = kind
@@ -47,9 +51,9 @@ def unknown_model(given: str, served: str) -> Refusal:
     return Refusal(message, param="model", kind="NotFoundError", status=404)
 
 
-def senseless(message: str, param: str | None = None, value: Any = None) -> Refusal:
+def senseless(message: str, param: str | None = None, value: Any = None, *, by_engine: bool = False) -> Refusal:
     """Refuse a well-formed field whose value makes no sense; vLLM puts field and value at the end of the message."""
     if param is None:
         return Refusal(message)
     shown = "" if value is None else f", value={value}"
-    return Refusal(f"{message} (parameter={param}{shown})", param=param)
+    return Refusal(f"{message} (parameter={param}{shown})", param=param, by_engine=by_engine)

@@ -82,7 +82,10 @@ class _Api:
             raise HarnessError(f"format {wanted!r} is not one of: {', '.join(FORMATS)}", param="format")
         info = await self._info(request)
         turns = await self._store.turns(info.id)
-        tokens = await self._store.tokens(info.id, [turn.id for turn in turns])
+        try:
+            tokens = await self._store.tokens(info.id, [turn.id for turn in turns]) if turns else {}
+        except KeyError:
+            raise _no_session(info.id) from None  # deleted just now
         # A long session takes a while to lay out, and live calls must not wait for it.
         body = await asyncio.to_thread(lambda: _ENCODER.encode(trajectory(info, turns, tokens, self._ledger.owed(info.id))))
         return web.Response(body=body, content_type="application/json")

@@ -1,0 +1,121 @@
+"""The simulated engine held against a real vLLM: the same requests, the same statuses, members, types, nulls and words."""
+
+import re
+
+import pytest
+from conftest import MAX_MODEL_LEN
+from episodes import EPISODES
+from rig.server import MODEL
+from wire_table import ANSWERED, CHAT, CONVERSATIONS, OTHERS, REFUSED, WORDS_DIFFER, shape, stream_shape
+
+from tokencache.testing import SimulatedEngine
+
+
+@pytest.fixture
+async def engines(proxied, tokenizer):
+    """URLs of a simulated engine and of the real one, with the same tokenizer and the same episodes."""
+    if tokenizer != "own":
+        pytest.skip("the simulated engine has the project's own tokenizer")
+    spoken = {name: turns["turns"] if isinstance(turns, dict) else turns for name, turns in EPISODES.items()}
+    engine = SimulatedEngine(episodes=spoken, model=MODEL, max_model_len=MAX_MODEL_LEN)
+    async with engine.serve() as url:
+        yield proxied.http, url, proxied.vllm
+
+
+async def both(engines, method, path, body):
+    http, *urls = engines
+    answers = []
+    for url in urls:
+        sent = {"json": body} if isinstance(body, dict) else {"data": body, "headers": {"Content-Type": "application/json"}}
+        async with http.request(method, f"{url}{path}", **sent) as answer:
+            answers.append((answer.status, answer.headers.get("Content-Type"), await answer.read(), answer))
+    return answers
+
+
+async def parsed(answer):
+    status, kind, raw, response = answer
+    return status, kind, await response.json(content_type=None) if raw else None
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+async def test_same_answer(engines, name):
+    answers = await both(engines, "POST", CHAT, {"model": MODEL, **ANSWERED[name]})
+    simulated, real = [(*seen[:2], shape(seen[2], words=name not in WORDS_DIFFER)) for seen in [await parsed(answer) for answer in answers]]
+    assert real[0] == 200
+    assert simulated == real
+    assert str(simulated) == str(real)  # members in the same order, too
+
+
+TRIES = 8
+"""A busy vLLM joins tokens that wait to be sent into one chunk; then the same is asked again."""
+USAGE = {"no-usage": {}, "usage": {"include_usage": True}, "all-usage": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+@pytest.mark.parametrize("usage", USAGE)
+@pytest.mark.parametrize("name", ANSWERED)
+async def test_same_stream(engines, name, usage):
+    """The same kinds of chunks in the same order. (The choices of one call take turns as it comes: there, in any order.)"""
+    fields = {"stream": True, **({"stream_options": USAGE[usage]} if USAGE[usage] else {})}
+    for _ in range(TRIES):
+        answers = await both(engines, "POST", CHAT, {"model": MODEL, **ANSWERED[name], **fields})
+        assert answers[0][:2] == answers[1][:2] == (200, "text/event-stream; charset=utf-8")
+        (kinds, said), (real_kinds, really_said) = (stream_shape(raw) for _, _, raw, _ in answers)
+        if name in WORDS_DIFFER:  # other words, other chunks: the first and the last are the same, whatever is said
+            kinds, real_kinds = [[spoken(kind) for kind in (each[0], *each[-3:])] for each in (kinds, real_kinds)]
+        else:
+            assert said == really_said
+        if "two" in name:
+            kinds, real_kinds = sorted(kinds, key=str), sorted(real_kinds, key=str)
+        if str(kinds) == str(real_kinds):
+            return
+    assert kinds == real_kinds
+
+
+def spoken(kind):
+    """A chunk's kind, whatever it brings of the words."""
+    return kind if isinstance(kind, str) else kind | {"choices": [choice | {"delta": None} for choice in kind["choices"]]}
+
+
+def first_complaint(seen):
+    """Of all the ways in which pydantic finds that a message is none, the first: the simulated engine looks for one only."""
+    status, kind, body = seen
+    message = re.sub(r"^\d+ validation errors?:\n", "", body["error"]["message"]).split("\n  {")[0]
+    return status, kind, {"error": body["error"] | {"message": message}}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", REFUSED)
+async def test_same_refusal(engines, name, stream):
+    """Word for word. What the engine itself finds comes, when streamed, as an event of a 200."""
+    body = {"model": MODEL, **REFUSED[name], **({"stream": True} if stream and name != "options-without-stream" else {})}
+    simulated, real = await both(engines, "POST", CHAT, body)
+    if real[0] == 200:
+        assert stream
+        assert simulated[:3] == real[:3]
+    else:
+        assert first_complaint(await parsed(simulated)) == first_complaint(await parsed(real))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+async def test_same_elsewhere(engines, name):
+    answers = await both(engines, *OTHERS[name])
+    simulated, real = [(*seen[:2], shape(seen[2])) for seen in [await parsed(answer) for answer in answers]]
+    if "error" in (real[2] or {}):
+        simulated, real = first_complaint(simulated), first_complaint(real)
+    assert simulated == real
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+async def test_same_rendering(engines, name):
+    """The same ids, from the template and the tokenizer of the one and of the other."""
+    messages, fields = CONVERSATIONS[name]
+    answers = await both(engines, "POST", "/tokenize", {"model": MODEL, "messages": messages, **fields})
+    simulated, real = [await parsed(answer) for answer in answers]
+    assert real[0] == 200, real
+    assert simulated == real
+
+
+def test_the_table_is_long_enough():
+    assert len(ANSWERED) + len(REFUSED) + len(OTHERS) >= 30
+    assert len(CONVERSATIONS) >= 20
+    assert set(ANSWERED) >= WORDS_DIFFER

@@ -1,0 +1,179 @@
+"""The harness leaves: the engine is told at once, what was received is recorded, and the next call works."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, until, user
+from tokencache.testing import SimulatedEngine
+
+ASK = {"model": "sim", "messages": [user("EPISODE:talk")]}
+
+
+async def settled(rig, session="s"):
+    """Wait until no call of the session is open; returns the session."""
+
+    async def closed():
+        async with rig.http.get(f"{rig.url}/tokencache/v1/sessions/{session}") as answer:
+            info = await answer.json()
+            return info if answer.status == 200 and not info["open_calls"] else None
+
+    return await until(closed)
+
+
+async def leave_after(rig, events, session="s", body=None):
+    """Read so many events of a stream, then leave; returns what was read."""
+    got = b""
+    async with rig.http.post(rig.url + CHAT, json={**ASK, "stream": True, **(body or {})}, headers={HEADER: session}) as answer:
+        while got.count(b"\n\n") < events:
+            got += await answer.content.readany()
+        answer.close()
+    return got
+
+
+async def goes_on(rig, session="s"):
+    asked = [user("EPISODE:demo")]
+    message = await rig.say(session, asked, tools=TOOLS)
+    await rig.say(session, [*asked, echo(message), *results(message)], tools=TOOLS)
+    assert [turn["match"] for turn in await rig.turns(session)][-2:] == ["root", "continue"]
+
+
+@pytest.mark.parametrize("events", [1, 2, 3, 8, 15])
+async def test_in_the_middle_of_a_stream(events):
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
+        await leave_after(rig, events)
+        await rig.engine.until(lambda: rig.book("s") and rig.book("s")[0].aborted)
+        info = await settled(rig)
+        entry = rig.book("s")[0]
+        assert entry.finish_reason == "abort"
+        (turn,) = await rig.turns()
+        assert (turn["marks"], turn["finish_reason"], turn["match"]) == (["aborted"], "abort", "root")
+        assert [(i["kind"], i["hole"]) for i in info["incidents"]] == [("client-gone", False)]
+        exported = await rig.check(aborted=1)
+        (sequence,) = exported["sequences"]
+        start, end = sequence["turns"][0]["completion"]
+        assert sequence["token_ids"][start:end] == entry.completion_ids[: end - start]
+        assert exported["complete"]
+        rig.engine.token_delay = 0
+        await goes_on(rig)
+        await rig.check(aborted=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_before_anything_came(stream):
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.05)) as rig:
+        call = asyncio.create_task(rig.http.post(rig.url + CHAT, json={**ASK, "stream": stream}, headers={HEADER: "s"}))
+        await rig.engine.until(lambda: bool(rig.book("s")))
+        if not stream:
+            call.cancel()
+        else:
+            (await call).close()
+        await asyncio.gather(call, return_exceptions=True)
+        await rig.engine.until(lambda: rig.book("s")[0].aborted)
+        info = await settled(rig)
+        assert "client-gone" in {i["kind"] for i in info["incidents"]}
+        rig.engine.token_delay = 0
+        await goes_on(rig)
+
+
+async def test_while_the_call_is_planned():
+    """The harness leaves before the engine was asked for anything: nothing is open, nothing is missing."""
+    async with proxied() as rig:
+        message = await rig.say("s", ASK["messages"])
+        await rig.say("warm", [user("hi"), echo(message), user("go on")])
+        asked, go = asyncio.Event(), asyncio.Event()
+        model = rig.proxy.engine._models["sim"]
+        render = model.renderer.render
+
+        async def slow(*args, **kwargs):
+            asked.set()
+            await go.wait()
+            return await render(*args, **kwargs)
+
+        model.renderer.render = slow
+        body = {**ASK, "messages": [*ASK["messages"], echo(message), user("go on")]}
+        call = asyncio.create_task(rig.http.post(rig.url + CHAT, json=body, headers={HEADER: "s"}))
+        await asked.wait()
+        assert len((await rig.info())["open_calls"]) == 1
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        info = await settled(rig)
+        assert (info["complete"], info["turns"]) == (True, 1)
+        go.set()
+        await goes_on(rig)
+        assert len(rig.book("s")) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_while_the_turn_is_stored(stream):
+    """The engine was done, the harness left before the end: one turn, once."""
+    async with proxied() as rig:
+        stored, go = asyncio.Event(), asyncio.Event()
+        commit = rig.store.commit
+
+        async def slow(*args, **kwargs):
+            stored.set()
+            await go.wait()
+            await commit(*args, **kwargs)
+
+        rig.store.commit = slow
+
+        async def read():
+            async with rig.http.post(rig.url + CHAT, json={**ASK, "stream": stream}, headers={HEADER: "s"}) as answer:
+                await answer.read()
+
+        call = asyncio.create_task(read())
+        await stored.wait()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        go.set()
+        info = await settled(rig)
+        assert info["turns"] == 1
+        exported = await rig.check()
+        assert exported["complete"]
+        await goes_on(rig)
+        await rig.check()
+
+
+async def test_many_leave_at_random_points():
+    """Every moment of a call, whatever it is: each session ends up closed, and equal to the engine's books."""
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.001)) as rig:
+
+        async def one(n):
+            call = asyncio.create_task(rig.post(f"s{n}", messages=[user("EPISODE:demo")], tools=TOOLS, stream=n % 2 == 0))
+            for _ in range(n * 3):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+        await asyncio.gather(*map(one, range(60)))
+        rig.engine.token_delay = 0
+        for n in range(60):
+            await rig.say(f"s{n}", [user("EPISODE:talk")])
+            info = await settled(rig, f"s{n}")
+            aborted = sum("aborted" in turn["marks"] for turn in await rig.turns(f"s{n}"))
+            whole = [entry for entry in rig.book(f"s{n}") if not entry.aborted]
+            assert len(whole) + aborted == info["turns"]
+
+
+async def test_a_relayed_call_is_aborted_too():
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.01)) as rig:
+        before = len(rig.engine.books)
+        async with rig.http.post(rig.url + CHAT, json={**ASK, "stream": True}) as answer:
+            await answer.content.readany()
+            answer.close()
+        await rig.engine.until(lambda: rig.engine.books[before].aborted)
+
+
+async def test_what_was_heard_before_an_interrupt_is_no_known_reply(rig):
+    """A harness sends back the half that it has: nothing is guessed, the session goes on plainly."""
+    rig.engine.token_delay = 0.002
+    got = await leave_after(rig, 12)
+    await settled(rig)
+    rig.engine.token_delay = 0
+    chunks = [json.loads(e[6:]) for e in got.decode().split("\n\n") if e.startswith("data: {")]
+    half = "".join(c["delta"].get("content") or "" for chunk in chunks for c in chunk["choices"])
+    await rig.say("s", [*ASK["messages"], {"role": "assistant", "content": half or "One"}, user("go on")])
+    assert (await rig.turns())[-1]["match"] == "plain"
+    await rig.check(aborted=1)

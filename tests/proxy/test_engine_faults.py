@@ -1,0 +1,160 @@
+"""The engine fails: the harness sees what a direct client sees, the session says what happened, and goes on."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, results, until, user
+from tokencache.testing import Fault
+
+ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
+BROKEN = (aiohttp.ClientError, ConnectionError)
+
+
+async def seen(rig, url, session=None, **body):
+    """What a client gets: status, type, bytes up to where they end, and whether they end as they should."""
+    headers = {HEADER: session} if session else {}
+    rig.engine._calls = iter(range(1000, 2000))
+    try:
+        async with rig.http.post(url + CHAT, json={"model": "sim", **ASK, **body}, headers=headers) as answer:
+            got = b""
+            try:
+                async for data in answer.content.iter_any():
+                    got += data
+            except BROKEN:
+                return answer.status, answer.content_type, got, "broken"
+            return answer.status, answer.content_type, got, "whole"
+    except BROKEN:
+        return None, None, b"", "broken"
+
+
+def masked(what):
+    status, kind, got, end = what
+    return status, kind, [sorted(json.loads(e)) if e.startswith("{") else e for e in events(got.decode())], end
+
+
+async def goes_on(rig, session="s"):
+    """The session still works: two more turns, the second a continuation of the first."""
+    message = await rig.say(session, **ASK)
+    await rig.say(session, [*ASK["messages"], echo(message), *results(message)], tools=TOOLS)
+    assert [turn["match"] for turn in await rig.turns(session)][-2:] == ["root", "continue"]
+    assert not (await rig.info(session))["open_calls"]
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_is_passed_on_as_it_is(rig, status, stream):
+    fault = Fault.answer(status, f'{{"error":  {{"message":"no ü","type":"X","param":null,"code":{status}}}}}')
+    rig.engine.faults.extend([fault, fault])
+    assert await seen(rig, rig.url, "s", stream=stream) == await seen(rig, rig.up, stream=stream)
+    info = await rig.info()
+    assert [(i["kind"], i["hole"]) for i in info["incidents"]] == [("engine-refused", False)]
+    assert str(status) in info["incidents"][0]["detail"]
+    assert info["complete"]
+    await goes_on(rig)
+    await rig.check()
+
+
+@pytest.mark.parametrize("body", [b"<html>oops", b"", b"[]", b'{"choices": 5}', b'{"error": {"message": "x"}}', b"\xff\xfe"])
+@pytest.mark.parametrize("kind", ["application/json", "text/html"])
+async def test_an_answer_that_is_no_chat_completion(rig, body, kind):
+    rig.engine.faults.extend([Fault.answer(200, body, content_type=kind)] * 2)
+    assert await seen(rig, rig.url, "s") == await seen(rig, rig.up)
+    info = await rig.info()
+    assert not info["complete"]  # the engine may have said something
+    assert info["turns"] == 0
+    await goes_on(rig)
+
+
+async def test_truncated_json(rig):
+    rig.engine.faults.extend([Fault.truncated_json(), Fault.truncated_json()])
+    through, direct = await seen(rig, rig.url, "s"), await seen(rig, rig.up)
+    assert (through[0], through[3]) == (direct[0], direct[3]) == (200, "whole")
+    info = await rig.info()
+    assert (info["complete"], info["turns"]) == (False, 0)
+    assert "unreadable-reply" in {i["kind"] for i in info["incidents"]}
+    await goes_on(rig)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5, 20])
+@pytest.mark.parametrize("fault", [Fault.cut, Fault.close, Fault.error_event])
+async def test_a_stream_that_ends_early(rig, fault, after):
+    rig.engine.faults.extend([fault(after), fault(after)])
+    direct, through = await seen(rig, rig.up, stream=True), await seen(rig, rig.url, "s", stream=True)
+    if fault == Fault.close and not after:
+        assert direct[3] == "broken"
+        assert through[0] == 502  # nothing was answered yet: a proxy can still say so
+        await goes_on(rig)
+        return
+    # With ids asked for there are chunks that a direct client does not get; what is left is a beginning of the same.
+    assert through[:2] + through[3:] == direct[:2] + direct[3:]
+    shown, wanted = masked(through)[2], masked(direct)[2]
+    assert shown == wanted[: len(shown)] or fault == Fault.error_event
+    info = await rig.info()
+    assert not info["complete"]
+    kinds = {i["kind"] for i in info["incidents"]}
+    assert kinds & {"upstream-broke", "engine-error"}
+    entry = rig.book("s")[0]
+    turns = await rig.turns()
+    assert len(turns) == (1 if after else 0)
+    for turn in turns:
+        assert turn["marks"]
+        assert turn["completion_tokens"] <= len(entry.completion_ids)
+    if fault == Fault.error_event:
+        assert b'"Internal server error"' in through[2]
+        assert through[2].endswith(b"data: [DONE]\n\n")
+    await goes_on(rig)
+
+
+async def test_the_connection_breaks_behind_the_finish(rig):
+    """What came before the break reaches the harness, the finish reason too."""
+    whole = await seen(rig, rig.up, stream=True)
+    chunks = len(events(whole[2].decode())) - 1
+
+    class Late:
+        def __call__(self, route, body):
+            return Fault.close(self.after) if route == CHAT and body.get("stream") and body.get("return_token_ids") else None
+
+    late = Late()
+    rig.engine.choose_fault = late
+    async with rig.http.post(
+        rig.up + CHAT, json={"model": "sim", **ASK, "stream": True, "stream_options": {"include_usage": True}}
+    ) as answer:
+        await answer.read()
+    assert chunks
+    sent = len(rig.engine.books[-1].completion_ids) + 1  # role chunk and one per token: the finish chunk is the last of them
+    late.after = sent
+    rig.engine._calls = iter(range(1000, 2000))
+    got, end = b"", "whole"
+    body = {"model": "sim", **ASK, "stream": True, "stream_options": {"include_usage": True}}
+    async with rig.http.post(rig.url + CHAT, json=body, headers={HEADER: "s"}) as answer:
+        try:
+            async for data in answer.content.iter_any():
+                got += data
+        except BROKEN:
+            end = "broken"
+    assert end == "broken"
+    said = [json.loads(event) for event in events(got.decode())]
+    finished = rig.book("s")[0].finish_reason not in (None, "abort")
+    assert (said[-1]["choices"][0]["finish_reason"] is not None) == finished
+    assert not (await rig.info())["complete"]
+
+
+async def test_an_engine_that_hangs_until_the_client_gives_up(rig):
+    rig.engine.faults.append(Fault.hang())
+    call = asyncio.create_task(rig.post("s", **ASK))
+    await rig.engine.until(lambda: any(b.get("logprobs") for b in rig.engine.requests))
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await until_closed(rig)
+    assert {i["kind"] for i in (await rig.info())["incidents"]} >= {"client-gone"}
+    await goes_on(rig)
+
+
+async def until_closed(rig, session="s"):
+    async def closed():
+        return not (await rig.info(session))["open_calls"]
+
+    await until(closed)

@@ -1,0 +1,221 @@
+"""The store fails: with `relay` the harness gets its reply and the trainer is told; with `fail` it gets a 503.
+
+And the turn stands in the store before the reply's last byte leaves.
+"""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, until, user
+from tokencache.store.contract import StoreError
+from tokencache.store.memory import MemoryStore
+
+ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
+
+
+class Flaky(MemoryStore):
+    """A memory store of which chosen operations fail, or wait until `go` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.broken, self.slow = set(), set()
+        self.failed = []
+        self.reached, self.go = asyncio.Event(), asyncio.Event()
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in {"begin", "find", "prefix", "commit", "settle", "note", "session", "turns", "tokens", "session_of_key", "ping"}:
+            return found
+
+        async def operation(*args, **kwargs):
+            if name in self.slow:
+                self.reached.set()
+                await self.go.wait()
+            if name in self.broken:
+                self.failed.append(name)
+                raise StoreError(f"{name} is broken")
+            return await found(*args, **kwargs)
+
+        return operation
+
+
+@pytest.fixture
+def store():
+    return Flaky()
+
+
+async def raw(rig, session="s", **body):
+    async with rig.http.post(rig.url + CHAT, json={"model": "sim", **body}, headers={HEADER: session}) as answer:
+        return answer.status, await answer.text()
+
+
+async def paid(rig):
+    async def nothing_owed():
+        return not rig.proxy.ledger.owed("s")
+
+    await until(nothing_owed)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.005)
+
+
+@pytest.mark.parametrize("broken", [{"begin", "note"}, {"commit", "note"}, {"begin", "commit", "settle", "note", "find", "prefix"}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_relay_the_harness_gets_its_reply(store, broken, stream):
+    async with proxied(store=store) as rig:
+        first = await rig.say("s", **ASK)
+        store.broken |= broken
+        messages = [*ASK["messages"], echo(first), *results(first)]
+        status, _ = await raw(rig, messages=messages, tools=TOOLS, stream=stream)
+        assert status == 200
+        for told in (await rig.info(), await rig.exported()):  # owed, and seen all the same
+            assert not told["complete"]
+            assert "store-error" in {i["kind"] for i in told["incidents"]}
+        store.broken.clear()
+        await paid(rig)
+        exported = await rig.exported()
+        assert not exported["complete"]
+        lost = [i for i in exported["incidents"] if i["kind"] == "store-error"]
+        assert len(lost) == 1
+        assert lost[0]["hole"]
+        assert lost[0]["call"]
+        await rig.say("s", messages, tools=TOOLS)  # and goes on
+        assert (await rig.turns())[-1]["match"] in {"continue", "branch"}
+
+
+async def test_relay_a_session_that_could_not_even_begin(store):
+    async with proxied(store=store) as rig:
+        store.broken |= {"begin", "commit", "note"}
+        await rig.say("s", **ASK)
+        told = await rig.exported()
+        assert (told["complete"], told["sequences"]) == (False, [])
+        store.broken.clear()
+        await paid(rig)
+        assert not (await rig.info())["complete"]
+
+
+@pytest.mark.parametrize("broken", ["find", "prefix", "tokens"])
+async def test_relay_a_past_that_cannot_be_read(store, broken):
+    """The turn is rendered plainly, recorded, and nothing is missing."""
+    async with proxied(store=store, prefix_memory=0) as rig:
+        first = await rig.say("s", **ASK)
+        other = await rig.say("s", [user("EPISODE:talk")])
+        rig.proxy.ledger.prefixes._held.clear()
+        store.broken.add(broken)
+        edited = [{"role": "system", "content": "edited"}, *ASK["messages"], echo(first), *results(first)]
+        for messages in ([*ASK["messages"], echo(first), *results(first)], edited, [user("?"), echo(other), user("!")]):
+            await rig.say("s", messages, tools=TOOLS)
+        turns = (await rig.turns())[2:]
+        assert {t["match"] for t in turns if t["reason"] == "store-error"} <= {"plain"}
+        store.broken.clear()
+        exported = await rig.check()
+        assert exported["complete"]
+
+
+@pytest.mark.parametrize("operation", ["begin", "commit"])
+async def test_fail_the_harness_gets_a_503(store, operation):
+    async with proxied(store=store, on_store_error="fail") as rig:
+        await rig.say("s", **ASK)
+        store.broken.add(operation)
+        status, said = await rig.post("s", **ASK)
+        assert status == 503
+        assert said["error"] == {"message": f"the store failed: {operation} is broken", "type": "store_error", "param": None, "code": 503}
+        store.broken.clear()
+        await rig.say("s", **ASK)
+
+
+async def test_fail_in_a_stream_that_has_begun(store):
+    """The head is out: an error event tells, as the engine itself would; the end of the reply never comes."""
+    async with proxied(store=store, on_store_error="fail") as rig:
+        store.broken.add("commit")
+        status, text = await raw(rig, stream=True, **ASK)
+        assert status == 200
+        *chunks, error, done = events(text)
+        assert done == "[DONE]"
+        assert json.loads(error)["error"]["type"] == "store_error"
+        assert not any(choice["finish_reason"] for chunk in chunks for choice in json.loads(chunk)["choices"])
+        store.broken.clear()
+        await paid(rig)
+        assert not (await rig.info())["complete"]
+
+
+async def test_a_registered_key_that_cannot_be_looked_up_is_a_503(store):
+    async with proxied(store=store) as rig:
+        store.broken.add("session_of_key")
+        async with rig.http.post(rig.url + CHAT, json=ASK, headers={"Authorization": "Bearer tck-x"}) as answer:
+            assert (answer.status, (await answer.json())["error"]["type"]) == (503, "store_error")
+        async with rig.http.get(rig.url + "/readyz") as answer:
+            assert answer.status == 200
+        store.broken.add("ping")
+        async with rig.http.get(rig.url + "/readyz") as answer:
+            assert (answer.status, (await answer.json())["store"]) == (503, "ping is broken")
+
+
+async def test_tokenize_does_not_fail_with_the_store(store):
+    async with proxied(store=store, prefix_memory=0) as rig:
+        first = await rig.say("s", **ASK)
+        messages = [*ASK["messages"], echo(first), *results(first)]
+        rig.proxy.ledger.prefixes._held.clear()
+        for broken in ("find", "prefix"):
+            store.broken = {broken}
+            status, said = await rig.post("s", "/tokenize", messages=messages, tools=TOOLS)
+            assert status == 200
+            assert said["tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_turn_is_stored_before_the_last_byte_leaves(store, stream):
+    async with proxied(store=store) as rig:
+        direct = await rig.post(None, stream=stream, **ASK)
+        store.slow.add("commit")
+        got, done = bytearray(), asyncio.Event()
+
+        async def read():
+            async with rig.http.post(rig.url + CHAT, json={"model": "sim", "stream": stream, **ASK}, headers={HEADER: "s"}) as answer:
+                async for data in answer.content.iter_any():
+                    got.extend(data)
+            done.set()
+
+        call = asyncio.create_task(read())
+        await store.reached.wait()
+        if stream:  # everything is there but the end
+
+            async def all_but_the_end():
+                return bytes(got).count(b"\n\n") >= len(direct[1]) - 1
+
+            await until(all_but_the_end)
+            assert b"list" in got or b"look" in got
+        assert b'finish_reason":"' not in got
+        assert b"[DONE]" not in got
+        assert not done.is_set()
+        assert (await rig.info())["turns"] == 0
+        store.go.set()
+        await asyncio.wait_for(call, 5)
+        assert b'finish_reason":"' in got
+        assert (await rig.info())["turns"] == 1
+        await rig.check()
+
+
+async def test_a_session_deleted_while_a_call_is_open(store):
+    """The late turn does not bring it back, and the next session of this name begins anew."""
+    async with proxied(store=store) as rig:
+        first = await rig.say("s", **ASK)
+        store.slow.add("commit")
+        call = asyncio.create_task(rig.say("s", [*ASK["messages"], echo(first), *results(first)], tools=TOOLS))
+        await store.reached.wait()
+        async with rig.http.delete(rig.url + "/tokencache/v1/sessions/s") as answer:
+            assert answer.status == 200
+        store.go.set()
+        await call
+        async with rig.http.get(rig.url + "/tokencache/v1/sessions/s") as answer:
+            assert answer.status == 404
+        rig.engine.books.clear()
+        await rig.say("s", **ASK)
+        await rig.say("s", **ASK)
+        exported = await rig.check()
+        assert exported["complete"], exported["incidents"]
+        assert [len(s["turns"]) for s in exported["sequences"]] == [1, 1]
