@@ -24,8 +24,14 @@ class HarnessError(Exception):
 
 
 class EngineError(Exception):
-    """The engine could not be reached or broke off; `status` is what to answer with if nothing was relayed yet."""
+    """The engine could not be reached or broke off.
 
-    def __init__(self, message: str, *, status: int = 502) -> None:
+    Attributes:
+        status: what to answer with if nothing was relayed yet.
+        reached: the request was sent, so the engine may have sampled.
+    """
+
+    def __init__(self, message: str, *, status: int = 502, reached: bool = True) -> None:
         super().__init__(message)
         self.status = status
+        self.reached = reached

@@ -19,9 +19,15 @@ from tests.proxy.traffic import Harness
 from tokencache.testing import SimulatedEngine
 
 KNOWN = {
-    "", "unrecognised-reply", "rewritten-reply", "ambiguous-reply", "foreign-reply", "context-edited", "template-arguments-changed",
+    "",
+    "unrecognised-reply",
+    "rewritten-reply",
+    "ambiguous-reply",
+    "foreign-reply",
+    "foreign-reply-between",
+    "context-edited",
     "replies-without-anything-between",
-}  # fmt: skip
+}
 """Reasons that such traffic gives; none of them is a failure of ours."""
 
 

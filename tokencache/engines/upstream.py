@@ -82,7 +82,7 @@ class Upstream:
         try:
             return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False, skip_auto_headers=_NOT_OURS)
         except aiohttp.ClientConnectorError as why:
-            raise EngineError(f"the engine at {self.url} cannot be reached: {why.os_error or why}") from why
+            raise EngineError(f"the engine at {self.url} cannot be reached: {why.os_error or why}", reached=False) from why
         except (aiohttp.ClientError, TimeoutError) as why:
             raise EngineError(f"the engine at {self.url} gave no answer: {type(why).__name__}: {why}") from why
 

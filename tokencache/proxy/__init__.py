@@ -4,7 +4,8 @@
 `app`           routes, start and stop
 `sessions`      which rollout does a request belong to?
 `relay`         everything outside a session, byte for byte
-`call`          one model call within a session, from its body to its last byte
+`caller`        what can be asked within a session, and the plan for it
+`call`          one model call, from its plan to its last byte
 `plan`          what exactly is sent: prefix + tail, or the engine's own rendering and why
 `prefixes`      recent prefixes at hand
 `record`        from a reply to the turns that are stored

@@ -6,6 +6,7 @@ a session, and everything else, which is relayed byte for byte.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
@@ -20,7 +21,7 @@ from tokencache.engines.engine import Engine
 from tokencache.engines.probe import Capability
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
-from tokencache.proxy.call import CHAT, Caller, tokenized
+from tokencache.proxy.caller import CHAT, Caller, tokenized
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefixes import Prefixes
 from tokencache.proxy.relay import keep_headers, relay, request_headers
@@ -101,7 +102,8 @@ class Proxy:
                 return web.Response(body=tokenized(*found), content_type="application/json")
             return await relay(request, self.upstream, origin.path, headers=headers, body=await request.read())
         if request.method == "POST" and route.startswith(_SAMPLING_ROUTES):
-            await self.store.note(origin.session, [Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True)])
+            incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
+            await self.ledger.note(origin.session, [incident])
         return await relay(request, self.upstream, origin.path, headers=headers)
 
     def _headers(self, request: web.Request, origin: Origin) -> CIMultiDict[str]:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -21,17 +21,15 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from tokencache import metrics
-from tokencache.core import ids
-from tokencache.dialects import chat
+from tokencache.core.match import DISAGREED
 from tokencache.dialects.chat import ChatCall
-from tokencache.dialects.chat_messages import MessageReader
 from tokencache.dialects.chat_reply import ChatPresenter
 from tokencache.engines.engine import Engine, Model
 from tokencache.engines.reply import Reply
 from tokencache.engines.vllm import chat_body
 from tokencache.errors import EngineError
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.plan import Plan, Planner, keys_wanted
+from tokencache.proxy.plan import Plan, keys_wanted
 from tokencache.proxy.record import ABORTED, BROKE, Outcome, Recorded
 from tokencache.proxy.relay import open_response, whole_response
 from tokencache.proxy.sse import DONE, EventSplitter, data_of, event_of
@@ -39,76 +37,31 @@ from tokencache.store.contract import Begun, StoreError
 
 log = logging.getLogger(__name__)
 
-CHAT = "/v1/chat/completions"
 _OK = 200
 _REFUSED = frozenset({400, 422})
-_OURS: dict[type[Exception], str] = {StoreError: "store-error", KeyError: "torn-record", ValueError: "torn-record"}
+PlanFor = Callable[[str, ChatCall, Sequence[bytes], Begun | None], Awaitable[tuple[Plan, Model | None]]]
 
 
-class Caller:
-    """Serves the model calls of all sessions through one engine and one ledger."""
+class Call:
+    """A chat completion of one session, under way.
 
-    def __init__(self, engine: Engine, ledger: Ledger, reader: MessageReader) -> None:
-        self.engine = engine
-        self.ledger = ledger
-        self._reader = reader
-        self._planner = Planner(ledger.store, ledger.prefixes)
-
-    async def chat(self, request: web.Request, session: str, path: str, headers: CIMultiDict[str]) -> web.StreamResponse:
-        """Serve a chat completion.
-
-        Raises:
-            HarnessError: the request cannot be served.
-            EngineError: the engine cannot be reached; nothing was answered yet.
-            SessionSealedError: the session takes no more calls.
-            StoreError: the store failed and the policy is strict.
-        """
-        call = chat.read(await request.read(), self._reader)
-        live = _Live(self, request, session, call, path=path, headers=headers)
-        with metrics.IN_FLIGHT.track_inprogress():
-            return await live.run()
-
-    async def tokens_of_next(self, request: web.Request, session: str) -> tuple[bytes, Model] | None:
-        """Find the packed ids that a chat call with this `/tokenize` body would send; `None` if the engine would render."""
-        call = chat.read_tokenize(await request.read(), self._reader)
-        if call is None:
-            return None
-        keys = keys_wanted(call)
-        try:
-            hits = await self.ledger.store.find(session, keys)
-            model = await self.engine.model(call.model)
-            plan = await self._planner.plan(session, call, keys, hits, model)
-        except (StoreError, EngineError, KeyError, ValueError) as why:
-            log.warning("session %s: /tokenize is not planned: %s", session, why)
-            return None  # a call would be rendered now
-        return (plan.prompt, model) if plan.prompt is not None else None
-
-    async def plan(
-        self, session: str, call: ChatCall, call_id: str, keys: Sequence[bytes], begun: Begun | None
-    ) -> tuple[Plan, Model | None]:
-        """Plan a call that has begun; what fails on our side ends in a plain plan."""
-        if begun is None:
-            return Plan(match="plain", reason="store-error"), None
-        model = None
-        try:
-            model = await self.engine.model(call.model)
-            return await self._planner.plan(session, call, keys, begun.hits, model), model
-        except EngineError as why:
-            log.debug("session %s call %s: not planned: %s", session, call_id, why)
-            return Plan(match="plain", reason="engine-unknown"), model
-        except Exception as why:  # whatever it is, it is ours, and the harness must not suffer for it
-            log.exception("session %s call %s: not planned", session, call_id)
-            return Plan(match="plain", reason=_OURS.get(type(why), "internal-error")), model
-
-
-class _Live:
-    """A call that is under way."""
+    `run` raises `EngineError` where the engine cannot be reached and nothing was answered yet, `SessionSealedError`, and
+    under a strict policy `StoreError`.
+    """
 
     def __init__(
-        self, caller: Caller, request: web.Request, session: str, call: ChatCall, *, path: str, headers: CIMultiDict[str]
+        self,
+        request: web.Request,
+        session: str,
+        call: ChatCall,
+        *,
+        plan: PlanFor,
+        engine: Engine,
+        ledger: Ledger,
+        path: str,
+        headers: CIMultiDict[str],
     ) -> None:
-        self._caller = caller
-        self._engine, self._ledger = caller.engine, caller.ledger
+        self._plan, self._engine, self._ledger = plan, engine, ledger
         self._request = request
         self._session = session
         self._call = call
@@ -124,11 +77,12 @@ class _Live:
         self._started = time.time()
 
     async def run(self) -> web.StreamResponse:
+        """Serve the call to its last byte."""
         keys = keys_wanted(self._call)
         beginning = asyncio.ensure_future(self._ledger.begin(self._session, self._id, keys))
         try:
             self._begun = await asyncio.shield(beginning)
-            plan, model = await self._caller.plan(self._session, self._call, self._id, keys, self._begun)
+            plan, model = await self._plan(self._session, self._call, keys, self._begun)
         except asyncio.CancelledError:
             self._ledger.detach(asyncio.create_task(self._unbegin(beginning)))
             raise
@@ -147,7 +101,7 @@ class _Live:
             raise
         except EngineError as why:
             self._engine.forget()
-            await self._settle("upstream-down", str(why))
+            await self._settle(BROKE if why.reached else "upstream-down", str(why), hole=why.reached)
             raise
 
     async def _unbegin(self, beginning: "asyncio.Future[Begun | None]") -> None:
@@ -270,6 +224,8 @@ class _Live:
         except Exception as why:  # ours again: the harness gets its reply, and the trainer is told
             log.exception("session %s call %s: not recorded", self._session, self._id)
             recorded = Recorded([], [], [self._outcome.tell("internal-error", f"{type(why).__name__}: {why}", hole=True)])
+        if any(incident.kind == DISAGREED for incident in recorded.incidents):
+            self._engine.forget()  # another engine may stand there than was probed
         await self._ledger.end(self._begun, self._outcome, recorded)
         metrics.OVERHEAD.labels("after").observe(time.time() - ended)
         metrics.CALLS.labels("chat", self._outcome.broke or ("error" if self._reply.error else "answered")).inc()
@@ -299,15 +255,3 @@ def _failed(why: StoreError) -> bytes:
     """Write the event that stands for the end of a reply whose turn could not be stored."""
     error = {"message": f"the store failed: {why}", "type": "store_error", "param": None, "code": 503}
     return event_of(msgspec.json.encode({"error": error}))
-
-
-def tokenized(prompt: bytes, model: Model) -> bytes:
-    """Write the answer of `/tokenize` for packed ids, as vLLM 0.32 writes it."""
-    return msgspec.json.encode(
-        {
-            "count": ids.count(prompt),
-            "max_model_len": model.capability.max_model_len,
-            "tokens": msgspec.Raw(b"[" + ids.fragment(prompt) + b"]"),
-            "token_strs": None,
-        }
-    )

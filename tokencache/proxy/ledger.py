@@ -92,6 +92,20 @@ class Ledger:
             self._owe(session, list(incidents))
             self._failed("settle", session, call, why)
 
+    async def note(self, session: str, incidents: Sequence[Incident]) -> None:
+        """Say something about a session, outside any call.
+
+        Raises:
+            StoreError: the store failed and the policy is strict.
+        """
+        for incident in incidents:
+            metrics.INCIDENTS.labels(incident.kind).inc()
+        try:
+            await self.store.note(session, incidents)
+        except StoreError as why:
+            self._owe(session, list(incidents))
+            self._failed("note", session, "-", why)
+
     def detach(self, work: "asyncio.Task[None]") -> None:
         """Keep a task that must end even though its harness has left."""
         self._tasks.add(work)

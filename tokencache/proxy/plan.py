@@ -127,8 +127,11 @@ class Planner:
 
     async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model) -> Plan:
         """Render afresh, with every recognised reply standing in its exact ids."""
-        stored = await self._store.tokens(session, [turn.id for _, turn in found.anchors])
         places = [i for i, _ in found.anchors]
+        if any(seen.message.role == "assistant" for i, seen in enumerate(call.read) if found.at <= i < places[-1] and i not in places):
+            # How a template writes a reply may depend on what follows it, and there a part is rendered without that.
+            raise TailRefusedError("foreign-reply-between")
+        stored = await self._store.tokens(session, [turn.id for _, turn in found.anchors])
         if found.parent is not None:
             prompt, at = (await self._prefixes.get(session, found.parent.id)).prefix.ids, found.at
         else:

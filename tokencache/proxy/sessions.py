@@ -93,5 +93,7 @@ class SessionFinder:
 
 
 def _key(headers: Mapping[str, str]) -> str:
+    """The key of ours among those that a request brings, a registered one first; `""` if there is none."""
     scheme, _, token = headers.get("Authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", headers.get("x-goog-api-key", ""))
+    keys = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("x-goog-api-key", "")]
+    return next((key for mark in (REGISTERED, DECLARED) for key in keys if key.startswith(mark)), "")
