@@ -37,14 +37,19 @@ def converse(scope: bytes, messages: Sequence[Message], digests: Sequence[bytes]
 
     `digests` are those of the messages, if the caller has them already; `voice` see `Conversation`.
     """
-    known = tuple(digests) if digests is not None else tuple(digest(m) for m in messages)
-    chain = [xxhash.xxh3_128_digest(b"scope" + scope)]
-    calls: tuple[Call, ...] = ()
-    for message, own in zip(messages, known, strict=True):
+    start = Conversation((), (), (xxhash.xxh3_128_digest(b"scope" + scope),), voice)
+    return extend(start, messages, digests if digests is not None else [digest(m) for m in messages])
+
+
+def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[bytes]) -> Conversation:
+    """Chain further messages, with their digests, to a conversation: work for the new ones only."""
+    chain = list(known.chain)
+    calls = next((m.calls for m in reversed(known.messages) if m.role == "assistant"), ())
+    for message, own in zip(messages, digests, strict=True):
         if message.role == "assistant":
             calls = message.calls
         chain.append(link(chain[-1], message, own, calls))
-    return Conversation(tuple(messages), known, tuple(chain), voice)
+    return Conversation((*known.messages, *messages), (*known.digests, *digests), tuple(chain), known.voice)
 
 
 def link(previous: bytes, message: Message, own: bytes, calls: tuple[Call, ...] = ()) -> bytes:

@@ -71,10 +71,13 @@ def keys_of_turn(conversation: Conversation, served: Message, digest: bytes) -> 
     return chain_key(link(conversation.chain[-1], served, digest)), reply_key(digest, conversation.voice)
 
 
-def wanted(conversation: Conversation) -> list[bytes]:
-    """The keys to look up for a history, the deepest first; the first chain key that is known ends the search."""
+def wanted(conversation: Conversation, last: int | None = None) -> list[bytes]:
+    """The keys to look up for a history, the deepest first; the first chain key that is known ends the search.
+
+    `last` takes those of so many of its last replies only: nearly always the very last one is known.
+    """
     keys = []
-    for i in conversation.replies():
+    for i in conversation.replies()[:last]:
         keys.append(chain_key(conversation.chain[i + 1]))
         keys.append(reply_key(conversation.digests[i], conversation.voice))
     return keys

@@ -11,8 +11,9 @@ import msgspec
 import xxhash
 
 from tokencache.core.canonical import canonical_json
-from tokencache.core.chain import Conversation, converse
-from tokencache.dialects.chat_messages import MessageReader, ReadMessage, with_stand_ins
+from tokencache.core.chain import Conversation, converse, extend
+from tokencache.dialects.chat_messages import ReadMessage, with_stand_ins
+from tokencache.dialects.growth import Bodies, Split
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -111,14 +112,14 @@ class ChatCall(msgspec.Struct):
         return [with_stand_ins(raw) if seen.malformed else raw for raw, seen in zip(self.raw_messages, self.read, strict=True)]
 
 
-def read(body: bytes, reader: MessageReader) -> ChatCall:
-    """Read a request body.
+def read(body: bytes, bodies: Bodies, session: str = "") -> ChatCall:
+    """Read a request body, with the help of what is known of its session's last one.
 
     Raises:
         HarnessError: it is no JSON object, a member has the wrong type, or it brings token ids of its own.
     """
-    fields = _fields(body)
-    raw_messages = _messages(fields)
+    split = bodies.split(session, body) or _split(body)
+    fields, raw_messages = split.fields, split.entries
     tools = fields.get("tools")
     if tools is not None and bytes(tools)[:1] not in {b"[", b"n"}:
         raise HarnessError("'tools' must be a list", param="tools")
@@ -141,23 +142,32 @@ def read(body: bytes, reader: MessageReader) -> ChatCall:
         shows_logprobs=_member(fields, "logprobs", (bool,), False),
         shows_reasoning=_member(fields, "include_reasoning", (bool,), True),
     )
+    known = split.known
     try:
-        seen = [reader.read(raw) for raw in raw_messages]
-        voice = call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
-        call.conversation = converse(_scope(call), [r.message for r in seen], [r.digest for r in seen], voice=voice)
+        new = [bodies.messages.read(raw) for raw in raw_messages[len(known.entries) if known is not None else 0 :]]
+        scope, voice = _scope(call), call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
+        seen = [*known.read, *new] if known is not None else new
+        if known is not None and known.scope == scope and known.conversation.voice == voice:
+            call.conversation = extend(known.conversation, [r.message for r in new], [r.digest for r in new])
+        else:
+            call.conversation = converse(scope, [r.message for r in seen], [r.digest for r in seen], voice=voice)
     except (ValueError, RecursionError):  # no message that we understand, no JSON that msgspec reads, no UTF-8; too deep
         call.plain = "unreadable-history"
         return call
     call.read = seen
     call.plain = _plain_reason(call)
+    bodies.remember(session, body, split, read=seen, conversation=call.conversation, scope=scope)
     return call
 
 
-def read_tokenize(body: bytes, reader: MessageReader) -> ChatCall | None:
+def read_tokenize(body: bytes, bodies: Bodies) -> ChatCall | None:
     """Read a `/tokenize` body in its chat form as the chat call that would follow; `None` for its prompt form."""
-    if "messages" not in _fields(body):
-        return None
-    return read(body, reader)
+    return read(body, bodies) if "messages" in _fields(body) else None
+
+
+def _split(body: bytes) -> Split:
+    fields = _fields(body)
+    return Split(fields, _messages(fields))
 
 
 def _fields(body: bytes) -> dict[str, Raw]:

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tokencache import metrics
 from tokencache.config import Settings
-from tokencache.dialects.chat_messages import MessageReader
+from tokencache.dialects.growth import Bodies
 from tokencache.engines.engine import Engine
 from tokencache.engines.probe import Capability
 from tokencache.engines.upstream import Upstream
@@ -50,7 +50,7 @@ class Proxy:
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
         self.engine = Engine(self.upstream, local=local, on_probe=_note_level)
         self.ledger = Ledger(self.store, Prefixes(self.store, max_bytes=settings.prefix_memory), strict=settings.on_store_error == "fail")
-        self.caller = Caller(self.engine, self.ledger, MessageReader())
+        self.caller = Caller(self.engine, self.ledger, Bodies())
         self.sessions = SessionFinder(self.store, header=settings.session_header, registered_only=settings.registered_only)
         self._prober: asyncio.Task[None] | None = None
 

@@ -14,7 +14,7 @@ from tokencache import metrics
 from tokencache.core import ids
 from tokencache.dialects import chat
 from tokencache.dialects.chat import ChatCall
-from tokencache.dialects.chat_messages import MessageReader
+from tokencache.dialects.growth import Bodies
 from tokencache.engines.engine import Engine, Model
 from tokencache.errors import EngineError
 from tokencache.proxy.call import Call
@@ -31,10 +31,10 @@ _OURS: dict[type[Exception], str] = {StoreError: "store-error", KeyError: "torn-
 class Caller:
     """Serves the model calls of all sessions through one engine and one ledger."""
 
-    def __init__(self, engine: Engine, ledger: Ledger, reader: MessageReader) -> None:
+    def __init__(self, engine: Engine, ledger: Ledger, bodies: Bodies) -> None:
         self._engine = engine
         self._ledger = ledger
-        self._reader = reader
+        self._bodies = bodies
         self._planner = Planner(ledger.store, ledger.prefixes)
 
     async def chat(self, request: web.Request, session: str, path: str, headers: CIMultiDict[str]) -> web.StreamResponse:
@@ -46,14 +46,14 @@ class Caller:
             SessionSealedError: the session takes no more calls.
             StoreError: the store failed and the policy is strict.
         """
-        call = chat.read(await request.read(), self._reader)
+        call = chat.read(await request.read(), self._bodies, session)
         live = Call(request, session, call, plan=self._plan, engine=self._engine, ledger=self._ledger, path=path, headers=headers)
         with metrics.IN_FLIGHT.track_inprogress():
             return await live.run()
 
     async def tokens_of_next(self, request: web.Request, session: str) -> tuple[bytes, Model] | None:
         """Find the packed ids that a chat call with this `/tokenize` body would send; `None` if the engine would render."""
-        call = chat.read_tokenize(await request.read(), self._reader)
+        call = chat.read_tokenize(await request.read(), self._bodies)
         if call is None:
             return None
         keys = keys_wanted(call)

@@ -22,6 +22,9 @@ from tokencache.store.contract import Store
 
 log = logging.getLogger(__name__)
 
+FIRST_REPLIES = 2
+"""Replies that are looked up when a call begins; the others only if none of these is known."""
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How a call will be sent.
@@ -84,12 +87,14 @@ class Planner:
         assert call.conversation is not None  # noqa: S101 - the caller looked
         by_key = dict(zip(keys, hits, strict=True))
         found = match(call.conversation, by_key)
-        ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and by_key[key]), None)
-        if found.parent is None and ended is not None and ended + 1 < len(keys):
-            # The deepest known place was not the model's reply after all; look behind it, too.
-            rest = await self._store.find(session, keys[ended + 1 :])
-            found = match(call.conversation, {**by_key, **dict(zip(keys[ended + 1 :], rest, strict=True))})
-        return found
+        if found.parent is not None or not keys:
+            return found
+        # The last replies are not known, or the deepest known place was not the model's reply after all: look at the rest.
+        ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and by_key[key]), len(keys) - 1)
+        rest = wanted(call.conversation)[ended + 1 :]
+        if not rest:
+            return found
+        return match(call.conversation, {**by_key, **dict(zip(rest, await self._store.find(session, rest), strict=True))})
 
     async def _splice(self, session: str, call: ChatCall, found: Match, model: Model) -> Plan:
         if found.parent is not None and not found.anchors:
@@ -174,5 +179,5 @@ def _ask(call: ChatCall, at: int, until: int) -> TailAsk:
 
 
 def keys_wanted(call: ChatCall) -> list[bytes]:
-    """The keys to look up for a call; none if its history is not to be matched."""
-    return wanted(call.conversation) if call.conversation is not None and not call.plain else []
+    """The keys to look up first for a call; none if its history is not to be matched."""
+    return wanted(call.conversation, FIRST_REPLIES) if call.conversation is not None and not call.plain else []

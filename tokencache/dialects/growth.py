@@ -1,0 +1,126 @@
+"""Growth: a body that begins like the session's last one is read from where that one ended.
+
+An agent sends its whole history with every call, so nearly all of a body is the body before. Its bytes up to the last
+known message are compared with one `memcmp`; if they are the same, only the rest is parsed: new messages and whatever
+members stand behind them. What comes out is what a whole reading would give, or the whole body is read.
+
+    {"model":"m","messages":[{…},{…}          ,{…},{…}],"tools":[…]}
+    └──────────── head, as before ──┘          └─────── parsed ────┘
+"""
+
+from collections import OrderedDict
+
+import msgspec
+
+from tokencache.core.chain import Conversation
+from tokencache.dialects.chat_messages import MessageReader, ReadMessage
+
+Raw = msgspec.Raw
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_LIST = msgspec.json.Decoder(list[Raw])
+_NAME = b'"messages"'
+_TRIES = 4
+MEMORY = 256 * 2**20
+
+
+class Known(msgspec.Struct):
+    """What is known of a session's last body.
+
+    `head` are its bytes up to the end of the last message, `start` is where the list of messages begins, `leading` are
+    the members in front of it. `entries` and `read` are its messages, raw and as read; `conversation` is theirs.
+    """
+
+    head: bytes
+    start: int
+    leading: dict[str, Raw]
+    entries: list[bytes]
+    read: list[ReadMessage]
+    conversation: Conversation
+    scope: bytes
+
+
+class Split(msgspec.Struct):
+    """A body taken apart: its members, its messages, and how many of them `known` holds already."""
+
+    fields: dict[str, Raw]
+    entries: list[bytes]
+    known: Known | None = None
+
+
+class Bodies:
+    """The last body of every session that was seen here lately; up to `memory` bytes."""
+
+    def __init__(self, messages: MessageReader | None = None, *, memory: int = MEMORY) -> None:
+        self.messages = messages or MessageReader()
+        self._memory = memory
+        self._held: OrderedDict[str, Known] = OrderedDict()
+        self._bytes = 0
+
+    def split(self, session: str, body: bytes) -> Split | None:
+        """Take a body apart with what is known of the session; `None` if it has to be read whole."""
+        known = self._held.get(session)
+        if known is None or not body.startswith(known.head):
+            return None
+        at = len(known.head)
+        at += body[at : at + 1] == b","
+        rest = body[at:]
+        if _NAME in rest:  # as a member once more, or in some text: not worth telling apart
+            return None
+        try:
+            behind = _FIELDS.decode(b'{"messages":[' + rest)
+            new = [bytes(entry) for entry in _LIST.decode(behind["messages"])]
+        except (ValueError, RecursionError):
+            return None
+        if (at > len(known.head)) != bool(new) or any(entry[:1] != b"{" for entry in new):
+            return None
+        end = at + len(bytes(behind["messages"])) - 1
+        fields = {**known.leading, **behind, "messages": Raw(body[known.start : end])}
+        return Split(fields, [*known.entries, *new], known)
+
+    def remember(
+        self, session: str, body: bytes, split: Split, *, read: list[ReadMessage], conversation: Conversation, scope: bytes
+    ) -> None:
+        """Keep what was read of a body for the session's next one; a body without a session is not kept."""
+        self._forget(session)
+        if not session:
+            return
+        listed = bytes(split.fields["messages"])
+        start = _place(body, listed) if split.known is None else split.known.start
+        end = start + len(listed) - 1
+        if start < 0 or body[end - 1 : end] != b"}":
+            return
+        leading = split.known.leading if split.known is not None else _leading(split.fields)
+        known = Known(body[:end], start, leading, split.entries, read, conversation, scope)
+        self._held[session] = known
+        self._bytes += 2 * len(known.head)
+        while self._bytes > self._memory:
+            self._forget(next(iter(self._held)))
+
+    def _forget(self, session: str) -> None:
+        known = self._held.pop(session, None)
+        if known is not None:
+            self._bytes -= 2 * len(known.head)
+
+
+def _place(body: bytes, listed: bytes) -> int:
+    """Find where the list of messages stands in a body; -1 if that cannot be told cheaply."""
+    at = -1
+    for _ in range(_TRIES):
+        at = body.find(_NAME, at + 1)
+        start = body.find(b"[", at, at + 32)
+        if at < 0:
+            return -1
+        if start >= 0 and body[at + len(_NAME) : start].strip() == b":" and body.startswith(listed, start):
+            return start
+    return -1
+
+
+def _leading(fields: dict[str, Raw]) -> dict[str, Raw]:
+    """The members in front of the messages, each with bytes of its own."""
+    found = {}
+    for name, raw in fields.items():
+        if name == "messages":
+            break
+        found[name] = Raw(bytes(raw))
+    return found
