@@ -7,7 +7,7 @@ message before it is simply not found. The price is the work of one short hash p
 A tool result is linked by *which* call of the reply before it it answers, not by the call's id: harnesses rewrite ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import xxhash
@@ -27,9 +27,9 @@ class Conversation(msgspec.Struct, frozen=True):
     chain: tuple[bytes, ...]
     voice: bytes = b""
 
-    def replies(self) -> list[int]:
-        """The places of the assistant's messages, the last one first."""
-        return [i for i in range(len(self.messages) - 1, -1, -1) if self.messages[i].role == "assistant"]
+    def replies(self) -> Iterator[int]:
+        """The places of the assistant's messages, the last one first; rarely more than the first is asked for."""
+        return (i for i in range(len(self.messages) - 1, -1, -1) if self.messages[i].role == "assistant")
 
 
 def converse(scope: bytes, messages: Sequence[Message], digests: Sequence[bytes] | None = None, *, voice: bytes = b"") -> Conversation:

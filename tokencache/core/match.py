@@ -18,6 +18,7 @@ Never guess: where several recorded turns fit and their tokens differ, none is t
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -77,7 +78,7 @@ def wanted(conversation: Conversation, last: int | None = None) -> list[bytes]:
     `last` takes those of so many of its last replies only: nearly always the very last one is known.
     """
     keys = []
-    for i in conversation.replies()[:last]:
+    for i in islice(conversation.replies(), last):
         keys.append(chain_key(conversation.chain[i + 1]))
         keys.append(reply_key(conversation.digests[i], conversation.voice))
     return keys
@@ -85,13 +86,10 @@ def wanted(conversation: Conversation, last: int | None = None) -> list[bytes]:
 
 def match(conversation: Conversation, hits: Hits) -> Match:
     """Relate a history to the recorded turns in `hits` (the values found under `wanted` keys)."""
-    replies = conversation.replies()
-    if not replies:
-        return Match("root")
     anchors: list[tuple[int, Turn]] = []
     forgiven: set[str] = set()
     reasons: list[str] = []
-    for i in replies:
+    for i in conversation.replies():
         echoed = conversation.messages[i]
         chosen = _choose(echoed, hits.get(chain_key(conversation.chain[i + 1]), ()), in_place=True)
         if isinstance(chosen, _Found):
@@ -104,6 +102,8 @@ def match(conversation: Conversation, hits: Hits) -> Match:
             forgiven.update(chosen.verdict.rules)
         else:
             reasons.append(chosen or "unrecognised-reply")
+    if not anchors and not reasons:
+        return Match("root")
     anchors = _unique(anchors)
     if anchors:
         return Match("resplice", "context-edited", None, 0, tuple(reversed(anchors)), tuple(sorted(forgiven)))
@@ -113,7 +113,7 @@ def match(conversation: Conversation, hits: Hits) -> Match:
 def _continue(conversation: Conversation, hit: Hit, at: int, anchors: list[tuple[int, Turn]], found: tuple[set[str], list[str]]) -> Match:
     forgiven, reasons = found
     rules = tuple(sorted(forgiven))
-    inside = set(conversation.digests[:at])  # what stands in the parent's prefix cannot stand behind it once more
+    inside = set(conversation.digests[:at]) if anchors else ()  # what stands in the parent's prefix cannot stand behind it, too
     kept = tuple(reversed([(i, turn) for i, turn in _unique(anchors) if conversation.digests[i] not in inside]))
     if kept:
         return Match("resplice", "context-edited", hit.turn, at, kept, rules)

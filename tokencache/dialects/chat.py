@@ -13,7 +13,7 @@ import xxhash
 from tokencache.core.canonical import canonical_json
 from tokencache.core.chain import Conversation, converse, extend
 from tokencache.dialects.chat_messages import ReadMessage, with_stand_ins
-from tokencache.dialects.growth import Bodies, Split
+from tokencache.dialects.growth import Bodies, Known, Split
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -75,6 +75,7 @@ class ChatCall(msgspec.Struct):
         raw_messages: the entries of `messages`, raw.
         read: the same entries as read; shorter if one could not be read.
         conversation: the history in canonical form; `None` if it could not be read.
+        media, malformed: whether an entry has parts that are no text, or arguments that are no JSON object.
         plain: why this call is not to be matched, or `""`.
         shows_ids, shows_logprobs, shows_reasoning: what the harness asked to see.
     """
@@ -90,6 +91,8 @@ class ChatCall(msgspec.Struct):
     shows_ids: bool
     shows_logprobs: bool
     shows_reasoning: bool
+    media: bool = False
+    malformed: bool = False
     plain: str = ""
 
     @property
@@ -109,6 +112,8 @@ class ChatCall(msgspec.Struct):
 
     def safe_messages(self) -> list[bytes]:
         """The raw messages with stand-ins for tool-call arguments that an engine may refuse."""
+        if not self.malformed:
+            return self.raw_messages
         return [with_stand_ins(raw) if seen.malformed else raw for raw, seen in zip(self.raw_messages, self.read, strict=True)]
 
 
@@ -144,7 +149,7 @@ def read(body: bytes, bodies: Bodies, session: str = "") -> ChatCall:
     )
     known = split.known
     try:
-        new = [bodies.messages.read(raw) for raw in raw_messages[len(known.entries) if known is not None else 0 :]]
+        new = [bodies.messages.read(raw) for raw in raw_messages[split.old :]]
         scope, voice = _scope(call), call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
         seen = [*known.read, *new] if known is not None else new
         if known is not None and known.scope == scope and known.conversation.voice == voice:
@@ -155,8 +160,10 @@ def read(body: bytes, bodies: Bodies, session: str = "") -> ChatCall:
         call.plain = "unreadable-history"
         return call
     call.read = seen
+    call.media = (known is not None and known.media) or any(r.message.media for r in new)
+    call.malformed = (known is not None and known.malformed) or any(r.malformed for r in new)
     call.plain = _plain_reason(call)
-    bodies.remember(session, body, split, read=seen, conversation=call.conversation, scope=scope)
+    bodies.remember(session, body, split, Known(scope, seen, call.conversation, call.media, call.malformed))
     return call
 
 
@@ -289,7 +296,7 @@ def _plain_reason(call: ChatCall) -> str:
     """Name what in a request keeps the engine from using supplied ids, or makes the prompt no plain chat turn."""
     fields = call.fields
     found = {
-        "media": any(r.message.media for r in call.read),
+        "media": call.media,
         "no-messages": not call.raw_messages,
         "continue-final-message": _member(fields, "continue_final_message", (bool,), False),
         "no-generation-prompt": not _member(fields, "add_generation_prompt", (bool,), True),

@@ -24,28 +24,37 @@ _TRIES = 4
 MEMORY = 256 * 2**20
 
 
-class Known(msgspec.Struct):
-    """What is known of a session's last body.
+class Known(msgspec.Struct, frozen=True):
+    """What was read of a body: its messages, the conversation they make under `scope`, and what is said of them all."""
+
+    scope: bytes
+    read: list[ReadMessage]
+    conversation: Conversation
+    media: bool
+    malformed: bool
+
+
+class Split(msgspec.Struct, frozen=True):
+    """A body taken apart: its members, its raw messages, and what is `known` of the first `old` of them."""
+
+    fields: dict[str, Raw]
+    entries: list[bytes]
+    old: int = 0
+    known: Known | None = None
+
+
+class _Held(msgspec.Struct, frozen=True):
+    """A session's last body.
 
     `head` are its bytes up to the end of the last message, `start` is where the list of messages begins, `leading` are
-    the members in front of it. `entries` and `read` are its messages, raw and as read; `conversation` is theirs.
+    the members in front of it, `entries` its raw messages.
     """
 
     head: bytes
     start: int
     leading: dict[str, Raw]
     entries: list[bytes]
-    read: list[ReadMessage]
-    conversation: Conversation
-    scope: bytes
-
-
-class Split(msgspec.Struct):
-    """A body taken apart: its members, its messages, and how many of them `known` holds already."""
-
-    fields: dict[str, Raw]
-    entries: list[bytes]
-    known: Known | None = None
+    known: Known
 
 
 class Bodies:
@@ -54,15 +63,15 @@ class Bodies:
     def __init__(self, messages: MessageReader | None = None, *, memory: int = MEMORY) -> None:
         self.messages = messages or MessageReader()
         self._memory = memory
-        self._held: OrderedDict[str, Known] = OrderedDict()
+        self._held: OrderedDict[str, _Held] = OrderedDict()
         self._bytes = 0
 
     def split(self, session: str, body: bytes) -> Split | None:
         """Take a body apart with what is known of the session; `None` if it has to be read whole."""
-        known = self._held.get(session)
-        if known is None or not body.startswith(known.head):
+        held = self._held.get(session)
+        if held is None or not body.startswith(held.head):
             return None
-        at = len(known.head)
+        at = len(held.head)
         at += body[at : at + 1] == b","
         rest = body[at:]
         if _NAME in rest:  # as a member once more, or in some text: not worth telling apart
@@ -72,35 +81,37 @@ class Bodies:
             new = [bytes(entry) for entry in _LIST.decode(behind["messages"])]
         except (ValueError, RecursionError):
             return None
-        if (at > len(known.head)) != bool(new) or any(entry[:1] != b"{" for entry in new):
+        if (at > len(held.head)) != bool(new) or any(entry[:1] != b"{" for entry in new):
             return None
         end = at + len(bytes(behind["messages"])) - 1
-        fields = {**known.leading, **behind, "messages": Raw(body[known.start : end])}
-        return Split(fields, [*known.entries, *new], known)
+        fields = {**held.leading, **behind, "messages": Raw(body[held.start : end])}
+        return Split(fields, [*held.entries, *new], len(held.entries), held.known)
 
-    def remember(
-        self, session: str, body: bytes, split: Split, *, read: list[ReadMessage], conversation: Conversation, scope: bytes
-    ) -> None:
+    def remember(self, session: str, body: bytes, split: Split, known: Known) -> None:
         """Keep what was read of a body for the session's next one; a body without a session is not kept."""
-        self._forget(session)
+        before = self._forget(session)
         if not session:
             return
         listed = bytes(split.fields["messages"])
-        start = _place(body, listed) if split.known is None else split.known.start
+        grown = before is not None and split.known is not None
+        start = before.start if before is not None and grown else _place(body, listed)
         end = start + len(listed) - 1
         if start < 0 or body[end - 1 : end] != b"}":
             return
-        leading = split.known.leading if split.known is not None else _leading(split.fields)
-        known = Known(body[:end], start, leading, split.entries, read, conversation, scope)
-        self._held[session] = known
-        self._bytes += 2 * len(known.head)
+        try:
+            leading = before.leading if before is not None and grown else _FIELDS.decode(body[:start] + b"[]}")
+        except ValueError:  # what only a lenient reader takes (`chat`) is read whole each time
+            return
+        self._held[session] = _Held(body[:end], start, leading, split.entries, known)
+        self._bytes += 2 * end
         while self._bytes > self._memory:
             self._forget(next(iter(self._held)))
 
-    def _forget(self, session: str) -> None:
-        known = self._held.pop(session, None)
-        if known is not None:
-            self._bytes -= 2 * len(known.head)
+    def _forget(self, session: str) -> _Held | None:
+        held = self._held.pop(session, None)
+        if held is not None:
+            self._bytes -= 2 * len(held.head)
+        return held
 
 
 def _place(body: bytes, listed: bytes) -> int:
@@ -114,13 +125,3 @@ def _place(body: bytes, listed: bytes) -> int:
         if start >= 0 and body[at + len(_NAME) : start].strip() == b":" and body.startswith(listed, start):
             return start
     return -1
-
-
-def _leading(fields: dict[str, Raw]) -> dict[str, Raw]:
-    """The members in front of the messages, each with bytes of its own."""
-    found = {}
-    for name, raw in fields.items():
-        if name == "messages":
-            break
-        found[name] = Raw(bytes(raw))
-    return found

@@ -34,7 +34,7 @@ def chat_body(call: ChatCall, prompt: bytes | None) -> bytes:
         transfer = call.fields.get("kv_transfer_params")
         others = _FIELDS.decode(transfer) if transfer is not None and bytes(transfer) != b"null" else {}
         fields["kv_transfer_params"] = Raw(_ENCODER.encode({**others, "prompt_token_ids": Raw(b"[" + prompt + b"]")}))
-        if any(seen.malformed for seen in call.read):
+        if call.malformed:
             fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
     return _ENCODER.encode(fields)
 
