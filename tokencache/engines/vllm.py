@@ -14,6 +14,7 @@ Raw = msgspec.Raw
 
 _TRUE = Raw(b"true")
 _ZERO = Raw(b"0")
+_NULL = Raw(b"null")
 _ENCODER = msgspec.json.Encoder()
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
@@ -30,13 +31,15 @@ def chat_body(call: ChatCall, prompt: bytes | None) -> bytes:
         fields["logprobs"] = _TRUE  # else the engine's to refuse: `top_logprobs` without `logprobs`
     if not call.shows_reasoning:
         fields["include_reasoning"] = _TRUE
-    if prompt is not None:
-        transfer = call.fields.get("kv_transfer_params")
-        others = _FIELDS.decode(transfer) if transfer is not None and bytes(transfer) != b"null" else {}
-        fields["kv_transfer_params"] = Raw(_ENCODER.encode({**others, "prompt_token_ids": Raw(b"[" + prompt + b"]")}))
-        if call.malformed:
-            fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
-    return _ENCODER.encode(fields)
+    if prompt is None:
+        return _ENCODER.encode(fields)
+    if call.malformed:
+        fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
+    transfer = fields.pop("kv_transfer_params", _NULL)
+    others = _FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
+    body = memoryview(_ENCODER.encode(fields))[:-1]  # what follows is long and copied once
+    inner = _ENCODER.encode(others)[:-1] + (b"," if others else b"")
+    return b"".join((body, b',"kv_transfer_params":', inner, b'"prompt_token_ids":[', prompt, b"]}}"))
 
 
 def echo_agrees(echo: bytes, prompt: bytes) -> bool:

@@ -303,6 +303,7 @@ def _shape(ask: TailAsk) -> tuple[object, ...]:
     """Name what the form of a tail may depend on: template arguments, the reply, the new messages, what came before."""
     runs = tuple((role, min(len(list(run)), MANY)) for role, run in groupby(m.role for m in ask.new))
     before = ask.history[:-1]
+    roles = {m.role for m in before}
     return (
         ask.model,
         ask.args.digest,
@@ -311,9 +312,9 @@ def _shape(ask: TailAsk) -> tuple[object, ...]:
         bool(ask.reply.thought),
         runs,
         any(m.calls for m in ask.new),
-        any(m.role == "tool" for m in before),
-        any(m.role == "assistant" for m in before),
-        any(m.role == "user" for m in before),
+        "tool" in roles,
+        "assistant" in roles,
+        "user" in roles,
         bool(before) and before[0].role == "system",
         # A later system message stays where it is, unless vLLM makes system messages of a developer's, and one of all of them.
         any(m.role == "system" for m in ask.new) and any(b'"developer"' in raw for raw in (*ask.raw_history, *ask.raw_new)),
