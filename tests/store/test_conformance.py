@@ -106,10 +106,10 @@ class TakesBasesWhole(MemoryStore):
         at = turn
         while at is not None:
             line.append(at)
-            at = held.turns[at].base
+            at = held.turn(at).base
         for name in reversed(line):
             packed += held.tokens[name].delta + held.tokens[name].completion
-        return Prefix(packed, held.turns[turn].completion_tokens)
+        return Prefix(packed, held.turn(turn).completion_tokens)
 
 
 class ListsTwice(MemoryStore):
@@ -122,7 +122,7 @@ class ListsTwice(MemoryStore):
 class Interleaves(MemoryStore):
     async def commit(self, session, life, call, entries, incidents=()):
         held = self._alive(session, life)
-        before = {key: list(turns) for key, turns in held.index.items()}
+        before = dict(held.index)
         await asyncio.sleep(0)
         held.index = before
         await super().commit(session, life, call, entries, incidents)

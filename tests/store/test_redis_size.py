@@ -9,8 +9,8 @@ from tokencache.core import ids
 from tokencache.core.canonical import Call, Message
 from tokencache.core.turn import Tokens, Turn, hash_ids
 from tokencache.store.contract import Entry
+from tokencache.store.packing import pack
 from tokencache.store.redis import RedisStore
-from tokencache.store.redis_pack import pack
 
 TURNS, TAIL, COMPLETION = 200, 200, 200
 TEXT = "".join(topics[name] for name in sorted(topics))

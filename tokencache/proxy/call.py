@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _OK = 200
 _REFUSED = frozenset({400, 422})
+_LEFT = "the harness closed the connection"
 PlanFor = Callable[[str, ChatCall, Sequence[bytes], Begun | None], Awaitable[tuple[Plan, Model | None]]]
 
 
@@ -96,7 +97,7 @@ class Call:
         except asyncio.CancelledError:
             # The harness left. What it was given is recorded all the same, by a task that outlives this one.
             if not self._ending:
-                self._outcome.broke, self._outcome.detail = ABORTED, "the harness closed the connection"
+                self._outcome.broke, self._outcome.detail = ABORTED, _LEFT
                 self._end(self._record())
             raise
         except EngineError as why:
@@ -162,7 +163,7 @@ class Call:
     async def _stream(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         response = open_response(answer, drop=frozenset({"content-length"}))
         await response.prepare(self._request)
-        splitter, held = EventSplitter(), bytearray()
+        splitter, held, cut = EventSplitter(), bytearray(), False
         try:
             async for chunk in answer.content.iter_any():
                 shown = bytearray()
@@ -171,11 +172,12 @@ class Call:
                     (held if self._over else shown).extend(kept)
                 if shown:
                     await response.write(bytes(shown))
-        except (aiohttp.ClientError, TimeoutError) as why:
-            self._outcome.broke, self._outcome.detail = BROKE, f"{type(why).__name__}: {why}"
-        except ConnectionResetError:
-            self._outcome.broke, self._outcome.detail = ABORTED, "the harness closed the connection"
-        if not self._outcome.broke and not self._reply.finished and not self._reply.error:
+        except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
+            cut = True  # on which side? aiohttp's errors of a write and of a read look alike
+            self._outcome.broke, self._outcome.detail = (
+                (ABORTED, _LEFT) if self._harness_left() else (BROKE, f"{type(why).__name__}: {why}")
+            )
+        if not cut and not self._reply.finished and not self._reply.error:
             self._outcome.broke, self._outcome.detail = BROKE, "the stream ended before the reply did"
         try:
             await self._end(self._record())
@@ -183,7 +185,7 @@ class Call:
             await response.write(_failed(why) + event_of(DONE))
             await response.write_eof()
             return response
-        if self._outcome.broke and self._outcome.detail != "the stream ended before the reply did":
+        if cut:
             with contextlib.suppress(ConnectionError):
                 await response.write(bytes(held))
             self._drop_connection()
@@ -204,6 +206,9 @@ class Call:
         if shown is None:
             return b""
         return event if shown is data else event_of(shown)
+
+    def _harness_left(self) -> bool:
+        return self._request.transport is None or self._request.transport.is_closing()
 
     def _drop_connection(self) -> None:
         """Break off as the engine did: a direct client would have seen its connection end in mid-answer."""

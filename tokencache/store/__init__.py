@@ -3,7 +3,7 @@
 =============  =====================================================================================================
 `contract`     what a store must do, the values it takes and gives, its errors
 `memory`       for one process: the reference
-`redis`        for many replicas; `redis_lua` and `redis_pack` are its scripts and its bytes
+`redis`        for many replicas; `redis_lua` and `packing` are its scripts and its bytes
 `conformance`  checks that any store keeps the contract; import it to test one of your own
 =============  =====================================================================================================
 """

@@ -1,6 +1,7 @@
 """The memory store: plain dictionaries, for one process.
 
-The reference for the contract: what it does is what Redis must do. Calls never wait inside, so each is atomic.
+The reference for the contract: what it does is what Redis must do. Calls never wait inside, so each is atomic. Turns are
+kept packed: as objects they would weigh more than their tokens.
 """
 
 import secrets
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
 from tokencache.store.contract import Begun, Entry, Incident, OpenCall, SessionGoneError, SessionInfo, SessionSealedError
+from tokencache.store.packing import pack, unpack
 
 
 class _Session:
@@ -17,15 +19,29 @@ class _Session:
         self.life = secrets.token_hex(8)
         self.created = self.used = time.time()
         self.sealed = False
-        self.turns: dict[str, Turn] = {}
+        self.turns: dict[str, bytes] = {}
         self.tokens: dict[str, Tokens] = {}
-        self.index: dict[bytes, list[str]] = {}
+        self.index: dict[bytes, tuple[str, ...] | str] = {}  # nearly always one turn
         self.continued: set[str] = set()
         self.calls: dict[str, float] = {}
         self.incidents: list[Incident] = []
 
+    def turn(self, name: str) -> Turn:
+        return unpack(self.turns[name], Turn)
+
     def hits(self, key: bytes) -> list[Hit]:
-        return [Hit(self.turns[t], t in self.continued) for t in self.index.get(key, ())]
+        found = self.index.get(key, ())
+        return [Hit(self.turn(t), t in self.continued) for t in ((found,) if isinstance(found, str) else found)]
+
+    def add(self, entry: Entry) -> None:
+        turn = entry.turn
+        self.turns[turn.id] = pack(turn)
+        self.tokens[turn.id] = entry.tokens
+        for key in entry.keys:
+            known = self.index.get(key, ())
+            self.index[key] = (*((known,) if isinstance(known, str) else known), turn.id) if known else turn.id
+        if turn.parent is not None:
+            self.continued.add(turn.parent)
 
     def end(self, call: str, incidents: Sequence[Incident]) -> None:
         self.calls.pop(call, None)
@@ -75,20 +91,16 @@ class MemoryStore:
         line: dict[str, tuple[Turn, Tokens]] = {}
         at: str | None = turn
         while at is not None:
-            line[at] = (held.turns[at], held.tokens[at])
-            at = held.turns[at].base
+            record = held.turn(at)
+            line[at] = (record, held.tokens[at])
+            at = record.base
         return rebuild(line, turn)
 
     async def commit(self, session: str, life: str, call: str, entries: Sequence[Entry], incidents: Sequence[Incident] = ()) -> None:
         """See `Store.commit`."""
         held = self._alive(session, life)
         for entry in entries:
-            held.turns[entry.turn.id] = entry.turn
-            held.tokens[entry.turn.id] = entry.tokens
-            for key in entry.keys:
-                held.index.setdefault(key, []).append(entry.turn.id)
-            if entry.turn.parent is not None:
-                held.continued.add(entry.turn.parent)
+            held.add(entry)
         held.end(call, incidents)
 
     async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
@@ -117,7 +129,7 @@ class MemoryStore:
     async def turns(self, session: str) -> list[Turn]:
         """See `Store.turns`."""
         held = self._sessions.get(session)
-        return list(held.turns.values()) if held else []
+        return [held.turn(name) for name in held.turns] if held else []
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
         """See `Store.tokens`."""

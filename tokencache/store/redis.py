@@ -49,7 +49,7 @@ from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
 from tokencache.store import redis_lua
 from tokencache.store.contract import Begun, Entry, Incident, OpenCall, SessionGoneError, SessionInfo, SessionSealedError, StoreError
-from tokencache.store.redis_pack import Piece, pack, pack_keys, pack_tokens, text, unpack, unpack_tokens, untext
+from tokencache.store.packing import Piece, pack, pack_keys, pack_tokens, text, unpack, unpack_tokens, untext
 
 T = TypeVar("T")
 

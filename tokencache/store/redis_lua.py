@@ -1,6 +1,6 @@
 """The scripts that run inside Redis: each is one round trip, and nothing comes between its reads and its writes.
 
-They know fields and bytes, not what is in them: packing is `redis_pack`'s. The only number they read out of packed bytes
+They know fields and bytes, not what is in them: packing is `packing`'s. The only number they read out of packed bytes
 is the length of the base's name at the head of a turn's ids, to walk from a turn to its base.
 
 A script's first write is one that Redis refuses when it is out of memory, before anything was written: so a script is

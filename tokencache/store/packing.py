@@ -1,10 +1,10 @@
-"""What the Redis store writes into its fields: records (turns, incidents) and tokens, packed.
+"""Packing: records (turns, incidents) and tokens as the bytes that are kept.
 
 A record's first byte says how the rest is to be read: `z` MessagePack, deflated (level 1, with the dictionary below,
 which is part of the format: a new one needs a new letter); `m` MessagePack as it is, where that is shorter; `j` JSON,
 deflated, for what MessagePack cannot say (lone surrogates, integers beyond 64 bits: both come in requests).
 
-Tokens are raw, behind a header that lets a script walk from a turn to its base, and a reader check the lengths, without
+For Redis, tokens are raw, behind a header that lets a script walk from a turn to its base, and a reader check the lengths, without
 the turn's record.
 """
 

@@ -5,7 +5,7 @@ import pytest
 from tokencache.core.canonical import Message
 from tokencache.core.turn import Tokens, Turn
 from tokencache.store.contract import Incident
-from tokencache.store.redis_pack import Piece, pack, pack_keys, pack_tokens, unpack, unpack_tokens
+from tokencache.store.packing import Piece, pack, pack_keys, pack_tokens, unpack, unpack_tokens
 
 TURN = Turn(
     id="0123456789abcdef",
