@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 import uvloop
+from pydantic import ValidationError
 
 from tokencache.config import Settings
 from tokencache.proxy.server import run
@@ -58,8 +59,8 @@ def serve(  # noqa: PLR0917 - one parameter per option
     given = {name: value for name, value in locals().items() if value is not None}
     try:
         settings = Settings(**given)
-    except ValueError as why:
-        raise typer.BadParameter(str(why)) from None
+    except ValidationError as why:
+        raise typer.BadParameter("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in why.errors())) from None
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if settings.tokenizer is not None:
         quieten()

@@ -1,6 +1,8 @@
 """Metrics: what `/metrics` shows. Names are the glossary's; every label has few values."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of creation times beside every counter helps nobody
 
 REGISTRY = CollectorRegistry()
 

@@ -153,10 +153,11 @@ def test_ids_are_kept_only_if_all_are():
     assert not judge(dotted, said(None, None, ("c", "x", "{}"), ("b_1", "y", "{}"))).ids_kept
 
 
-def test_roles_and_participants_count_and_a_tools_name_does_not():
+def test_roles_and_participants_count_and_names_of_tools_and_assistants_do_not():
     assert digest(Message("user", "x")) != digest(Message("system", "x"))
     assert digest(Message("user", "x", name="ann")) != digest(Message("user", "x", name="bob"))
     assert digest(Message("tool", "x", name="bash")) == digest(Message("tool", "x"))
+    assert digest(Message("assistant", "x", name="coder")) == digest(Message("assistant", "x"))
     assert digest(Message("user", "<think>a</think>b")) != digest(Message("user", "b"))
 
 

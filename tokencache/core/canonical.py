@@ -13,7 +13,7 @@ is forgiven is this short list and nothing else; the names are those that `verdi
 `inline-think`      a leading `<think>…</think>` in an assistant's text is its reasoning
 `reasoning-dropped` reasoning is no part of an assistant's digest
 `tool-ids`          ids of tool calls are no part of a digest; a tool result answers the n-th call
-`members`           `cache_control`, `name` of a tool message, `annotations` and other members beside text and calls
+`members`           `cache_control`, `name` of a tool's or an assistant's message, `annotations` and other members beside text and calls
                     (nothing of them is kept, so this rule is never reported)
 ==================  ================================================================================================
 
@@ -54,8 +54,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `role` is `system` (also for `developer`), `user`, `assistant`, `tool` or what else the harness wrote. `content` is
     the text, parts joined by newlines; `None` if there was none. `answers` is the id of the call that a tool result
-    answers. `name` is that of a participant (of a tool message it is ignored: harnesses drop it). `media` is the
-    canonical JSON of parts that are no text.
+    answers. `name` is that of a participant (of a tool's or an assistant's message it is ignored: harnesses drop and add
+    it). `media` is the canonical JSON of parts that are no text.
     """
 
     role: str
@@ -95,7 +95,7 @@ def digest(message: Message) -> bytes:
     h = xxhash.xxh3_128(_VERSION)
     _put(h, b"role", message.role.encode("utf-8", "surrogatepass"))
     _put(h, b"text", message.text.encode("utf-8", "surrogatepass"))
-    if message.name and message.role != "tool":
+    if message.name and message.role not in {"tool", "assistant"}:
         _put(h, b"who", message.name.encode("utf-8", "surrogatepass"))
     for call in message.calls:
         _put(h, b"name", call.name.encode("utf-8", "surrogatepass"))

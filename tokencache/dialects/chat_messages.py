@@ -83,7 +83,7 @@ def read_message(entry: Any) -> Message:
         reasoning=_text(entry.get("reasoning") or entry.get("reasoning_content"), "reasoning"),
         calls=_calls(entry),
         answers=_text(entry.get("tool_call_id"), "tool_call_id"),
-        name=_text(entry.get("name"), "name") if role != "tool" else None,
+        name=_text(entry.get("name"), "name") if role not in {"tool", "assistant"} else None,
         media=media,
         parts=isinstance(entry.get("content"), list),
     )
