@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.chat import RenderArgs
 from tokencache.dialects.chat_messages import with_reasoning
+from tokencache.dialects.chat_rendering import RenderArgs
 from tokencache.engines.upstream import Upstream
 
 Raw = msgspec.Raw

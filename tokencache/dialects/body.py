@@ -1,0 +1,117 @@
+"""Bodies: a request's members, raw, and their values where somebody must know them.
+
+Strict reading first; what only Python's own JSON takes (lone surrogates, NaN) is read leniently, because harnesses send it.
+"""
+
+import json
+from typing import Any
+
+import msgspec
+
+from tokencache.dialects.growth import Split
+from tokencache.errors import HarnessError
+
+Raw = msgspec.Raw
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_LIST = msgspec.json.Decoder(list[Raw])
+
+
+def split_body(body: bytes) -> Split:
+    """Take a body apart into its members and its messages.
+
+    Raises:
+        HarnessError: it is no JSON object, or has no list of objects for messages.
+    """
+    fields = fields_of(body)
+    return Split(fields, messages_of(fields))
+
+
+def fields_of(body: bytes) -> dict[str, Raw]:
+    """The members of a body, raw.
+
+    Raises:
+        HarnessError: it is no JSON object.
+    """
+    try:
+        return _FIELDS.decode(body)
+    except (ValueError, RecursionError):
+        return _lenient_fields(body)
+
+
+def _lenient_fields(body: bytes) -> dict[str, Raw]:
+    """Read what Python's own JSON accepts and strict readers refuse: lone surrogates, NaN."""
+    try:
+        decoded = json.loads(body)
+        if isinstance(decoded, dict):
+            return {key.encode().decode(): Raw(json.dumps(value).encode()) for key, value in decoded.items()}
+    except (ValueError, RecursionError) as why:
+        raise HarnessError(f"the request body is not valid JSON: {why}") from None
+    raise HarnessError("the request body must be a JSON object")
+
+
+def value_of(raw: Raw) -> Any:
+    """Decode a member for the record; what no JSON can hold (NaN, a lone surrogate) is kept as it was written."""
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        return bytes(raw).decode(errors="replace")
+
+
+def _decode(raw: Raw, name: str) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as why:
+        raise HarnessError(f"{name!r} cannot be read: {why}", param=name) from None
+
+
+def member(fields: dict[str, Raw], name: str, kinds: tuple[type, ...], default: Any) -> Any:
+    """The value of a member; `default` if it is missing or null.
+
+    Raises:
+        HarnessError: it is of none of these kinds.
+    """
+    raw = fields.get(name)
+    if raw is None:
+        return default
+    value = _decode(raw, name)
+    if value is None:
+        return default
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise HarnessError(f"{name!r} must be of type {wanted}, not {type(value).__name__}", param=name)
+    return value
+
+
+def messages_of(fields: dict[str, Raw]) -> list[bytes]:
+    """The entries of `messages`, raw.
+
+    Raises:
+        HarnessError: there is no list of objects.
+    """
+    raw = fields.get("messages")
+    if raw is None:
+        raise HarnessError("'messages' is missing", param="messages")
+    try:
+        messages = entries_of(raw)
+    except (ValueError, RecursionError):
+        raise HarnessError("'messages' must be a list of objects", param="messages") from None
+    for i, item in enumerate(messages):
+        if item[:1] != b"{":
+            raise HarnessError(f"'messages[{i}]' must be an object", param=f"messages[{i}]")
+    return messages
+
+
+def entries_of(raw: Raw) -> list[bytes]:
+    """The entries of a list, raw.
+
+    Raises:
+        ValueError: it is no list.
+    """
+    try:
+        return [bytes(item) for item in _LIST.decode(raw)]
+    except msgspec.DecodeError:
+        decoded = json.loads(bytes(raw))
+        if not isinstance(decoded, list):
+            raise
+        return [json.dumps(item).encode() for item in decoded]

@@ -1,0 +1,86 @@
+"""Rendering arguments: what besides its messages decides how a chat request becomes a prompt."""
+
+from typing import Any
+
+import msgspec
+import xxhash
+
+from tokencache.core.canonical import canonical_json
+from tokencache.dialects.body import member
+from tokencache.errors import HarnessError
+
+Raw = msgspec.Raw
+
+_NULL = Raw(b"null")
+
+_RENDERED_BY_BOTH = ("chat_template", "add_special_tokens", "mm_processor_kwargs")
+_RENDERED_BY_CHAT = ("chat_template_kwargs", "reasoning_effort", "documents")
+"""Members, beside messages and tools, that change what vLLM 0.32 renders (`chat_completion/protocol.py`, `ChatParams`):
+those that `/tokenize` takes too, and those that must be folded into its template arguments."""
+
+
+class RenderArgs(msgspec.Struct, frozen=True):
+    """What besides the messages decides how a prompt is rendered, in the form that `/tokenize` takes.
+
+    `members` are top-level members, `chat` those that only chat completions understand, and `kwargs` the template
+    arguments with the latter folded in. `digest` names all of it but the tools' content, `template` the template's arguments
+    alone; `tools` is their raw JSON.
+    """
+
+    digest: bytes
+    template: bytes
+    members: dict[str, Raw]
+    chat: dict[str, Raw]
+    kwargs: dict[str, Any]
+    tools: Raw | None = None
+
+
+def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
+    """Gather a request's rendering arguments.
+
+    Raises:
+        HarnessError: one of them has the wrong type or cannot be read.
+    """
+    kwargs = dict(member(fields, "chat_template_kwargs", (dict,), {}))
+    effort = member(fields, "reasoning_effort", (str,), None)
+    documents = member(fields, "documents", (list,), None)
+    if documents is not None:
+        kwargs["documents"] = documents
+    if effort is not None:  # /tokenize ignores the member itself (vLLM 0.32)
+        kwargs["reasoning_effort"] = effort
+        kwargs.setdefault("enable_thinking", effort != "none")
+    members: dict[str, Raw] = {name: fields[name] for name in _RENDERED_BY_BOTH if name in fields}
+    offered = tools if tools is not None and bytes(tools) not in {b"null", b"[]"} else None
+    chat: dict[str, Raw] = {name: fields[name] for name in _RENDERED_BY_CHAT if name in fields}
+    if offered is not None and bytes(fields.get("tool_choice", _NULL)) == b'"none"':
+        chat["tool_choice"] = fields["tool_choice"]
+    try:
+        template = canonical_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in members.items()}])
+    except (ValueError, RecursionError) as why:
+        raise HarnessError(f"the template's arguments cannot be read: {why}", param="chat_template_kwargs") from None
+    digest = xxhash.xxh3_128_digest(b"%d%d" % (offered is not None, "tool_choice" in chat) + template)
+    return RenderArgs(digest, xxhash.xxh3_128_digest(template), members, chat, kwargs, offered)
+
+
+def scope_of(model: str, fields: dict[str, Raw]) -> bytes:
+    """Digest all that shapes a prompt besides its messages: the scope of a chain."""
+    h = xxhash.xxh3_128(model.encode("utf-8", "surrogatepass") + b"\0")
+    for name in ("tools", *_RENDERED_BY_BOTH, *_RENDERED_BY_CHAT):
+        raw = fields.get(name)
+        if raw is not None and bytes(raw) not in {b"null", b"[]", b"{}"}:
+            h.update(name.encode() + b"=" + _canonical_member(bytes(raw)))
+    return h.digest()
+
+
+_members: dict[bytes, bytes] = {}
+
+
+def _canonical_member(raw: bytes) -> bytes:
+    """Digest a member by value; tool lists are long and nearly always the same, so what was read is remembered."""
+    key = xxhash.xxh3_128_digest(raw)
+    known = _members.get(key)
+    if known is None:
+        if len(_members) >= 4096:  # noqa: PLR2004 - many times the tool lists of one training run
+            _members.clear()
+        known = _members[key] = xxhash.xxh3_128_digest(canonical_json(msgspec.json.decode(raw)))
+    return known

@@ -1,0 +1,113 @@
+"""What a store must bear: neighbours, concurrency, length, several replicas."""
+
+import asyncio
+
+from tokencache.store.conformance.kit import (
+    LONG,
+    build,
+    continued,
+    ids_of,
+    info_of,
+    name_of,
+    raises,
+    record,
+    same,
+)
+from tokencache.store.contract import Incident, SessionGoneError, SessionSealedError, Store
+
+
+async def check_isolation(store: Store) -> None:
+    """Sessions share nothing: not keys, not turns of the same name, not their end."""
+    one, other = name_of("one"), name_of("other")
+    a, b = build("t", keys=(b"c",)), build("t", tail=(5,), keys=(b"c", b"r"))
+    await record(store, one, a)
+    life = await record(store, other, b)
+    same((await store.turns(one), await store.turns(other)), ([a.turn], [b.turn]), "turns")
+    same([(await store.prefix(one, "t")).ids, (await store.prefix(other, "t")).ids], [a.prefix, b.prefix], "prefixes")
+    same(ids_of(await store.find(one, [b"c", b"r"])), [["t"], []], "hits")
+    async with raises(SessionGoneError, "a commit with the life of another session"):
+        await store.commit(one, life, "k", [build("u").entry])
+    await store.delete(one)
+    same(await store.turns(other), [b.turn], "turns of the one that stays")
+
+
+async def check_concurrency(store: Store) -> None:
+    """Calls at once: one life, and every commit stands, all of them continuations of one turn."""
+    session, many = name_of("concurrent"), 25
+    root = build("root", keys=(b"croot",))
+    children = [build(f"t{n}", root, tail=(n,), keys=(b"csame", b"r%d" % n), call=f"k{n}") for n in range(many)]
+    lives = {begun.life for begun in await asyncio.gather(*(store.begin(session, f"k{n}", []) for n in range(many)))}
+    same(len(lives), 1, "lives")
+    life = lives.pop()
+    await store.begin(session, "k", [])
+    await store.commit(session, life, "k", [root.entry])
+    await asyncio.gather(*(store.commit(session, life, c.turn.call, [c.entry], [Incident(c.turn.id)]) for c in children))
+    names = sorted(child.turn.id for child in children)
+    recorded = [turn.id for turn in await store.turns(session)]
+    same(sorted(recorded[1:]), names, "turns")
+    found = await store.find(session, [b"csame", *(b"r%d" % n for n in range(many))])
+    same([hit.turn.id for hit in found[0]], recorded[1:], "turns under a shared key, in the order recorded")
+    same(ids_of(found[1:]), [[f"t{n}"] for n in range(many)], "turns under keys of their own")
+    same(await continued(store, session, b"croot"), [True], "continued")
+    info = await info_of(store, session)
+    same((info.turns, info.open_calls), (many + 1, ()), "state")
+    same(sorted(incident.kind for incident in info.incidents), names, "incidents")
+    for child in children:
+        same((await store.prefix(session, child.turn.id)).ids, child.prefix, "prefix")
+
+
+async def check_long_session(store: Store) -> None:
+    """A long session over one growing history: its tokens are kept once, and all of it is found again."""
+    session, last, built = name_of("long"), None, []
+    for n in range(LONG):
+        last = build(f"t{n}", last, tail=range(n, n + 40), reply=range(n, n + 20), keys=(b"c%d" % n, b"r%d" % n), call=f"k{n}")
+        built.append(last)
+    await record(store, session, *built)
+    turns = await store.turns(session)
+    same([turn.id for turn in turns], [one.turn.id for one in built], "turns in order")
+    tokens = await store.tokens(session, [turn.id for turn in turns])
+    stored = sum(len(own.delta) + len(own.completion) for own in tokens.values())
+    same(stored, len(built[-1].prefix), "bytes of ids kept for all turns, against those of the last prefix")
+    for one in (built[0], built[LONG // 2], built[-1]):
+        same((await store.prefix(session, one.turn.id)).ids, one.prefix, f"prefix of {one.turn.id}")
+    keys = [key for n in range(LONG - 1, -1, -1) for key in (b"c%d" % n, b"r%d" % n)]
+    same(ids_of(await store.find(session, keys)), [[f"t{n}"] for n in range(LONG - 1, -1, -1) for _ in "cr"], "all keys")
+    missing = [b"c-%d" % n for n in range(LONG)]
+    begun = await store.begin(session, "k", [*missing, *keys])
+    same(ids_of(begun.hits), [[]] * LONG + [[f"t{LONG - 1}"]] + [[]] * (2 * LONG - 1), "the deepest key")
+    await store.note(session, [Incident(str(n)) for n in range(3 * LONG)])
+    same([incident.kind for incident in (await info_of(store, session)).incidents], [str(n) for n in range(3 * LONG)], "incidents")
+
+
+async def check_large_turn(store: Store) -> None:
+    """A turn of a hundred thousand tokens is nothing special."""
+    session = name_of("large")
+    one = build("a", tail=range(100_000), reply=range(30_000))
+    two = build("b", one, tail=range(10))
+    await record(store, session, one, two)
+    same((await store.prefix(session, "b")).ids == two.prefix, True, "prefix")
+    same((await store.tokens(session, ["a"]))["a"] == one.entry.tokens, True, "tokens")
+
+
+async def check_replicas(store: Store, other: Store) -> None:
+    """Two stores over one database: what one has written the other reads at once, and both may write."""
+    session = name_of("replicas")
+    a = build("a", keys=(b"ca",))
+    b, c = build("b", a, keys=(b"cb",), call="kb"), build("c", a, tail=(9,), keys=(b"cb",), call="kc")
+    life = (await store.begin(session, "call", [])).life
+    same((await other.begin(session, "kb", [])).life, life, "the life, seen by the other")
+    await other.commit(session, life, "call", [a.entry])
+    same(ids_of((await store.begin(session, "kc", [b"ca"])).hits), [["a"]], "hits of what the other has written")
+    await asyncio.gather(store.commit(session, life, "kb", [b.entry]), other.commit(session, life, "kc", [c.entry]))
+    for reader in (store, other):
+        same({turn.id for turn in await reader.turns(session)}, {"a", "b", "c"}, "turns")
+        same((await reader.prefix(session, "c")).ids, c.prefix, "prefix")
+        same(await continued(reader, session, b"ca"), [True], "continued")
+    await store.bind_key(session, session)
+    same(await other.session_of_key(session), session, "a key bound by the other")
+    await other.seal(session)
+    async with raises(SessionSealedError, "begin in a session that the other sealed"):
+        await store.begin(session, "k", [])
+    await other.delete(session)
+    async with raises(SessionGoneError, "commit into a session that the other deleted"):
+        await store.commit(session, life, "k", [build("d").entry])

@@ -1,0 +1,177 @@
+"""How sessions live: calls that begin and end, incidents, sealing, deletion, names, keys."""
+
+import secrets
+
+from tokencache.store.conformance.kit import (
+    ODD_NAMES,
+    build,
+    ids_of,
+    info_of,
+    name_of,
+    open_calls,
+    raises,
+    record,
+    same,
+    true,
+)
+from tokencache.store.contract import Incident, OpenCall, SessionGoneError, SessionSealedError, Store
+
+
+async def check_ping(store: Store) -> None:
+    """An open store can be pinged."""
+    await store.ping()
+
+
+async def check_begin(store: Store) -> None:
+    """A call that begins creates the session and stays open; looking creates nothing."""
+    session = name_of("begin")
+    same(await store.session(session), None, "a session nobody began")
+    same(await store.find(session, [b"c1", b"r1"]), [[], []], "find in it")
+    same(await store.turns(session), [], "its turns")
+    same(await store.session(session), None, "after looking")
+    begun = await store.begin(session, "k1", [b"c1", b"r1"])
+    true(begun.life, "a life has a name")
+    same(begun.hits, [[], []], "hits of unknown keys, aligned")
+    same((await store.begin(session, "k2", [])).hits, [], "hits of no keys")
+    same((await store.begin(session, "k3", [])).life, begun.life, "the life at a later call")
+    info = await store.session(session)
+    true(info is not None, "the session is there")
+    if info is not None:
+        same((info.id, info.sealed, info.turns, info.incidents), (session, False, 0, ()), "its state")
+        true(0 < info.created <= info.used, "times in order")
+
+
+async def check_open_calls(store: Store) -> None:
+    """Calls are open from begin to commit or settle, each by itself, and once even if begun twice."""
+    session, odd = name_of("calls"), "call \r\n00012}\x00☕"
+    life = (await store.begin(session, "k1", [])).life
+    await store.begin(session, odd, [])
+    await store.begin(session, "k3", [])
+    await store.begin(session, "k1", [])
+    same(await open_calls(store, session), {"k1", odd, "k3"}, "open calls")
+    calls = (await info_of(store, session)).open_calls
+    same(len(calls), 3, "number of open calls")
+    true(all(isinstance(call, OpenCall) and call.since > 0 for call in calls), "open since when")
+    await store.commit(session, life, odd, [build("t1", call=odd).entry])
+    same(await open_calls(store, session), {"k1", "k3"}, "after a commit")
+    await store.settle(session, life, "k1")
+    await store.settle(session, life, "never begun")
+    same(await open_calls(store, session), {"k3"}, "after a settle")
+    await store.settle(session, life, "k3")
+    same(await open_calls(store, session), set(), "after all")
+    same((await info_of(store, session)).turns, 1, "turns")
+
+
+async def check_seal(store: Store) -> None:
+    """A sealed session takes no more calls; open ones may still commit or settle."""
+    session = name_of("seal")
+    same(await store.seal(session), False, "seal of nothing")
+    same(await store.session(session), None, "sealing creates nothing")
+    life = (await store.begin(session, "k1", [])).life
+    await store.begin(session, "k2", [])
+    same(await store.seal(session), True, "seal")
+    same(await store.seal(session), True, "seal again")
+    async with raises(SessionSealedError, "begin in a sealed session"):
+        await store.begin(session, "k3", [b"c"])
+    same(await open_calls(store, session), {"k1", "k2"}, "a refused call was not opened")
+    await store.commit(session, life, "k1", [build("a", keys=(b"ca",)).entry])
+    await store.settle(session, life, "k2", [Incident("x")])
+    await store.note(session, [Incident("y")])
+    info = await info_of(store, session)
+    same((info.sealed, info.turns, info.open_calls), (True, 1, ()), "state")
+    same([incident.kind for incident in info.incidents], ["x", "y"], "incidents")
+    same(ids_of(await store.find(session, [b"ca"])), [["a"]], "what a late call recorded")
+
+
+async def check_delete(store: Store) -> None:
+    """A deleted session is forgotten; a call of its former life writes nothing, even into one begun anew."""
+    session = name_of("delete")
+    same(await store.delete(session), False, "delete of nothing")
+    old = await record(store, session, build("a", keys=(b"ca",)))
+    await store.begin(session, "late", [])
+    await store.seal(session)
+    same(await store.delete(session), True, "delete")
+    same(await store.delete(session), False, "delete again")
+    for n in range(2):
+        async with raises(SessionGoneError, f"late commit {n}"):
+            await store.commit(session, old, "late", [build("b", keys=(b"cb",)).entry], [Incident("late")])
+        async with raises(SessionGoneError, f"late settle {n}"):
+            await store.settle(session, old, "late", [Incident("late")])
+        if n == 0:
+            same(await store.session(session), None, "a late call brings nothing back")
+            same((await store.turns(session), await store.find(session, [b"ca", b"cb"])), ([], [[], []]), "what is left")
+            begun = await store.begin(session, "k", [b"ca"])
+            true(begun.life != old, "a new life")
+            same(begun.hits, [[]], "it knows nothing of the old one")
+    info = await info_of(store, session)
+    same((info.sealed, info.turns, info.incidents), (False, 0, ()), "state")
+    same(await open_calls(store, session), {"k"}, "open calls")
+    async with raises(KeyError, "prefix of a deleted turn"):
+        await store.prefix(session, "a")
+
+
+async def check_incidents(store: Store) -> None:
+    """Incidents come back as they were, in order, whichever way they came; a note creates its session."""
+    session = name_of("incidents")
+    said = [Incident("store-error", "why", True, "k1", "t1", 1.5), Incident("x"), Incident("x"), Incident("naïve ☕", "\x00" * 300)]
+    await store.note(session, said[:2])
+    same((await info_of(store, session)).incidents, tuple(said[:2]), "after a note")
+    same(await open_calls(store, session), set(), "a note opens no call")
+    life = (await store.begin(session, "k", [])).life
+    await store.settle(session, life, "k", said[2:3])
+    await store.begin(session, "k", [])
+    await store.commit(session, life, "k", [build("a").entry], said[3:])
+    await store.note(session, said)
+    await store.note(session, [])
+    same((await info_of(store, session)).incidents, (*said, *said), "in the end")
+    empty = name_of("empty")
+    await store.note(empty, [])
+    same((await info_of(store, empty)).turns, 0, "a session made by an empty note")
+
+
+async def check_keys(store: Store) -> None:
+    """An API key's hash stands for one session, the last it was bound to, whether that exists or not."""
+    key, session = name_of("key"), name_of("bound")
+    same(await store.session_of_key(key), None, "a key nobody bound")
+    await store.bind_key(key, session)
+    await store.bind_key(key + "2", "naïve {}")
+    same(await store.session_of_key(key), session, "bound")
+    same(await store.session_of_key(key + "2"), "naïve {}", "another")
+    same(await store.session(session), None, "binding creates no session")
+    await store.bind_key(key, session + "2")
+    same(await store.session_of_key(key), session + "2", "bound anew")
+
+
+async def check_names(store: Store) -> None:
+    """Sessions with odd names are as good as others, apart from each other, and listed by their names."""
+    mark = secrets.token_hex(4)
+    names = [form for odd in ODD_NAMES for form in (odd + mark, mark + odd)]
+    for n, name in enumerate(names):
+        await record(store, name, build(f"t{n}", keys=(b"c",)))
+    for n, name in enumerate(names):
+        same(ids_of(await store.find(name, [b"c"])), [[f"t{n}"]], f"what {name!r} holds")
+    same(sorted([info.id async for info in store.sessions() if mark in info.id]), sorted(names), "sessions listed")
+    for name in names[::2]:
+        await store.delete(name)
+    same(sorted([info.id async for info in store.sessions() if mark in info.id]), sorted(names[1::2]), "sessions left")
+    for name in names:
+        await store.delete(name)
+
+
+async def check_sessions(store: Store) -> None:
+    """Every session is listed once, in the state that `session` tells."""
+    mark = name_of("list")
+    names = [f"{mark}-{n}" for n in range(60)]
+    for n, name in enumerate(names):
+        begun = await store.begin(name, "k", [])
+        if n % 2:
+            await store.commit(name, begun.life, "k", [build("a").entry], [Incident("x")])
+        if n % 3 == 0:
+            await store.seal(name)
+    listed = [info async for info in store.sessions() if info.id.startswith(mark)]
+    same(sorted(info.id for info in listed), sorted(names), "sessions listed")
+    for info in listed:
+        same(info, await store.session(info.id), "a listed session")
+    for name in names:
+        await store.delete(name)
+    same([info.id async for info in store.sessions() if info.id.startswith(mark)], [], "sessions after deleting them")
