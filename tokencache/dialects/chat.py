@@ -70,11 +70,6 @@ class ChatCall(msgspec.Struct):
     plain: str = ""
 
     @property
-    def max_new_tokens(self) -> int:
-        """The most tokens the harness asked for; 0 if it did not say."""
-        return int(member(self.fields, "max_completion_tokens", (int,), 0) or member(self.fields, "max_tokens", (int,), 0))
-
-    @property
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters in the request."""
         return {name: value_of(self.fields[name]) for name in SAMPLING if name in self.fields}
