@@ -319,7 +319,7 @@ class Lab:
     async def found_stops(self, stops: Sequence[str]) -> set[int]:
         """The stop ids that the engine's probe would find: candidates at which the engine stops."""
         real = {self.words.id_of(token) for token in stops}
-        return set(await candidates(self, "m", NO_ARGS)) & real
+        return set((await candidates(self, "m", NO_ARGS)).possible) & real
 
 
 NO_ARGS = RenderArgs(b"", b"", {}, {}, {})

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tokencache.core import ids
-from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
+from tokencache.core.turn import Tokens, Turn, grow, rebuild
 
 
 class SequenceTurn(msgspec.Struct, frozen=True):
@@ -88,18 +88,17 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
 
 
 def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None) -> TokenSequence:
-    prefix = rebuild(lookup, line[0].id)
-    packed = prefix.prompt
+    packed = bytearray(rebuild(lookup, line[0].id).ids)
     mask: list[int] = []
     logprobs: list[float] = []
     spans = []
     for turn in line:
-        prompt = _prompt(turn, lookup[turn.id][1], prefix) if turn is not line[0] else packed
-        if not prompt.startswith(packed):
-            raise ValueError(f"turn {turn.id} does not extend turn {turn.parent}")
         sampled = lookup[turn.id][1]
-        packed = prompt + sampled.completion
-        prefix = Prefix(packed, turn.completion_tokens)
+        if turn is not line[0]:  # its base is its parent, whose prefix is at hand
+            whole = bytes(packed)
+            grow(packed, turn, sampled)
+            if not packed.startswith(whole):
+                raise ValueError(f"turn {turn.id} does not extend turn {turn.parent}")
         before, start = len(mask), turn.prompt_tokens
         values = ids.unpack_logprobs(sampled.logprobs)
         trained = int(len(values) == turn.completion_tokens)
@@ -107,14 +106,4 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
         logprobs += [0.0] * (start - before) + (values if trained else [0.0] * turn.completion_tokens)
         spans.append(SequenceTurn(turn, (before, start), (start, len(mask))))
     start_kind = "branch" if line[0].match == "continue" else line[0].match
-    return TokenSequence(line[0].id, parent, start_kind, line[0].reason, ids.unpack(packed), mask, logprobs, spans)
-
-
-def _prompt(turn: Turn, own: Tokens, parent: Prefix) -> bytes:
-    """The prompt of a turn that continues: its base is its parent, whose prefix is at hand."""
-    prompt = ids.head(parent.ids, turn.shared) + own.delta
-    if ids.count(own.completion) != turn.completion_tokens:
-        raise ValueError(f"turn {turn.id}: {ids.count(own.completion)} completion tokens stored, {turn.completion_tokens} recorded")
-    if ids.count(prompt) != turn.prompt_tokens:
-        raise ValueError(f"turn {turn.id}: {ids.count(prompt)} prompt tokens rebuilt, {turn.prompt_tokens} recorded")
-    return prompt
+    return TokenSequence(line[0].id, parent, start_kind, line[0].reason, ids.unpack(bytes(packed)), mask, logprobs, spans)

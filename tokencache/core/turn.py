@@ -104,6 +104,22 @@ def hash_ids(packed: bytes) -> bytes:
     return xxhash.xxh3_128_digest(packed)
 
 
+def grow(packed: bytearray, record: Turn, tokens: Tokens) -> None:
+    """Turn the packed prefix of a turn's base into the turn's own, in place.
+
+    Raises:
+        ValueError: prompt or completion have not the recorded length: the records are torn.
+    """
+    del packed[record.shared * ids.ID_BYTES :]
+    packed += tokens.delta
+    prompt, completion = len(packed) // ids.ID_BYTES, ids.count(tokens.completion)
+    if prompt != record.prompt_tokens:
+        raise ValueError(f"turn {record.id}: {prompt} prompt tokens rebuilt, {record.prompt_tokens} recorded")
+    if completion != record.completion_tokens:
+        raise ValueError(f"turn {record.id}: {completion} completion tokens stored, {record.completion_tokens} recorded")
+    packed += tokens.completion
+
+
 def rebuild(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefix:
     """Rebuild a turn's prefix from deltas; `lookup` holds the turn and all its bases.
 
@@ -118,10 +134,5 @@ def rebuild(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefix:
         at = line[-1][0].base
     packed = bytearray()  # grown in place: one copy of the tokens, however many turns they came in
     for record, tokens in reversed(line):
-        del packed[record.shared * ids.ID_BYTES :]
-        packed += tokens.delta
-        prompt = len(packed) // ids.ID_BYTES
-        if prompt != record.prompt_tokens or ids.count(tokens.completion) != record.completion_tokens:
-            raise ValueError(f"turn {record.id}: {prompt} prompt tokens rebuilt, {record.prompt_tokens} recorded")
-        packed += tokens.completion
+        grow(packed, record, tokens)
     return Prefix(bytes(packed), ids.count(line[0][1].completion))

@@ -20,7 +20,7 @@ from tokencache.engines.reply import Reply
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
 from tokencache.render.agreement import echo_of_chat
-from tokencache.render.boundary import ASK, BoundaryUnknownError, candidates, turn_ends
+from tokencache.render.boundary import ASK, BoundaryUnknownError, candidates
 from tokencache.render.renderer import Renderer, RenderError
 
 Raw = msgspec.Raw
@@ -28,6 +28,7 @@ Level = Literal["exact", "record", "relay"]
 
 PLAIN_ARGS = RenderArgs(b"", b"", {}, {}, {})
 _OTHER = b'{"role":"user","content":"Something else altogether."}'
+_ASKED = Raw(b"[" + ASK + b"]")
 _MAX_CANDIDATES = 16
 
 
@@ -83,24 +84,25 @@ async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capa
     try:
         plain, other = [await renderer.render(model, [m], PLAIN_ARGS, generation=True) for m in (ASK, _OTHER)]
     except RenderError as why:
-        echo = await echo_of_chat(upstream, {"model": model, "messages": Raw(b"[" + ASK + b"]")})
+        echo = await echo_of_chat(upstream, {"model": model, "messages": _ASKED})
         return msgspec.structs.replace(found, level="relay" if echo is None else "record", why=f"no rendering: {why}")
     found = msgspec.structs.replace(found, tokenizes=True)
     supplied = {"kv_transfer_params": {"prompt_token_ids": ids.unpack(other)}}
-    echo = await echo_of_chat(upstream, {"model": model, "messages": Raw(b"[" + ASK + b"]"), **supplied})
+    echo = await echo_of_chat(upstream, {"model": model, "messages": _ASKED, **supplied})
     if echo is None:
         return msgspec.structs.replace(found, why="the engine reports no token ids")
     if echo != other:
         why_not = "supplied ids are ignored" if echo == plain else "neither the supplied ids nor those of /tokenize were used"
         return msgspec.structs.replace(found, level="record", why=why_not)
     try:
-        possible = tuple(await candidates(renderer, model, PLAIN_ARGS))
-        ends = tuple(await turn_ends(renderer, model, PLAIN_ARGS))
+        ends = await candidates(renderer, model, PLAIN_ARGS)
     except (BoundaryUnknownError, RenderError) as why:
         return msgspec.structs.replace(found, level="record", honours_ids=True, why=f"the template hides where a reply ends: {why}")
-    possible = tuple([token for token in possible[:_MAX_CANDIDATES] if not await _is_blank(upstream, model, token)])
+    possible = tuple([token for token in ends.possible[:_MAX_CANDIDATES] if not await _is_blank(upstream, model, token)])
     stops = tuple([token for token in possible if await _stops_at(upstream, model, token)])
-    return msgspec.structs.replace(found, level="exact", honours_ids=True, stop_candidates=possible, turn_ends=ends, stop_ids=stops)
+    return msgspec.structs.replace(
+        found, level="exact", honours_ids=True, stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops
+    )
 
 
 async def _models(upstream: Upstream) -> dict[str, int]:
@@ -128,7 +130,7 @@ async def _stops_at(upstream: Upstream, model: str, token: int) -> bool:
     """Let the engine sample nothing but `token`: does it stop there, or go on to the limit?"""
     body: dict[str, Any] = {
         "model": model,
-        "messages": Raw(b"[" + ASK + b"]"),
+        "messages": _ASKED,
         "max_tokens": 2,
         "allowed_token_ids": [token],
         "return_token_ids": True,

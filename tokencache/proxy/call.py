@@ -88,9 +88,15 @@ class Call:
             self._ledger.detach(asyncio.create_task(self._unbegin(beginning)))
             raise
         self._outcome = Outcome(
-            session=self._session, call_id=self._id, call=self._call, plan=plan, reply=self._reply, model=model, started=self._started
+            session=self._session,
+            life=self._begun.life if self._begun is not None else "",
+            call_id=self._id,
+            call=self._call,
+            plan=plan,
+            reply=self._reply,
+            model=model,
+            started=self._started,
         )
-        self._outcome.life = self._begun.life if self._begun is not None else ""
         metrics.OVERHEAD.labels("before").observe(time.time() - self._started)
         try:
             return await self._exchange()

@@ -48,13 +48,13 @@ class Outcome(msgspec.Struct, kw_only=True):
     """
 
     session: str
+    life: str
     call_id: str
     call: ChatCall
     plan: Plan
     reply: Reply
     model: Model | None
     started: float
-    life: str = ""
     broke: str = ""
     detail: str = ""
 

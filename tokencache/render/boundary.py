@@ -13,10 +13,9 @@ turn, which starts with a stop id; or nothing after the closing, where the stop 
 """
 
 import secrets
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -134,33 +133,23 @@ async def learn(renderer: Renderer, model: str, args: RenderArgs, reply: Message
     return Boundary(mark, ids.head(behind, stop), ids.tail(behind, stop), in_calls)
 
 
-async def candidates(renderer: Renderer, model: str, args: RenderArgs) -> Sequence[int]:
-    """List the ids with which a template may end a reply: those behind it, and the openers of what can follow.
+class Candidates(NamedTuple):
+    """The ids with which a template may end a reply, `possible` ones and those that can only do that.
 
     Behind a reply of text stands its end of turn and nothing else; behind calls stands their closing, too, so of that
-    only the last ids are taken (gpt-oss ends calls with `<|call|>`).
+    only the last ids are taken (gpt-oss ends calls with `<|call|>`). What can follow begins with an opener.
 
-    Raises:
-        BoundaryUnknownError: the template does not show the sentinel.
-        RenderError: the template refuses the small conversation.
+    `turn_ends` are what comes first behind a text, or if nothing does, the openers. A reply that ends with one of them
+    has shown that the engine stops there; of the others it would prove nothing (a call cut by the limit may end with
+    `</tool_call>`, a text with a newline).
     """
-    said = Message("assistant", content=".")
-    boundary = await learn(renderer, model, args, said, frozenset(), in_text=True)
-    found = ids.unpack(boundary.closing)
-    found += await _opener(renderer, model, args, said, boundary=msgspec.structs.replace(boundary, closing=b""), following=ASK)
-    called = Message("assistant", calls=(_CALL,))
-    with suppress(RenderError, BoundaryUnknownError):  # a template without tools, say
-        boundary = await learn(renderer, model, args, called, frozenset(), in_text=False)
-        found += ids.unpack(boundary.closing)[-_END_OF_TURN:]
-        found += await _opener(renderer, model, args, called, boundary=boundary, following=_RESULT)
-    return list(dict.fromkeys(found))
+
+    possible: list[int]
+    turn_ends: list[int]
 
 
-async def turn_ends(renderer: Renderer, model: str, args: RenderArgs) -> Sequence[int]:
-    """List those candidates that can only end a turn: what comes first behind a text, or if nothing does, the openers.
-
-    A reply that ends with one of them has shown that the engine stops there; of other candidates it would prove nothing
-    (a call cut by the limit may end with `</tool_call>`, a text with a newline).
+async def candidates(renderer: Renderer, model: str, args: RenderArgs) -> Candidates:
+    """List the ids with which a template may end a reply.
 
     Raises:
         BoundaryUnknownError: the template does not show the sentinel.
@@ -168,13 +157,15 @@ async def turn_ends(renderer: Renderer, model: str, args: RenderArgs) -> Sequenc
     """
     said, called = Message("assistant", content="."), Message("assistant", calls=(_CALL,))
     boundary = await learn(renderer, model, args, said, frozenset(), in_text=True)
-    if boundary.closing:
-        return ids.unpack(ids.head(boundary.closing, 1))
-    found = await _opener(renderer, model, args, said, boundary=boundary, following=ASK)
-    with suppress(RenderError, BoundaryUnknownError):
+    ends = ids.unpack(boundary.closing)
+    openers = await _opener(renderer, model, args, said, boundary=msgspec.structs.replace(boundary, closing=b""), following=ASK)
+    possible = [*ends, *openers]
+    with suppress(RenderError, BoundaryUnknownError):  # a template without tools, say
         boundary = await learn(renderer, model, args, called, frozenset(), in_text=False)
-        found += await _opener(renderer, model, args, called, boundary=boundary, following=_RESULT)
-    return found
+        results = await _opener(renderer, model, args, called, boundary=boundary, following=_RESULT)
+        possible += [*ids.unpack(boundary.closing)[-_END_OF_TURN:], *results]
+        openers += results
+    return Candidates(list(dict.fromkeys(possible)), ends[:1] or openers)
 
 
 async def _opener(renderer: Renderer, model: str, args: RenderArgs, reply: Message, *, boundary: Boundary, following: bytes) -> list[int]:
