@@ -66,6 +66,6 @@ EPISODES = {
         think("End.", "Ten."),
     ],
     "plain": ["First answer, without any thought.", "Second answer.\n" + call({"command": "ls"}), "Third answer; that is all."],
-    "long": [think("hm", "word and word " * 2000)],
+    "long": [think("hm", "word and word " * 6000)],
     "miniswe": WRITE_AND_LIST,
 }
