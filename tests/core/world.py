@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tokencache.core import ids, invariants
+from tokencache.core import ids, interrupt, invariants
 from tokencache.core import match as matching
 from tokencache.core.canonical import Call, Message, digest
 from tokencache.core.chain import Conversation, converse
-from tokencache.core.match import Hit, Match, keys_of_turn, wanted
+from tokencache.core.keys import keys_of_aborted, keys_of_turn, place_key, wanted
+from tokencache.core.match import Hit, Match
+from tokencache.core.rules import Leniency
 from tokencache.core.splice import boundary, join
 from tokencache.core.turn import Anchor, Tokens, Turn, hash_ids
 
@@ -33,6 +35,10 @@ NAMES = {1: "<system>", 2: "<user>", 3: "<assistant>", 4: "<tool>", END: "<end>\
 NAMES |= {CALL: "<call>", ARGS: "<args>"}
 CHARS, PAIRS = 100, 100_000
 LIE = "never thought so "
+SPACE = " \n\ufeff\xa0"
+MARKUP = "<tool_call>x</tool_call>"
+HABITS = frozenset({"cd-prefix", "coerced-values", "markup-removed"})
+"""Rules that a harness may have vouched for; what they do is written here once more (`rewritten`)."""
 
 
 class WrongMatchError(AssertionError):
@@ -71,6 +77,8 @@ class Entry:
     """The turn that an assistant's entry comes from, if the model said it."""
     meaning: Any = None
     """What it says, however it is written."""
+    handle: str = ""
+    """What came with it, to be echoed."""
 
     @property
     def truth(self) -> str | None:
@@ -91,6 +99,26 @@ def template(said: Entry, *, reply_only: bool = False) -> list[int]:
     return [*([] if reply_only else [ROLE[message.role]]), *body, END]
 
 
+def meaning_of(message: Message) -> Any:
+    """What an assistant's message says, however it is written."""
+    calls = tuple((c.name, json.dumps(json.loads(c.arguments or "{}"), sort_keys=True)) for c in message.calls)
+    return ("assistant", (message.content or "").split("</think>")[-1].strip(SPACE), calls)
+
+
+def rewritten(message: Message) -> Message:
+    """Do to a reply what `HABITS` do: Claude Code to arguments, Hermes to texts."""
+
+    def one(call: Call) -> Call:
+        value = json.loads(call.arguments or "{}")
+        if call.name == "Bash" and "command" in value:
+            value = {**value, "command": value["command"].removeprefix("cd /w && ")}
+        value = {name: 5 if member == "5" else member for name, member in value.items()}
+        return msgspec.structs.replace(call, arguments=json.dumps(value))
+
+    text = (message.content or "").split("</think>")[-1].strip(SPACE).replace(MARKUP, "").strip(SPACE)
+    return msgspec.structs.replace(message, content=text, reasoning=None, calls=tuple(map(one, message.calls)))
+
+
 @dataclass
 class World:
     """One session: what was recorded, what the engine's books say, and what is true."""
@@ -106,7 +134,12 @@ class World:
     recorded: dict[Any, list[str]] = field(default_factory=lambda: defaultdict(list))
     books: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
+    sayings: dict[str, list[Any]] = field(default_factory=dict)
+    leniency: Leniency = field(default_factory=Leniency)
     serial: int = 0
+
+    def __post_init__(self) -> None:
+        self.leniency = Leniency(vouched=HABITS if self.rng.random() < 0.7 else frozenset())
 
     def fresh(self) -> int:
         self.serial += 1
@@ -117,28 +150,53 @@ class World:
 
     # the index: as a store would answer
 
-    def hits(self, conversation: Conversation, *, short: bool = False) -> dict[bytes, list[Hit]]:
-        by_id = {turn.id: turn for turn in self.turns}
+    def hits(self, conversation: Conversation, handles: dict[int, str], *, short: bool = False) -> dict[bytes, list[Hit]]:
         found: dict[bytes, list[Hit]] = {}
-        for key in wanted(conversation):
-            found[key] = [Hit(by_id[t], t in self.continued) for t in self.index.get(key, ())]
+        for key in wanted(conversation, handles=handles):
+            found[key] = self.look(key)
             if short and found[key] and key[:1] == b"c":
                 break
         return found
 
+    def look(self, key: bytes) -> list[Hit]:
+        return [Hit(self.turn(t), t in self.continued) for t in self.index.get(key, ())]
+
+    def match(self, conversation: Conversation, handles: dict[int, str], hits: dict[bytes, list[Hit]]) -> Match:
+        """Match as the planner does: look again where the match is unsure, and let go of a beginning that no token ends."""
+        found = matching.match(conversation, hits, self.leniency, handles)
+        if found.unsure:
+            hits = {**hits, **{key: self.look(key) for key in found.unsure}}
+            found = matching.match(conversation, hits, self.leniency, handles)
+        if found.heard is None or self.kept(found) is not None:
+            return found
+        self.seen["inside-token"] += 1
+        key = place_key(conversation.chain[found.at - 1])
+        without = {**hits, key: [hit for hit in hits[key] if hit.turn.id != found.heard.turn.id]}
+        return self.match(conversation, handles, without)
+
+    def kept(self, found: Match) -> int | None:
+        """How many tokens of its parent a harness has heard: those that spell what it holds, if any do."""
+        part = found.heard
+        assert part is not None
+        completion = ids.unpack(self.tokens[part.turn.id].completion)
+        spelled = [n for n in range(part.first, part.after + 1) if decode(completion[part.first : n]) == part.text]
+        return spelled[0] if spelled else None
+
     # one call
 
-    def call(self, history: list[Entry], scope: bytes = b"main") -> Entry:
+    def call(self, history: list[Entry], scope: bytes = b"main", *, leave: bool = False) -> Entry:
         conversation = converse(scope, [e.message for e in history])
-        found = matching.match(conversation, self.hits(conversation))
+        handles = {i: e.handle for i, e in enumerate(history) if e.handle}
+        found = self.match(conversation, handles, self.hits(conversation, handles))
         self.judge(found, history, scope, complete=True)
-        self.judge(matching.match(conversation, self.hits(conversation, short=True)), history, scope, complete=False)
+        short = self.match(conversation, handles, self.hits(conversation, handles, short=True))
+        self.judge(short, history, scope, complete=False)
         self.seen.update([found.kind, *([found.reason] if found.reason else []), *found.forgiven])
         prompt, own, places, anchors = self.splice(found, history)
         rendered = decode(t for e in history for t in template(e)) + NAMES[ROLE["assistant"]]
         written = [self.written(history[at], end, prompt) for at, (_, end) in zip(places, own, strict=True)]
         assert invariants.fidelity(prompt, own, decode, rendered, written) == []
-        return self.record(conversation, history, scope, (found, prompt, own, places, anchors))
+        return self.record(conversation, history, scope, (found, prompt, own, places, anchors), leave=leave)
 
     @staticmethod
     def written(said: Entry, end: int, prompt: list[int]) -> str:
@@ -163,6 +221,11 @@ class World:
             packed, start = self.prefixes[parent], found.at
             own, places = list(self.own[parent]), list(self.places[parent])
             pending = self.tokens[parent].completion
+            if found.heard is not None:
+                packed = ids.head(packed, found.parent.prompt_tokens + (self.kept(found) or 0))
+                pending = ids.tail(packed, found.parent.prompt_tokens)
+                if packed != self.prefixes[parent]:
+                    anchors.append(Anchor(parent, found.parent.prompt_tokens, ids.count(packed)))
             own.append((found.parent.prompt_tokens, ids.count(packed)))
             places.append(found.at - 1)
             put([END])
@@ -181,10 +244,15 @@ class World:
         put([ROLE["assistant"]])
         return ids.unpack(packed), own, places, anchors
 
-    def record(self, conversation: Conversation, history: list[Entry], scope: bytes, sent: Any) -> Entry:
+    def record(self, conversation: Conversation, history: list[Entry], scope: bytes, sent: Any, *, leave: bool) -> Entry:
         found, prompt, own, places, anchors = sent
         name = f"t{len(self.turns)}"
-        text, completion, served = self.sample()
+        completion, served = self.sample()
+        whole, cuts = completion, []
+        leave = leave and not served.calls and "<think>" not in (served.content or "")
+        if leave:
+            completion, served, cuts = self.left(completion, served)
+        handle = f"{self.fresh():032x}"
         values = array("f", (-self.rng.random() * 3 for _ in completion)).tolist()
         if self.rng.random() < 0.1:
             values = [v / 3 for v in values]
@@ -192,11 +260,12 @@ class World:
         packed = ids.pack(prompt)
         parent = found.parent.id if found.parent is not None else None
         shared = ids.common_head(self.prefixes[parent], packed) if parent is not None else 0
-        follows = found.kind in ("continue", "branch")
+        shortened = any(anchor.turn == parent for anchor in anchors)
+        follows = found.kind in ("continue", "branch") and not shortened
         turn = Turn(
             id=name,
             call=name,
-            match=found.kind,
+            match="resplice" if shortened else found.kind,
             reason=found.reason,
             parent=parent if follows else None,
             origin=None if follows else parent,
@@ -209,33 +278,69 @@ class World:
             prefix_hash=hash_ids(packed + ids.pack(completion)),
             completion_hash=hash_ids(ids.pack(completion)),
             served=served,
+            place=conversation.chain[-1],
+            handle=handle,
+            cuts=interrupt.pack_cuts(cuts),
             stopped=completion[-1:] == [END],
-            marks=("no-logprobs",) if bare and completion else (),
+            marks=(*(("no-logprobs",) if bare and completion else ()), *(("aborted",) if leave else ())),
         )
-        self.books.append((prompt, completion, values))
+        self.books.append((prompt, whole, [*values, *[-1.0] * (len(whole) - len(completion))]))
         self.turns.append(turn)
         self.tokens[name] = Tokens(ids.tail(packed, shared), ids.pack(completion), b"" if bare else ids.pack_logprobs(values))
         self.prefixes[name] = packed + ids.pack(completion)
         self.own[name], self.places[name] = own, places
         if turn.parent is not None:
             self.continued.add(turn.parent)
-        for key in keys_of_turn(conversation, served, digest(served)):
+        whole_keys = keys_of_turn(conversation, served, digest(served), handle=handle, leniency=self.leniency)
+        for key in keys_of_aborted(conversation) if leave else whole_keys:
             self.index[key].append(name)
-        calls = tuple((c.name, json.dumps(json.loads(c.arguments or "{}"), sort_keys=True)) for c in served.calls)
-        said = Entry(served, name, ("assistant", text.strip(), calls))
-        self.recorded[self.place([*history, said], len(history) + 1, scope)].append(name)
+        self.recorded[self.place(history, len(history), scope)].append(name)
+        if leave:
+            return self.overheard(name, served, cuts)
+        said = Entry(served, name, meaning_of(served), handle)
+        self.sayings[name] = [said.meaning, meaning_of(rewritten(served))] if self.leniency.vouched else [said.meaning]
         return said
 
-    def sample(self) -> tuple[str, list[int], Message]:
+    def left(self, completion: list[int], served: Message) -> tuple[list[int], Message, list[interrupt.Cut]]:
+        """Leave in mid-stream: events of a token or two, and sometimes a character is held back."""
+        first = completion.index(THOUGHT) + 1 if THOUGHT in completion else 0
+        end = len(completion) - (completion[-1:] == [END])
+        cuts: list[interrupt.Cut] = []
+        at, heard = first, ""
+        while at < end and (not cuts or self.rng.random() < 0.8):
+            before, at = at, min(end, at + self.rng.choice([1, 1, 2]))
+            text = decode(completion[first:at])
+            text = text[: len(text) - (self.rng.random() < 0.3)]
+            if len(text) > len(heard):
+                heard = text
+                cuts.append(interrupt.Cut(before, at, len(text), len(served.reasoning or "")))
+        return completion[:at], msgspec.structs.replace(served, content=heard or None), cuts
+
+    def overheard(self, name: str, served: Message, cuts: list[interrupt.Cut]) -> Entry:
+        """What the harness keeps of a reply that it left: the text up to an event that it had got."""
+        self.sayings[name] = []
+        self.seen["left"] += 1
+        text = (served.content or "")[: self.rng.choice(cuts[-2:]).content] if cuts else ""
+        message = Message("assistant", text, self.rng.choice([None, served.reasoning]))
+        return Entry(message, name, meaning_of(message))
+
+    def said_there(self, history: list[Entry], at: int, scope: bytes) -> list[str]:
+        """The whole replies that were given behind the first `at - 1` entries and that may have come back as the next one."""
+        here = self.recorded.get(self.place(history, at - 1, scope), [])
+        return [name for name in here if history[at - 1].meaning in self.sayings[name]]
+
+    def sample(self) -> tuple[list[int], Message]:
         """Speak: few different texts, in ever other tokens."""
         rng = self.rng
-        text = rng.choice(["OK", "OK", "yes", "go on", " padded\n", ""])
+        text = rng.choice(["OK", "OK", "yes", "go on", " padded\n", "", f"OK{MARKUP}"])
         reasoning = rng.choice([None, None, None, "because", "since"])
         inline = reasoning is not None and rng.random() < 0.3
         calls = []
         for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
             name = rng.choice(["functions.bash:{}", "call-{}"]).format(self.fresh())
-            calls.append(Call(name, rng.choice(["bash", "edit"]), rng.choice(['{"a": 1, "b": [2.0]}', '{"b": "x"}', ""])))
+            commands = ['{"command": "cd /w && ls"}', '{"command": "ls"}']
+            arguments = [*commands, '{"a": 1, "b": [2.0]}', '{"b": "x"}', "", '{"b": "5"}', '{"b": 5}']
+            calls.append(Call(name, rng.choice(["Bash", "edit"]), rng.choice(arguments)))
         other = rng.choice([None, None, rng])
         completion = [THINK, *spell(reasoning, other), THOUGHT] if reasoning else []
         completion += spell(text, other)
@@ -249,8 +354,8 @@ class World:
         if rng.random() < 0.9:
             completion.append(END)
         if inline:
-            return text, completion, Message("assistant", f"<think>{reasoning}</think>{text}", None, tuple(calls))
-        return text, completion, Message("assistant", text or rng.choice([None, ""]), reasoning, tuple(calls))
+            return completion, Message("assistant", f"<think>{reasoning}</think>{text}", None, tuple(calls))
+        return completion, Message("assistant", text or rng.choice([None, ""]), reasoning, tuple(calls))
 
     # what is true
 
@@ -278,7 +383,7 @@ class World:
         _so(found.kind == expected, f"{found.kind} is not {expected}")
         _so(found.kind in ("root", "continue", "branch") or found.reason, "no reason")
         if found.parent is not None:
-            self._judge_parent(found.parent, history, found.at, scope)
+            self._judge_parent(found, history, scope)
         _so([i for i, _ in found.anchors] == sorted({i for i, _ in found.anchors if i >= found.at}), "anchors in disorder")
         _so(len({turn.id for _, turn in found.anchors}) == len(found.anchors), "a turn stands in two places")
         for i, turn in found.anchors:
@@ -287,14 +392,28 @@ class World:
             _so(self.turn(truth).completion_hash == turn.completion_hash, f"entry {i} is {truth}, not {turn.id}")
         if complete and replies:
             last = replies[-1]
-            here = self.recorded.get(self.place(history, last + 1, scope), [])
-            if history[last].truth in here and len({self.prefixes[t] for t in here}) == 1:
+            truth = history[last].truth
+            here = self.said_there(history, last + 1, scope)
+            left = any("aborted" in self.turn(t).marks for t in self.recorded.get(self.place(history, last, scope), []))
+            if truth in here and not left and self.recognisable(history[last], truth) and len({self.prefixes[t] for t in here}) == 1:
                 _so(found.at == last + 1, f"{history[last].truth} was not found, though nothing is ambiguous")
 
-    def _judge_parent(self, parent: Turn, history: list[Entry], at: int, scope: bytes) -> None:
+    def recognisable(self, said: Entry, truth: str) -> bool:
+        """Whether an entry says what the turn said, or has kept the ids beside what the harness made of it."""
+        issued = tuple(call.id for call in self.turn(truth).served.calls)
+        return said.meaning == self.sayings[truth][0] or tuple(call.id for call in said.message.calls) == issued
+
+    def _judge_parent(self, found: Match, history: list[Entry], scope: bytes) -> None:
+        parent, at = found.parent, found.at
+        assert parent is not None
         truth = history[at - 1].truth
-        here = self.recorded.get(self.place(history, at, scope), [])
         _so(truth is not None, f"the harness wrote entry {at - 1} itself, not {parent.id}")
+        if found.heard is not None or "aborted" in parent.marks:
+            _so(truth == parent.id, f"entry {at - 1} is {truth}, not the beginning of {parent.id}")
+            _so(parent.id in self.recorded.get(self.place(history, at - 1, scope), []), f"{parent.id} stood in another context")
+            _so(found.heard is not None and found.heard.text.strip() == history[at - 1].meaning[1], f"{parent.id} was not heard that far")
+            return
+        here = self.said_there(history, at, scope)
         _so(parent.id in here, f"{parent.id} stood in another context")
         if truth in here:
             _so(self.turn(truth).prefix_hash == parent.prefix_hash, f"entry {at - 1} is {truth}, not {parent.id}")
@@ -326,7 +445,8 @@ class Harness:
     def ask(self, history: list[Entry]) -> Entry:
         scope = self.rng.choice([b"main"] * 9 + [b"other tools"])
         self.sent.append((list(history), scope))
-        return self.world.call(history, scope)
+        said = self.world.call(history, scope, leave=self.rng.random() < 0.15)
+        return said if self.rng.random() < 0.5 else replace(said, handle="")
 
     def go_on(self, history: list[Entry]) -> None:
         last = history[-1].message
@@ -358,14 +478,26 @@ class Harness:
         self.go_on(history)
 
     def forgivable(self, history: list[Entry]) -> None:
-        rewrite = self.rng.choice([self.spaced, self.trimmed, self.blank, self.parts, self.rejson, self.silent, self.inline])
+        deeds = [self.spaced, self.trimmed, self.blank, self.parts, self.rejson, self.silent, self.inline]
+        rewrite = self.rng.choice([self.rewritten, *deeds])
         chance = self.rng.choice([0.4, 1.0])
         for i, e in enumerate(history):
             if e.message.role == "assistant" and self.rng.random() < chance:
-                history[i] = replace(e, message=rewrite(e.message))
+                history[i] = self.rewritten(e) if rewrite == self.rewritten else replace(e, message=rewrite(e.message))
         if self.rng.random() < 0.3:
             self.renamed(history, sanitize=self.rng.random() < 0.7)
         self.go_on(history)
+
+    def rewritten(self, said: Entry) -> Entry:
+        """Do what an adapter vouches for; where it does not, the words are the harness's own (of a text nobody could tell: it is left)."""
+        message = rewritten(said.message)
+        if LIE in (said.message.reasoning or "") + (said.message.content or ""):
+            return said
+        if not self.world.leniency.vouched:
+            message = msgspec.structs.replace(said.message, calls=message.calls)
+        meaning = meaning_of(message)
+        kept = self.world.leniency.vouched or meaning == meaning_of(said.message)
+        return replace(said, message=message, meaning=meaning, origin=said.origin if kept else None)
 
     def spaced(self, m: Message) -> Message:
         return msgspec.structs.replace(m, content=f"\n {m.content or ''}\ufeff\xa0", reasoning=m.reasoning and f" {m.reasoning}\n")
@@ -422,7 +554,8 @@ class Harness:
             del history[i]
 
     def forged(self, history: list[Entry], i: int, message: Message) -> None:
-        history[i] = Entry(message, None, ("assistant", message.content or "", tuple((c.name, c.arguments) for c in message.calls)))
+        handle = self.rng.choice(["", history[i].handle])  # a handle, too, may stand beside words that are not ours
+        history[i] = Entry(message, None, meaning_of(message), handle)
 
     def rewrite(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tokencache.engines.reply import Reply
-from tokencache.proxy.sse import EventSplitter
+from tokencache.dialects.sse import EventSplitter
 
 SENT = b"1,22,333"
 

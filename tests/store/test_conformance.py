@@ -1,6 +1,7 @@
 """All stores keep the contract; and the suite notices a store that does not."""
 
 import asyncio
+from types import MappingProxyType
 
 import fakeredis
 import pytest
@@ -13,6 +14,8 @@ from tokencache.store.contract import Begun, SessionSealedError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.testing.redis_server import RealRedis, find_binary
+
+NONE = MappingProxyType({})
 
 
 def short(check):
@@ -68,8 +71,8 @@ class ReadsOn(MemoryStore):
 
 
 class ForgetsChildren(MemoryStore):
-    async def commit(self, session, life, call, entries, incidents=()):
-        await super().commit(session, life, call, entries, incidents)
+    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
+        await super().commit(session, life, call, entries, incidents, documents=documents)
         self._sessions[session].continued.clear()
 
 
@@ -80,10 +83,10 @@ class TakesLateCommits(MemoryStore):
 
 
 class RevivesTheDead(MemoryStore):
-    async def commit(self, session, life, call, entries, incidents=()):
+    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
         if session not in self._sessions:
             life = (await self.begin(session, call, [])).life
-        await super().commit(session, life, call, entries, incidents)
+        await super().commit(session, life, call, entries, incidents, documents=documents)
 
 
 class OpensThenRefuses(MemoryStore):
@@ -96,8 +99,8 @@ class OpensThenRefuses(MemoryStore):
 
 
 class LeavesCallsOpen(MemoryStore):
-    async def commit(self, session, life, call, entries, incidents=()):
-        await super().commit(session, life, "", entries, incidents)
+    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
+        await super().commit(session, life, "", entries, incidents, documents=documents)
 
 
 class TakesBasesWhole(MemoryStore):
@@ -120,12 +123,12 @@ class ListsTwice(MemoryStore):
 
 
 class Interleaves(MemoryStore):
-    async def commit(self, session, life, call, entries, incidents=()):
+    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
         held = self._alive(session, life)
         before = dict(held.index)
         await asyncio.sleep(0)
         held.index = before
-        await super().commit(session, life, call, entries, incidents)
+        await super().commit(session, life, call, entries, incidents, documents=documents)
 
 
 class NewestFirst(MemoryStore):
@@ -139,8 +142,14 @@ class DropsIncidents(MemoryStore):
 
 
 class NamesAKeyOnce(MemoryStore):
-    async def bind_key(self, key, session):
-        self._keys.setdefault(key, session)
+    async def bind_key(self, key, binding):
+        self._keys.setdefault(key, binding)
+
+
+class KeepsTheFirst(MemoryStore):
+    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
+        kept = self._alive(session, life).documents
+        await super().commit(session, life, call, entries, incidents, documents={**documents, **kept})
 
 
 class SharesKeys(MemoryStore):
@@ -162,6 +171,7 @@ BROKEN = [
     (NewestFirst, conformance.check_round_trip),
     (DropsIncidents, conformance.check_incidents),
     (NamesAKeyOnce, conformance.check_keys),
+    (KeepsTheFirst, conformance.check_documents),
     (SharesKeys, conformance.check_isolation),
 ]
 

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
 from tokencache.store.conformance import build, record
-from tokencache.store.contract import Incident, SessionGoneError, SessionSealedError, StoreError
+from tokencache.store.contract import Binding, Incident, SessionGoneError, SessionSealedError, StoreError
 from tokencache.store.redis import RedisStore
 from tokencache.testing.redis_server import RealRedis
 
@@ -49,7 +49,9 @@ async def test_every_operation_is_one_round_trip(store, sent):
     begun = await store.begin("s", "k", [b"c1", b"r1"])
     first = build("a", keys=(b"c1", b"r1"))
     operations = [
-        lambda: store.commit("s", begun.life, "k", [first.entry, build("b", first).entry], [Incident("x")]),
+        lambda: store.commit(
+            "s", begun.life, "k", [first.entry, build("b", first).entry], [Incident("x")], documents={"d": b"1", "e": b"2"}
+        ),
         lambda: store.begin("s", "k", [b"c0", b"c1", b"r1"]),
         lambda: store.prefix("s", "b"),
         lambda: store.find("s", [b"c1"] * 50),
@@ -59,8 +61,10 @@ async def test_every_operation_is_one_round_trip(store, sent):
         lambda: store.turns("s"),
         lambda: store.tokens("s", ["a", "b"]),
         lambda: store.seal("s"),
-        lambda: store.bind_key("k", "s"),
-        lambda: store.session_of_key("k"),
+        lambda: store.documents("s", ["d", "e"]),
+        lambda: store.forget("s", "d"),
+        lambda: store.bind_key("k", Binding("s")),
+        lambda: store.binding_of_key("k"),
         store.ping,
         lambda: store.delete("s"),
     ]
@@ -101,16 +105,16 @@ async def test_a_session_is_one_key_that_use_renews(store, redis):
 
 
 async def test_a_bound_key_lives_as_long_as_it_is_used(store, redis):
-    await store.bind_key("h", "s")
+    await store.bind_key("h", Binding("s"))
     assert 60_000 < await redis.pttl("tokencache:key:h") <= WEEK
     await redis.pexpire("tokencache:key:h", 60_000)
-    assert await store.session_of_key("h") == "s"
+    assert await store.binding_of_key("h") == Binding("s")
     assert 60_000 < await redis.pttl("tokencache:key:h") <= WEEK
 
 
 async def test_all_that_is_written_expires(store, redis):
     await store.ping()
-    await store.bind_key("h", "s")
+    await store.bind_key("h", Binding("s"))
     await record(store, "s", build("a", keys=(b"c1",)))
     assert all([await redis.pttl(key) > 0 for key in await redis.keys("*")])
 
@@ -197,7 +201,7 @@ async def test_a_call_given_up_does_not_leave_its_reply_to_the_next(store):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert await store.find("s", [b"c1", b"c2"]) == [[], []]
-        assert await store.session_of_key("none") is None
+        assert await store.binding_of_key("none") is None
 
 
 async def test_a_full_server_refuses_whole_commits(store, redis):
@@ -213,7 +217,7 @@ async def test_a_full_server_refuses_whole_commits(store, redis):
             store.begin("t", "k", []),
             store.note("t", []),
             store.seal("s"),
-            store.bind_key("h", "s"),
+            store.bind_key("h", Binding("s")),
             store.ping(),
         ]
         for operation in refused:

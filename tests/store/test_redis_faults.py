@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tokencache.store.conformance import build, record
-from tokencache.store.contract import Incident, SessionGoneError, StoreError
+from tokencache.store.contract import Binding, Incident, SessionGoneError, StoreError
 from tokencache.store.redis import RedisStore
 from tokencache.testing.redis_server import RealRedis, find_binary
 
@@ -42,8 +42,10 @@ def operations(store, life):
         "tokens": lambda: store.tokens("s", ["a"]),
         "seal": lambda: store.seal("s"),
         "delete": lambda: store.delete("s"),
-        "bind_key": lambda: store.bind_key("h", "s"),
-        "session_of_key": lambda: store.session_of_key("h"),
+        "documents": lambda: store.documents("s", ["d"]),
+        "forget": lambda: store.forget("s", "d"),
+        "bind_key": lambda: store.bind_key("h", Binding("s")),
+        "binding_of_key": lambda: store.binding_of_key("h"),
     }
 
 

@@ -1,10 +1,8 @@
 """Match: which recorded turn does this history continue?
 
 The session is a tree of turns, never a list: sub-agents interleave, turns vanish, byte-identical requests are sent
-again, forks replay old history. Every delivered reply is indexed twice: by the chain up to and including it (found
-when nothing before it was touched) and by its own digest (found wherever it stands). Matching walks the history from
-its end: the deepest chain key that is known names the parent; replies behind it that are known by their own digest
-become *anchors* of a resplice.
+again, forks replay old history. Matching walks the history from its end: the deepest reply that is known *in its place*
+names the parent; replies behind it that are known out of their context become *anchors* of a resplice.
 
 ==========  =========================================================================================================
 `root`      nothing the model said is in the history
@@ -14,18 +12,21 @@ become *anchors* of a resplice.
 `plain`     the history holds replies, and none of them is known for certain
 ==========  =========================================================================================================
 
-Never guess: where several recorded turns fit and their tokens differ, none is taken.
+What to look at is found under keys (`keys`); a key proposes, the fields decide (`verdict`). Never guess: where several
+recorded turns fit and their tokens differ, none is taken.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
-import xxhash
 
 from tokencache.core.canonical import Message
-from tokencache.core.chain import Conversation, link
+from tokencache.core.chain import Conversation
+from tokencache.core.interrupt import Heard, heard, may_be
+from tokencache.core.keys import aborted_key, call_key, chain_key, handle_key, place_key, reply_key
+from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn
 from tokencache.core.verdict import Verdict, judge
 
@@ -47,6 +48,8 @@ class Match(NamedTuple):
     """How a history relates to what was recorded.
 
     `at` counts the messages that the parent's prefix covers. `anchors` are (place in the history, turn), in order.
+    `heard` says of an aborted parent how much of it the history holds: to be proven. `unsure` are keys that may know
+    better, and are to be looked up before this is relied on: the parent's ids did not come back, or an anchor has none.
     """
 
     kind: MatchKind
@@ -55,48 +58,28 @@ class Match(NamedTuple):
     at: int = 0
     anchors: tuple[tuple[int, Turn], ...] = ()
     forgiven: tuple[str, ...] = ()
+    heard: Heard | None = None
+    unsure: tuple[bytes, ...] = ()
 
 
-def chain_key(chain: bytes) -> bytes:
-    """Name a place in a conversation: 17 bytes."""
-    return b"c" + chain
+def match(conversation: Conversation, hits: Hits, leniency: Leniency = STRICT, handles: Mapping[int, str] = MappingProxyType({})) -> Match:
+    """Relate a history to the recorded turns in `hits` (the values found under `keys.wanted`).
 
-
-def reply_key(digest: bytes, voice: bytes) -> bytes:
-    """Name a reply regardless of its context, but not of the model and template arguments that it was sampled under: 17 bytes."""
-    return b"r" + xxhash.xxh3_128_digest(voice + digest)
-
-
-def keys_of_turn(conversation: Conversation, served: Message, digest: bytes) -> tuple[bytes, bytes]:
-    """The keys under which a reply to `conversation` will be looked for; `digest` is that of `served`."""
-    return chain_key(link(conversation.chain[-1], served, digest)), reply_key(digest, conversation.voice)
-
-
-def wanted(conversation: Conversation, last: int | None = None) -> list[bytes]:
-    """The keys to look up for a history, the deepest first; the first chain key that is known ends the search.
-
-    `last` takes those of so many of its last replies only: nearly always the very last one is known.
+    `handles` are the places of replies that came back with a handle, and that handle.
     """
-    keys = []
-    for i in islice(conversation.replies(), last):
-        keys.append(chain_key(conversation.chain[i + 1]))
-        keys.append(reply_key(conversation.digests[i], conversation.voice))
-    return keys
-
-
-def match(conversation: Conversation, hits: Hits) -> Match:
-    """Relate a history to the recorded turns in `hits` (the values found under `wanted` keys)."""
+    found = _Finder(conversation, hits, leniency, handles)
     anchors: list[tuple[int, Turn]] = []
     forgiven: set[str] = set()
     reasons: list[str] = []
     for i in conversation.replies():
-        echoed = conversation.messages[i]
-        chosen = _choose(echoed, hits.get(chain_key(conversation.chain[i + 1]), ()), in_place=True)
+        chosen = found.in_place(i)
         if isinstance(chosen, _Found):
             forgiven.update(chosen.verdict.rules)
-            return _continue(conversation, chosen.hit, i + 1, anchors, (forgiven, reasons))
-        if chosen is None:
-            chosen = _choose(echoed, hits.get(reply_key(conversation.digests[i], conversation.voice), ()), in_place=False)
+            result = _continue(conversation, chosen, i + 1, anchors, (forgiven, reasons))
+            unsure = _unsure(conversation, result.anchors)
+            return result._replace(unsure=unsure if chosen.verdict.ids_kept else (*unsure, call_key(conversation, i)))
+        if not isinstance(chosen, _Found) and chosen in {None, "foreign-reply"}:
+            chosen = found.elsewhere(i) or chosen
         if isinstance(chosen, _Found):
             anchors.append((i, chosen.hit.turn))
             forgiven.update(chosen.verdict.rules)
@@ -106,43 +89,122 @@ def match(conversation: Conversation, hits: Hits) -> Match:
         return Match("root")
     anchors = _unique(anchors)
     if anchors:
-        return Match("resplice", "context-edited", None, 0, tuple(reversed(anchors)), tuple(sorted(forgiven)))
+        unsure = _unsure(conversation, anchors)
+        return Match("resplice", "context-edited", None, 0, tuple(reversed(anchors)), tuple(sorted(forgiven)), unsure=unsure)
     return Match("plain", reasons[0] if reasons else "ambiguous-reply")
 
 
-def _continue(conversation: Conversation, hit: Hit, at: int, anchors: list[tuple[int, Turn]], found: tuple[set[str], list[str]]) -> Match:
+def _unsure(conversation: Conversation, anchors: Sequence[tuple[int, Turn]]) -> tuple[bytes, ...]:
+    """Where an anchor is known by its words alone, they may be the beginning of a reply that was never whole."""
+    return (aborted_key(conversation.voice),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
+
+
+def _continue(
+    conversation: Conversation, by: "_Found", at: int, anchors: list[tuple[int, Turn]], found: tuple[set[str], list[str]]
+) -> Match:
     forgiven, reasons = found
     rules = tuple(sorted(forgiven))
     inside = set(conversation.digests[:at]) if anchors else ()  # what stands in the parent's prefix cannot stand behind it, too
     kept = tuple(reversed([(i, turn) for i, turn in _unique(anchors) if conversation.digests[i] not in inside]))
     if kept:
-        return Match("resplice", "context-edited", hit.turn, at, kept, rules)
+        return Match("resplice", "context-edited", by.hit.turn, at, kept, rules, by.heard)
     reason = reasons[0] if reasons else ""
     if any(m.role == "assistant" for m in conversation.messages[at:]) and not reason:
         reason = "ambiguous-reply"
-    return Match("branch" if hit.continued else "continue", reason, hit.turn, at, (), rules)
+    return Match("branch" if by.hit.continued else "continue", reason, by.hit.turn, at, (), rules, by.heard)
 
 
 class _Found(NamedTuple):
     hit: Hit
     verdict: Verdict
+    heard: Heard | None = None
 
 
-def _choose(echoed: Message, hits: Sequence[Hit], *, in_place: bool) -> _Found | str | None:
-    """Pick the one turn that an echoed reply is; a word for why none can be picked; None where there is nothing."""
-    if not hits:
-        return None
-    judged = [_Found(hit, judge(hit.turn.served, echoed)) for hit in hits]
-    genuine = [found for found in judged if found.verdict.kind != "rewritten"]
-    kept = [found for found in genuine if found.verdict.ids_kept]
-    if not in_place and genuine and not (kept if echoed.calls else echoed.text):
-        return "foreign-reply"  # out of its context, a call is known by its id or not at all, and silence by nothing
+_ANOTHER = Verdict("foreign", ids_kept=False, supplied=False)
+
+
+class _Finder(NamedTuple):
+    """Finds the turn that a reply of a history is."""
+
+    conversation: Conversation
+    hits: Hits
+    leniency: Leniency
+    handles: Mapping[int, str]
+
+    def in_place(self, i: int) -> _Found | str | None:
+        """Find the turn that said this behind just this context; a word for why it is none; `None` where nothing was said."""
+        echoed, place = self.conversation.messages[i], self.conversation.chain[i]
+        by_name = [hit for hit in self._by_name(i) if hit.turn.place == place]
+        judged = self._judged(i, _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name]))
+        aborted = [hit for hit in self.hits.get(place_key(place), ()) if may_be(hit.turn, echoed)]
+        parts = [(hit, heard(hit.turn, echoed, self.leniency)) for hit in aborted]
+        judged += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
+        chosen = _choose(echoed, judged, in_place=True)
+        if isinstance(chosen, _Found) and any(part is None for _, part in parts):
+            return "ambiguous-reply"
+        if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i):
+            return "rewritten-reply"
+        return chosen
+
+    def _issued_to_another(self, i: int) -> bool:
+        """Whether the reply's first call has an id that was issued, though not to the turn that seems to be meant."""
+        name = self.conversation.messages[i].calls[0].id
+        return any(hit.turn.served.calls[0].id == name for hit in self._by_name(i) if hit.turn.served.calls)
+
+    def elsewhere(self, i: int) -> _Found | str | None:
+        """Find the turn that said this, whatever stood before it."""
+        echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
+        hits = [*self.hits.get(reply_key(self.conversation.digests[i], self.conversation.voice), ()), *self._by_name(i)]
+        judged = self._judged(i, _once(hits))
+        # Out of its context a call is known by its id or not at all, and silence by its handle or by nothing.
+        known = [f for f in judged if not f.verdict.supplied or _is_evidence(echoed, f, handle)]
+        if judged and not known:
+            return "foreign-reply"
+        chosen = _choose(echoed, known, in_place=False)
+        if isinstance(chosen, _Found) and not (handle and chosen.hit.turn.handle == handle):
+            aborted = self.hits.get(aborted_key(self.conversation.voice), ())
+            if any(may_be(hit.turn, echoed) for hit in aborted):
+                return "ambiguous-reply"
+        return chosen
+
+    def _by_name(self, i: int) -> list[Hit]:
+        """What is known under the id of the reply's first call, and under its handle."""
+        keys = (call_key(self.conversation, i), handle_key(self.handles.get(i, "")))
+        return [hit for key in keys for hit in self.hits.get(key, ())]
+
+    def _judged(self, i: int, hits: Iterable[Hit]) -> list[_Found]:
+        """Judge every turn that this may be; one that was given out with another handle than came back it is not."""
+        echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
+        judged = []
+        for hit in hits:
+            other = handle and hit.turn.handle and hit.turn.handle != handle
+            judged.append(_Found(hit, _ANOTHER if other else judge(hit.turn.served, echoed, self.leniency)))
+        return judged
+
+
+def _is_evidence(echoed: Message, found: _Found, handle: str) -> bool:
     if echoed.calls:
-        genuine = kept or genuine
+        return found.verdict.ids_kept
+    return bool(found.hit.turn.served.text or found.hit.turn.served.calls) or (bool(handle) and found.hit.turn.handle == handle)
+
+
+def _once(hits: Iterable[Hit]) -> list[Hit]:
+    return list({hit.turn.id: hit for hit in hits}.values())
+
+
+def _choose(echoed: Message, judged: Sequence[_Found], *, in_place: bool) -> _Found | str | None:
+    """Pick the one turn that an echoed reply is; a word for why none can be picked; None where there is nothing."""
+    if not judged:
+        return None
+    genuine = [found for found in judged if found.verdict.supplied]
+    if echoed.calls:
+        genuine = [found for found in genuine if found.verdict.ids_kept] or genuine
     if not genuine:
-        return "rewritten-reply"
+        return "rewritten-reply" if any(found.verdict.kind == "rewritten" for found in judged) else "foreign-reply"
     if any(DISAGREED in found.hit.turn.marks for found in genuine):
         return DISAGREED
+    if len(genuine) > 1 and any(found.heard is not None for found in genuine):
+        return "ambiguous-reply"  # a beginning is known by its words alone
     return genuine[0] if _interchangeable([found.hit.turn for found in genuine], in_place=in_place) else "ambiguous-reply"
 
 

@@ -33,11 +33,14 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         match: how the prompt came about; `reason` says why it is not `continue`, or what was noteworthy.
         parent: the turn whose prefix this prompt starts with, token for token (`continue` and `branch` only).
         origin: the turn from which the context was taken when it is not the parent (`resplice`).
-        forgiven: names of the canonicalisation rules needed to recognise the last reply.
+        forgiven: names of the rules needed to recognise the replies in its history (`rules`).
         base, shared: token storage: the prompt's first `shared` tokens are those of `base`'s prefix.
         prompt_tokens, completion_tokens: lengths, in tokens.
         prefix_hash, completion_hash: xxh3-128 of the packed ids; equal hashes mean interchangeable turns.
         served: the message as the harness was given it.
+        place: the chain of the conversation that it answers: what had been said when it was sampled (16 bytes).
+        handle: what the harness was given to echo with it; `""` if nothing.
+        cuts: of an aborted turn, where the harness may have left (`interrupt`).
         stopped: the completion ends with a stop id, which is the template's end of turn or the next opener.
         sampling: the request's sampling parameters as sent to the engine.
         marks: what a trainer must know: `aborted`, `engine-disagrees`, `no-logprobs`, `media`, `upstream-broke`.
@@ -60,6 +63,9 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     prefix_hash: bytes = b""
     completion_hash: bytes = b""
     served: Message = Message("assistant")
+    place: bytes = b""
+    handle: str = ""
+    cuts: bytes = b""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     stopped: bool = False

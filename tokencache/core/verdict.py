@@ -1,58 +1,102 @@
 """Verdicts: is the message that came back the one that was served?
 
-A digest that matched says that text and calls are equal under the rules of `canonical`. This module looks at the
-fields themselves: it names the rules that were needed (they are counted, and shown with the turn), and it refuses
-where a digest is silent, above all where the harness sends *other reasoning* than the model's.
+A key that matched (`match`) only says where to look. This module looks at the fields themselves: it names the rules
+that were needed (they are counted, and shown with the turn), and it refuses whatever no rule explains, above all *other
+reasoning* than the model's, on which a digest is silent, and other words beside an id of ours.
 
 =============  =====================================================================================================
 `same`         nothing differs that the model said
-`equivalent`   only named rules apart
-`rewritten`    a value differs: the model did not say this
+`equivalent`   only canonical rules apart
+`rewritten`    a value differs, in a way that is known: supplied only if every rule is vouched for and none switched off
+`foreign`      no rule makes this of what the model said: it did not say this, whatever id stands beside it
 =============  =====================================================================================================
 """
 
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from tokencache.core.canonical import BLANK, Message, canonical_arguments, split_think
+from tokencache.core.canonical import BLANK, Call, Message, canonical_arguments, split_think
+from tokencache.core.rewrites import Rules, explain_call, retold
+from tokencache.core.rules import BY_NAME, STRICT, Leniency
 
 _RANDOM = re.compile(r"[0-9A-Za-z]{8,}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Verdict(NamedTuple):
-    """What an echoed reply is, the rules that were needed, and whether its tool-call ids are those issued."""
+    """What an echoed reply is, and the rules that were needed, or would have been.
 
-    kind: Literal["same", "equivalent", "rewritten"]
+    `ids_kept`: the ids of its calls are those issued (of a foreign reply: one is). `supplied`: it counts as the model's turn.
+    """
+
+    kind: Literal["same", "equivalent", "rewritten", "foreign"]
     rules: tuple[str, ...] = ()
     ids_kept: bool = True
+    supplied: bool = True
 
 
-REWRITTEN = Verdict("rewritten", ids_kept=False)
+def safe_id(name: str) -> str:
+    """Write a call's id as harnesses do that allow `[A-Za-z0-9_-]` only."""
+    return _UNSAFE.sub("_", name)
 
 
-def judge(served: Message, echoed: Message) -> Verdict:
+def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
     """Compare an echoed assistant message with the one that was served, field by field."""
-    if served.text != echoed.text or len(served.calls) != len(echoed.calls) or served.media != echoed.media:
-        return REWRITTEN
-    thought = _judge_reasoning(served, echoed)
-    if thought is None:
-        return REWRITTEN
-    rules = {*thought, *_judge_text(served, echoed)}
+    told = _tell(served, echoed, leniency)
+    if told is None:
+        return _foreign(served, echoed)
+    served, rules = told
     ids_kept = True
     for ours, theirs in zip(served.calls, echoed.calls, strict=True):
-        if ours.name != theirs.name:
-            return REWRITTEN
-        if ours.arguments != theirs.arguments:
-            if canonical_arguments(ours.arguments) != canonical_arguments(theirs.arguments):
-                return REWRITTEN
-            rules.add("args-json")
+        if ours.arguments != theirs.arguments or ours.name != theirs.name:
+            needed = _judge_call(ours, theirs, leniency)
+            if needed is None:
+                return _foreign(served, echoed)
+            rules.update(needed)
         if ours.id != theirs.id:
             if _same_make(ours.id, theirs.id):
-                return REWRITTEN
+                return _foreign(served, echoed)
             rules.add("tool-ids")
-            ids_kept = ids_kept and _UNSAFE.sub("_", ours.id) == theirs.id
-    return Verdict("equivalent" if rules else "same", tuple(sorted(rules)), ids_kept)
+            ids_kept = ids_kept and safe_id(ours.id) == theirs.id
+    thought = _judge_reasoning(served, echoed, leniency)
+    if thought is None:
+        return Verdict("rewritten", ids_kept=ids_kept, supplied=False)
+    rules |= thought
+    rewritten = any(BY_NAME[rule].verdict == "rewritten" for rule in rules)
+    supplied = all(map(leniency.allows, rules)) and (ids_kept or not rewritten)  # who changes values must keep the ids
+    kind: Literal["same", "equivalent", "rewritten"] = "rewritten" if rewritten or not supplied else "equivalent" if rules else "same"
+    return Verdict(kind, tuple(sorted(rules)), ids_kept, supplied)
+
+
+def _tell(served: Message, echoed: Message, leniency: Leniency) -> tuple[Message, set[str]] | None:
+    """Tell the reply as its text came back, with the rules for that; `None` if no rule makes this text of it."""
+    if served.media != echoed.media:
+        return None
+    if served.text == echoed.text and len(served.calls) == len(echoed.calls):
+        return served, _judge_text(served, echoed)
+    ways = [(rules, told) for rules, told in retold(served) if told.text == echoed.text and len(told.calls) == len(echoed.calls)]
+    if not ways:
+        return None
+    rules = _preferred([rules for rules, _ in ways], leniency)
+    trimmed = {"whitespace"} if _edges(served.content) != _edges(echoed.content) else set()
+    return next(told for by, told in ways if by == rules), {*rules, *trimmed}
+
+
+def _edges(content: str | None) -> tuple[str, str]:
+    """The white space around a text."""
+    text = content or ""
+    return text[: len(text) - len(text.lstrip(BLANK))], text[len(text.rstrip(BLANK)) :]
+
+
+def _preferred(ways: Sequence[Rules], leniency: Leniency) -> Rules:
+    """Of the sets of rules that explain something, the first that is allowed; else the first, to be named."""
+    return next((rules for rules in ways if all(map(leniency.allows, rules))), ways[0])
+
+
+def _foreign(served: Message, echoed: Message) -> Verdict:
+    issued = {call.id for call in served.calls}
+    return Verdict("foreign", (), any(call.id in issued for call in echoed.calls), supplied=False)
 
 
 def _same_make(ours: str, theirs: str) -> bool:
@@ -61,6 +105,13 @@ def _same_make(ours: str, theirs: str) -> bool:
     if one is None or other is None:
         return False
     return ours[: one.start()] == theirs[: other.start()] and len(one[0]) == len(other[0])
+
+
+def _judge_call(ours: Call, theirs: Call, leniency: Leniency) -> Rules | None:
+    if ours.name == theirs.name and canonical_arguments(ours.arguments) == canonical_arguments(theirs.arguments):
+        return ("args-json",)
+    ways = explain_call(ours, theirs)
+    return _preferred(ways, leniency) if ways else None
 
 
 def _judge_text(served: Message, echoed: Message) -> set[str]:
@@ -75,13 +126,14 @@ def _judge_text(served: Message, echoed: Message) -> set[str]:
     return rules
 
 
-def _judge_reasoning(served: Message, echoed: Message) -> set[str] | None:
+def _judge_reasoning(served: Message, echoed: Message, leniency: Leniency) -> set[str] | None:
     ours, theirs = _thoughts(served), _thoughts(echoed)
     if any(thought and thought not in ours for thought in theirs):
         return None
     rules = set()
     if any(thought and thought not in theirs for thought in ours):
-        rules.add("reasoning-dropped")
+        emptied = echoed.reasoning == "" and leniency.allows("reasoning-emptied")
+        rules.add("reasoning-emptied" if emptied else "reasoning-dropped")
     if any(thought and thought != mine for mine, thought in zip(ours, theirs, strict=True)):
         rules.add("inline-think")
     if None not in (echoed.reasoning, served.reasoning) and echoed.reasoning != served.reasoning and ours[0] == theirs[0]:

@@ -37,13 +37,17 @@ class _Logprob(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
+    """Of a chat (`content`) or of a text completion (`token_logprobs`)."""
+
     content: list[_Logprob] | None = None
+    token_logprobs: list[float | None] | None = None
 
 
 class _Choice(msgspec.Struct):
     index: int = 0
     delta: _Delta | None = None
     message: _Delta | None = None
+    text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
@@ -76,9 +80,12 @@ class Choice:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: dict[int, list[str]] = {}
+        self.steps: list[tuple[int, int, int, int]] = []  # tokens before and after a delta, its characters of content and reasoning
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.versions: list[Any] = []
+        self.prompt = b""
+        """The raw JSON list of its own prompt's ids, where the engine says them with each choice (text completions)."""
 
     def message(self, *, with_reasoning: bool) -> Message:
         """The message as the harness was given it."""
@@ -91,22 +98,26 @@ class Choice:
 
     def take(self, choice: _Choice) -> None:
         """Add what one chunk, or a whole body, says of this choice."""
+        before = len(self.ids)
         self.ids += choice.token_ids or ()
         if choice.logprobs is not None:
             self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
-        said = choice.delta or choice.message
-        if said is not None:
-            self._say(said)
+            self.logprobs += [value for value in choice.logprobs.token_logprobs or () if value is not None]
+        self.prompt = self.prompt or _given(choice.prompt_token_ids)
+        said = choice.delta or choice.message or _Delta(content=choice.text)
+        self._say(said, before)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
 
-    def _say(self, said: _Delta) -> None:
+    def _say(self, said: _Delta, before: int) -> None:
         if said.content:
             self.content.append(said.content)
         thought = said.reasoning or said.reasoning_content
         if thought:
             self.reasoning.append(thought)
+        if said.content or thought:
+            self.steps.append((before, len(self.ids), len(said.content or ""), len(thought or "")))
         for n, call in enumerate(said.tool_calls or ()):
             parts = self.calls.setdefault(n if call.index is None else call.index, ["", "", ""])
             parts[0] = call.id or parts[0]
@@ -133,6 +144,7 @@ class Reply:
         self.model = ""
         self.error = b""
         self.unreadable = 0
+        self._counted = 0
 
     def take(self, data: bytes) -> bytes:
         """Add a chunk's JSON, or that of a whole body.
@@ -177,10 +189,18 @@ class Reply:
         """Whether every choice has its finish reason: the reply is whole, whatever else the stream still brings."""
         return len(self.choices) >= self.expected and all(c.finish_reason for c in self.choices.values())
 
-    def prompt_ids(self) -> bytes | None:
-        """The packed prompt ids that the engine says it used; `None` if it does not say."""
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has; 0 while unknown."""
+        if not self._counted and self.prompt:
+            self._counted = self.prompt.count(b",") + 1
+        return self._counted
+
+    def prompt_ids(self, choice: int | None = None) -> bytes | None:
+        """The packed prompt ids that the engine says it used, for one `choice` where each has its own; `None` if it does not say."""
+        prompt = self.prompt if choice is None else self.choices[choice].prompt
         try:
-            return ids.pack(_IDS.decode(self.prompt)) if self.prompt else None
+            return ids.pack(_IDS.decode(prompt)) if prompt else None
         except (msgspec.DecodeError, OverflowError):
             return None
 

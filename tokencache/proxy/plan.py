@@ -10,11 +10,14 @@ from collections.abc import Sequence
 import msgspec
 
 from tokencache.core import ids
-from tokencache.core.match import Hit, Match, match, wanted
+from tokencache.core.interrupt import RULE, Heard
+from tokencache.core.keys import wanted
+from tokencache.core.match import Hit, Match, match
 from tokencache.core.splice import REPLACED, Boundary, boundary, join
 from tokencache.core.turn import Anchor, MatchKind, Turn
 from tokencache.dialects.chat import ChatCall
 from tokencache.engines.engine import Model
+from tokencache.proxy import interrupts
 from tokencache.proxy.prefixes import Prefixes
 from tokencache.render.renderer import RenderError
 from tokencache.render.tails import TailAsk, TailRefusedError
@@ -22,8 +25,13 @@ from tokencache.store.contract import Store
 
 log = logging.getLogger(__name__)
 
+INSIDE_TOKEN = "interrupt-inside-token"  # noqa: S105 - a reason
 FIRST_REPLIES = 2
 """Replies that are looked up when a call begins; the others only if none of these is known."""
+
+
+_Known = tuple[Sequence[bytes], Sequence[list[Hit]]]
+"""Keys, and what the store found under each."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +76,7 @@ class Planner:
         if blocked:
             return Plan(match="plain", reason=blocked)
         try:
-            plan = await self._splice(session, call, found, model)
+            plan = await self._proven(session, call, found, (keys, hits), model)
         except (TailRefusedError, RenderError) as why:
             log.debug("session %s: rendered plainly: %s", session, why)
             return Plan(match="plain", reason=str(why) if isinstance(why, TailRefusedError) else "render-error")
@@ -76,61 +84,103 @@ class Planner:
             return Plan(match="plain", reason="context-full")  # with the template's own stripping it may still fit
         return plan
 
+    async def _proven(self, session: str, call: ChatCall, found: Match, known: _Known, model: Model) -> Plan:
+        """Splice what was found, once it is proven how much of its parent the harness has heard."""
+        cut = None
+        if found.parent is not None and found.heard is not None:
+            cut = await self._cut(session, call, found.parent, found.heard, model)
+            if cut is None:
+                found = await self._without(session, call, found.parent, known)
+        if found.kind == "plain":
+            return Plan(match="plain", reason=found.reason)
+        if found.parent is not None and not found.anchors:
+            return await self._continue(session, call, found, model, cut)
+        return await self._resplice(session, call, found, model, cut)
+
     @staticmethod
     async def _blocked(call: ChatCall, model: Model) -> str:
         """Say why nothing can be spliced for this model or these arguments, if so."""
         if model.capability.level != "exact":
             return "record-only"
+        if not call.leniency.off.isdisjoint(call.left_out):
+            return "switched-off"  # the codec left something out by a rule that is not wanted here
         return "" if await model.renders_alike(call.args) else "renderings-differ"
 
     async def _match(self, session: str, call: ChatCall, keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> Match:
         assert call.conversation is not None  # noqa: S101 - the caller looked
         by_key = dict(zip(keys, hits, strict=True))
-        found = match(call.conversation, by_key)
-        if found.parent is not None or not keys:
-            return found
-        # The last replies are not known, or the deepest known place was not the model's reply after all: look at the rest.
-        ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and by_key[key]), len(keys) - 1)
-        rest = wanted(call.conversation)[ended + 1 :]
-        if not rest:
-            return found
-        return match(call.conversation, {**by_key, **dict(zip(rest, await self._store.find(session, rest), strict=True))})
+        found = match(call.conversation, by_key, call.leniency, call.handles)
+        if found.parent is None and keys:
+            # The last replies are not known, or the deepest known place was not the model's reply after all: look at the rest.
+            ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and by_key[key]), len(keys) - 1)
+            found = await self._look(session, call, by_key, wanted(call.conversation, handles=call.handles)[ended + 1 :]) or found
+        return await self._look(session, call, by_key, found.unsure) or found
 
-    async def _splice(self, session: str, call: ChatCall, found: Match, model: Model) -> Plan:
-        if found.parent is not None and not found.anchors:
-            return await self._continue(session, call, found, found.parent, model)
-        return await self._resplice(session, call, found, model)
+    async def _look(self, session: str, call: ChatCall, by_key: dict[bytes, list[Hit]], more: Sequence[bytes]) -> Match | None:
+        """Match again with what is found under more keys; `None` if there are none."""
+        if not more:
+            return None
+        assert call.conversation is not None  # noqa: S101 - the caller looked
+        by_key |= zip(more, await self._store.find(session, more), strict=True)
+        return match(call.conversation, by_key, call.leniency, call.handles)
 
-    async def _continue(self, session: str, call: ChatCall, found: Match, parent: Turn, model: Model) -> Plan:
+    async def _cut(self, session: str, call: ChatCall, turn: Turn, part: Heard, model: Model) -> bytes | None:
+        """Cut an aborted turn's prefix (packed ids) where its harness left; `None` if no token is proven to end there.
+
+        Raises:
+            RenderError: the engine cannot read its own tokens.
+        """
+        prefix = (await self._prefixes.get(session, turn.id)).prefix.ids
+        completion = ids.tail(prefix, turn.prompt_tokens)
+        n = await interrupts.kept(part, completion, model.stop_ids, lambda packed: model.renderer.read(call.model, packed))
+        return ids.head(prefix, turn.prompt_tokens + n) if n is not None else None
+
+    async def _without(self, session: str, call: ChatCall, turn: Turn, known: _Known) -> Match:
+        """Match again without an aborted turn, of which no token ends where its harness left: its words are text like any other.
+
+        Raises:
+            TailRefusedError: a reply before it is a beginning, too.
+        """
+        keys, hits = known
+        found = await self._match(session, call, keys, [[hit for hit in one if hit.turn.id != turn.id] for one in hits])
+        if found.heard is not None:
+            raise TailRefusedError(INSIDE_TOKEN)
+        return found._replace(reason=INSIDE_TOKEN)
+
+    async def _continue(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
+        parent = found.parent
+        assert parent is not None  # noqa: S101 - the caller looked
         held = await self._prefixes.get(session, parent.id)
+        base = held.prefix.ids if cut is None else cut
         tail = await model.tails.tail(_ask(call, found.at, len(call.raw_messages)))
-        where = boundary(held.prefix.ids, tail, model.stop_ids)
+        where = boundary(base, tail, model.stop_ids)
         added = ids.tail(tail, where.skip)
-        if where == REPLACED:
-            prompt = join(held.prefix.ids, tail, where)
+        if where == REPLACED or len(base) < len(held.prefix.ids):
+            prompt = join(base, tail, where)
+            kept = ids.count(base) - where.drop
             return Plan(
                 match="resplice",
-                reason="other-stop",
+                reason="other-stop" if where == REPLACED else RULE,
                 prompt=prompt,
                 fragment=ids.fragment(prompt),
                 origin=parent.id,
-                anchors=(Anchor(parent.id, parent.prompt_tokens, parent.prompt_tokens + parent.completion_tokens - 1),),
+                anchors=(Anchor(parent.id, parent.prompt_tokens, kept),),
                 forgiven=found.forgiven,
                 near=parent.id,
-                shared=ids.count(held.prefix.ids) - where.drop,
+                shared=kept,
             )
         return Plan(
             match=found.kind,
             reason=found.reason,
-            prompt=held.prefix.ids + added,
+            prompt=base + added,
             fragment=ids.join_fragments((held.fragment, ids.fragment(added))),
             parent=parent.id,
             forgiven=found.forgiven,
             near=parent.id,
-            shared=ids.count(held.prefix.ids),
+            shared=ids.count(base),
         )
 
-    async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model) -> Plan:
+    async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
         """Render afresh, with every recognised reply standing in its exact ids."""
         places = [i for i, _ in found.anchors]
         if any(seen.message.role == "assistant" for i, seen in enumerate(call.read) if found.at <= i < places[-1] and i not in places):
@@ -138,7 +188,7 @@ class Planner:
             raise TailRefusedError("foreign-reply-between")
         stored = await self._store.tokens(session, [turn.id for _, turn in found.anchors])
         if found.parent is not None:
-            prompt, at = (await self._prefixes.get(session, found.parent.id)).prefix.ids, found.at
+            prompt, at = cut or (await self._prefixes.get(session, found.parent.id)).prefix.ids, found.at
         else:
             prompt, at = await model.renderer.render(call.model, call.safe_messages()[: places[0]], call.args, generation=True), places[0]
         anchors: list[Anchor] = []
@@ -180,4 +230,4 @@ def _ask(call: ChatCall, at: int, until: int) -> TailAsk:
 
 def keys_wanted(call: ChatCall) -> list[bytes]:
     """The keys to look up first for a call; none if its history is not to be matched."""
-    return wanted(call.conversation, FIRST_REPLIES) if call.conversation is not None and not call.plain else []
+    return wanted(call.conversation, FIRST_REPLIES, call.handles) if call.conversation is not None and not call.plain else []

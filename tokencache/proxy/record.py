@@ -11,7 +11,9 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.canonical import digest
-from tokencache.core.match import DISAGREED, keys_of_turn
+from tokencache.core.interrupt import Cut, pack_cuts
+from tokencache.core.keys import keys_of_aborted, keys_of_turn
+from tokencache.core.match import DISAGREED
 from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids
 from tokencache.dialects.chat import ChatCall
 from tokencache.engines.engine import Model
@@ -158,11 +160,14 @@ class Outcome(msgspec.Struct, kw_only=True):
             prefix_hash=hash_ids(packed),
             completion_hash=hash_ids(completion),
             served=served,
+            place=call.conversation.chain[-1] if call.conversation is not None else b"",
+            handle=call.handle,
+            cuts=pack_cuts(_cuts(choice, with_reasoning=call.shows_reasoning)) if self._cut_short(choice) else b"",
             finish_reason=choice.finish_reason or ("abort" if self.broke else None),
             stop_reason=choice.stop_reason,
             stopped=bool(choice.ids) and self.model is not None and choice.ids[-1] in self.model.stop_ids,
             model=self.reply.model or call.model,
-            dialect="chat",
+            dialect=call.dialect,
             stream=call.stream,
             choice=index,
             messages=len(call.raw_messages),
@@ -174,10 +179,17 @@ class Outcome(msgspec.Struct, kw_only=True):
             versions=choice.versions,
         )
         keys: tuple[bytes, ...] = ()
-        if self.whole and choice.finish_reason and call.conversation is not None and not call.plain:
-            keys = keys_of_turn(call.conversation, served, digest(served))
+        if call.conversation is not None and not call.plain:
+            if self.whole and choice.finish_reason:
+                keys = keys_of_turn(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
+            elif self._cut_short(choice):
+                keys = keys_of_aborted(call.conversation)
         held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))))
         return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys), held
+
+    def _cut_short(self, choice: Choice) -> bool:
+        """Whether the harness left in the middle of a text, and may send back what it had heard."""
+        return self.broke == ABORTED and not self.reply.error and not self.reply.unreadable and bool(choice.steps) and not choice.calls
 
     def _marks(self, prompt: "_Prompt", choice: Choice) -> tuple[str, ...]:
         marks = {
@@ -198,6 +210,17 @@ class Outcome(msgspec.Struct, kw_only=True):
             if shared > max(best[1], MIN_SHARED):
                 best = (turn, shared)
         return best
+
+
+def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
+    """The places where a harness may have left, as far as it was shown the reasoning."""
+    cuts: list[Cut] = []
+    content = reasoning = 0
+    for before, after, more_content, more_reasoning in choice.steps:
+        content += more_content
+        reasoning += more_reasoning if with_reasoning else 0
+        cuts.append(Cut(before, after, content, reasoning))
+    return cuts
 
 
 class _Prompt(msgspec.Struct, frozen=True):

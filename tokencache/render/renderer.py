@@ -73,5 +73,22 @@ class EngineRenderer:
             raise RenderError(f"/tokenize gave no token ids: {why}") from why
 
 
+    async def read(self, model: str, packed: bytes) -> str:
+        """Read packed ids as text, special tokens included: the engine's `/detokenize`.
+
+        Raises:
+            RenderError: it cannot say.
+        """
+        try:
+            answer = await self._upstream.post("/detokenize", {"model": model, "tokens": ids.unpack(packed)})
+            return msgspec.json.decode(answer.body, type=_Read).prompt
+        except Exception as why:
+            raise RenderError(f"/detokenize: {why}") from why
+
+
 class _Tokenized(msgspec.Struct):
     tokens: list[int]
+
+
+class _Read(msgspec.Struct):
+    prompt: str

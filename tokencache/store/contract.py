@@ -1,14 +1,16 @@
 """What a store must do: the one contract that memory and Redis keep, and that `conformance` checks.
 
 A store holds sessions: their turns (immutable, in the order they were recorded), the tokens of each turn as deltas,
-the keys under which a turn is found, the calls that began and have not ended, and the incidents. Everything that
-matching needs is here and can be read by any replica as soon as `commit` has returned.
+the keys under which a turn is found, the calls that began and have not ended, the incidents, and documents: what a
+dialect must find again (a response that is asked for by its id). Everything that matching needs is here and can be
+read by any replica as soon as `commit` has returned.
 
 A call begins (`begin`), and ends in a `commit` with its turns or a `settle` without. A call that began and never ended
 shows in `SessionInfo.open_calls`: no crash can hide a hole.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -42,6 +44,18 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     call: str = ""
     turn: str = ""
     at: float = 0.0
+
+
+class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an API key stands for, as the trainer registered it.
+
+    `harness` names the adapter whose rules apply. `models` maps the names that the harness uses (shell patterns) to the
+    model that is served.
+    """
+
+    session: str
+    harness: str = ""
+    models: dict[str, str] = {}
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -110,8 +124,19 @@ class Store(Protocol):
             KeyError: there is no such turn.
         """
 
-    async def commit(self, session: str, life: str, call: str, entries: Sequence[Entry], incidents: Sequence[Incident] = ()) -> None:
-        """Record the turns of a call and close it, atomically. One round trip; readable by all replicas on return.
+    async def commit(
+        self,
+        session: str,
+        life: str,
+        call: str,
+        entries: Sequence[Entry],
+        incidents: Sequence[Incident] = (),
+        *,
+        documents: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        """Record the turns of a call, keep its documents and close it, atomically.
+
+        One round trip; readable by all replicas on return. A document takes the place of one of the same name.
 
         Raises:
             SessionGoneError: the session's life ended; nothing was written.
@@ -149,8 +174,14 @@ class Store(Protocol):
     async def delete(self, session: str) -> bool:
         """Forget a session; a late commit cannot bring it back. False if there was none."""
 
-    async def bind_key(self, key: str, session: str) -> None:
-        """Let an API key (its hash) stand for a session."""
+    async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
+        """Read documents of a session, `None` where there is none. One round trip."""
 
-    async def session_of_key(self, key: str) -> str | None:
-        """Look up the session that an API key (its hash) stands for."""
+    async def forget(self, session: str, name: str) -> bool:
+        """Drop a document; false if there was none."""
+
+    async def bind_key(self, key: str, binding: Binding) -> None:
+        """Let an API key (its hash) stand for something, from now on for nothing else."""
+
+    async def binding_of_key(self, key: str) -> Binding | None:
+        """Look up what an API key (its hash) stands for."""

@@ -6,11 +6,12 @@ kept packed: as objects they would weigh more than their tokens.
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
-from tokencache.store.contract import Begun, Entry, Incident, OpenCall, SessionGoneError, SessionInfo, SessionSealedError
+from tokencache.store.contract import Begun, Binding, Entry, Incident, OpenCall, SessionGoneError, SessionInfo, SessionSealedError
 from tokencache.store.packing import pack, unpack
 
 
@@ -25,6 +26,7 @@ class _Session:
         self.continued: set[str] = set()
         self.calls: dict[str, float] = {}
         self.incidents: list[Incident] = []
+        self.documents: dict[str, bytes] = {}
 
     def turn(self, name: str) -> Turn:
         return unpack(self.turns[name], Turn)
@@ -54,7 +56,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}
-        self._keys: dict[str, str] = {}
+        self._keys: dict[str, Binding] = {}
 
     async def open(self) -> None:
         """Nothing to connect to."""
@@ -96,11 +98,21 @@ class MemoryStore:
             at = record.base
         return rebuild(line, turn)
 
-    async def commit(self, session: str, life: str, call: str, entries: Sequence[Entry], incidents: Sequence[Incident] = ()) -> None:
+    async def commit(
+        self,
+        session: str,
+        life: str,
+        call: str,
+        entries: Sequence[Entry],
+        incidents: Sequence[Incident] = (),
+        *,
+        documents: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         """See `Store.commit`."""
         held = self._alive(session, life)
         for entry in entries:
             held.add(entry)
+        held.documents |= documents
         held.end(call, incidents)
 
     async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
@@ -147,12 +159,22 @@ class MemoryStore:
         """See `Store.delete`."""
         return self._sessions.pop(session, None) is not None
 
-    async def bind_key(self, key: str, session: str) -> None:
-        """See `Store.bind_key`."""
-        self._keys[key] = session
+    async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
+        """See `Store.documents`."""
+        held = self._sessions.get(session)
+        return [held.documents.get(name) if held else None for name in names]
 
-    async def session_of_key(self, key: str) -> str | None:
-        """See `Store.session_of_key`."""
+    async def forget(self, session: str, name: str) -> bool:
+        """See `Store.forget`."""
+        held = self._sessions.get(session)
+        return held is not None and held.documents.pop(name, None) is not None
+
+    async def bind_key(self, key: str, binding: Binding) -> None:
+        """See `Store.bind_key`."""
+        self._keys[key] = binding
+
+    async def binding_of_key(self, key: str) -> Binding | None:
+        """See `Store.binding_of_key`."""
         return self._keys.get(key)
 
     def _alive(self, session: str, life: str) -> _Session:

@@ -13,9 +13,10 @@ that lost a part of itself would match wrongly, a session that is gone is only a
 `L<n>`                                       log probabilities; read by export only; absent if there are none
 `=<key>`                                     the numbers of the turns found under that key
 `I<n>`                                       an incident
+`D<name>`                                    a document
 ===========================================  =========================================================================
 
-Beside it stand `<prefix>:key:<hash>`, the session of an API key, and `<prefix>:ping`. Everything has a time to live that
+Beside it stand `<prefix>:key:<hash>`, what an API key stands for, and `<prefix>:ping`. Everything has a time to live that
 use renews. The sessions are listed by `SCAN`, not from a registry: nothing to write on the way of a call, nothing that
 can say something else than the sessions themselves; the price is paid by who lists. A session's key is
 `<prefix>:{<session>}`: in a Redis Cluster it lies in the slot of its name, and no command or script touches two slots. (The
@@ -33,10 +34,11 @@ probabilities. `pytest tests/store/test_redis_size.py -s` measures it again.
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import chain, count
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
@@ -48,7 +50,17 @@ from redis.backoff import NoBackoff
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
 from tokencache.store import redis_lua
-from tokencache.store.contract import Begun, Entry, Incident, OpenCall, SessionGoneError, SessionInfo, SessionSealedError, StoreError
+from tokencache.store.contract import (
+    Begun,
+    Binding,
+    Entry,
+    Incident,
+    OpenCall,
+    SessionGoneError,
+    SessionInfo,
+    SessionSealedError,
+    StoreError,
+)
 from tokencache.store.packing import Piece, pack, pack_keys, pack_tokens, text, unpack, unpack_tokens, untext
 
 T = TypeVar("T")
@@ -134,14 +146,24 @@ class RedisStore:
                     at = piece.base
             return rebuild(line, turn)
 
-    async def commit(self, session: str, life: str, call: str, entries: Sequence[Entry], incidents: Sequence[Incident] = ()) -> None:
+    async def commit(
+        self,
+        session: str,
+        life: str,
+        call: str,
+        entries: Sequence[Entry],
+        incidents: Sequence[Incident] = (),
+        *,
+        documents: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         """See `Store.commit`."""
-        packed = [len(entries), *(part for entry in entries for part in _pack_entry(entry)), *map(pack, incidents)]
+        kept = chain.from_iterable((_document(name), data) for name, data in documents.items())
+        packed = [len(entries), *chain.from_iterable(map(_pack_entry, entries)), len(documents), *kept, *map(pack, incidents)]
         await self._end("commit", session, life, call, packed)
 
     async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
         """See `Store.settle`."""
-        await self._end("settle", session, life, call, [0, *map(pack, incidents)])
+        await self._end("settle", session, life, call, [0, 0, *map(pack, incidents)])
 
     async def note(self, session: str, incidents: Sequence[Incident]) -> None:
         """See `Store.note`."""
@@ -197,14 +219,26 @@ class RedisStore:
         """See `Store.delete`."""
         return bool(await self._ask("delete", lambda: self._redis.unlink(self._key(session))))
 
-    async def bind_key(self, key: str, session: str) -> None:
-        """See `Store.bind_key`."""
-        await self._ask("bind_key", lambda: self._redis.set(self._binding(key), text(session), px=self._ttl), again=True)
+    async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
+        """See `Store.documents`."""
+        if not names:
+            return []
+        found: Any = await self._ask("documents", lambda: self._redis.hmget(self._key(session), [*map(_document, names)]), again=True)
+        return list(found)
 
-    async def session_of_key(self, key: str) -> str | None:
-        """See `Store.session_of_key`."""
-        held: Any = await self._ask("session_of_key", lambda: self._redis.getex(self._binding(key), px=self._ttl), again=True)
-        return None if held is None else untext(held)
+    async def forget(self, session: str, name: str) -> bool:
+        """See `Store.forget`."""
+        return bool(await self._ask("forget", lambda: self._redis.hdel(self._key(session), _document(name))))
+
+    async def bind_key(self, key: str, binding: Binding) -> None:
+        """See `Store.bind_key`."""
+        await self._ask("bind_key", lambda: self._redis.set(self._binding(key), pack(binding), px=self._ttl), again=True)
+
+    async def binding_of_key(self, key: str) -> Binding | None:
+        """See `Store.binding_of_key`."""
+        held: Any = await self._ask("binding_of_key", lambda: self._redis.getex(self._binding(key), px=self._ttl), again=True)
+        with self._reading(key):
+            return None if held is None else unpack(held, Binding)
 
     def _key(self, session: str) -> bytes:
         return b"%s:{%s}" % (self._prefix, _escape(session))
@@ -289,6 +323,10 @@ def _unescape(name: bytes) -> str:
 
 def _field(turn: str) -> bytes:
     return b"#" + text(turn)
+
+
+def _document(name: str) -> bytes:
+    return b"D" + text(name)
 
 
 def _pack_entry(entry: Entry) -> list[bytes | int]:

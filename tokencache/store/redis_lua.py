@@ -129,7 +129,8 @@ COMMIT = (
     _COMMON
     + """
 -- ARGV: ttl, life, call, 1 if this was sent before and nobody knows what became of it, number of entries,
--- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, number of keys, keys), incidents
+-- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, number of keys, keys),
+-- number of documents, per document (field, data), incidents
 if redis.call('HGET', session, 'life') ~= ARGV[2] then return 0 end
 local calls = redis.call('HGET', session, 'calls') or ''
 if ARGV[4] == '1' and not is_open(calls, ARGV[3]) then return 1 end
@@ -149,8 +150,12 @@ for _ = 1, tonumber(ARGV[5]) do
   end
   at = at + 6 + count
 end
+for _ = 1, tonumber(ARGV[at]) do
+  redis.call('HSET', session, ARGV[at + 1], ARGV[at + 2])
+  at = at + 2
+end
 redis.call('HSET', session, 'used', now(), 'calls', without(calls, ARGV[3]))
-add_incidents(at)
+add_incidents(at + 1)
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
 """

@@ -30,6 +30,7 @@ from tokencache.store.conformance.kit import Built, build, record
 from tokencache.store.conformance.living import (
     check_begin,
     check_delete,
+    check_documents,
     check_incidents,
     check_keys,
     check_names,
@@ -57,6 +58,7 @@ CHECKS: tuple[Callable[[Store], Awaitable[None]], ...] = (
     check_seal,
     check_delete,
     check_incidents,
+    check_documents,
     check_keys,
     check_names,
     check_sessions,

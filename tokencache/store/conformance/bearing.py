@@ -13,7 +13,7 @@ from tokencache.store.conformance.kit import (
     record,
     same,
 )
-from tokencache.store.contract import Incident, SessionGoneError, SessionSealedError, Store
+from tokencache.store.contract import Binding, Incident, SessionGoneError, SessionSealedError, Store
 
 
 async def check_isolation(store: Store) -> None:
@@ -96,15 +96,16 @@ async def check_replicas(store: Store, other: Store) -> None:
     b, c = build("b", a, keys=(b"cb",), call="kb"), build("c", a, tail=(9,), keys=(b"cb",), call="kc")
     life = (await store.begin(session, "call", [])).life
     same((await other.begin(session, "kb", [])).life, life, "the life, seen by the other")
-    await other.commit(session, life, "call", [a.entry])
+    await other.commit(session, life, "call", [a.entry], documents={"d": b"one"})
     same(ids_of((await store.begin(session, "kc", [b"ca"])).hits), [["a"]], "hits of what the other has written")
     await asyncio.gather(store.commit(session, life, "kb", [b.entry]), other.commit(session, life, "kc", [c.entry]))
     for reader in (store, other):
         same({turn.id for turn in await reader.turns(session)}, {"a", "b", "c"}, "turns")
         same((await reader.prefix(session, "c")).ids, c.prefix, "prefix")
         same(await continued(reader, session, b"ca"), [True], "continued")
-    await store.bind_key(session, session)
-    same(await other.session_of_key(session), session, "a key bound by the other")
+    await store.bind_key(session, Binding(session))
+    same(await other.binding_of_key(session), Binding(session), "a key bound by the other")
+    same(await other.documents(session, ["d"]), [b"one"], "a document that the other has kept")
     await other.seal(session)
     async with raises(SessionSealedError, "begin in a session that the other sealed"):
         await store.begin(session, "k", [])

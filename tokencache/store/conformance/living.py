@@ -14,7 +14,7 @@ from tokencache.store.conformance.kit import (
     same,
     true,
 )
-from tokencache.store.contract import Incident, OpenCall, SessionGoneError, SessionSealedError, Store
+from tokencache.store.contract import Binding, Incident, OpenCall, SessionGoneError, SessionSealedError, Store
 
 
 async def check_ping(store: Store) -> None:
@@ -130,16 +130,40 @@ async def check_incidents(store: Store) -> None:
 
 
 async def check_keys(store: Store) -> None:
-    """An API key's hash stands for one session, the last it was bound to, whether that exists or not."""
+    """An API key's hash stands for what it was last bound to, whether such a session exists or not."""
     key, session = name_of("key"), name_of("bound")
-    same(await store.session_of_key(key), None, "a key nobody bound")
-    await store.bind_key(key, session)
-    await store.bind_key(key + "2", "naïve {}")
-    same(await store.session_of_key(key), session, "bound")
-    same(await store.session_of_key(key + "2"), "naïve {}", "another")
+    same(await store.binding_of_key(key), None, "a key nobody bound")
+    whole = Binding("naïve {}", harness="codex", models={"gpt-*": "ü", "*": "x"})
+    await store.bind_key(key, Binding(session))
+    await store.bind_key(key + "2", whole)
+    same(await store.binding_of_key(key), Binding(session), "bound")
+    same(await store.binding_of_key(key + "2"), whole, "another")
     same(await store.session(session), None, "binding creates no session")
-    await store.bind_key(key, session + "2")
-    same(await store.session_of_key(key), session + "2", "bound anew")
+    await store.bind_key(key, Binding(session + "2"))
+    same(await store.binding_of_key(key), Binding(session + "2"), "bound anew")
+
+
+async def check_documents(store: Store) -> None:
+    """Documents are kept with a call's turns, found by name in their own session, replaced, forgotten, gone with it."""
+    session, other = name_of("documents"), name_of("others")
+    same(await store.documents(session, ["a", "b"]), [None, None], "documents of no session")
+    same(await store.forget(session, "a"), False, "forgetting in no session")
+    same(await store.session(session), None, "looking creates nothing")
+    life = (await store.begin(session, "k1", [])).life
+    await store.commit(session, life, "k1", [build("t1").entry], [Incident("x")], documents={"a": b"1\x00\xff", "life": b"", "ü {}": b"3"})
+    await record(store, other, build("t1"))
+    same(await store.documents(session, ["ü {}", "b", "a", "life"]), [b"3", None, b"1\x00\xff", b""], "documents, aligned")
+    same(await store.documents(session, []), [], "no names")
+    same(await store.documents(other, ["a"]), [None], "in another session")
+    info = await info_of(store, session)
+    same((info.turns, [i.kind for i in info.incidents]), (1, ["x"]), "what was committed with them")
+    await store.begin(session, "k2", [])
+    await store.commit(session, life, "k2", [build("t2").entry], documents={"a": b"2"})
+    same(await store.documents(session, ["a"]), [b"2"], "replaced")
+    same((await store.forget(session, "a"), await store.forget(session, "a")), (True, False), "forgotten, once")
+    same(await store.documents(session, ["a", "life"]), [None, b""], "after that")
+    await store.delete(session)
+    same(await store.documents(session, ["life"]), [None], "after the session")
 
 
 async def check_names(store: Store) -> None:

@@ -1,0 +1,139 @@
+"""The page `docs/rules.md`, written from the registry and from what is known of harnesses: `python -m tests.core.rules_page`."""
+
+from pathlib import Path
+
+from tokencache.core.rules import RULES, Rule
+
+_KINDS = {"canonical": "always", "vouched": "if the adapter names it", "dialect": "in its dialect"}
+
+HEAD = """# What is forgiven
+
+Written by `python -m tests.core.rules_page` from `tokencache/core/rules.py`; a test holds it to that.
+
+A reply that comes back is the model's turn only if every difference to what was served is explained by a rule here, and by no
+likeness. The verdicts: `same`; `equivalent` (canonical rules only); `rewritten` (a value changed: supplied only if the session's
+adapter vouches for every rule that was needed); `foreign` (no rule makes this of what the model said). What is not supplied is
+text of the harness's own: the turn is a miss, with a reason. Ids and handles say where to look, never that it is the same.
+
+Every rule can be switched off by its name; a reply that needs it is then not supplied. A call of which a codec left something
+out by a rule that is switched off is rendered plainly (`switched-off`).
+
+**Context is never forgiven.** Dates, reminders, directory trees, pruned tool results, edited system prompts are the harness's own
+words, and the prompt must hold them as they are (fidelity). Where they change, the replies that are still the model's own keep
+their tokens in a fresh rendering: `resplice`, a new lineage.
+
+| rule | kind | verdict | who does it | what | where it was seen |
+|---|---|---|---|---|---|
+"""
+
+HABITS: tuple[tuple[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]], ...] = (
+    (
+        "Required canonicalisation",
+        (
+            ('content shape: string, parts, null, `""`, absent', "all", "equivalent", ("content-shape",)),
+            ("white space around content; interior verbatim", "Hermes, Crush, Gemini CLI, smolagents", "equivalent", ("whitespace",)),
+            ("`<think>`/`<tool_call>` removed, secrets masked", "Hermes", "rewritten", ("markup-removed", "secrets-masked")),
+            ("U+200D in special tokens", "pydantic-ai", "rewritten", ("marker-broken",)),
+            ("arguments re-serialised", "all but Codex, openai-agents, mini-swe-agent", "equivalent", ("args-json",)),
+            ("arguments unparsable or empty", "all", "see malformed calls", ()),
+            ("ids sanitised", "Kimi Code, Hermes, LiteLLM", "equivalent", ("tool-ids",)),
+            ("reasoning dropped, trimmed, renamed", "most", "equivalent", ("reasoning-dropped", "whitespace", "inline-think")),
+            ("items of a reply", "Codex, openai-agents, Pi, LangChain, OpenCode", "same", ("items-merged",)),
+            ("`developer` is `system`", "Pi, Codex", "same", ()),
+            ("`cache_control`, members beside text and calls", "Claude Code, LiteLLM, Hermes, Gemini CLI", "same", ("cache-marks",)),
+            ("billing header", "Claude Code", "same", ("billing-line",)),
+        ),
+    ),
+    (
+        "What happens to an assistant's turn",
+        (
+            ("verbatim, keys in schema order", "Claude Code", "equivalent", ("args-json",)),
+            ("blocks, or parallel calls, in several messages", "Claude Code, Goose", "same", ("blocks-merged",)),
+            ("verbatim throughout", "Codex, openai-agents (responses)", "same", ()),
+            ("compact arguments, reasoning under its other name", "OpenCode, Pi, Kimi Code", "equivalent", ("args-json",)),
+            ("stripped text, sorted arguments, no reasoning", "Hermes", "equivalent", ("whitespace", "args-json", "reasoning-dropped")),
+            ("trimmed reasoning", "Qwen Code", "equivalent", ("whitespace",)),
+            ("trimmed after a resume, no thoughts", "Gemini CLI", "equivalent", ("whitespace", "reasoning-dropped")),
+            ("verbatim, content absent", "mini-swe-agent", "equivalent", ("content-shape",)),
+            ("parts, Python's JSON, no reasoning", "OpenHands", "equivalent", ("content-shape", "args-json", "reasoning-dropped")),
+            ("verbatim text, no reasoning", "Terminus-2", "equivalent", ("reasoning-dropped",)),
+            ("no reasoning, Python's JSON", "LangChain (chat)", "equivalent", ("args-json", "reasoning-dropped")),
+            ("reasoning item kept, content empty", "LangChain (responses)", "rewritten", ("reasoning-emptied",)),
+            ('`""` for reasoning on turns without', "pydantic-ai, Kimi Code", "same", ()),
+            ("calls flattened into the text, `</code>` appended", "smolagents", "rewritten", ("calls-as-text",)),
+            ("text trimmed, invalid JSON as `{}`", "Crush", "rewritten", ("whitespace", "args-emptied")),
+        ),
+    ),
+    (
+        "Claude Code's rewrites of tool input",
+        (
+            ("`cd <cwd> && ` stripped", "Claude Code", "rewritten", ("cd-prefix",)),
+            ('`"5000"` → `5000`, `"false"` → `false`, only some members', "Claude Code", "rewritten", ("coerced-values",)),
+            ("blanks at the ends of lines of `Write.content`", "Claude Code", "rewritten", ("trailing-blanks",)),
+            ("`replace_all: false` inserted", "Claude Code", "rewritten", ("default-inserted",)),
+            ("unknown or invalid members kept", "Claude Code", "same", ()),
+            ("duplicate keys, lone surrogates", "Claude Code", "equivalent", ("args-json",)),
+        ),
+    ),
+    (
+        "Malformed calls, empty answers, length stops",
+        (
+            ("`__unparsedToolInput`", "Claude Code", "rewritten", ("unparsed-input",)),
+            ("verbatim", "Codex, openai-agents", "same", ()),
+            ("renamed to `invalid`", "OpenCode", "rewritten", ("invalid-tool",)),
+            ("repaired and executed", "Pi, LangChain, Qwen Code", "rewritten", ("args-repaired",)),
+            ("`{}`", "Kimi Code, Crush", "rewritten", ("args-emptied",)),
+            ("`INVALID_JSON`", "pydantic-ai", "rewritten", ("invalid-json-wrapped",)),
+            ("`_openhands_malformed_tool_call`", "OpenHands", "rewritten", ("malformed-wrapped",)),
+            ("empty arguments as `{}`", "most", "equivalent", ("args-json",)),
+            ("turn dropped, asked again", "Hermes, Qwen Code, mini-swe-agent, Kimi Code", "no reply to judge; a sibling", ()),
+            ("thinking-only turn dropped", "Claude Code", "no reply to judge; the turn before is continued", ()),
+            ("`(empty)` for nothing", "Hermes", "rewritten", ("empty-marker",)),
+            ('`""` for thinking only', "Hermes, OpenHands", "equivalent", ("reasoning-dropped", "content-shape")),
+            ("cut text kept, and a nudge", "Claude Code, Hermes", "same", ()),
+            ("`[The previous response was interrupted …]`", "Gemini CLI", "foreign", ()),
+        ),
+    ),
+    (
+        "Unicode, inline markup, interrupts",
+        (
+            ("NFD, NBSP, ZWJ, CRLF inside a text kept", "all", "same", ()),
+            ("lone surrogates in arguments as U+FFFD", "Claude Code", "equivalent", ("args-json",)),
+            ("text up to the last event heard", "Claude Code", "rewritten", ("interrupted",)),
+            ("interrupt with a call begun", "any", "not known; text of the harness's own", ()),
+        ),
+    ),
+    (
+        "Injected and changing context, compaction",
+        (
+            ("dates, reminders, directory trees", "Claude Code, Qwen Code, Gemini CLI, Kimi Code", "never forgiven: `resplice`", ()),
+            ("edited system prompts", "any", "never forgiven: `resplice`", ()),
+            ("old tool results rewritten, tail kept", "Hermes", "never forgiven: `resplice`", ()),
+            ("summary and the last turn verbatim", "Claude Code, Pi, OpenCode", "`resplice`; the summary is foreign", ()),
+            ('"Got it. Thanks for the additional context!" beside a genuine call', "Qwen Code", "foreign", ()),
+        ),
+    ),
+)
+"""Tables of what harnesses do: (what, who, verdict, rules)."""
+
+
+def _rule(rule: Rule) -> str:
+    verdict = rule.verdict if rule.kind != "vouched" else "rewritten, supplied if vouched for"
+    return _row(f"`{rule.name}`", f"{rule.kind}: {_KINDS[rule.kind]}", verdict, ", ".join(rule.harnesses), rule.what, rule.source)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def page() -> str:
+    """Write the page."""
+    parts = [HEAD, *map(_rule, RULES), "\n# What harnesses do, and what becomes of it\n"]
+    for title, rows in HABITS:
+        parts += [f"\n## {title}\n\n", _row("what", "who", "verdict", "rules"), "|---|---|---|---|\n"]
+        parts += [_row(what, who, verdict, ", ".join(f"`{rule}`" for rule in rules)) for what, who, verdict, rules in rows]
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    Path(__file__).parents[2].joinpath("docs/rules.md").write_text(page())
