@@ -1,4 +1,4 @@
-"""The command line: `tokencache serve`, `tokencache demo`."""
+"""The command line: `tokencache serve`, `tokencache run` and what goes with it, `tokencache demo`."""
 
 import asyncio
 import logging
@@ -9,6 +9,7 @@ import typer
 import uvloop
 from pydantic import ValidationError
 
+from tokencache.adapters import commands
 from tokencache.config import Settings
 from tokencache.proxy.server import run
 from tokencache.render.local import quieten
@@ -20,6 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command("run")(commands.run_harness)
+app.command("env")(commands.print_environment)
+app.command("harnesses")(commands.list_harnesses)
 
 
 def main() -> None:
@@ -43,6 +47,10 @@ def serve(  # noqa: PLR0917 - one parameter per option
     store_ttl: Annotated[float | None, _option("store_ttl")] = None,
     store_timeout: Annotated[float | None, _option("store_timeout")] = None,
     on_store_error: Annotated[str | None, _option("on_store_error")] = None,
+    model_aliases: Annotated[str | None, _option("model_aliases")] = None,
+    rules_off: Annotated[str | None, _option("rules_off")] = None,
+    adapters: Annotated[Path | None, _option("adapters")] = None,
+    keep_alive: Annotated[float | None, _option("keep_alive")] = None,
     session_header: Annotated[str | None, _option("session_header")] = None,
     registered_only: Annotated[bool | None, _option("registered_only")] = None,
     admin_key: Annotated[str | None, _option("admin_key")] = None,

@@ -1,0 +1,91 @@
+"""Configuration files of a harness: how they are written, and where they may be.
+
+They go into a directory that is the harness's alone. A directory that holds anything that is not ours is refused, because
+whoever names `~/.codex` by mistake must not lose what is in it. A mark tells ours.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tokencache.adapters.load import AdapterError
+
+MARK = ".tokencache"
+"""File that marks a directory as made by us."""
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def claim(directory: Path) -> None:
+    """Make a configuration directory, readable to its owner only, or take one that was made here before.
+
+    Raises:
+        AdapterError: there is something else in it, or it cannot be made.
+    """
+    mark = directory / MARK
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not mark.exists() and any(directory.iterdir()):
+            raise AdapterError(f"{directory} is not empty and was not made by tokencache: name an empty or a new directory")
+        mark.write_text("A configuration directory of `tokencache run` or `tokencache env`.\n", encoding="utf-8")
+    except OSError as why:
+        raise AdapterError(f"{directory} cannot be the configuration directory: {why}") from None
+
+
+def write(directory: Path, files: Mapping[Path, str]) -> None:
+    """Write files into a directory that was claimed; keys are in them, so they are readable to their owner only.
+
+    Raises:
+        AdapterError: one cannot be written.
+    """
+    claim(directory)
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            path.write_text(text, encoding="utf-8")
+    except OSError as why:
+        raise AdapterError(f"{why.filename}: {why.strerror}") from None
+
+
+def render(form: Literal["json", "toml", "yaml"], content: Mapping[str, Any]) -> str:
+    """Write data as a file of this format. JSON is YAML, too."""
+    if form == "toml":
+        return "\n".join(_toml(content, ())) + "\n"
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _toml(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """The lines of a table: its values first, then its tables, as TOML wants it."""
+    for name, value in table.items():
+        if not isinstance(value, dict):
+            yield f"{_toml_key(name)} = {_toml_value(value)}"
+    for name, value in table.items():
+        if isinstance(value, dict):
+            below = (*path, _toml_key(name))
+            if not value or not all(isinstance(member, dict) for member in value.values()):
+                yield f"\n[{'.'.join(below)}]"
+            yield from _toml(value, below)
+
+
+def _toml_key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _toml_string(name)
+
+
+def _toml_string(text: str) -> str:
+    """A basic string: JSON's escapes are TOML's, except that TOML wants DEL escaped as well."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case str():
+            return _toml_string(value)
+        case list():
+            return f"[{', '.join(map(_toml_value, value))}]"
+        case dict():
+            return f"{{ {', '.join(f'{_toml_key(name)} = {_toml_value(member)}' for name, member in value.items())} }}"
+        case _:
+            return json.dumps(value)

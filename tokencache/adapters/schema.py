@@ -1,0 +1,159 @@
+"""What stands in an adapter's file, and what is refused.
+
+An adapter is data: it is read by people who write their own, by the proxy (which habits of a harness are forgiven), and by
+`tokencache run` (how the harness is started). So a word that is not understood is an error that names the field, never
+something to pass over: a misspelt rule would cost segments, and nobody would see why.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import msgspec
+
+from tokencache.core.rules import BY_NAME
+
+Dialect = Literal["chat", "messages", "responses", "gemini"]
+
+PLACEHOLDERS = frozenset({"url", "key", "model", "session", "config_dir", "context", "max_output"})
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+"""`{name}`; braces around anything else (JSON, `{env:KEY}`) are text."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLACE = re.compile(r"(header|body):\S+")
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A configuration file of the harness: `path` within its directory, `content` as data, strings in it being templates.
+
+    Raises:
+        ValueError: the path leads out of the directory, or a template has an unknown placeholder.
+    """
+
+    path: str
+    format: Literal["json", "toml", "yaml"]
+    content: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        path = PurePosixPath(self.path)
+        if not path.name or path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"path: {self.path!r} is no path within the configuration directory")
+        for text in _strings(self.content):
+            _check_template("content", text)
+
+
+class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the harness's own ids travel: `header:NAME` or `body:PATH`. For grouping and statistics, never to tell rollouts apart.
+
+    `session` is its conversation's id, `agent` that of a sub-agent within it.
+
+    Raises:
+        ValueError: a place is written otherwise.
+    """
+
+    session: tuple[str, ...] = ()
+    agent: tuple[str, ...] = ()
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        for place in (*self.session, *self.agent):
+            if not _PLACE.fullmatch(place):
+                raise ValueError(f"{place!r} is neither header:NAME nor body:PATH")
+
+
+class Mutations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the harness does to its history: `rules` are the names of those of `core.rules` that it needs.
+
+    Raises:
+        ValueError: a rule is unknown or named twice.
+    """
+
+    rules: tuple[str, ...] = ()
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        if unknown := [rule for rule in self.rules if rule not in BY_NAME]:
+            raise ValueError(f"rules: unknown: {', '.join(unknown)}; known are {', '.join(sorted(BY_NAME))}")
+        if len(set(self.rules)) < len(self.rules):
+            raise ValueError("rules: one is named twice")
+
+
+class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One harness; `harness_adapters/README.md` says what each field is for.
+
+    `name` is that of the file. Strings of `program`, `env`, `quiet` and of a file's content are templates.
+
+    Raises:
+        ValueError: a field holds what cannot be right; the message begins with the field's name.
+    """
+
+    name: str
+    title: str
+    dialects: tuple[Dialect, ...]
+    install: str
+    tested: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()
+    user_agent: str = ""
+    code: str = ""
+    notes: str = ""
+    unsupported: str = ""
+    unset: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    quiet: dict[str, str] = {}
+    files: tuple[File, ...] = ()
+    wire: Wire = Wire()
+    mutations: Mutations = Mutations()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"name: {self.name!r}: a file's name is a-z 0-9 and -, for it stands in URLs")
+        if not self.dialects:
+            raise ValueError("dialects: at least one")
+        try:
+            re.compile(self.user_agent)
+        except re.error as why:
+            raise ValueError(f"user_agent: {self.user_agent!r} is no regular expression: {why}") from None
+        self._check_environment()
+        for text in self.program:
+            _check_template("program", text)
+        paths = [file.path for file in self.files]
+        if len(set(paths)) < len(paths):
+            raise ValueError("files: a path is named twice")
+
+    def _check_environment(self) -> None:
+        for field, names in (("env", self.env), ("quiet", self.quiet), ("unset", self.unset)):
+            for name in names:
+                if not _VARIABLE.fullmatch(name):
+                    raise ValueError(f"{field}: {name!r} is no name of a variable")
+        every = [*self.env, *self.quiet, *self.unset]
+        if twice := {name for name in every if every.count(name) > 1}:
+            raise ValueError(f"env, quiet, unset: {min(twice)} stands in more than one")
+        for field, table in (("env", self.env), ("quiet", self.quiet)):
+            for name, text in table.items():
+                _check_template(f"{field}.{name}", text)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The templates of all variables that are set."""
+        return {**self.env, **self.quiet}
+
+
+def _check_template(field: str, text: str) -> None:
+    if unknown := [name for name in PLACEHOLDER.findall(text) if name not in PLACEHOLDERS]:
+        raise ValueError(f"{field}: unknown placeholder {{{unknown[0]}}} in {text!r}; known are {', '.join(sorted(PLACEHOLDERS))}")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in nested data, keys among them."""
+    match value:
+        case str():
+            yield value
+        case dict():
+            for name, member in value.items():
+                yield name
+                yield from _strings(member)
+        case list():
+            for member in value:
+                yield from _strings(member)
