@@ -1,9 +1,10 @@
 """Settings: every option of `tokencache serve`, also as environment variables (`TOKENCACHE_PORT=…`)."""
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -25,9 +26,20 @@ class Settings(BaseSettings):
     on_store_error: Literal["relay", "fail"] = Field(
         "relay", description="when the store fails: relay the call and mark the session incomplete, or answer 503"
     )
+    model_aliases: dict[str, str] = Field(
+        {}, description='names that harnesses give the model, as JSON: {"claude-*": "qwen3"}; shell patterns, the first that fits counts'
+    )
+    rules_off: str = Field("", description="rules of forgiveness to switch off, separated by commas (docs/rules.md)")
+    adapters: Path | None = Field(None, description="directory of your own adapters, beside those that come along")
+    keep_alive: float = Field(15.0, gt=0, description="seconds of silence in a stream after which a sign of life is sent")
     session_header: str = Field("X-Tokencache-Session", description="header that names the session")
     registered_only: bool = Field(False, description="take sessions by registered API key only")
     admin_key: str | None = Field(None, description="key for /tokencache/v1; without one these routes are open")
     max_body: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes")
     prefix_memory: int = Field(2**30, ge=0, description="bytes of memory for prefixes at hand")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to log")
+
+    @field_validator("model_aliases", mode="before")
+    @classmethod
+    def _read_aliases(cls, given: Any) -> Any:
+        return json.loads(given) if isinstance(given, str) else given  # the command line has it as text

@@ -27,7 +27,9 @@ async def leave_after(rig, events, session="s", body=None):
     got = b""
     async with rig.http.post(rig.url + CHAT, json={**ASK, "stream": True, **(body or {})}, headers={HEADER: session}) as answer:
         while got.count(b"\n\n") < events:
-            got += await answer.content.readany()
+            more = await answer.content.readany()
+            assert more, "the stream ended before that"
+            got += more
         answer.close()
     return got
 

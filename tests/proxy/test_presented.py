@@ -19,7 +19,7 @@ from tests.proxy.kit import CHAT, HEADER, TOOLS, assembled, echo, proxied, resul
 from tokencache.dialects import chat
 from tokencache.dialects.chat_reply import ChatPresenter
 from tokencache.dialects.growth import Bodies
-from tokencache.proxy.sse import DONE, EventSplitter, data_of, event_of
+from tokencache.dialects.sse import DONE, EventSplitter, data_of
 
 ASKS = {
     "ids": [{}, {"return_token_ids": True}],
@@ -127,8 +127,7 @@ def presented(stream: bytes, asked: dict, cuts: list[int]) -> bytes:
     for start, end in itertools.pairwise([0, *sorted(cuts), len(stream)]):
         for event in splitter.feed(stream[start:end]):
             data = data_of(event)
-            kept = data if data is None or data == DONE else presenter.chunk(data)
-            shown += b"" if kept is None else event if kept is data else event_of(kept)
+            shown += event if data is None else presenter.end() if data == DONE else presenter.chunk(event, data, 0)
     return shown + splitter.rest
 
 

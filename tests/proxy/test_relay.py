@@ -198,7 +198,7 @@ async def test_a_broken_answer_is_broken_off(tiny, where):
     if where == "head":
         answer = await read_message(reader, answers="POST")
         assert answer.line.startswith("HTTP/1.1 502 ")
-        assert b'"type": "upstream_error"' in answer.body
+        assert b'"type":"upstream_error"' in answer.body
     else:
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await read_message(reader, answers="POST")

@@ -35,6 +35,9 @@ WAYS = {
     "key, other scheme's case": ({"Authorization": "bearer tcs-r1"}, CHAT),
     "x-api-key": ({"x-api-key": "tcs-r1"}, CHAT),
     "path before header": ({HEADER: "r2", "Authorization": "Bearer tcs-r3"}, f"/s/r1{CHAT}"),
+    "path with the harness": ({}, f"/s/r1/h/codex{CHAT}"),
+    "key, harness in the path": ({"Authorization": "Bearer tcs-r1"}, f"/h/codex{CHAT}"),
+    "google's header": ({"x-goog-api-key": "tcs-r1"}, CHAT),
     "header before key": ({HEADER: "r1", "Authorization": "Bearer tcs-r3"}, CHAT),
 }
 
@@ -47,7 +50,7 @@ async def test_a_session_is_named(rig, way):
     sent = {name.lower(): value for name, value in rig.engine.headers[-1].items()}
     assert sent["x-session-id"] == "r1"
     assert sent["x-other"] == "1"
-    assert not {HEADER.lower(), "authorization", "x-api-key"} & set(sent)
+    assert not {HEADER.lower(), "authorization", "x-api-key", "x-goog-api-key"} & set(sent)
 
 
 @pytest.mark.parametrize("way", [{"Authorization": "Bearer {}"}, {"x-api-key": "{}"}])
@@ -109,7 +112,7 @@ async def test_every_other_route_of_a_session_is_the_engines(rig):
         async with rig.http.get(rig.up + path) as direct, rig.http.get(rig.url + "/s/r1" + path) as through:
             assert (through.status, await through.read()) == (direct.status, await direct.read())
     assert await sessions(rig) == {}
-    assert (await call(rig, "/s/r1/v1/completions", body={"prompt": "x"}))[0] == 404
+    assert (await call(rig, "/s/r1/inference/v1/generate", body={"token_ids": [1]}))[0] == 404
     info = await rig.info("r1")
     assert (info["complete"], [i["kind"] for i in info["incidents"]]) == (False, ["unrecorded-route"])
 

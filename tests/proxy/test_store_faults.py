@@ -26,7 +26,7 @@ class Flaky(MemoryStore):
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
-        if name not in {"begin", "find", "prefix", "commit", "settle", "note", "session", "turns", "tokens", "session_of_key", "ping"}:
+        if name not in {"begin", "find", "prefix", "commit", "settle", "note", "session", "turns", "tokens", "binding_of_key", "ping"}:
             return found
 
         async def operation(*args, **kwargs):
@@ -145,7 +145,7 @@ async def test_fail_in_a_stream_that_has_begun(store):
 
 async def test_a_registered_key_that_cannot_be_looked_up_is_a_503(store):
     async with proxied(store=store) as rig:
-        store.broken.add("session_of_key")
+        store.broken.add("binding_of_key")
         async with rig.http.post(rig.url + CHAT, json=ASK, headers={"Authorization": "Bearer tck-x"}) as answer:
             assert (answer.status, (await answer.json())["error"]["type"]) == (503, "store_error")
         async with rig.http.get(rig.url + "/readyz") as answer:

@@ -6,4 +6,9 @@
 `chat_reply`      what the harness is shown of the reply
 `body`            a request's members, raw, and their values
 `growth`          a body that begins like the session's last one is read from where that one ended
+
+`messages`          Anthropic Messages: the codec, its models and errors
+`messages_request`  a request's members → chat; `messages_history`: system and messages → chat messages
+`messages_reply`    the chat reply as content blocks, whole or streamed
+`messages_blocks`, `messages_said`, `messages_json`, `messages_errors`: what they share
 """

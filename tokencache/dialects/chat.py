@@ -4,11 +4,13 @@ Nothing is rebuilt that need not be: the members of the body stay raw JSON, and 
 them. Members unknown to us go on to the engine as they came.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from tokencache.core.chain import Conversation, converse, extend
+from tokencache.core.rules import Leniency
 from tokencache.dialects.body import entries_of, fields_of, member, split_body, value_of
 from tokencache.dialects.chat_messages import ReadMessage, with_stand_ins
 from tokencache.dialects.chat_rendering import RenderArgs, render_args, scope_of
@@ -52,6 +54,11 @@ class ChatCall(msgspec.Struct):
         media, malformed: whether an entry has parts that are no text, or arguments that are no JSON object.
         plain: why this call is not to be matched, or `""`.
         shows_ids, shows_logprobs, shows_reasoning: what the harness asked to see.
+        dialect: the dialect in which the harness asked.
+        handle: what its reply carries for the harness to echo; `""` if the dialect has no place for it.
+        handles: places of assistant's messages that came back with a handle, and that handle.
+        left_out: rules by which the codec left something of the request out.
+        leniency: what is forgiven in this session.
     """
 
     fields: dict[str, Raw]
@@ -68,6 +75,11 @@ class ChatCall(msgspec.Struct):
     media: bool = False
     malformed: bool = False
     plain: str = ""
+    dialect: str = "chat"
+    handle: str = ""
+    handles: Mapping[int, str] = {}
+    left_out: tuple[str, ...] = ()
+    leniency: Leniency = Leniency()
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -85,9 +97,20 @@ class ChatCall(msgspec.Struct):
             return self.raw_messages
         return [with_stand_ins(raw) if seen.malformed else raw for raw, seen in zip(self.raw_messages, self.read, strict=True)]
 
+    def as_written(self) -> tuple[RenderArgs, bool]:
+        """How the engine renders this call if no ids are supplied: the arguments, and whether a reply is opened behind them.
 
-def read(body: bytes, bodies: Bodies, session: str = "") -> ChatCall:
-    """Read a request body, with the help of what is known of its session's last one.
+        Other than in `args`, a last message that is to be continued is left open.
+        """
+        unfinished = {name: self.fields[name] for name in ("continue_final_message",) if name in self.fields}
+        args = msgspec.structs.replace(self.args, members=self.args.members | unfinished) if unfinished else self.args
+        return args, member(self.fields, "add_generation_prompt", (bool,), True)
+
+
+def read(body: bytes, bodies: Bodies, session: str = "", *, served: Callable[[str], str] = str) -> ChatCall:
+    """Read a request body, with the help of what is known of the last one under the name `session`.
+
+    `served` says which model is meant by the name that the harness gives it.
 
     Raises:
         HarnessError: it is no JSON object, a member has the wrong type, or it brings token ids of its own.
@@ -103,13 +126,17 @@ def read(body: bytes, bodies: Bodies, session: str = "") -> ChatCall:
             "'kv_transfer_params.prompt_token_ids' cannot be set within a session: the proxy supplies the exact ids",
             param="kv_transfer_params.prompt_token_ids",
         )
+    named = member(fields, "model", (str,), "")
+    model = served(named)
+    if model != named:
+        fields["model"] = Raw(msgspec.json.encode(model))
     call = ChatCall(
         fields=fields,
         raw_messages=raw_messages,
         read=[],
         conversation=None,
         args=render_args(fields, tools),
-        model=member(fields, "model", (str,), ""),
+        model=model,
         stream=member(fields, "stream", (bool,), False),
         n=member(fields, "n", (int,), 1),
         shows_ids=member(fields, "return_token_ids", (bool,), False),
@@ -136,9 +163,14 @@ def read(body: bytes, bodies: Bodies, session: str = "") -> ChatCall:
     return call
 
 
-def read_tokenize(body: bytes, bodies: Bodies) -> ChatCall | None:
+def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:
+    """Write a request's body with other messages (raw) in the place of its own."""
+    return msgspec.json.encode({**call.fields, "messages": Raw(b"[" + b",".join(messages) + b"]")})
+
+
+def read_tokenize(body: bytes, bodies: Bodies, *, served: Callable[[str], str] = str) -> ChatCall | None:
     """Read a `/tokenize` body in its chat form as the chat call that would follow; `None` for its prompt form."""
-    return read(body, bodies) if "messages" in fields_of(body) else None
+    return read(body, bodies, served=served) if "messages" in fields_of(body) else None
 
 
 def _plain_reason(call: ChatCall) -> str:

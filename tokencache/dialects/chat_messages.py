@@ -153,6 +153,25 @@ def with_reasoning(raw: bytes) -> bytes:
     return msgspec.json.encode(entry)
 
 
+def as_reminders(entries: list[bytes]) -> list[bytes]:
+    """Say system messages behind the first entry as the user's, marked as reminders: for templates that take none there.
+
+    vLLM's own converter moves them to the front of the system prompt instead (Messages, 0.32), so that every new one changes
+    the whole prompt; Claude Code itself writes them this way to models that it knows by name.
+    """
+    return [entries[0], *map(_as_reminder, entries[1:])]
+
+
+def _as_reminder(raw: bytes) -> bytes:
+    if b"system" not in raw and b"developer" not in raw:
+        return raw
+    entry = msgspec.json.decode(raw)
+    if entry.get("role") not in {"system", "developer"}:
+        return raw
+    text = _content(entry.get("content"))[0] or ""
+    return msgspec.json.encode({"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"})
+
+
 def with_stand_ins(raw: bytes) -> bytes:
     """Write tool-call arguments that are no JSON text of an object as one: objects as their text, all else as `{}`.
 

@@ -9,6 +9,7 @@ probabilities does get them).
 import msgspec
 
 from tokencache.dialects.chat import ChatCall
+from tokencache.dialects.sse import DONE, event_of
 
 Raw = msgspec.Raw
 
@@ -19,7 +20,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ChatPresenter:
-    """Turns the engine's chat completion, or its chunks, into what this harness asked for."""
+    """The speaker of chat completions: shows the engine's own bytes, less what this harness did not ask for."""
 
     def __init__(self, call: ChatCall) -> None:
         self._prompt = call.shows_ids
@@ -30,12 +31,33 @@ class ChatPresenter:
         self._as_is = self._ids and self._logprobs
 
     def body(self, data: bytes) -> bytes:
-        """Present a whole reply; what cannot be read is passed on as it is."""
+        """See `Speaker.body`; what cannot be read is passed on as it is."""
         return data if self._as_is else self._present(data, "message") or data
 
-    def chunk(self, data: bytes) -> bytes | None:
-        """Present one chunk's JSON; `None` if a direct client would not have got it."""
-        return data if self._as_is else self._present(data, "delta")
+    def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
+        """See `Speaker.chunk`; nothing where a direct client would have got nothing."""
+        del prompt_tokens
+        shown = data if self._as_is else self._present(data, "delta")
+        if shown is None:
+            return b""
+        return event if shown is data else event_of(shown)
+
+    def end(self) -> bytes:
+        """See `Speaker.end`."""
+        return event_of(DONE)
+
+    def keep_alive(self) -> bytes:
+        """See `Speaker.keep_alive`: a comment, which every reader of events passes over."""
+        return b": keep-alive\n\n"
+
+    def failed(self, status: int, message: str) -> bytes:
+        """See `Speaker.failed`: as vLLM says an error within a stream (0.32)."""
+        error = {"message": message, "type": "store_error", "param": None, "code": status}
+        return event_of(_ENCODER.encode({"error": error})) + event_of(DONE)
+
+    def documents(self) -> dict[str, bytes]:
+        """See `Speaker.documents`: a chat completion is not asked for again."""
+        return {}
 
     def _present(self, data: bytes, said: str) -> bytes | None:
         try:

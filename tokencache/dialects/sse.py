@@ -45,6 +45,6 @@ def data_of(event: bytes) -> bytes | None:
     return b"\n".join(lines) if lines else None
 
 
-def event_of(data: bytes) -> bytes:
-    """Write an event with one line of data."""
-    return b"data: " + data + b"\n\n"
+def event_of(data: bytes, kind: str = "") -> bytes:
+    """Write an event with one line of data, and its `kind` where the dialect names its events."""
+    return (b"event: %s\n" % kind.encode() if kind else b"") + b"data: " + data + b"\n\n"

@@ -21,13 +21,15 @@ from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
 from tokencache.render.agreement import echo_of_chat
 from tokencache.render.boundary import ASK, BoundaryUnknownError, candidates
-from tokencache.render.renderer import Renderer, RenderError
+from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
 
 Raw = msgspec.Raw
 Level = Literal["exact", "record", "relay"]
 
 PLAIN_ARGS = RenderArgs(b"", b"", {}, {}, {})
 _OTHER = b'{"role":"user","content":"Something else altogether."}'
+_REPLY = b'{"role":"assistant","content":"Well."}'
+_SYSTEM = b'{"role":"system","content":"It is late."}'
 _ASKED = Raw(b"[" + ASK + b"]")
 _MAX_CANDIDATES = 16
 
@@ -40,6 +42,7 @@ class Capability(msgspec.Struct, frozen=True):
         version: as `/version` says; `"unknown"` if it does not.
         honours_ids: whether `kv_transfer_params.prompt_token_ids` replaces the prompt.
         tokenizes: whether `/tokenize` renders conversations.
+        later_system: whether the template takes a system message behind the first message (Qwen3.5's does not).
         max_model_len: the longest prompt and completion together, in tokens; 0 if unknown.
         stop_candidates: ids with which the template may end a turn or open the next.
         turn_ends: those of them that can only do that: a reply that ends with one tells that the engine stops there.
@@ -52,6 +55,7 @@ class Capability(msgspec.Struct, frozen=True):
     version: str = "unknown"
     honours_ids: bool = False
     tokenizes: bool = False
+    later_system: bool = True
     max_model_len: int = 0
     stop_candidates: tuple[int, ...] = ()
     turn_ends: tuple[int, ...] = ()
@@ -86,7 +90,7 @@ async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capa
     except RenderError as why:
         echo = await echo_of_chat(upstream, {"model": model, "messages": _ASKED})
         return msgspec.structs.replace(found, level="relay" if echo is None else "record", why=f"no rendering: {why}")
-    found = msgspec.structs.replace(found, tokenizes=True)
+    found = msgspec.structs.replace(found, tokenizes=True, later_system=await _takes_later_system(renderer, model))
     supplied = {"kv_transfer_params": {"prompt_token_ids": ids.unpack(other)}}
     echo = await echo_of_chat(upstream, {"model": model, "messages": _ASKED, **supplied})
     if echo is None:
@@ -103,6 +107,14 @@ async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capa
     return msgspec.structs.replace(
         found, level="exact", honours_ids=True, stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops
     )
+
+
+async def _takes_later_system(renderer: Renderer, model: str) -> bool:
+    try:
+        await renderer.render(model, [ASK, _REPLY, _SYSTEM, _OTHER], PLAIN_ARGS, generation=True)
+    except TemplateRefusedError:
+        return False
+    return True
 
 
 async def _models(upstream: Upstream) -> dict[str, int]:

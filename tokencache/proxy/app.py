@@ -15,17 +15,22 @@ from multidict import CIMultiDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tokencache import metrics
+from tokencache.adapters.load import load_all
 from tokencache.config import Settings
+from tokencache.dialects.dialect import Dialect
 from tokencache.dialects.growth import Bodies
+from tokencache.dialects.registry import dialect_of
 from tokencache.engines.engine import Engine
 from tokencache.engines.probe import Capability
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
-from tokencache.proxy.caller import CHAT, Caller, tokenized
+from tokencache.proxy.caller import CHAT, Caller, Visit
+from tokencache.proxy.habits import HEADER as HARNESS_HEADER
+from tokencache.proxy.habits import Aliases, Habits
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefixes import Prefixes
 from tokencache.proxy.relay import keep_headers, relay, request_headers
-from tokencache.proxy.sessions import Origin, SessionFinder
+from tokencache.proxy.sessions import Origin, SessionFinder, route_of
 from tokencache.render.local import LocalRenderer
 from tokencache.store import open_store
 from tokencache.store.contract import Incident, SessionSealedError, Store, StoreError
@@ -36,8 +41,10 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _PROBE_EVERY = 2.0
-_SAMPLING_ROUTES = ("/v1/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate")
-"""Routes that sample tokens and that no dialect of ours records yet: within a session they leave a hole, and it is said."""
+_FAULT_OF_OURS = 500
+_SAMPLING_ROUTES = ("/v1/completions", "/inference/v1/generate")
+"""Routes that sample tokens and that no dialect of ours records: within a session they leave a hole, and it is said."""
+_DIALECT = web.RequestKey("dialect", Dialect)
 
 
 class Proxy:
@@ -50,7 +57,9 @@ class Proxy:
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
         self.engine = Engine(self.upstream, local=local, on_probe=_note_level)
         self.ledger = Ledger(self.store, Prefixes(self.store, max_bytes=settings.prefix_memory), strict=settings.on_store_error == "fail")
-        self.caller = Caller(self.engine, self.ledger, Bodies())
+        self.caller = Caller(self.engine, self.ledger, Bodies(), Aliases(settings.model_aliases), keep_alive=settings.keep_alive)
+        own = (settings.adapters,) if settings.adapters is not None else ()
+        self.habits = Habits(load_all(own), filter(None, settings.rules_off.replace(" ", "").split(",")))
         self.sessions = SessionFinder(self.store, header=settings.session_header, registered_only=settings.registered_only)
         self._prober: asyncio.Task[None] | None = None
 
@@ -62,7 +71,7 @@ class Proxy:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
-        trainer_routes(app, self.store, self.ledger, admin_key=self.settings.admin_key or None)
+        trainer_routes(app, self.store, self.ledger, self.habits, admin_key=self.settings.admin_key or None)
         app.router.add_route("*", "/{path:.*}", self._any)
         return app
 
@@ -89,29 +98,39 @@ class Proxy:
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs  # `GET http://host/path`
+        route = route_of(path)
+        dialect = dialect_of(request.method, route, request.headers)
+        if dialect is not None:
+            request[_DIALECT] = dialect  # whatever goes wrong from here on is said in its words
         origin = await self.sessions.find(path, request.headers)
         if origin.session is None:
             return await relay(request, self.upstream, origin.path)
-        headers = self._headers(request, origin)
-        route = origin.path.partition("?")[0]
+        harness = origin.harness or self.habits.recognise(request.headers.get("User-Agent", ""))
+        headers = self._headers(request, origin, translated=dialect is not None)
+        visit = Visit(request, origin.session, origin, route, headers, self.habits.leniency(harness))
+        if dialect is not None:
+            return await self.caller.answer(visit, dialect)
         if request.method == "POST" and route == CHAT:
-            return await self.caller.chat(request, origin.session, origin.path, headers)
+            return await self.caller.chat(visit)
         if request.method == "POST" and route == "/tokenize":
-            found = await self.caller.tokens_of_next(request, origin.session)
-            if found is not None:
-                return web.Response(body=tokenized(*found), content_type="application/json")
-            return await relay(request, self.upstream, origin.path, headers=headers, body=await request.read())
+            answer = await self.caller.tokens_of_next(visit)
+            return answer or await relay(request, self.upstream, origin.path, headers=headers, body=await request.read())
         if request.method == "POST" and route.startswith(_SAMPLING_ROUTES):
             incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
             await self.ledger.note(origin.session, [incident])
         return await relay(request, self.upstream, origin.path, headers=headers)
 
-    def _headers(self, request: web.Request, origin: Origin) -> CIMultiDict[str]:
-        """The headers of a call within a session, as they go to the engine."""
-        drop = {self.settings.session_header.lower(), "content-length", "accept-encoding"}
+    def _headers(self, request: web.Request, origin: Origin, *, translated: bool) -> CIMultiDict[str]:
+        """The headers of a call within a session, as they go to the engine; one that is `translated` goes as OpenAI's clients send it."""
+        drop = {self.settings.session_header.lower(), HARNESS_HEADER.lower(), "content-length", "accept-encoding"}
         if origin.own_key:
             drop |= {"authorization", "x-api-key", "x-goog-api-key"}
         headers = request_headers(request, drop=frozenset(drop))
+        if translated:
+            keys = [headers.pop(name) for name in ("x-api-key", "x-goog-api-key") if name in headers]
+            if keys:
+                headers.setdefault("Authorization", f"Bearer {keys[0]}")
+            headers["Content-Type"] = "application/json"
         headers.setdefault("X-Session-ID", origin.session or "")  # engines and routers keep a session's cache warm by it
         return headers
 
@@ -139,34 +158,39 @@ def _note_level(found: Capability) -> None:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error in the shape that OpenAI's clients expect."""
+    """Answer every error in the shape that the dialect's clients expect; OpenAI's where it is unknown."""
     try:
         return await handler(request)
     except (HarnessError, EngineError, SessionSealedError, StoreError, web.HTTPRequestEntityTooLarge) as why:
-        return _answer_to(why)
+        return _answer_to(why, request)
     except (web.HTTPException, ConnectionError):
         raise
     except Exception:
         log.exception("%s %s: our own error", request.method, request.path)
         if request.writer.output_size:
             raise  # an answer is under way: aiohttp breaks the connection off
-        return error_response(500, "tokencache failed; its log says why", "internal_error")
+        return _error(request, 500, "tokencache failed; its log says why", "internal_error")
 
 
-def _answer_to(why: Exception) -> web.Response:
+def _answer_to(why: Exception, request: web.Request) -> web.Response:
     match why:
         case HarnessError():
-            return error_response(why.status, str(why), why.kind, why.param)
+            return _error(request, why.status, str(why), why.kind, why.param)
         case EngineError():
-            return error_response(why.status, str(why), "upstream_error")
+            return _error(request, why.status, str(why), "upstream_error")
         case SessionSealedError():
-            return error_response(409, f"session {why} is sealed and takes no more calls", "session_sealed")
+            return _error(request, 409, f"session {why} is sealed and takes no more calls", "session_sealed")
         case web.HTTPRequestEntityTooLarge():
-            return error_response(413, f"the request body is too large: {why.text}", "invalid_request_error")
+            return _error(request, 413, f"the request body is too large: {why.text}", "invalid_request_error")
         case _:
-            return error_response(503, f"the store failed: {why}", "store_error")
+            return _error(request, 503, f"the store failed: {why}", "store_error")
 
 
-def error_response(status: int, message: str, kind: str, param: str | None = None) -> web.Response:
-    """Write an error in OpenAI's shape."""
-    return web.json_response({"error": {"message": message, "type": kind, "param": param, "code": status}}, status=status)
+def _error(request: web.Request, status: int, message: str, kind: str, param: str | None = None) -> web.Response:
+    dialect = request.get(_DIALECT)
+    if dialect is not None:
+        body = dialect.error(status, message, kind, param)
+    else:
+        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    headers = {"x-should-retry": "false"} if status < _FAULT_OF_OURS else None  # OpenAI's and Anthropic's SDKs repeat a 409 else
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

@@ -13,67 +13,76 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
 from tokencache import metrics
 from tokencache.core.match import DISAGREED
 from tokencache.dialects.chat import ChatCall
-from tokencache.dialects.chat_reply import ChatPresenter
+from tokencache.dialects.dialect import EVENTS, Speaker
+from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.engines.engine import Engine, Model
 from tokencache.engines.reply import Reply
-from tokencache.engines.vllm import chat_body
 from tokencache.errors import EngineError
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan, keys_wanted
 from tokencache.proxy.record import ABORTED, BROKE, Outcome, Recorded
 from tokencache.proxy.relay import open_response, whole_response
-from tokencache.proxy.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.store.contract import Begun, StoreError
 
 log = logging.getLogger(__name__)
 
-_OK = 200
+_OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
+_ENDED = "the engine's stream ended before the reply did"
 _REFUSED = frozenset({400, 422})
 _LEFT = "the harness closed the connection"
 PlanFor = Callable[[str, ChatCall, Sequence[bytes], Begun | None], Awaitable[tuple[Plan, Model | None]]]
 
 
+class Exchange(NamedTuple):
+    """How a call is sent, and how its reply is said.
+
+    `write` makes the engine's body, around an exact prompt (a JSON fragment) or none. `refuse` says an engine's refusal
+    (status, body) in a dialect; `None` where the harness sees the engine's own bytes. `keep_alive`: seconds that a
+    stream may be silent.
+    """
+
+    path: str
+    headers: CIMultiDict[str]
+    write: Callable[[bytes | None], bytes]
+    speaker: Speaker
+    keep_alive: float
+    refuse: Callable[[int, bytes], bytes] | None = None
+    media_type: str = EVENTS
+
+
 class Call:
-    """A chat completion of one session, under way.
+    """A model call of one session, under way.
 
     `run` raises `EngineError` where the engine cannot be reached and nothing was answered yet, `SessionSealedError`, and
     under a strict policy `StoreError`.
     """
 
     def __init__(
-        self,
-        request: web.Request,
-        session: str,
-        call: ChatCall,
-        *,
-        plan: PlanFor,
-        engine: Engine,
-        ledger: Ledger,
-        path: str,
-        headers: CIMultiDict[str],
+        self, request: web.Request, session: str, call: ChatCall, exchange: Exchange, *, plan: PlanFor, engine: Engine, ledger: Ledger
     ) -> None:
         self._plan, self._engine, self._ledger = plan, engine, ledger
         self._request = request
         self._session = session
         self._call = call
-        self._path = path
-        self._headers = headers
+        self._exchange = exchange
+        self._speaker = exchange.speaker
+        self._as_is = exchange.refuse is None
+        self._silent = True
         self._id = secrets.token_hex(8)
         self._begun: Begun | None = None
-        self._presenter = ChatPresenter(call)
         self._reply = Reply(call.n)
         self._outcome: Outcome
         self._ending = False  # its end is being written to the store
+        self._said_all = False  # the engine said that it has said everything
         self._over = False  # the reply is: what follows waits for the store
         self._started = time.time()
 
@@ -99,7 +108,7 @@ class Call:
         )
         metrics.OVERHEAD.labels("before").observe(time.time() - self._started)
         try:
-            return await self._exchange()
+            return await self._ask()
         except asyncio.CancelledError:
             # The harness left. What it was given is recorded all the same, by a task that outlives this one.
             if not self._ending:
@@ -117,7 +126,7 @@ class Call:
         if begun is not None:
             await self._ledger.settle(begun, self._session, self._id, [])
 
-    async def _exchange(self) -> web.StreamResponse:
+    async def _ask(self) -> web.StreamResponse:
         answer = await self._send()
         self._reply.sent = self._outcome.plan.fragment or b""
         try:
@@ -131,7 +140,7 @@ class Call:
 
     async def _send(self) -> aiohttp.ClientResponse:
         plan = self._outcome.plan
-        answer = await self._engine.upstream.send("POST", self._path, headers=self._headers, body=chat_body(self._call, plan.fragment))
+        answer = await self._post(plan.fragment)
         if plan.fragment is None or answer.status not in _REFUSED:
             return answer
         # An engine that refuses has sampled nothing. Perhaps it refuses the ids, which is our doing: ask as the harness did.
@@ -139,7 +148,11 @@ class Call:
         answer.close()
         log.warning("session %s call %s: the engine refused the spliced prompt: %s", self._session, self._id, refusal)
         self._outcome.plan = Plan(match="plain", reason="engine-refused-ids", near=plan.near)
-        return await self._engine.upstream.send("POST", self._path, headers=self._headers, body=chat_body(self._call, None))
+        return await self._post(None)
+
+    async def _post(self, prompt: bytes | None) -> aiohttp.ClientResponse:
+        exchange = self._exchange
+        return await self._engine.upstream.send("POST", exchange.path, headers=exchange.headers, body=exchange.write(prompt))
 
     async def _refused(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Pass an engine's refusal on as it is; nothing was sampled."""
@@ -147,15 +160,18 @@ class Call:
         if body is None:
             return web.Response()
         await self._settle("engine-refused", f"{answer.status}: {body[:300].decode(errors='replace')}")
-        return whole_response(answer, body)
+        return whole_response(answer, body if self._exchange.refuse is None else self._exchange.refuse(answer.status, body))
 
     async def _whole(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         body = await self._read(answer)
         if body is None:
             return web.Response()
         brief = self._reply.take(body)
-        await self._end(self._record())
-        return whole_response(answer, self._presenter.body(body if self._call.shows_ids else brief))
+        try:
+            said = self._speaker.body(body if self._call.shows_ids else brief)
+        finally:  # what cannot be said was sampled all the same
+            await self._end(self._record())
+        return whole_response(answer, said)
 
     async def _read(self, answer: aiohttp.ClientResponse) -> bytes | None:
         """Read a whole answer; `None` if the engine broke it off, and then so does our connection."""
@@ -168,8 +184,34 @@ class Call:
 
     async def _stream(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         response = open_response(answer, drop=frozenset({"content-length"}))
+        if self._exchange.media_type != EVENTS:
+            response.headers["Content-Type"] = self._exchange.media_type
         await response.prepare(self._request)
-        splitter, held, cut = EventSplitter(), bytearray(), False
+        waking = asyncio.create_task(self._break_silence(response))
+        try:
+            held, cut = await self._pass_on(answer, response)
+        finally:
+            waking.cancel()
+        if not cut and not self._reply.finished and not self._reply.error:
+            self._outcome.broke, self._outcome.detail = BROKE, _ENDED
+            if not self._as_is and not self._said_all:  # in its own words, or half a reply would pass for a whole one
+                held += self._speaker.failed(_BAD_GATEWAY, _ENDED)
+        try:
+            await self._end(self._record())
+        except StoreError as why:  # the head is out: said within the stream, as an engine says it
+            held, cut = self._speaker.failed(_UNAVAILABLE, f"the store failed: {why}"), False
+        if cut:
+            with contextlib.suppress(ConnectionError):
+                await response.write(held)
+            self._drop_connection()
+            return response
+        await response.write(held)
+        await response.write_eof()
+        return response
+
+    async def _pass_on(self, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> tuple[bytes, bool]:
+        """Pass a stream on as it comes; what is to wait for the store, and whether the stream was cut off."""
+        splitter, held = EventSplitter(), bytearray()
         try:
             async for chunk in answer.content.iter_any():
                 shown = bytearray()
@@ -177,41 +219,39 @@ class Call:
                     kept = self._event(event)
                     (held if self._over else shown).extend(kept)
                 if shown:
+                    self._silent = False
                     await response.write(bytes(shown))
         except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
-            cut = True  # on which side? aiohttp's errors of a write and of a read look alike
-            self._outcome.broke, self._outcome.detail = (
-                (ABORTED, _LEFT) if self._harness_left() else (BROKE, f"{type(why).__name__}: {why}")
-            )
-        if not cut and not self._reply.finished and not self._reply.error:
-            self._outcome.broke, self._outcome.detail = BROKE, "the stream ended before the reply did"
-        try:
-            await self._end(self._record())
-        except StoreError as why:  # the head is out: said within the stream, as an engine says it
-            await response.write(_failed(why) + event_of(DONE))
-            await response.write_eof()
-            return response
-        if cut:
-            with contextlib.suppress(ConnectionError):
-                await response.write(bytes(held))
-            self._drop_connection()
-            return response
-        await response.write(bytes(held) + splitter.rest)
-        await response.write_eof()
-        return response
+            # On which side? aiohttp's errors of a write and of a read look alike.
+            broke = (ABORTED, _LEFT) if self._harness_left() else (BROKE, f"{type(why).__name__}: {why}")
+        except Exception as why:  # a codec of ours cannot say it: what was sampled is recorded all the same
+            log.exception("session %s call %s: the reply cannot be said", self._session, self._id)
+            broke = ("internal-error", f"{type(why).__name__}: {why}")
+        else:
+            return bytes(held) + (splitter.rest if self._as_is else b""), False
+        self._outcome.broke, self._outcome.detail = broke
+        return bytes(held), True
 
     def _event(self, event: bytes) -> bytes:
         """Take note of one event; what the harness is to see of it."""
         data = data_of(event)
-        self._over = self._over or data == DONE
-        if data is None or data == DONE:
-            return event
+        if data is None:
+            return event if self._as_is else b""  # a comment of the engine's is for who speaks to it
+        if data == DONE:
+            self._over = self._said_all = True
+            return self._speaker.end()
         brief = self._reply.take(data)
         self._over = self._over or self._reply.finished or bool(self._reply.error)
-        shown = self._presenter.chunk(data if self._call.shows_ids else brief)
-        if shown is None:
-            return b""
-        return event if shown is data else event_of(shown)
+        return self._speaker.chunk(event, data if self._call.shows_ids else brief, self._reply.prompt_tokens)
+
+    async def _break_silence(self, response: web.StreamResponse) -> None:
+        """Say something that says nothing while the engine queues or prefills: harnesses and proxies hang up on silence."""
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(self._exchange.keep_alive)
+                if self._silent:
+                    await response.write(self._speaker.keep_alive())
+                self._silent = True
 
     def _harness_left(self) -> bool:
         return self._request.transport is None or self._request.transport.is_closing()
@@ -237,9 +277,9 @@ class Call:
             recorded = Recorded([], [], [self._outcome.tell("internal-error", f"{type(why).__name__}: {why}", hole=True)])
         if any(incident.kind == DISAGREED for incident in recorded.incidents):
             self._engine.forget()  # another engine may stand there than was probed
-        await self._ledger.end(self._begun, self._outcome, recorded)
+        await self._ledger.end(self._begun, self._outcome, recorded, self._speaker.documents() if self._outcome.whole else {})
         metrics.OVERHEAD.labels("after").observe(time.time() - ended)
-        metrics.CALLS.labels("chat", self._outcome.broke or ("error" if self._reply.error else "answered")).inc()
+        metrics.CALLS.labels(self._call.dialect, self._outcome.broke or ("error" if self._reply.error else "answered")).inc()
         for entry in recorded.entries:
             turn = entry.turn
             log.debug(
@@ -256,13 +296,7 @@ class Call:
             log.warning("session %s call %s: %s: %s", self._session, self._id, incident.kind, incident.detail)
 
     async def _settle(self, kind: str, detail: str, *, hole: bool = False) -> None:
-        metrics.CALLS.labels("chat", kind).inc()
+        metrics.CALLS.labels(self._call.dialect, kind).inc()
         log.warning("session %s call %s: %s: %s", self._session, self._id, kind, detail)
         incidents = [self._outcome.tell(kind, detail, hole=hole)]
         await self._end(self._ledger.settle(self._begun, self._session, self._id, incidents))
-
-
-def _failed(why: StoreError) -> bytes:
-    """Write the event that stands for the end of a reply whose turn could not be stored."""
-    error = {"message": f"the store failed: {why}", "type": "store_error", "param": None, "code": 503}
-    return event_of(msgspec.json.encode({"error": error}))

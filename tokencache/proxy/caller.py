@@ -4,7 +4,11 @@ Whatever fails on our side while a call is planned ends in a plain plan: the har
 """
 
 import logging
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
@@ -12,14 +16,22 @@ from multidict import CIMultiDict
 
 from tokencache import metrics
 from tokencache.core import ids
+from tokencache.core.rules import Leniency
 from tokencache.dialects import chat
 from tokencache.dialects.chat import ChatCall
+from tokencache.dialects.chat_messages import as_reminders
+from tokencache.dialects.chat_reply import ChatPresenter
+from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, ServedModel, refusal
 from tokencache.dialects.growth import Bodies
 from tokencache.engines.engine import Engine, Model
-from tokencache.errors import EngineError
-from tokencache.proxy.call import Call
+from tokencache.engines.vllm import chat_body
+from tokencache.errors import EngineError, HarnessError
+from tokencache.proxy.call import Call, Exchange
+from tokencache.proxy.habits import Aliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan, Planner, keys_wanted
+from tokencache.proxy.sessions import Origin
+from tokencache.render.renderer import RenderError, TemplateRefusedError
 from tokencache.store.contract import Begun, StoreError
 
 log = logging.getLogger(__name__)
@@ -28,16 +40,32 @@ CHAT = "/v1/chat/completions"
 _OURS: dict[type[Exception], str] = {StoreError: "store-error", KeyError: "torn-record", ValueError: "torn-record"}
 
 
-class Caller:
-    """Serves the model calls of all sessions through one engine and one ledger."""
+class Visit(NamedTuple):
+    """A request within a session: where it belongs, what is forgiven there, its path without the query, the headers for the engine."""
 
-    def __init__(self, engine: Engine, ledger: Ledger, bodies: Bodies) -> None:
+    request: web.Request
+    session: str
+    origin: Origin
+    route: str
+    headers: CIMultiDict[str]
+    leniency: Leniency
+
+
+class Caller:
+    """Serves the model calls of all sessions through one engine and one ledger.
+
+    `keep_alive` is how many seconds a stream may be silent.
+    """
+
+    def __init__(self, engine: Engine, ledger: Ledger, bodies: Bodies, aliases: Aliases, *, keep_alive: float) -> None:
         self._engine = engine
         self._ledger = ledger
         self._bodies = bodies
+        self._aliases = aliases
+        self._keep_alive = keep_alive
         self._planner = Planner(ledger.store, ledger.prefixes)
 
-    async def chat(self, request: web.Request, session: str, path: str, headers: CIMultiDict[str]) -> web.StreamResponse:
+    async def chat(self, visit: Visit) -> web.StreamResponse:
         """Serve a chat completion.
 
         Raises:
@@ -46,23 +74,114 @@ class Caller:
             SessionSealedError: the session takes no more calls.
             StoreError: the store failed and the policy is strict.
         """
-        call = chat.read(await request.read(), self._bodies, session)
-        live = Call(request, session, call, plan=self._plan, engine=self._engine, ledger=self._ledger, path=path, headers=headers)
+        call = chat.read(await visit.request.read(), self._bodies, visit.session, served=self._served(visit))
+        call.leniency = visit.leniency
+        return await self._run(
+            visit, call, Exchange(visit.origin.path, visit.headers, partial(chat_body, call), ChatPresenter(call), self._keep_alive)
+        )
+
+    async def answer(self, visit: Visit, dialect: Dialect) -> web.StreamResponse:
+        """Answer a request in a dialect that is turned into chat.
+
+        Raises:
+            As `chat` does.
+        """
+        asked = self._asked(visit, await visit.request.read())
+        meant = await dialect.read(asked)
+        if isinstance(meant, Answer):
+            return web.Response(body=meant.body, status=meant.status, content_type="application/json")
+        if isinstance(meant, Counting):
+            call = await self._translated(visit, meant.body, "")
+            return web.Response(body=meant.say(await self._count(visit, call)), content_type="application/json")
+        call = await self._translated(visit, meant.body, f"{visit.session}\0{dialect.name}")
+        call.dialect, call.handle = dialect.name, asked.handle
+        call.handles, call.left_out = meant.handles, meant.left_out
+
+        def refuse(status: int, body: bytes) -> bytes:
+            return dialect.error(status, *refusal(status, body))
+
+        write = partial(chat_body, call)
+        return await self._run(visit, call, Exchange(CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type))
+
+    async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
+        """Read a chat request that a codec has written, `known_as` in what is remembered of bodies, so that the template takes it."""
+        call = chat.read(body, self._bodies, known_as, served=self._served(visit))
+        if any(seen.message.role == "system" for seen in call.read[1:]):
+            model = await self._model(call)
+            if model is not None and not model.capability.later_system:
+                call = chat.read(chat.with_messages(call, as_reminders(call.raw_messages)), self._bodies, f"{known_as}\0reminders")
+        call.leniency = visit.leniency
+        return call
+
+    async def _model(self, call: ChatCall) -> Model | None:
+        """The model that a call asks for; `None` where it cannot be probed: the call itself will find out why."""
+        try:
+            return await self._engine.model(call.model)
+        except EngineError:
+            return None
+
+    async def tokens_of_next(self, visit: Visit) -> web.StreamResponse | None:
+        """Answer `/tokenize` with the ids that a chat call with this body would send; `None` if the engine would render."""
+        call = chat.read_tokenize(await visit.request.read(), self._bodies, served=self._served(visit))
+        if call is None:
+            return None
+        call.leniency = visit.leniency
+        found = await self._planned(visit.session, call)
+        return None if found is None else web.Response(body=_tokenized(*found), content_type="application/json")
+
+    async def _run(self, visit: Visit, call: ChatCall, exchange: Exchange) -> web.StreamResponse:
+        live = Call(visit.request, visit.session, call, exchange, plan=self._plan, engine=self._engine, ledger=self._ledger)
         with metrics.IN_FLIGHT.track_inprogress():
             return await live.run()
 
-    async def tokens_of_next(self, request: web.Request, session: str) -> tuple[bytes, Model] | None:
-        """Find the packed ids that a chat call with this `/tokenize` body would send; `None` if the engine would render."""
-        call = chat.read_tokenize(await request.read(), self._bodies)
-        if call is None:
-            return None
+    def _asked(self, visit: Visit, body: bytes) -> Asked:
+        store, session = self._ledger.store, visit.session
+        return Asked(
+            method=visit.request.method,
+            path=visit.route,
+            query=dict(visit.request.query),
+            headers=visit.request.headers,
+            body=body,
+            handle=secrets.token_hex(16),
+            served=partial(self._models, visit),
+            documents=lambda names: store.documents(session, names),
+            forget=lambda name: store.forget(session, name),
+        )
+
+    def _served(self, visit: Visit) -> Callable[[str], str]:
+        return partial(self._aliases.served, own=visit.origin.models)
+
+    async def _models(self, visit: Visit) -> list[ServedModel]:
+        """List the models that are served, and the one that is asked for if its name stands for one of them."""
+        await self._engine.model()
+        found = {c.model: ServedModel(c.model, c.max_model_len) for c in self._engine.capabilities}
+        asked = unquote(visit.route.rpartition("/")[2])
+        meant = found.get(self._served(visit)(asked))
+        return [*found.values(), *([ServedModel(asked, meant.max_model_len)] if meant is not None and asked not in found else [])]
+
+    async def _count(self, visit: Visit, call: ChatCall) -> int:
+        """Count the tokens of the prompt that a call would have."""
+        found = await self._planned(visit.session, call)
+        if found is not None:
+            return ids.count(found[0])
+        model = await self._engine.model(call.model)
+        args, generation = call.as_written()
+        try:
+            return ids.count(await model.renderer.render(call.model, call.safe_messages(), args, generation=generation))
+        except TemplateRefusedError as why:
+            raise HarnessError(str(why)) from None
+        except RenderError as why:
+            raise EngineError(f"the engine cannot render this: {why}") from None
+
+    async def _planned(self, session: str, call: ChatCall) -> tuple[bytes, Model] | None:
+        """Find the packed ids that a call would send; `None` if the engine would render."""
         keys = keys_wanted(call)
         try:
             hits = await self._ledger.store.find(session, keys)
             model = await self._engine.model(call.model)
             plan = await self._planner.plan(session, call, keys, hits, model)
         except (StoreError, EngineError, KeyError, ValueError) as why:
-            log.warning("session %s: /tokenize is not planned: %s", session, why)
+            log.warning("session %s: the next prompt is not planned: %s", session, why)
             return None  # a call would be rendered now
         return (plan.prompt, model) if plan.prompt is not None else None
 
@@ -82,7 +201,7 @@ class Caller:
             return Plan(match="plain", reason=_OURS.get(type(why), "internal-error")), model
 
 
-def tokenized(prompt: bytes, model: Model) -> bytes:
+def _tokenized(prompt: bytes, model: Model) -> bytes:
     """Write the answer of `/tokenize` for packed ids, as vLLM 0.32 writes it."""
     return msgspec.json.encode(
         {

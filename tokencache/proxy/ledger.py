@@ -8,7 +8,7 @@ the store is back, so that the trainer sees a session that is incomplete, and wh
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokencache import metrics
 from tokencache.proxy.prefixes import Prefixes
@@ -44,20 +44,24 @@ class Ledger:
             self._failed("begin", session, call, why)
             return None
 
-    async def end(self, begun: Begun | None, outcome: Outcome, recorded: Recorded) -> None:
-        """Store what a call came to, before its reply's last byte leaves.
+    async def end(self, begun: Begun | None, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
+        """Store what a call came to, and the documents that its reply is to be found by again, before the last byte leaves.
 
         Raises:
             StoreError: the store failed and the policy is strict.
         """
         for entry in recorded.entries:
             _count(entry.turn.match, entry.turn.reason, entry.turn.prompt_tokens, entry.turn.completion_tokens, entry.turn.forgiven)
+        for rule in outcome.call.left_out:
+            metrics.FORGIVEN.labels(rule).inc()
         if begun is None:
             self._owe(outcome.session, [*recorded.incidents, _lost(outcome.call_id)])
             return
         try:
             if recorded.entries:
-                await self.store.commit(outcome.session, begun.life, outcome.call_id, recorded.entries, recorded.incidents)
+                await self.store.commit(
+                    outcome.session, begun.life, outcome.call_id, recorded.entries, recorded.incidents, documents=documents
+                )
             else:
                 await self.store.settle(outcome.session, begun.life, outcome.call_id, recorded.incidents)
         except SessionGoneError:

@@ -7,29 +7,40 @@ In order of precedence (a closed harness offers nothing but a base URL and a key
 3. the header `X-Tokencache-Session` (its name can be configured);
 4. an API key `tcs-<session>`.
 
+Behind the session a path may name the harness, `/s/<session>/h/<harness>/v1/…` (with a key `/h/<harness>/v1/…`): it says
+whose habits are forgiven (`habits`). A key may come in `Authorization`, `x-api-key`, `x-goog-api-key` or, as Gemini's
+clients may send it, in the query (`?key=`).
+
 No session: the request is relayed untouched. Ids that harnesses send by themselves are never used for this.
 """
 
 import hashlib
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from tokencache.errors import HarnessError
+from tokencache.proxy import habits
 from tokencache.store.contract import Store
 
-PATH = "/s/"
+PATH, HARNESS = "/s/", "/h/"
 REGISTERED, DECLARED = "tck-", "tcs-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,199}")
 
 
 class Origin(NamedTuple):
-    """Where a request belongs: its session (`None`: nowhere), the path to use upstream, whether its key was ours."""
+    """Where a request belongs: its session (`None`: nowhere), the path to use upstream, whether its key was ours.
+
+    `harness` is who it says it is, `""` if it does not say; `models` are the session's own names for the model.
+    """
 
     session: str | None
     path: str
     own_key: bool = False
+    harness: str = ""
+    models: Mapping[str, str] = MappingProxyType({})
 
 
 def check_name(name: str) -> str:
@@ -48,6 +59,11 @@ def check_name(name: str) -> str:
 def hash_key(key: str) -> str:
     """Hash an API key for storage: the store never holds one that could be used."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def route_of(raw_path: str) -> str:
+    """The route that a path leads to, whatever session and harness it names, without its query."""
+    return _taken(HARNESS, _taken(PATH, raw_path)[1])[1].partition("?")[0]
 
 
 class SessionFinder:
@@ -69,31 +85,45 @@ class SessionFinder:
             HarnessError: an impossible name (400), an unknown registered key or a missing one (401).
             StoreError: the store cannot be asked.
         """
-        named, path = self._path(raw_path)
-        key = _key(headers)
+        named, path = _taken(PATH, raw_path)
+        harness, path = _taken(HARNESS, path)
+        asked, path = _key_of_query(path)
+        key = _key(headers, asked)
         if key.startswith(REGISTERED):
-            session = await self._store.session_of_key(hash_key(key))
-            if session is None:
+            found = await self._store.binding_of_key(hash_key(key))
+            if found is None:
                 raise HarnessError("unknown API key", status=401, kind="authentication_error")
-            return Origin(session, path, own_key=True)
+            return Origin(found.session, path, True, found.harness or harness or headers.get(habits.HEADER, ""), found.models)
         declared = key[len(DECLARED) :] if key.startswith(DECLARED) else None
         given = named if named is not None else headers.get(self._header, declared)
         if given is None:
-            return Origin(None, path)
+            return Origin(None, raw_path)
         if self._registered_only:
             raise HarnessError("this server takes sessions by registered API key only", status=401, kind="authentication_error")
-        return Origin(check_name(given), path, own_key=declared is not None)
-
-    @staticmethod
-    def _path(raw_path: str) -> tuple[str | None, str]:
-        if not raw_path.startswith(PATH):
-            return None, raw_path
-        name, slash, rest = raw_path[len(PATH) :].partition("/")
-        return unquote(name), slash + rest or "/"
+        return Origin(check_name(given), path, declared is not None, harness or headers.get(habits.HEADER, ""))
 
 
-def _key(headers: Mapping[str, str]) -> str:
+def _taken(mark: str, path: str) -> tuple[str | None, str]:
+    """Take `<mark><name>` off the head of a path."""
+    if not path.startswith(mark):
+        return None, path
+    name, slash, rest = path[len(mark) :].partition("/")
+    return unquote(name), slash + rest or "/"
+
+
+def _key_of_query(path: str) -> tuple[str, str]:
+    """Take a key of ours out of a path's query: it is not for the engine's log."""
+    route, _, query = path.partition("?")
+    if "key=tc" not in query:
+        return "", path
+    members = parse_qsl(query, keep_blank_values=True)
+    key = next((value for name, value in members if name == "key"), "")
+    rest = urlencode([(name, value) for name, value in members if name != "key"])
+    return key, f"{route}?{rest}" if rest else route
+
+
+def _key(headers: Mapping[str, str], asked: str) -> str:
     """The key of ours among those that a request brings, a registered one first; `""` if there is none."""
     scheme, _, token = headers.get("Authorization", "").partition(" ")
-    keys = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("x-goog-api-key", "")]
+    keys = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("x-goog-api-key", ""), asked]
     return next((key for mark in (REGISTERED, DECLARED) for key in keys if key.startswith(mark)), "")

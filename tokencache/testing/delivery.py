@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tokencache.testing.completion import Completion
+    from tokencache.testing.text_completion import TextCompletion
 
 
-async def stream_reply(http: web.Request, completion: Completion, fault: Fault | None) -> web.StreamResponse:
+async def stream_reply(http: web.Request, completion: Completion | TextCompletion, fault: Fault | None) -> web.StreamResponse:
     """Send a completion as server-sent events, up to where a fault ends it."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(http)

@@ -24,19 +24,20 @@ from aiohttp import web
 
 from tokencache.testing import wire
 from tokencache.testing.books import BookEntry
-from tokencache.testing.chat_request import ChatRequest, check_types, read_chat_request, read_json
+from tokencache.testing.chat_request import check_types, read_chat_request, read_json
 from tokencache.testing.completion import Completion
 from tokencache.testing.conversation import has_media, prompt_ids
 from tokencache.testing.delivery import empty_answer, fail_request, json_answer, refuse, stream_refusal, stream_reply
 from tokencache.testing.faults import Fault, FaultKind
-from tokencache.testing.refusals import Refusal, schema_refusal, senseless, unknown_model
+from tokencache.testing.refusals import Refusal, room_for_reply, schema_refusal, senseless, unknown_model
 from tokencache.testing.speech import Speech
+from tokencache.testing.text_completion import TextCompletion, read_text_request
 from tokencache.testing.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-_CHAT = "/v1/chat/completions"
+_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _MAX_BODY = 256 * 1024 * 1024
 
 
@@ -79,6 +80,8 @@ class SimulatedEngine:
         """Bodies of the chat completion requests received, refused ones too."""
         self.headers: list[dict[str, str]] = []
         """Headers of the same requests."""
+        self.completions: list[dict[str, Any]] = []
+        """Bodies of the text completion requests received."""
         self.tokenizations: list[dict[str, Any]] = []
         """Bodies of the /tokenize requests received."""
         self._calls = itertools.count()
@@ -117,7 +120,7 @@ class SimulatedEngine:
             web.get("/health", empty_answer), web.get("/ping", empty_answer), web.post("/ping", empty_answer),
             web.get("/version", self._version), web.get("/v1/models", self._models), web.get("/books", self._books),
             web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
-            web.post(_CHAT, self._chat),
+            web.post(_CHAT, self._chat), web.post(_TEXT, self._complete),
         ])  # fmt: skip
         return app
 
@@ -196,19 +199,29 @@ class SimulatedEngine:
         body = read_json(await http.read(), http.content_type)
         self.requests.append(body)
         self.headers.append(dict(http.headers))
+        return await self._answer(http, _CHAT, body, self._begin_chat)
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        body = read_json(await http.read(), http.content_type)
+        self.completions.append(body)
+        return await self._answer(http, _TEXT, body, self._begin_text)
+
+    async def _answer(
+        self, http: web.Request, route: str, body: dict[str, Any], begin: Callable[..., Completion | TextCompletion]
+    ) -> web.StreamResponse:
+        """Answer with what `begin` makes of the body and the headers, or as a fault has it."""
         self._tell()
-        fault = self._next_fault(_CHAT, body)
+        fault = self._next_fault(route, body)
         if fault is not None and (fault.kind in (FaultKind.STATUS, FaultKind.HANG) or (fault.kind is FaultKind.CLOSE and not fault.after)):
             return await fail_request(http, fault)
         try:
-            request = read_chat_request(body, http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
+            completion = begin(body, http.headers)
         except Refusal as refusal:
             if refusal.by_engine and body.get("stream"):
                 return await stream_refusal(http, refusal)
             raise
-        completion = self._begin(request)
         try:
-            if request.stream:
+            if completion.request.stream:
                 return await stream_reply(http, completion, fault)
             raw = wire.encode(await completion.whole())
         except BaseException:
@@ -220,23 +233,25 @@ class SimulatedEngine:
             raw = raw[: len(raw) // 2]
         return web.Response(body=raw, content_type="application/json")
 
-    def _begin(self, request: ChatRequest) -> Completion:
+    def _begin_text(self, body: dict[str, Any], headers: Mapping[str, str]) -> TextCompletion:
+        """Tokenize the prompts, check that there is room, open the books: one entry for each choice of each prompt."""
+        request, prompts = read_text_request(body, headers, self.tokenizer, served=self.model)
+        limits = [room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=True) for ids in prompts]
+        entries = [
+            BookEntry(request.request_id, i, request.session, request.model, request.stream, True, list(prompts[i // request.n]))
+            for i in range(len(prompts) * request.n)
+        ]
+        self.books.extend(entries)
+        self._tell()
+        call = next(self._calls)
+        return TextCompletion(request, prompts, entries, self.tokenizer, self.speech, limits, call, self.chunk_tokens, self.token_delay)
+
+    def _begin_chat(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         """Find the prompt, check that there is room for a reply, open the books."""
+        request = read_chat_request(body, headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
         supplied = self._supplied_ids(request.body)
         ids = self._render(request.body, request.template_arguments) if supplied is None else supplied
-        if len(ids) > self.max_model_len:
-            raise _too_long(len(ids), self.max_model_len, rendered=supplied is None)
-        if request.max_tokens is not None and request.max_tokens > self.max_model_len:
-            raise senseless(
-                f"max_tokens={request.max_tokens} cannot be greater than max_model_len={self.max_model_len}. "
-                "Please request fewer output tokens.",
-                "max_tokens",
-                request.max_tokens,
-            )
-        room = self.max_model_len - len(ids)
-        limit = room if request.max_tokens is None else min(room, request.max_tokens)
-        if limit < 1:
-            raise senseless(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
+        limit = room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=supplied is None)
         entries = [
             BookEntry(request.request_id, i, request.session, request.model, request.stream, supplied is not None, list(ids))
             for i in range(request.n)
@@ -245,17 +260,6 @@ class SimulatedEngine:
         self._tell()
         call = next(self._calls)
         return Completion(request, ids, entries, self.tokenizer, self.speech, limit, call, self.chunk_tokens, self.token_delay)
-
-
-def _too_long(length: int, limit: int, *, rendered: bool) -> Refusal:
-    if not rendered:
-        return Refusal(f"Input length ({length}) exceeds model's maximum context length ({limit}).")
-    return senseless(
-        f"This model's maximum context length is {limit} tokens. However, your prompt contains at least {limit + 1} input tokens, "
-        "which exceeds this limit even without any output tokens. Please reduce the length of the input prompt.",
-        "input_tokens",
-        limit + 1,
-    )
 
 
 if __name__ == "__main__":

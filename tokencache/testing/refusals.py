@@ -57,3 +57,26 @@ def senseless(message: str, param: str | None = None, value: Any = None, *, by_e
         return Refusal(message)
     shown = "" if value is None else f", value={value}"
     return Refusal(f"{message} (parameter={param}{shown})", param=param, by_engine=by_engine)
+
+
+def room_for_reply(length: int, max_tokens: int | None, limit: int, *, rendered: bool) -> int:
+    """How many tokens may follow a prompt of `length`, at least 1; refuses a prompt that leaves no room, and too high a wish.
+
+    `rendered`: the prompt came as text; of one that came as ids vLLM says it in other words.
+    """
+    if length > limit and not rendered:
+        raise Refusal(f"Input length ({length}) exceeds model's maximum context length ({limit}).")
+    if length > limit:
+        raise senseless(
+            f"This model's maximum context length is {limit} tokens. However, your prompt contains at least {limit + 1} input tokens, "
+            "which exceeds this limit even without any output tokens. Please reduce the length of the input prompt.",
+            "input_tokens",
+            limit + 1,
+        )
+    if max_tokens is not None and max_tokens > limit:
+        message = f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer output tokens."
+        raise senseless(message, "max_tokens", max_tokens)
+    room = limit - length if max_tokens is None else min(limit - length, max_tokens)
+    if room < 1:
+        raise senseless(f"max_tokens must be at least 1, got {room}.", "max_tokens", room)
+    return room

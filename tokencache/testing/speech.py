@@ -1,9 +1,10 @@
 r"""What the simulated model says, and in which tokens.
 
-Two ways to speak. An *episode* is a list of replies written by the test: a prompt that holds `EPISODE:name` anywhere gets
+Ways to speak. An *episode* is a list of replies written by the test: a prompt that holds `EPISODE:name` anywhere gets
 reply number k, where k is the number of assistant turns that the prompt has opened (the last reply is repeated). Nothing
 but the prompt decides, so retries, forks and parallel sub-agents work as with a real model. Without an episode the model
-speaks *freely*: short random text, with and without thinking and tool calls.
+speaks *freely*: short random text, with and without thinking and tool calls. A *script* knows better than both: a function
+that is asked first, and says to a request whatever it likes (tests that replay recorded traffic know requests by their id).
 
 Either way the text is only half of it: the ids are drawn as a model draws them, not as the tokenizer would choose. The
 generator is seeded with the prompt and a call counter, so the same request twice gives the same text in other ids, and a
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tokencache.testing.parser import reasoning_is_over
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tokencache.testing.chat_request import ChatRequest
     from tokencache.testing.tokenizer import SimTokenizer
@@ -56,6 +57,8 @@ class Speech:
     seed: int = 0
     drift: float = 0.3
     """Probability for each token to be said in two pieces; 0 makes every reply canonical."""
+    script: Callable[[ChatRequest], Iterable[str] | None] | None = None
+    """What to say to a request, in pieces: no token reaches from one into the next, and they may go on without end. `None`: nothing."""
 
     def reply(self, request: ChatRequest, prompt_ids: Sequence[int], call: int, index: int) -> Iterator[int]:
         """Yield the ids of one reply; it may be cut short by whoever takes them.
@@ -69,7 +72,9 @@ class Speech:
                 yield (token_id := rng.choice(request.allowed_token_ids))
                 if token_id == self.tokenizer.stop_id and not request.ignore_eos:
                     return
-        yield from self.tokenizer.resample(self._text(request, prompt_ids), rng, self.drift)
+        scripted = self.script(request) if self.script is not None else None
+        for piece in scripted if scripted is not None else [self._text(request, prompt_ids)]:
+            yield from self.tokenizer.resample(piece, rng, self.drift)
         yield self.tokenizer.stop_id
         while request.ignore_eos:
             yield self.tokenizer.stop_id

@@ -6,7 +6,8 @@
     GET    /tokencache/v1/sessions/{id}/trajectories       its sequences (`?format=native`)
     POST   /tokencache/v1/sessions/{id}/seal               take no more calls
     DELETE /tokencache/v1/sessions/{id}                    forget it
-    POST   /tokencache/v1/keys  {"session": …}             an API key that stands for a session
+    POST   /tokencache/v1/keys  {"session": …}             an API key that stands for a session; also "harness", whose
+                                                           habits are forgiven, and "models", {"claude-*": "qwen3"}
 
 With an admin key set, each needs `Authorization: Bearer <admin key>`.
 """
@@ -21,9 +22,10 @@ import msgspec
 from aiohttp import web
 
 from tokencache.errors import HarnessError
+from tokencache.proxy.habits import Habits
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.sessions import REGISTERED, check_name, hash_key
-from tokencache.store.contract import SessionInfo, Store
+from tokencache.store.contract import Binding, SessionInfo, Store
 from tokencache.trainer.native import incident_object, trajectory, turn_object
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -33,9 +35,9 @@ FORMATS = ("native",)
 _ENCODER = msgspec.json.Encoder()
 
 
-def trainer_routes(app: web.Application, store: Store, ledger: Ledger, *, admin_key: str | None) -> None:
+def trainer_routes(app: web.Application, store: Store, ledger: Ledger, habits: Habits, *, admin_key: str | None) -> None:
     """Add the trainer's routes to an application."""
-    api = _Api(store, ledger)
+    api = _Api(store, ledger, habits)
 
     def guarded(handler: Handler) -> Handler:
         async def guard(request: web.Request) -> web.StreamResponse:
@@ -62,8 +64,9 @@ async def _unknown(request: web.Request) -> web.StreamResponse:
 
 
 class _Api:
-    def __init__(self, store: Store, ledger: Ledger) -> None:
+    def __init__(self, store: Store, ledger: Ledger, habits: Habits) -> None:
         self._store = store
+        self._habits = habits
         self._ledger = ledger
 
     async def sessions(self, _request: web.Request) -> web.StreamResponse:
@@ -104,15 +107,16 @@ class _Api:
 
     async def keys(self, request: web.Request) -> web.StreamResponse:
         try:
-            body = msgspec.json.decode(await request.read())
+            binding = msgspec.json.decode(await request.read(), type=Binding, strict=True)
+        except msgspec.ValidationError as why:
+            raise HarnessError(f'a body {{"session": "<name>", "harness"?: "<adapter>", "models"?: {{…}}}} is needed: {why}') from None
         except msgspec.DecodeError as why:
             raise HarnessError(f"the request body is not valid JSON: {why}") from None
-        if not isinstance(body, dict) or not isinstance(body.get("session"), str):
-            raise HarnessError('a body {"session": "<name>"} is needed', param="session")
-        session = check_name(body["session"])
+        check_name(binding.session)
+        self._habits.leniency(binding.harness)
         key = REGISTERED + secrets.token_urlsafe(32)
-        await self._store.bind_key(hash_key(key), session)
-        return _json({"session": session, "key": key}, status=201)
+        await self._store.bind_key(hash_key(key), binding)
+        return _json({**msgspec.to_builtins(binding), "key": key}, status=201)
 
     async def _info(self, request: web.Request) -> SessionInfo:
         name = _name(request)

@@ -1,0 +1,95 @@
+"""Who is speaking, and by which name the model goes: said by key, path, header or User-Agent, and what comes of it."""
+
+import json
+
+import pytest
+
+from tests.proxy.kit import CHAT, HEADER, proxied, user
+from tokencache.adapters.load import load_all
+from tokencache.core.rules import Leniency
+from tokencache.errors import HarnessError
+from tokencache.proxy.habits import Aliases, Habits
+
+KEYS = "/tokencache/v1/keys"
+ASK = {"messages": [user("EPISODE:demo")]}
+
+
+async def post(rig, path, body, **headers):
+    async with rig.http.post(
+        rig.url + path, json=body, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    ) as answer:
+        return answer.status, json.loads(await answer.text())
+
+
+def test_what_an_adapter_vouches_for_is_forgiven_in_its_harness_only():
+    habits = Habits(load_all(), off=["cd-prefix"])
+    assert habits.leniency("") == Leniency(frozenset({"cd-prefix"}))
+    claude = habits.leniency("claude-code")
+    assert "coerced-values" in claude.vouched
+    assert "cd-prefix" not in claude.vouched
+    assert "cd-prefix" in claude.off
+    with pytest.raises(HarnessError, match=r"no adapter 'nobody'; there are .*claude-code"):
+        habits.leniency("nobody")
+
+
+@pytest.mark.parametrize(("agent", "harness"), [("claude-cli/2.1.329 (external, cli)", "claude-code"), ("curl/8.5.0", ""), ("", "")])
+def test_a_harness_is_recognised_by_its_user_agent(agent, harness):
+    assert Habits(load_all()).recognise(agent) == harness
+
+
+async def test_an_unknown_harness_is_a_400(rig):
+    for path, headers in ((f"/s/r1/h/nobody{CHAT}", {}), (CHAT, {HEADER: "r1", "X-Tokencache-Harness": "nobody"})):
+        status, said = await post(rig, path, ASK, **headers)
+        assert (status, said["error"]["param"]) == (400, "harness")
+        assert "claude-code" in said["error"]["message"]
+    assert (await post(rig, KEYS, {"session": "r1", "harness": "nobody"}))[0] == 400
+
+
+async def test_a_key_says_who_speaks_and_what_its_models_are(rig):
+    status, made = await post(rig, KEYS, {"session": "r1", "harness": "codex", "models": {"gpt-*": "sim", "o?": "sim"}})
+    assert (status, made["harness"], made["models"]) == (201, "codex", {"gpt-*": "sim", "o?": "sim"})
+    bearer = f"Bearer {made['key']}"
+    for model in ("gpt-5.5-codex", "o4", "sim"):
+        assert (await post(rig, CHAT, {**ASK, "model": model}, Authorization=bearer))[0] == 200
+        assert rig.engine.requests[-1]["model"] == "sim"
+    status, said = await post(rig, CHAT, {**ASK, "model": "claude-x"}, Authorization=bearer)
+    assert (status, "claude-x" in said["error"]["message"]) == (404, True)
+    assert {turn["model"] for turn in await rig.turns("r1")} == {"sim"}
+
+
+@pytest.mark.parametrize("body", [{}, {"session": 1}, {"session": "a", "models": []}, {"session": "a", "models": {"x": 1}}, [], "x"])
+async def test_a_key_for_nothing_is_a_400(rig, body):
+    status, said = await post(rig, KEYS, body)
+    assert (status, said["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_names_of_the_model_are_the_servers_too():
+    async with proxied(model_aliases='{"claude-*": "sim"}') as rig:
+        said = [await rig.say("s", ASK["messages"], model=model) for model in ("claude-opus-5", "claude-haiku-5", "sim")]
+        assert all(message["content"] is not None for message in said)
+        # One model under three names: a conversation begun under one goes on under another.
+        history = [*ASK["messages"], {"role": "assistant", "content": said[0]["content"]}, user("go on")]
+        if not said[0].get("tool_calls"):
+            await rig.say("s", history, model="claude-other")
+        assert {turn["model"] for turn in await rig.turns()} == {"sim"}
+
+
+def test_the_sessions_own_names_come_first():
+    aliases = Aliases({"*": "general", "x": "never"})
+    assert [aliases.served(name, {"small-*": "tiny"}) for name in ("small-1", "x", "large")] == ["tiny", "general", "general"]
+    assert Aliases({}).served("as it is", {}) == "as it is"
+
+
+async def test_a_key_in_the_query_is_not_for_the_engine(rig):
+    status, _ = await post(rig, f"{CHAT}?key=tcs-r1&alt=sse", {**ASK, "model": "sim"})
+    assert status == 200
+    assert [turn["match"] for turn in await rig.turns("r1")] == ["root"]
+
+
+async def test_a_name_that_stands_for_the_model_is_a_model():
+    """Claude Code asks for its model by name before it uses it, and takes no for an answer."""
+    async with proxied(model_aliases='{"claude-*": "sim"}') as rig:
+        for name, status in (("sim", 200), ("claude-opus-5", 200), ("gpt-5", 404)):
+            for extra in ({}, {"anthropic-version": "2023-06-01"}):
+                async with rig.http.get(f"{rig.url}/v1/models/{name}", headers={HEADER: "s", **extra}) as answer:
+                    assert (answer.status, name in await answer.text()) == (status, True)

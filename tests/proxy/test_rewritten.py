@@ -1,0 +1,155 @@
+"""What harnesses do to replies, through the whole proxy: rewritten, interrupted, found again by handle or id, or refused."""
+
+import json
+
+import pytest
+
+from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
+from tests.proxy.test_client_gone import settled
+from tokencache.core.rules import RULES, Leniency
+from tokencache.dialects import chat
+from tokencache.proxy.habits import Habits
+from tokencache.testing import SimulatedEngine
+
+CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "cd /w && ls", "timeout": "5"}}\n</tool_call>'
+EPISODES = {
+    "work": [f"<think>\nhm\n</think>\n\nLook.\n{CALL}", "<think>\nok\n</think>\n\nDone."],
+    "long": ["<think>\nwell\n</think>\n\nOne, two, three, four, five, six, seven, eight, nine ☕ ten.", "<think>\nok\n</think>\n\nYes."],
+}
+CLAUDE = Leniency(vouched=frozenset({"cd-prefix", "coerced-values"}))
+
+
+@pytest.fixture
+def lenient(monkeypatch):
+    """Let every call of the test have this leniency."""
+
+    def grant(leniency):
+        monkeypatch.setattr(Habits, "leniency", lambda self, harness: leniency)
+
+    return grant
+
+
+def as_claude_says(message):
+    said = echo(message)
+    said["tool_calls"][0]["function"]["arguments"] = json.dumps({"command": "ls", "timeout": 5})
+    return said
+
+
+async def test_a_rewritten_call_is_continued_where_the_adapter_vouches_for_it(lenient):
+    lenient(CLAUDE)
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        asked = [user("EPISODE:work")]
+        message = await rig.say("s", asked, tools=TOOLS)
+        await rig.say("s", [*asked, as_claude_says(message), *results(message)], tools=TOOLS)
+        turn = (await rig.turns())[-1]
+        assert (turn["match"], turn["reason"]) == ("continue", "")
+        assert {"cd-prefix", "coerced-values"} <= set(turn["forgiven"])
+        await rig.check()
+
+
+@pytest.mark.parametrize(
+    "leniency", [Leniency(), Leniency(vouched=frozenset({"cd-prefix"})), Leniency(frozenset({"cd-prefix"}), CLAUDE.vouched)]
+)
+async def test_and_is_refused_where_it_does_not(lenient, leniency):
+    lenient(leniency)
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        asked = [user("EPISODE:work")]
+        message = await rig.say("s", asked, tools=TOOLS)
+        await rig.say("s", [*asked, as_claude_says(message), *results(message)], tools=TOOLS)
+        turn = (await rig.turns())[-1]
+        assert (turn["match"], turn["reason"]) == ("plain", "rewritten-reply")
+        await rig.check()
+
+
+async def test_a_rewritten_call_is_found_in_an_edited_context(lenient):
+    lenient(CLAUDE)
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        message = await rig.say("s", [user("EPISODE:work")], tools=TOOLS)
+        await rig.say("s", [user("EPISODE:work, in short"), as_claude_says(message), *results(message)], tools=TOOLS)
+        turn = (await rig.turns())[-1]
+        assert (turn["match"], turn["reason"], len(turn["anchors"])) == ("resplice", "context-edited", 1)
+        await rig.check()
+
+
+async def test_what_a_codec_may_not_leave_out_is_rendered_plainly(lenient, monkeypatch):
+    lenient(Leniency(off=frozenset({"billing-line"})))
+    read = chat.read
+
+    def leaving_out(*args, **kwargs):
+        call = read(*args, **kwargs)
+        call.left_out = ("billing-line",)
+        return call
+
+    monkeypatch.setattr(chat, "read", leaving_out)
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        asked = [user("EPISODE:work")]
+        message = await rig.say("s", asked, tools=TOOLS)
+        await rig.say("s", [*asked, echo(message), *results(message)], tools=TOOLS)
+        assert [(turn["match"], turn["reason"]) for turn in await rig.turns()] == [("root", ""), ("plain", "switched-off")]
+
+
+def heard_of(got):
+    chunks = [json.loads(event[6:]) for event in got.split(b"\n\n")[:-1] if event.startswith(b"data: {")]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+async def leave_having_heard(rig, characters, body):
+    """Read a stream until so many characters of text have come, then leave; returns the text."""
+    got, asked = b"", {"model": "sim", "stream": True, **body}
+    async with rig.http.post(rig.url + CHAT, json=asked, headers={HEADER: "s"}) as answer:
+        while len(heard_of(got).strip()) < characters:
+            more = await answer.content.readany()
+            assert more, "it ended"
+            got += more
+        answer.close()
+    return heard_of(got)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 3])
+@pytest.mark.parametrize("characters", [1, 8, 25])
+async def test_what_was_heard_before_an_interrupt_goes_on_in_its_own_tokens(characters, chunk_tokens):
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002, chunk_tokens=chunk_tokens)) as rig:
+        asked = {"messages": [user("EPISODE:long")]}
+        heard = await leave_having_heard(rig, characters, asked)
+        await settled(rig)
+        rig.engine.token_delay = 0
+        assert heard.strip()
+        history = [*asked["messages"], {"role": "assistant", "content": heard}, user("[Request interrupted by user]")]
+        await rig.say("s", history)
+        first, second = await rig.turns()
+        assert "aborted" in first["marks"]
+        if second["match"] == "plain":
+            assert second["reason"] == "interrupt-inside-token"
+            assert chunk_tokens > 1
+        else:
+            assert second["match"] in {"continue", "resplice"}
+            assert "interrupted" in second["forgiven"]
+            prompt = rig.book("s")[-1].prompt_ids
+            assert heard in rig.engine.tokenizer.decode(prompt)
+            assert prompt[: first["prompt_tokens"]] == rig.book("s")[0].prompt_ids
+            kept = second["anchors"][0]["end"] if second["anchors"] else first["prompt_tokens"] + first["completion_tokens"]
+            sampled = rig.book("s")[0].completion_ids
+            assert prompt[first["prompt_tokens"] : kept] == sampled[: kept - first["prompt_tokens"]]
+            assert rig.engine.tokenizer.decode(sampled[: kept - first["prompt_tokens"]]).endswith(heard)
+        await rig.say("s", [*history, {"role": "assistant", "content": "Yes."}, user("go on")])
+        await rig.check(aborted=1)
+
+
+@pytest.mark.parametrize("change", [lambda text: text[:-1], lambda text: text + "!", lambda _: "Something else"])
+async def test_what_was_not_heard_is_not_taken(change):
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
+        asked = {"messages": [user("EPISODE:long")]}
+        heard = await leave_having_heard(rig, 20, asked)
+        await settled(rig)
+        rig.engine.token_delay = 0
+        assert heard
+        await rig.say("s", [*asked["messages"], {"role": "assistant", "content": change(heard)}, user("go on")])
+        turn = (await rig.turns())[-1]
+        assert turn["match"] == "plain" or turn["anchors"], "a beginning may be shorter, never other"
+        if turn["match"] == "plain":
+            assert turn["reason"] in {"unrecognised-reply", "interrupt-inside-token"}
+        await rig.check(aborted=1)
+
+
+def test_all_rules_have_names_that_an_adapter_can_write():
+    assert all(rule.name.replace("-", "").isalpha() for rule in RULES)

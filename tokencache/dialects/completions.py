@@ -1,0 +1,156 @@
+"""Text completions (`/v1/completions`): relayed in their own format, and recorded.
+
+Nothing is translated and nothing spliced: the prompt is a text, or ids that the harness itself supplies. Only ids and log
+probabilities are asked for besides, and taken out again from what the harness sees. A request may hold several prompts;
+choice `i` then answers prompt `i // n` (vLLM 0.32, `completion/serving.py`), and each choice says its own prompt's ids.
+
+What could not be recorded truthfully is not touched at all and leaves a hole (`CompletionCall.unrecorded`):
+
+* `echo`: the ids of the prompt are echoed as text only while no ids are asked for, and the log probabilities of both are
+  one list; asking would change what the harness gets (vLLM 0.32, `needs_detokenization`);
+* `use_beam_search`: what comes out was chosen, not sampled;
+* `prompt_embeds`: the prompt is no tokens.
+
+`suffix` (which vLLM 0.32 takes for models that fill in), `best_of` (which it ignores) and `prompt_logprobs` change nothing of
+that: the ids that come back say what the prompt was.
+"""
+
+from typing import Any
+
+import msgspec
+
+from tokencache.dialects.body import fields_of, member, value_of
+from tokencache.dialects.sse import DONE, event_of
+
+Raw = msgspec.Raw
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "ignore_eos",
+    "n",
+)
+"""Members that are recorded with the turn as its sampling parameters."""
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
+_ENCODER = msgspec.json.Encoder()
+_NULL, _TRUE, _ZERO = Raw(b"null"), Raw(b"true"), Raw(b"0")
+
+
+class CompletionCall(msgspec.Struct, frozen=True):
+    """A text completion's request.
+
+    Attributes:
+        fields: the members of the body, raw.
+        choices: how many choices its reply has: `n` for each prompt.
+        shows_ids, shows_logprobs: what the harness asked to see.
+        unrecorded: why its reply cannot be recorded, or `""`.
+    """
+
+    fields: dict[str, Raw]
+    model: str
+    stream: bool
+    choices: int
+    shows_ids: bool
+    shows_logprobs: bool
+    unrecorded: str = ""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters in the request."""
+        return {name: value_of(self.fields[name]) for name in SAMPLING if name in self.fields}
+
+    def for_engine(self) -> bytes:
+        """Write the request for the engine: with ids and log probabilities asked for, unless that would change the reply."""
+        if self.unrecorded:
+            return _ENCODER.encode(self.fields)
+        asked = {"return_token_ids": _TRUE} if self.shows_logprobs else {"return_token_ids": _TRUE, "logprobs": _ZERO}
+        return _ENCODER.encode({**self.fields, **asked})
+
+
+def read(body: bytes) -> CompletionCall:
+    """Read a request's body.
+
+    Raises:
+        HarnessError: it is no JSON object, or a member that matters here has the wrong type.
+    """
+    fields = fields_of(body)
+    prompts = member(fields, "prompt", (str, list), "")
+    several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
+    causes = {
+        "echo": member(fields, "echo", (bool,), False),
+        "beam-search": member(fields, "use_beam_search", (bool,), False),
+        "prompt-embeds": member(fields, "prompt_embeds", (str, list), None),
+    }
+    return CompletionCall(
+        fields=fields,
+        model=member(fields, "model", (str,), ""),
+        stream=member(fields, "stream", (bool,), False),
+        choices=member(fields, "n", (int,), 1) * (len(prompts) if several else 1),
+        shows_ids=member(fields, "return_token_ids", (bool,), False),
+        shows_logprobs=member(fields, "logprobs", (int, bool), None) is not None,  # what is no number, the engine refuses
+        unrecorded=next((name for name, there in causes.items() if there), ""),
+    )
+
+
+class CompletionPresenter:
+    """The speaker of text completions: shows the engine's own bytes, with what was not asked for set back to `null`.
+
+    Unlike chat's, no chunk exists only for its ids: vLLM sends one for every step either way (0.32).
+    """
+
+    def __init__(self, call: CompletionCall) -> None:
+        hidden = [] if call.shows_ids else ["token_ids", "prompt_token_ids"]
+        self._hidden = () if call.unrecorded else (*hidden, *([] if call.shows_logprobs else ["logprobs"]))
+
+    def body(self, data: bytes) -> bytes:
+        """See `Speaker.body`; what cannot be read is passed on as it is."""
+        return self._present(data)
+
+    def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
+        """See `Speaker.chunk`."""
+        del prompt_tokens
+        shown = self._present(data)
+        return event if shown is data else event_of(shown)
+
+    def end(self) -> bytes:
+        """See `Speaker.end`."""
+        return event_of(DONE)
+
+    def keep_alive(self) -> bytes:
+        """See `Speaker.keep_alive`: a comment."""
+        return b": keep-alive\n\n"
+
+    def failed(self, status: int, message: str) -> bytes:
+        """See `Speaker.failed`."""
+        error = {"message": message, "type": "store_error", "param": None, "code": status}
+        return event_of(_ENCODER.encode({"error": error})) + event_of(DONE)
+
+    def documents(self) -> dict[str, bytes]:
+        """See `Speaker.documents`: none."""
+        return {}
+
+    def _present(self, data: bytes) -> bytes:
+        if not self._hidden:
+            return data
+        try:
+            fields = _FIELDS.decode(data)
+            choices = _CHOICES.decode(fields["choices"])
+        except (msgspec.DecodeError, KeyError, RecursionError):
+            return data
+        for choice in choices:
+            choice.update((name, _NULL) for name in self._hidden if name in choice)
+        fields["choices"] = Raw(_ENCODER.encode(choices))
+        return _ENCODER.encode(fields)
