@@ -14,7 +14,7 @@ from tokencache.core import ids
 from tokencache.dialects import completions
 from tokencache.dialects.completions import CompletionPresenter
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
-from tokencache.engines.reply import Reply
+from tokencache.engines.reply import Reply, read_ids
 from tokencache.errors import HarnessError
 from tokencache.testing import SimulatedEngine
 
@@ -59,7 +59,7 @@ def test_the_engine_is_asked_for_ids_and_log_probabilities():
     asked = json.loads(call(prompt="a", top_p=0.5, extra={"x": 1}).for_engine())
     assert asked == {"model": "m", "prompt": "a", "top_p": 0.5, "extra": {"x": 1}, "return_token_ids": True, "logprobs": 0}
     assert json.loads(call(prompt="a", logprobs=3).for_engine())["logprobs"] == 3
-    assert call(prompt="a", temperature=0, stop=["x"]).sampling == {"temperature": 0, "stop": ["x"]}
+    assert call(prompt="a", temperature=0, stop=["x"]).as_chat().sampling == {"temperature": 0, "stop": ["x"]}
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_each_choice_is_collected_with_its_own_prompt(bodies):
     assert (second.ids, second.logprobs, second.finish_reason) == ([7, 9], [-2.0, -0.125], "length")
     assert first.message(with_reasoning=True).content == "Hé"
     assert second.message(with_reasoning=True).content == "Now"
-    assert reply.prompt_ids(0) == reply.prompt_ids() == ids.pack([1, 2])
-    assert reply.prompt_ids(1) == ids.pack([3])
+    assert read_ids(reply.choices[0].prompt) == read_ids(reply.prompt) == ids.pack([1, 2])
+    assert read_ids(reply.choices[1].prompt) == ids.pack([3])
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"prompt": 5}', b'{"stream": "x"}', b'{"n": "2"}', b'{"model": []}', b'{"echo": "x"}'])

@@ -146,6 +146,18 @@ async def test_limits_errors_and_counting(rig):
         assert counted.input_tokens == asked.usage.input_tokens
 
 
+async def test_the_count_of_an_answer_that_is_to_be_continued(rig):
+    """No reply is opened behind it: the prompt ends in the middle of the last message, and so does what is counted."""
+    begun = {"type": "message", "id": "msg_1", "role": "assistant", "status": "incomplete"}
+    items = [START, begun | {"content": [{"type": "output_text", "text": "I was", "annotations": []}]}]
+    async with client(rig) as sdk:
+        counted = await sdk.responses.input_tokens.count(model="sim", input=items)
+        asked = await sdk.responses.create(model="sim", input=items)
+        ended = [START, items[1] | {"status": "completed"}]
+        assert (await sdk.responses.input_tokens.count(model="sim", input=ended)).input_tokens > counted.input_tokens
+    assert counted.input_tokens == asked.usage.input_tokens == len(rig.book()[-1].prompt_ids)
+
+
 async def test_custom_tools_and_namespaces(rig):
     """The demo's `bash` as a tool of a namespace: the model is shown its flat name and calls another, which is passed on."""
     async with client(rig) as sdk:

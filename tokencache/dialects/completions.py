@@ -15,34 +15,17 @@ What could not be recorded truthfully is not touched at all and leaves a hole (`
 that: the ids that come back say what the prompt was.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
-from tokencache.dialects.body import fields_of, member, value_of
+from tokencache.dialects.body import fields_of, member
+from tokencache.dialects.chat import ChatCall
+from tokencache.dialects.chat_rendering import render_args
 from tokencache.dialects.sse import DONE, event_of
 
 Raw = msgspec.Raw
 
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "ignore_eos",
-    "n",
-)
-"""Members that are recorded with the turn as its sampling parameters."""
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _ENCODER = msgspec.json.Encoder()
@@ -67,10 +50,23 @@ class CompletionCall(msgspec.Struct, frozen=True):
     shows_logprobs: bool
     unrecorded: str = ""
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The sampling parameters in the request."""
-        return {name: value_of(self.fields[name]) for name in SAMPLING if name in self.fields}
+    def as_chat(self) -> ChatCall:
+        """Say what a record needs to know of this call as of one in chat: a history that is not matched."""
+        return ChatCall(
+            fields=self.fields,
+            raw_messages=[],
+            read=[],
+            conversation=None,
+            args=render_args({}, None),
+            model=self.model,
+            stream=self.stream,
+            n=self.choices,
+            shows_ids=self.shows_ids,
+            shows_logprobs=self.shows_logprobs,
+            shows_reasoning=True,
+            plain="text-completion",
+            dialect="completions",
+        )
 
     def for_engine(self) -> bytes:
         """Write the request for the engine: with ids and log probabilities asked for, unless that would change the reply."""
@@ -80,13 +76,17 @@ class CompletionCall(msgspec.Struct, frozen=True):
         return _ENCODER.encode({**self.fields, **asked})
 
 
-def read(body: bytes) -> CompletionCall:
-    """Read a request's body.
+def read(body: bytes, *, served: Callable[[str], str] = str) -> CompletionCall:
+    """Read a request's body; `served` says which model is meant by the name that the harness gives it.
 
     Raises:
         HarnessError: it is no JSON object, or a member that matters here has the wrong type.
     """
     fields = fields_of(body)
+    named = member(fields, "model", (str,), "")
+    model = served(named)
+    if model != named:
+        fields["model"] = Raw(_ENCODER.encode(model))
     prompts = member(fields, "prompt", (str, list), "")
     several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
     causes = {
@@ -96,7 +96,7 @@ def read(body: bytes) -> CompletionCall:
     }
     return CompletionCall(
         fields=fields,
-        model=member(fields, "model", (str,), ""),
+        model=model,
         stream=member(fields, "stream", (bool,), False),
         choices=member(fields, "n", (int,), 1) * (len(prompts) if several else 1),
         shows_ids=member(fields, "return_token_ids", (bool,), False),

@@ -18,6 +18,9 @@ vLLM's own            `chat_template_kwargs`, `cache_salt`, `vllm_xargs`, `kv_tr
                       `watermarking` pass as they are; the proxy's chat reading judges them
 ====================  ==================================================================================================
 
+Without tools a call that the model writes all the same is text, as in chat. vLLM reads it there, too, and then shows it in
+a stream alone: of a whole answer it is lost (it sends `tool_choice: null`, which its chat completions never have).
+
 Everything else (`metadata`, `service_tier`, `context_management`, `container`, members unknown to us) says nothing to an
 engine, and is ignored as vLLM ignores it.
 """

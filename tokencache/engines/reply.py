@@ -103,7 +103,8 @@ class Choice:
         if choice.logprobs is not None:
             self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
             self.logprobs += [value for value in choice.logprobs.token_logprobs or () if value is not None]
-        self.prompt = self.prompt or _given(choice.prompt_token_ids)
+        if bytes(choice.prompt_token_ids) != _CUT:
+            self.prompt = self.prompt or _given(choice.prompt_token_ids)
         said = choice.delta or choice.message or _Delta(content=choice.text)
         self._say(said, before)
         self.finish_reason = choice.finish_reason or self.finish_reason
@@ -196,13 +197,13 @@ class Reply:
             self._counted = self.prompt.count(b",") + 1
         return self._counted
 
-    def prompt_ids(self, choice: int | None = None) -> bytes | None:
-        """The packed prompt ids that the engine says it used, for one `choice` where each has its own; `None` if it does not say."""
-        prompt = self.prompt if choice is None else self.choices[choice].prompt
-        try:
-            return ids.pack(_IDS.decode(prompt)) if prompt else None
-        except (msgspec.DecodeError, OverflowError):
-            return None
+
+def read_ids(echo: bytes) -> bytes | None:
+    """Pack the ids of an engine's raw JSON list; `None` if it is none."""
+    try:
+        return ids.pack(_IDS.decode(echo)) if echo else None
+    except (msgspec.DecodeError, OverflowError):
+        return None
 
 
 def _given(raw: Raw) -> bytes:

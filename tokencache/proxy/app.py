@@ -24,7 +24,7 @@ from tokencache.engines.engine import Engine
 from tokencache.engines.probe import Capability
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
-from tokencache.proxy.caller import CHAT, Caller, Visit
+from tokencache.proxy.caller import CHAT, COMPLETIONS, Caller, Visit
 from tokencache.proxy.habits import HEADER as HARNESS_HEADER
 from tokencache.proxy.habits import Aliases, Habits
 from tokencache.proxy.ledger import Ledger
@@ -42,8 +42,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _PROBE_EVERY = 2.0
 _FAULT_OF_OURS = 500
-_SAMPLING_ROUTES = ("/v1/completions", "/inference/v1/generate")
-"""Routes that sample tokens and that no dialect of ours records: within a session they leave a hole, and it is said."""
+_UNRECORDED = "/inference/v1/generate"
+"""Samples tokens, and no dialect of ours records it: within a session it leaves a hole, and it is said."""
 _DIALECT = web.RequestKey("dialect", Dialect)
 
 
@@ -112,10 +112,12 @@ class Proxy:
             return await self.caller.answer(visit, dialect)
         if request.method == "POST" and route == CHAT:
             return await self.caller.chat(visit)
+        if request.method == "POST" and route == COMPLETIONS:
+            return await self.caller.complete(visit)
         if request.method == "POST" and route == "/tokenize":
             answer = await self.caller.tokens_of_next(visit)
             return answer or await relay(request, self.upstream, origin.path, headers=headers, body=await request.read())
-        if request.method == "POST" and route.startswith(_SAMPLING_ROUTES):
+        if request.method == "POST" and route == _UNRECORDED:
             incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
             await self.ledger.note(origin.session, [incident])
         return await relay(request, self.upstream, origin.path, headers=headers)

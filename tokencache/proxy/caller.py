@@ -5,6 +5,7 @@ Whatever fails on our side while a call is planned ends in a plain plan: the har
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from multidict import CIMultiDict
 from tokencache import metrics
 from tokencache.core import ids
 from tokencache.core.rules import Leniency
-from tokencache.dialects import chat
+from tokencache.dialects import chat, completions
 from tokencache.dialects.chat import ChatCall
 from tokencache.dialects.chat_messages import as_reminders
 from tokencache.dialects.chat_reply import ChatPresenter
@@ -30,13 +31,14 @@ from tokencache.proxy.call import Call, Exchange
 from tokencache.proxy.habits import Aliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan, Planner, keys_wanted
+from tokencache.proxy.relay import relay
 from tokencache.proxy.sessions import Origin
 from tokencache.render.renderer import RenderError, TemplateRefusedError
-from tokencache.store.contract import Begun, StoreError
+from tokencache.store.contract import Begun, Incident, StoreError
 
 log = logging.getLogger(__name__)
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OURS: dict[type[Exception], str] = {StoreError: "store-error", KeyError: "torn-record", ValueError: "torn-record"}
 
 
@@ -79,6 +81,24 @@ class Caller:
         return await self._run(
             visit, call, Exchange(visit.origin.path, visit.headers, partial(chat_body, call), ChatPresenter(call), self._keep_alive)
         )
+
+    async def complete(self, visit: Visit) -> web.StreamResponse:
+        """Serve a text completion: in its own format, recorded unless it cannot be recorded truthfully.
+
+        Raises:
+            As `chat` does.
+        """
+        asked = completions.read(await visit.request.read(), served=self._served(visit))
+        if asked.unrecorded:
+            hole = Incident(
+                "unrecorded-route", f"a text completion with {asked.unrecorded} is relayed, not recorded", hole=True, at=time.time()
+            )
+            await self._ledger.note(visit.session, [hole])
+            return await relay(visit.request, self._engine.upstream, visit.origin.path, headers=visit.headers, body=asked.for_engine())
+        exchange = Exchange(
+            visit.origin.path, visit.headers, lambda _: asked.for_engine(), completions.CompletionPresenter(asked), self._keep_alive
+        )
+        return await self._run(visit, asked.as_chat(), exchange)
 
     async def answer(self, visit: Visit, dialect: Dialect) -> web.StreamResponse:
         """Answer a request in a dialect that is turned into chat.

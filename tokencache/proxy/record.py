@@ -17,7 +17,7 @@ from tokencache.core.match import DISAGREED
 from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids
 from tokencache.dialects.chat import ChatCall
 from tokencache.engines.engine import Model
-from tokencache.engines.reply import Choice, Reply
+from tokencache.engines.reply import Choice, Reply, read_ids
 from tokencache.engines.vllm import echo_agrees
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.prefixes import Held, Prefixes
@@ -68,7 +68,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     def record(self, prefixes: Prefixes) -> Recorded:
         """Make the turns of the call out of its reply."""
         incidents = self._incidents()
-        prompt = self._prompt()
+        prompt = self._prompt(self.reply.prompt)
         if prompt is None and self._refused:
             return Recorded([], [], incidents)
         if prompt is None:
@@ -80,7 +80,8 @@ class Outcome(msgspec.Struct, kw_only=True):
             if self.model is not None and self.whole:
                 self.model.observe(choice)
             incidents += self._incidents_of(index, choice)
-            entry, prefix = self._entry(prompt, index, choice, prefixes)
+            own = self._prompt(choice.prompt) if choice.prompt not in {b"", self.reply.prompt} else None
+            entry, prefix = self._entry(own or prompt, index, choice, prefixes)
             entries.append(entry)
             held.append(prefix)
         return Recorded(entries, held, incidents)
@@ -125,11 +126,11 @@ class Outcome(msgspec.Struct, kw_only=True):
             return self.tell("nothing-received", "the call ended before the engine said anything", hole=True)
         return self.tell("no-token-ids", "the engine did not say which ids it used", hole=True)
 
-    def _prompt(self) -> "_Prompt | None":
+    def _prompt(self, echo: bytes) -> "_Prompt | None":
         plan = self.plan
-        if plan.prompt is not None and plan.fragment is not None and echo_agrees(self.reply.prompt, plan.fragment):
+        if plan.prompt is not None and plan.fragment is not None and echo_agrees(echo, plan.fragment):
             return _Prompt(plan.prompt, plan.fragment, plan)
-        echoed = self.reply.prompt_ids()
+        echoed = read_ids(echo)
         if echoed is None:
             return None
         if plan.prompt is None or echoed == plan.prompt:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.chat_rendering import RenderArgs
-from tokencache.engines.reply import Reply
+from tokencache.engines.reply import Reply, read_ids
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
 from tokencache.render.boundary import ASK
@@ -50,7 +50,7 @@ async def echo_of_chat(upstream: Upstream, body: dict[str, Any]) -> bytes | None
         raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
     reply = Reply()
     reply.take(answer.body)
-    return reply.prompt_ids()
+    return read_ids(reply.prompt)
 
 
 async def agrees(upstream: Upstream, renderer: Renderer, model: str, args: RenderArgs) -> bool | None:

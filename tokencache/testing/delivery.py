@@ -19,13 +19,19 @@ if TYPE_CHECKING:
     from tokencache.testing.text_completion import TextCompletion
 
 
+_FINISHES = b'"finish_reason":"'
+
+
 async def stream_reply(http: web.Request, completion: Completion | TextCompletion, fault: Fault | None) -> web.StreamResponse:
     """Send a completion as server-sent events, up to where a fault ends it."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(http)
     sent = 0
     async for data in completion.stream():
-        if fault is not None and fault.kind is not FaultKind.TRUNCATED and sent >= fault.after:
+        if fault is not None and fault.kind is FaultKind.STALL:
+            if _FINISHES in data:
+                await asyncio.Event().wait()
+        elif fault is not None and fault.kind is not FaultKind.TRUNCATED and sent >= fault.after:
             completion.abort()
             if fault.kind is FaultKind.CLOSE:
                 _hang_up(http)

@@ -19,6 +19,8 @@ class FaultKind(enum.Enum):
     """No answer, ever: until the client gives up or the engine stops."""
     TRUNCATED = "truncated"
     """Status 200 and the first half of a JSON body, as if it were whole."""
+    STALL = "stall"
+    """A stream that says everything but its end, and then nothing more: until the client gives up or the engine stops."""
     CUT = "cut"
     """A stream that ends, cleanly by HTTP's rules, without finish reason and `[DONE]`."""
     ERROR_EVENT = "error_event"
@@ -55,6 +57,11 @@ class Fault:
     def truncated_json(cls, *, path: str | None = None) -> Fault:
         """Answer 200 with half of the JSON (requests that do not stream)."""
         return cls(FaultKind.TRUNCATED, path=path or cls._chat())
+
+    @classmethod
+    def stall(cls) -> Fault:
+        """Fall silent before the end of the stream."""
+        return cls(FaultKind.STALL)
 
     @classmethod
     def cut(cls, after: int) -> Fault:
