@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 from episodes import EPISODES
+from rig.engine_books import read_books
 from rig.harness import Harness
 from rig.model import make_model
-from rig.server import REPOSITORY, VllmServer, default_venv
+from rig.server import MODEL, REPOSITORY, VllmServer, default_venv
 
 from tokencache.config import Settings
 from tokencache.proxy.server import serving
@@ -49,16 +50,23 @@ class Servers:
 
     def use(self, tokenizer):
         """The running server around this tokenizer: `own` (the project's) or `qwen3`."""
-        if self._running != tokenizer:
+        return self.keep(tokenizer, lambda: self._around(tokenizer))
+
+    def keep(self, name, make):
+        """The running server of this name; if another is running, that one is stopped, and `make` says what to start."""
+        if self._running != name:
             self.stop()
-            model = make_model(self._tokenizer_dir(tokenizer), self._tmp.mktemp("model"))
-            server = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=self._tmp.mktemp("vllm"))
-            self._server, self._running = self._stack.enter_context(server), tokenizer
+            self._server, self._running = self._stack.enter_context(make()), name
         return self._server
 
     def stop(self):
         self._stack.close()
         self._running = None
+
+    def _around(self, tokenizer):
+        model = make_model(self._tokenizer_dir(tokenizer), self._tmp.mktemp("model"))
+        folder = self._tmp.mktemp("vllm")
+        return VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, books=folder / "books.jsonl")
 
     def _tokenizer_dir(self, tokenizer):
         folder = self._tmp.mktemp("tokenizer")
@@ -152,3 +160,36 @@ async def proxying(vllm, store, **settings):
 async def proxied(vllm):
     async with proxying(vllm, MemoryStore()) as found:
         yield found
+
+
+BARRIER = [3, 1, 4, 1, 5]
+"""A prompt of ours: once it is answered, the engine has written down every request that ended before."""
+
+
+class Books:
+    """What the engine itself wrote down of a test's calls: prompt ids and sampled ids, in their order.
+
+    Of an episode's calls alone: to learn a template's tails the proxy asks the engine to render small talk of its own.
+    """
+
+    def __init__(self, proxied, server):
+        self.proxied, self.path, self.seen = proxied, server.books, 0
+
+    async def unread(self):
+        """Every request that the engine has finished since the last look."""
+        await self.proxied.post("/v1/completions", {"model": MODEL, "prompt": BARRIER, "max_tokens": 1})
+        found = read_books(self.path)
+        seen, self.seen = self.seen, len(found)
+        return found[seen:]
+
+    async def news(self):
+        """Those of episodes."""
+        return [(prompt, sampled) for prompt, sampled in await self.unread() if "EPISODE:" in await self.proxied.detokenize(prompt)]
+
+
+@pytest.fixture
+async def books(proxied, vllm_server):
+    """The engine's books from here on."""
+    books = Books(proxied, vllm_server)
+    await books.unread()
+    return books

@@ -65,6 +65,17 @@ EPISODES = {
         think("More.", "Six, seven, eight. HALT again, nine."),
         think("End.", "Ten."),
     ],
+    "spoken": [
+        think(
+            "Two at once — naïve ☕.",
+            "  Both, then.\n" + call('{"command" : "ls  -la # ☕",  "timeout": 10.0 }') + "\n" + call("{}", name="note"),
+        ),
+        call('{"command": "grep \\u6771\\u4eac .", "timeout": 1e1}'),
+        think("", "Straße, 🙂🙃.\n\n" + call({"command": "cat <<'E'\n\"x\"\tÄ\nE\n"})),
+        think("The same twice.", "\n".join((call({"command": "true"}), call({"command": "true"})))),
+        think("That is all.", '  It says "x"  — as it should.  \n'),
+        think("Again?", "Yes: 東京."),
+    ],
     "plain": ["First answer, without any thought.", "Second answer.\n" + call({"command": "ls"}), "Third answer; that is all."],
     "long": [think("hm", "word and word " * 6000)],
     "miniswe": WRITE_AND_LIST,

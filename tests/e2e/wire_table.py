@@ -27,6 +27,8 @@ ANSWERED = {
     "call": {"messages": HI, "tools": TOOLS},
     "second-turn": {"messages": called('{"command": "ls"}'), "tools": TOOLS},
     "parallel-calls": {"messages": called('{"command": "ls"}') + called("{}")[1:], "tools": TOOLS},
+    "thought-text-and-calls": {"messages": [{"role": "user", "content": "EPISODE:spoken please"}], "tools": TOOLS},
+    "calls-without-tools": {"messages": [{"role": "user", "content": "EPISODE:spoken please"}]},
     "bad-call": {"messages": BAD, "tools": TOOLS},
     "bad-arguments-in-history": {"messages": called('{"command": oops}'), "tools": TOOLS},
     "empty-arguments-in-history": {"messages": called(""), "tools": TOOLS},

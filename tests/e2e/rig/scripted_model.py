@@ -8,8 +8,10 @@ A prompt without a marker is left alone: the model samples what its random weigh
 rules out the next scripted token (a grammar, `allowed_token_ids`): there the script ends and free sampling takes over.
 
 Episodes are read once from the file that `$EPISODES` names. It maps a name to a list of turns, or to
-`{"turns": [...], "side": "..."}`; `side` is said to a prompt that offers no tools (harnesses ask for titles that way).
-Past its last turn an episode repeats that turn.
+`{"turns": [...], "side": "...", "asked": {words: turn}}`; `side` is said to a prompt that offers no tools (harnesses ask for
+titles that way), a turn of `asked` to one with these words behind the last answer (a summary is wanted, say).
+Past its last turn an episode repeats that turn. `{{seen:PATTERN}}` in a turn stands for what the pattern's group last
+matched in the prompt: an id, say, that a tool gave out in this run.
 """
 
 import json
@@ -25,6 +27,7 @@ from tokenizers import Tokenizer
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
 MARKER = re.compile(r"EPISODE:([A-Za-z0-9_-]+)")
+SEEN = re.compile(r"\{\{seen:(.+?)\}\}")
 OPENER = "<|im_start|>assistant"
 TOOLS = "<tools>"
 DRIFT = 0.3
@@ -98,8 +101,13 @@ class ScriptedModel(LogitsProcessor):
         if isinstance(episode, dict):
             if "side" in episode and TOOLS not in prompt:
                 return episode["side"]
+            behind = prompt.rsplit(OPENER, 2)[-2]
+            for words, turn in episode.get("asked", {}).items():
+                if words in behind:
+                    return turn
             episode = episode["turns"]
-        return episode[min(prompt.count(OPENER), len(episode)) - 1]
+        turn = episode[min(prompt.count(OPENER), len(episode)) - 1]
+        return SEEN.sub(lambda wanted: (re.findall(wanted.group(1), prompt) or ["nothing seen"])[-1], turn)
 
     def line(self, params, prompt_ids, sampled):
         """Plan a request, once: vLLM may take it out of the batch and put it back, half said."""

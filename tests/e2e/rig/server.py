@@ -42,6 +42,7 @@ class VllmServer:
         scripted=True,
         workdir=None,
         options=(),
+        books=None,
         start_timeout=240,
     ):
         self.model_dir = Path(model_dir).resolve()
@@ -54,6 +55,7 @@ class VllmServer:
         self.workdir = Path(workdir or tempfile.mkdtemp(prefix="vllm-"))  # the caller's to remove: the log stays readable
         self.log = self.workdir / "vllm.log"
         self.options = list(options)
+        self.books = books  # a file: the engine writes every request's ids there, see engine_books.py
         self.start_timeout = start_timeout
         self.process = None
 
@@ -63,8 +65,9 @@ class VllmServer:
         command += ["--model", str(self.model_dir), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.max_model_len), "--max-num-seqs", "16"]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
-        if self.scripted:
-            command += ["--logits-processors", "scripted_model:ScriptedModel"]
+        processors = ["scripted_model:ScriptedModel"] * self.scripted + ["engine_books:EngineBooks"] * (self.books is not None)
+        if processors:
+            command += ["--logits-processors", *processors]
         return command + self.options
 
     def environment(self):
@@ -72,6 +75,7 @@ class VllmServer:
         episodes.write_text(json.dumps(self.episodes), encoding="utf-8")
         return os.environ | {
             "EPISODES": str(episodes),
+            "BOOKS": str(self.books),
             "PYTHONPATH": str(HERE),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",

@@ -1,0 +1,47 @@
+"""An agent that speaks through the official clients, in one dialect or in another at every turn.
+
+agent = Agent(url, "a-session").say("hello")
+reply = await agent.turn("messages", stream=True)
+"""
+
+from rig.sdk_anthropic import Messages
+from rig.sdk_gemini import Gemini
+from rig.sdk_openai import Chat, Responses
+
+CLIENTS = {client.name: client for client in (Chat, Messages, Responses, Gemini)}
+
+
+class Agent:
+    """One rollout in its session, or straight at an engine (`session=None`)."""
+
+    def __init__(self, url, session, **manner):
+        self.url, self.session, self.manner = url, session, manner
+        self.clients = {}
+        self.history = []
+        self.replies = []
+
+    def client(self, dialect):
+        if dialect not in self.clients:
+            self.clients[dialect] = CLIENTS[dialect](self.url, self.session, **self.manner)
+        return self.clients[dialect]
+
+    def say(self, text):
+        self.history.append(("user", text))
+        return self
+
+    async def turn(self, dialect, *, stream):
+        """Ask, and go on from the reply."""
+        client = self.client(dialect)
+        return self.take(await client.send(client.request(self.history), stream=stream))
+
+    def take(self, reply):
+        """Go on from a reply: its calls are answered, or something is said."""
+        self.replies.append(reply)
+        self.history.append(("reply", reply))
+        results = [(call, name, f"{name}: naïve 東京\n") for call, name, _ in reply.calls]
+        self.history.append(("results", results) if results else ("user", "Go on — ☕."))
+        return reply
+
+    async def close(self):
+        for client in self.clients.values():
+            await client.close()

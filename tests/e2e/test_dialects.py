@@ -1,0 +1,169 @@
+"""Messages, Responses and Gemini on a real vLLM, through the official clients: exact in each of them, and across them."""
+
+import contextlib
+import itertools
+
+import anthropic
+import openai
+import pytest
+from google.genai import errors
+from rig.agent import Agent
+from rig.exported import generations, trajectory, turns
+
+pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
+
+DIALECTS = ("messages", "responses", "gemini")
+
+
+@pytest.fixture
+async def agents(proxied):
+    """Makes agents that talk through the proxy, or without a session to the engine."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(session, **manner):
+            agent = Agent(proxied.url if session else proxied.vllm, session, **manner)
+            stack.push_async_callback(agent.close)
+            return agent
+
+        yield make
+
+
+def extends(later, earlier):
+    """Whether a call's prompt starts with the whole of another call."""
+    prompt, sampled = earlier
+    return later[0][: len(prompt) + len(sampled)] == prompt + sampled
+
+
+async def assert_one_line(proxied, books, agent, dialects):
+    """By the engine's own books every turn extends the one before, and each token that it sampled is exported once."""
+    booked = await books.news()
+    assert len(booked) == len(dialects)
+    assert all(extends(later, earlier) for earlier, later in itertools.pairwise(booked))
+    assert [reply.prompt_tokens for reply in agent.replies] == [len(prompt) for prompt, _ in booked]
+    found = await turns(proxied, agent.session)
+    assert [(turn["match"], turn["reason"]) for turn in found] == [("root", ""), *[("continue", "")] * (len(dialects) - 1)]
+    assert [turn["dialect"] for turn in found] == list(dialects)
+    exported = await trajectory(proxied, agent.session)
+    assert exported["complete"]
+    assert {incident["kind"] for incident in exported["incidents"]} <= {"engine-refused"}  # nothing was sampled there
+    assert [(list(prompt), list(sampled)) for prompt, sampled, _ in generations(exported)] == booked
+
+
+MANNERS = {"whole": ((False,), False), "stream": ((True,), False), "forgetful": ((True, False), True)}
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_an_agent_with_tools(proxied, books, agents, dialect, manner):
+    """Thoughts, text before calls, parallel calls, odd spacing; the client's own objects go back, or all is written anew."""
+    streams, forgetful = MANNERS[manner]
+    agent = agents("line", forgetful=forgetful).say("EPISODE:spoken please")
+    for n in range(6):
+        await agent.turn(dialect, stream=streams[n % len(streams)])
+    assert [len(reply.calls) for reply in agent.replies] == [2, 1, 1, 2, 0, 0]
+    await assert_one_line(proxied, books, agent, [dialect] * 6)
+
+
+@pytest.mark.parametrize("forgetful", [False, True], ids=["faithful", "forgetful"])
+async def test_another_dialect_at_every_turn(proxied, books, agents, forgetful):
+    """Canonical messages know no dialect: however the turns before were spoken, the next one finds them."""
+    dialects = ["chat", "messages", "responses", "gemini", "messages", "gemini", "chat", "responses"]
+    agent = agents("mixed", forgetful=forgetful).say("EPISODE:spoken please")
+    for n, dialect in enumerate(dialects):
+        await agent.turn(dialect, stream=n % 3 == 1)
+    await assert_one_line(proxied, books, agent, dialects)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_what_is_counted_is_what_is_sent(books, agents, dialect):
+    """Before the first call, and within a conversation, where a fresh rendering would have other tokens."""
+    agent, counted = agents("counted").say("EPISODE:spoken please"), []
+    for n in range(4):
+        counted.append(await agent.client(dialect).count(agent.history))
+        await agent.turn(dialect, stream=n % 2 == 1)
+    assert counted == [len(prompt) for prompt, _ in await books.news()]
+
+
+async def test_responses_that_name_the_one_before(proxied, books, agents):
+    """Only what is new goes over the wire; the whole of what was before comes from the proxy's own documents."""
+    agent = agents("named").say("EPISODE:spoken please")
+    client, previous = agent.client("responses"), openai.omit
+    for n in range(5):
+        new, agent.history = agent.history[-1:], agent.history[:-1]
+        asked = client.request(new) | {"previous_response_id": previous}
+        if n % 2:
+            async with client.sdk.responses.stream(**asked) as events:
+                answer = await events.get_final_response()
+        else:
+            answer = await client.sdk.responses.create(**asked)
+        previous = answer.id
+        agent.take(client.read(answer))
+    await assert_one_line(proxied, books, agent, ["responses"] * 5)
+
+
+@pytest.mark.parametrize("dialect", ["messages", "responses"])
+async def test_directly_no_turn_extends_the_one_before(books, agents, dialect):
+    """The engine's own routes, for comparison: the client's objects go back as they were, and yet the tokens are others."""
+    agent = agents(None).say("EPISODE:spoken please")
+    for n in range(5):
+        await agent.turn(dialect, stream=n % 2 == 1)
+    booked = await books.news()
+    assert len(booked) == 5
+    assert not any(extends(later, earlier) for earlier, later in itertools.pairwise(booked))
+
+
+MUCH = "word " * 40_000
+WRONG = {
+    "messages": {
+        "model": {"model": "nope"},
+        "length": {"messages": [{"role": "user", "content": MUCH}]},
+        "tool": {"tools": [{"name": "bash", "input_schema": "none"}]},
+    },
+    "responses": {
+        "model": {"model": "nope"},
+        "length": {"input": MUCH},
+        "tool": {"tools": [{"type": "function", "name": "bash", "parameters": "none"}]},
+    },
+    "gemini": {
+        "model": {"model": "nope"},
+        "length": {"contents": MUCH},
+        "tool": {"config": {"tools": [{"function_declarations": [{"name": "bash", "parameters_json_schema": "none"}]}]}},
+    },
+}
+SAID_OF_IT = {
+    "messages": {
+        "model": (anthropic.NotFoundError, "not_found_error", "`nope`"),
+        "length": (anthropic.BadRequestError, "invalid_request_error", r"prompt is too long: \d+ tokens > 32768 maximum"),
+        "tool": (anthropic.BadRequestError, "invalid_request_error", r"tools\.0\.input_schema"),
+    },
+    "responses": {
+        "model": (openai.NotFoundError, None, "`nope`"),
+        "length": (openai.BadRequestError, "context_length_exceeded", "maximum context length is 32768"),
+        "tool": (openai.BadRequestError, None, r"tools\[0\]\.parameters"),
+    },
+    "gemini": {
+        "model": (errors.ClientError, "NOT_FOUND", "`nope`"),
+        "length": (errors.ClientError, "INVALID_ARGUMENT", "maximum context length is 32768"),
+        "tool": (errors.ClientError, "INVALID_ARGUMENT", "tools.*parameters"),
+    },
+}
+"""The client's own class, what harnesses go by, and what a person reads."""
+
+
+def by(why):
+    """What harnesses go by: the error's type in Messages, its code in Responses, its status in Gemini."""
+    return why.body["error"]["type"] if isinstance(why, anthropic.APIError) else getattr(why, "status", None) or why.code
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_refusals_are_the_clients_own_and_the_session_goes_on(proxied, books, agents, dialect, stream):
+    agent = agents("refused").say("EPISODE:spoken please")
+    client = agent.client(dialect)
+    await agent.turn(dialect, stream=stream)
+    for what, (kind, word, message) in SAID_OF_IT[dialect].items():
+        with pytest.raises(kind, match=message) as refused:
+            await client.send(client.request(agent.history) | WRONG[dialect][what], stream=stream)
+        assert (what, by(refused.value)) == (what, word)
+    await agent.turn(dialect, stream=stream)
+    await assert_one_line(proxied, books, agent, [dialect] * 2)
