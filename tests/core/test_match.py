@@ -327,6 +327,15 @@ def test_what_was_heard_before_an_interrupt():
     assert off.match(U1, Message("assistant", "One, two"), U2).kind == "plain"
 
 
+def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():
+    index = _Session()
+    left = index.add(_left("a", "One, two", (3, 8)), U1, aborted=True)
+    again = _turn("b", Message("assistant", "One, two"))
+    index.add(msgspec.structs.replace(again, prefix_hash=left.prefix_hash), U1)
+    assert index.match(U1, Message("assistant", "One, two"), U2)[:2] == ("continue", "")
+    assert index.match(U1, Message("assistant", "One, two"), U2).parent.id == "b"
+
+
 def test_an_aborted_turn_with_a_call_is_never_taken():
     index = _Session()
     index.add(_left("a", "One", (3,), calls=(Call("c1", "Bash", "{"),)), U1, aborted=True)

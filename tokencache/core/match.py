@@ -135,8 +135,10 @@ class _Finder(NamedTuple):
         """Find the turn that said this behind just this context; a word for why it is none; `None` where nothing was said."""
         echoed, place = self.conversation.messages[i], self.conversation.chain[i]
         by_name = [hit for hit in self._by_name(i) if hit.turn.place == place]
-        judged = self._judged(i, _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name]))
-        aborted = [hit for hit in self.hits.get(place_key(place), ()) if may_be(hit.turn, echoed)]
+        whole = _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name])
+        judged = self._judged(i, whole)
+        told = {hit.turn.prefix_hash for hit in whole}  # who left and asked again may have got the very same tokens
+        aborted = [hit for hit in self.hits.get(place_key(place), ()) if hit.turn.prefix_hash not in told and may_be(hit.turn, echoed)]
         parts = [(hit, heard(hit.turn, echoed, self.leniency)) for hit in aborted]
         judged += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
         chosen = _choose(echoed, judged, in_place=True)
