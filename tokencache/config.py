@@ -7,6 +7,13 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tokencache.core.rules import BY_NAME
+
+
+def names_in(text: str) -> list[str]:
+    """Split a list of names that is written with commas."""
+    return [name for part in text.split(",") if (name := part.strip())]
+
 
 class Settings(BaseSettings):
     """The proxy's settings; every default is safe for one process in front of one engine on one machine."""
@@ -38,6 +45,14 @@ class Settings(BaseSettings):
     max_body: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes")
     prefix_memory: int = Field(2**30, ge=0, description="bytes of memory for prefixes at hand")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to log")
+
+    @field_validator("rules_off")
+    @classmethod
+    def _know_rules(cls, given: str) -> str:
+        unknown = [rule for rule in names_in(given) if rule not in BY_NAME]
+        if unknown:
+            raise ValueError(f"no such rule: {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
+        return given
 
     @field_validator("model_aliases", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from tests.dialects.gemini_kit import asked
+from tests.dialects.gemini.kit import asked
 from tests.proxy.kit import proxied
 from tokencache.dialects.probes import ProbeDialect
 from tokencache.dialects.registry import dialect_of

@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, until, user
-from tokencache.dialects import chat
-from tokencache.dialects.growth import Bodies
+from tokencache.dialects.chat.call import read_chat
+from tokencache.dialects.chat.growth import Bodies
 from tokencache.testing import Fault, SimulatedEngine
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -148,4 +148,4 @@ async def test_tails_come_back_with_tokenize(rig, known):
 
 
 def chat_args():
-    return chat.read(json.dumps({"model": "sim", **ASK}).encode(), Bodies()).args
+    return read_chat(json.dumps({"model": "sim", **ASK}).encode(), Bodies()).args

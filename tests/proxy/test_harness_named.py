@@ -6,6 +6,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, HEADER, proxied, user
 from tokencache.adapters.load import load_all
+from tokencache.config import Settings
 from tokencache.core.rules import Leniency
 from tokencache.errors import HarnessError
 from tokencache.proxy.habits import Aliases, Habits
@@ -93,3 +94,16 @@ async def test_a_name_that_stands_for_the_model_is_a_model():
             for extra in ({}, {"anthropic-version": "2023-06-01"}):
                 async with rig.http.get(f"{rig.url}/v1/models/{name}", headers={HEADER: "s", **extra}) as answer:
                     assert (answer.status, name in await answer.text()) == (status, True)
+
+
+def test_a_rule_that_is_not_there_cannot_be_switched_off():
+    with pytest.raises(ValueError, match=r"no such rule: cd-prefx; there are .*cd-prefix"):
+        Settings(rules_off="tool-ids, cd-prefx")
+
+
+async def test_a_rule_that_is_switched_off_forgives_nothing():
+    async with proxied(rules_off="reasoning-dropped") as rig:
+        said = await rig.say("s", [user("EPISODE:talk")])
+        for reasoning in (None, said["reasoning"]):
+            await rig.say("s", [user("EPISODE:talk"), {**said, "reasoning": reasoning}, user("go on")])
+        assert [(turn["match"], turn["reason"]) for turn in await rig.turns()][1:] == [("plain", "rewritten-reply"), ("continue", "")]

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.core.settings import SOME
 from tests.proxy.kit import CHAT, HEADER, TOOLS, assembled, echo, proxied, results, user
-from tokencache.dialects import chat
-from tokencache.dialects.chat_reply import ChatPresenter
-from tokencache.dialects.growth import Bodies
+from tokencache.dialects.chat.call import read_chat
+from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.reply import ChatPresenter
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 
 ASKS = {
@@ -122,7 +122,7 @@ async def test_unknown_members_go_on_as_they_came(rig):
 
 
 def presented(stream: bytes, asked: dict, cuts: list[int]) -> bytes:
-    splitter, presenter = EventSplitter(), ChatPresenter(chat.read(json.dumps({"messages": [], **asked}).encode(), Bodies()))
+    splitter, presenter = EventSplitter(), ChatPresenter(read_chat(json.dumps({"messages": [], **asked}).encode(), Bodies()))
     shown = b""
     for start, end in itertools.pairwise([0, *sorted(cuts), len(stream)]):
         for event in splitter.feed(stream[start:end]):

@@ -201,3 +201,4 @@ async def test_refusals_of_the_engines(rig, status):
     assert refused.value.status_code == status
     assert refused.value.body["message"] == said
     assert refused.value.code == "context_length_exceeded"
+    assert refused.value.param == "input_tokens"

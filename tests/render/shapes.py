@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokencache.dialects.chat_messages import read_message
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.messages import read_message
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.render.tails import TailAsk
 
 TOOLS = [

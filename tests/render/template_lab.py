@@ -29,8 +29,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokencache.core import ids
-from tokencache.dialects.chat_messages import with_reasoning
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.messages import with_reasoning
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.render.boundary import candidates
 from tokencache.render.renderer import TemplateRefusedError
 from tokencache.testing.corpus import corpus

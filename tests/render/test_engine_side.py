@@ -8,7 +8,7 @@ import pytest
 from tests.render.shapes import TOOLS
 from tests.render.template_lab import KINDS, NO_ARGS, Lab
 from tokencache.core import ids
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engines.probe import probe
 from tokencache.engines.upstream import Answer, Upstream
 from tokencache.errors import EngineError

@@ -16,7 +16,7 @@ from tests.render.template_lab import KINDS, Lab, vocabulary
 from tokencache.cli import app
 from tokencache.config import Settings
 from tokencache.core import ids
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engines.upstream import Upstream
 from tokencache.proxy.app import Proxy
 from tokencache.render.boundary import ASK

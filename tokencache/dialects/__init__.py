@@ -1,14 +1,20 @@
-"""Dialects: one codec per wire format that harnesses speak. The route selects the codec.
+"""Dialects: one codec per wire format that harnesses speak. The route selects the codec (`registry`).
 
-`chat`            OpenAI chat completions: the request as the harness wrote it
-`chat_messages`   its messages ↔ canonical messages
-`chat_rendering`  what besides the messages decides how it becomes a prompt
-`chat_reply`      what the harness is shown of the reply
-`body`            a request's members, raw, and their values
-`growth`          a body that begins like the session's last one is read from where that one ended
+What a codec is, and what it may not know, is said in `dialect`. A harness speaks one of these:
 
-`messages`          Anthropic Messages: the codec, its models and errors
-`messages_request`  a request's members → chat; `messages_history`: system and messages → chat messages
-`messages_reply`    the chat reply as content blocks, whole or streamed
-`messages_blocks`, `messages_said`, `messages_json`, `messages_errors`: what they share
+`chat/`        OpenAI chat completions, which everything else becomes; the harness sees the engine's own bytes
+`messages/`    Anthropic Messages
+`responses/`   OpenAI Responses
+`gemini/`      Google's generateContent
+`completions`  text completions: relayed and recorded, never translated
+`probes`       what harnesses ask before they call a model
+
+A package that translates has a `codec` (routes, models, errors), a `request` or its parts (→ chat) and a `reply` (chat →).
+What they share:
+
+`lenient`      JSON as strangers write it
+`body`         a request's members, raw, where most of it is passed on as it came
+`heard`        what is read of a chat completion or a chunk of one
+`presenter`    speakers that show the engine's own bytes
+`sse`          server-sent events
 """

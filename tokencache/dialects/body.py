@@ -1,6 +1,7 @@
 """Bodies: a request's members, raw, and their values where somebody must know them.
 
-Strict reading first; what only Python's own JSON takes (lone surrogates, NaN) is read leniently, because harnesses send it.
+For what is passed on as the harness wrote it. Strict reading first; where only Python's own JSON takes a body (lone surrogates, NaN),
+its members are what that reads, written again: what the engine makes of them is the engine's to say.
 """
 
 import json
@@ -8,23 +9,12 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.growth import Split
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
 
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _LIST = msgspec.json.Decoder(list[Raw])
-
-
-def split_body(body: bytes) -> Split:
-    """Take a body apart into its members and its messages.
-
-    Raises:
-        HarnessError: it is no JSON object, or has no list of objects for messages.
-    """
-    fields = fields_of(body)
-    return Split(fields, messages_of(fields))
 
 
 def fields_of(body: bytes) -> dict[str, Raw]:
@@ -81,25 +71,6 @@ def member(fields: dict[str, Raw], name: str, kinds: tuple[type, ...], default: 
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise HarnessError(f"{name!r} must be of type {wanted}, not {type(value).__name__}", param=name)
     return value
-
-
-def messages_of(fields: dict[str, Raw]) -> list[bytes]:
-    """The entries of `messages`, raw.
-
-    Raises:
-        HarnessError: there is no list of objects.
-    """
-    raw = fields.get("messages")
-    if raw is None:
-        raise HarnessError("'messages' is missing", param="messages")
-    try:
-        messages = entries_of(raw)
-    except (ValueError, RecursionError):
-        raise HarnessError("'messages' must be a list of objects", param="messages") from None
-    for i, item in enumerate(messages):
-        if item[:1] != b"{":
-            raise HarnessError(f"'messages[{i}]' must be an object", param=f"messages[{i}]")
-    return messages
 
 
 def entries_of(raw: Raw) -> list[bytes]:

@@ -20,9 +20,10 @@ from collections.abc import Callable
 import msgspec
 
 from tokencache.dialects.body import fields_of, member
-from tokencache.dialects.chat import ChatCall
-from tokencache.dialects.chat_rendering import render_args
-from tokencache.dialects.sse import DONE, event_of
+from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.rendering import render_args
+from tokencache.dialects.presenter import Presenter
+from tokencache.dialects.sse import event_of
 
 Raw = msgspec.Raw
 
@@ -105,7 +106,7 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> CompletionCall:
     )
 
 
-class CompletionPresenter:
+class CompletionPresenter(Presenter):
     """The speaker of text completions: shows the engine's own bytes, with what was not asked for set back to `null`.
 
     Unlike chat's, no chunk exists only for its ids: vLLM sends one for every step either way (0.32).
@@ -124,23 +125,6 @@ class CompletionPresenter:
         del prompt_tokens
         shown = self._present(data)
         return event if shown is data else event_of(shown)
-
-    def end(self) -> bytes:
-        """See `Speaker.end`."""
-        return event_of(DONE)
-
-    def keep_alive(self) -> bytes:
-        """See `Speaker.keep_alive`: a comment."""
-        return b": keep-alive\n\n"
-
-    def failed(self, status: int, message: str) -> bytes:
-        """See `Speaker.failed`."""
-        error = {"message": message, "type": "store_error", "param": None, "code": status}
-        return event_of(_ENCODER.encode({"error": error})) + event_of(DONE)
-
-    def documents(self) -> dict[str, bytes]:
-        """See `Speaker.documents`: none."""
-        return {}
 
     def _present(self, data: bytes) -> bytes:
         if not self._hidden:

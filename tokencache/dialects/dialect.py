@@ -141,14 +141,14 @@ class Dialect(Protocol):
         """Write an error's body; `kind` is OpenAI's `type`, to be said in the dialect's vocabulary."""
 
 
-def refusal(status: int, body: bytes) -> tuple[str, str]:
-    """Take an engine's refusal (OpenAI's shape, or whatever it sent) apart: its message and its type."""
+def refusal(status: int, body: bytes) -> tuple[str, str, str | None]:
+    """Take an engine's refusal (OpenAI's shape, or whatever it sent) apart: message, type and `param`, as `Dialect.error` wants them."""
     try:
         found = msgspec.json.decode(body)
         error = found.get("error", found)
-        message, kind = error.get("message"), error.get("type")
-    except (msgspec.DecodeError, AttributeError, RecursionError):
-        message, kind = None, None
+        message, kind, param = error.get("message"), error.get("type"), error.get("param")
+    except (ValueError, AttributeError, RecursionError):
+        message, kind, param = None, None, None
     if not isinstance(message, str):
         message = body[:500].decode(errors="replace") or f"the engine answered {status}"
-    return message, kind if isinstance(kind, str) else "upstream_error"
+    return message, kind if isinstance(kind, str) else "upstream_error", param if isinstance(param, str) else None

@@ -7,10 +7,10 @@ engine's own bytes.
 from collections.abc import Mapping
 
 from tokencache.dialects.dialect import Dialect
-from tokencache.dialects.gemini import GeminiDialect
-from tokencache.dialects.messages import MessagesDialect
+from tokencache.dialects.gemini.codec import GeminiDialect
+from tokencache.dialects.messages.codec import MessagesDialect
 from tokencache.dialects.probes import ProbeDialect
-from tokencache.dialects.responses import ResponsesDialect
+from tokencache.dialects.responses.codec import ResponsesDialect
 
 DIALECTS: tuple[Dialect, ...] = (MessagesDialect(), GeminiDialect(), ResponsesDialect(), ProbeDialect())
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engines.probe import Capability, probe
 from tokencache.engines.reply import Choice
 from tokencache.engines.upstream import Upstream

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engines.reply import Reply
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError

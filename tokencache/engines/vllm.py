@@ -8,7 +8,7 @@ and the Rust frontend ignore the member without a word: the probe finds out, and
 
 import msgspec
 
-from tokencache.dialects.chat import ChatCall
+from tokencache.dialects.chat.call import ChatCall
 
 Raw = msgspec.Raw
 

@@ -16,9 +16,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tokencache import metrics
 from tokencache.adapters.load import load_all
-from tokencache.config import Settings
+from tokencache.config import Settings, names_in
+from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.dialect import Dialect
-from tokencache.dialects.growth import Bodies
 from tokencache.dialects.registry import dialect_of
 from tokencache.engines.engine import Engine
 from tokencache.engines.probe import Capability
@@ -59,7 +59,7 @@ class Proxy:
         self.ledger = Ledger(self.store, Prefixes(self.store, max_bytes=settings.prefix_memory), strict=settings.on_store_error == "fail")
         self.caller = Caller(self.engine, self.ledger, Bodies(), Aliases(settings.model_aliases), keep_alive=settings.keep_alive)
         own = (settings.adapters,) if settings.adapters is not None else ()
-        self.habits = Habits(load_all(own), filter(None, settings.rules_off.replace(" ", "").split(",")))
+        self.habits = Habits(load_all(own), names_in(settings.rules_off))
         self.sessions = SessionFinder(self.store, header=settings.session_header, registered_only=settings.registered_only)
         self._prober: asyncio.Task[None] | None = None
 

@@ -21,7 +21,7 @@ from multidict import CIMultiDict
 
 from tokencache import metrics
 from tokencache.core.match import DISAGREED
-from tokencache.dialects.chat import ChatCall
+from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.dialect import EVENTS, Speaker
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.engines.engine import Engine, Model

@@ -18,12 +18,12 @@ from multidict import CIMultiDict
 from tokencache import metrics
 from tokencache.core import ids
 from tokencache.core.rules import Leniency
-from tokencache.dialects import chat, completions
-from tokencache.dialects.chat import ChatCall
-from tokencache.dialects.chat_messages import as_reminders
-from tokencache.dialects.chat_reply import ChatPresenter
+from tokencache.dialects import completions
+from tokencache.dialects.chat.call import ChatCall, read_chat, read_tokenize, with_messages
+from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.messages import as_reminders
+from tokencache.dialects.chat.reply import ChatPresenter
 from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, ServedModel, refusal
-from tokencache.dialects.growth import Bodies
 from tokencache.engines.engine import Engine, Model
 from tokencache.engines.vllm import chat_body
 from tokencache.errors import EngineError, HarnessError
@@ -76,7 +76,7 @@ class Caller:
             SessionSealedError: the session takes no more calls.
             StoreError: the store failed and the policy is strict.
         """
-        call = chat.read(await visit.request.read(), self._bodies, visit.session, served=self._served(visit))
+        call = read_chat(await visit.request.read(), self._bodies, visit.session, served=self._served(visit))
         call.leniency = visit.leniency
         return await self._run(
             visit, call, Exchange(visit.origin.path, visit.headers, partial(chat_body, call), ChatPresenter(call), self._keep_alive)
@@ -125,11 +125,11 @@ class Caller:
 
     async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
         """Read a chat request that a codec has written, `known_as` in what is remembered of bodies, so that the template takes it."""
-        call = chat.read(body, self._bodies, known_as, served=self._served(visit))
+        call = read_chat(body, self._bodies, known_as, served=self._served(visit))
         if any(seen.message.role == "system" for seen in call.read[1:]):
             model = await self._model(call)
             if model is not None and not model.capability.later_system:
-                call = chat.read(chat.with_messages(call, as_reminders(call.raw_messages)), self._bodies, f"{known_as}\0reminders")
+                call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, f"{known_as}\0reminders")
         call.leniency = visit.leniency
         return call
 
@@ -142,7 +142,7 @@ class Caller:
 
     async def tokens_of_next(self, visit: Visit) -> web.StreamResponse | None:
         """Answer `/tokenize` with the ids that a chat call with this body would send; `None` if the engine would render."""
-        call = chat.read_tokenize(await visit.request.read(), self._bodies, served=self._served(visit))
+        call = read_tokenize(await visit.request.read(), self._bodies, served=self._served(visit))
         if call is None:
             return None
         call.leniency = visit.leniency

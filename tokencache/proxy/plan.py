@@ -15,7 +15,7 @@ from tokencache.core.keys import wanted
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.splice import REPLACED, Boundary, boundary, join
 from tokencache.core.turn import Anchor, MatchKind, Turn
-from tokencache.dialects.chat import ChatCall
+from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.engine import Model
 from tokencache.proxy import interrupts
 from tokencache.proxy.prefixes import Prefixes

@@ -15,7 +15,7 @@ from tokencache.core.interrupt import Cut, pack_cuts
 from tokencache.core.keys import keys_of_aborted, keys_of_turn
 from tokencache.core.match import DISAGREED
 from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids
-from tokencache.dialects.chat import ChatCall
+from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.engine import Model
 from tokencache.engines.reply import Choice, Reply, read_ids
 from tokencache.engines.vllm import echo_agrees

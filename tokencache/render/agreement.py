@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engines.reply import Reply, read_ids
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError

@@ -21,7 +21,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.canonical import Call, Message
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.render.renderer import Renderer, RenderError
 
 _RUN = secrets.token_hex(4)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tokencache.core import ids
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.render.prepared import DeclinedError, prepare, prepare_tools
 from tokencache.render.renderer import TemplateRefusedError
 

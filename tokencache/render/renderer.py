@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.chat_messages import with_reasoning
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.messages import with_reasoning
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engines.upstream import Upstream
 
 Raw = msgspec.Raw
@@ -71,7 +71,6 @@ class EngineRenderer:
             return ids.pack(msgspec.json.decode(answer.body, type=_Tokenized).tokens)
         except (msgspec.DecodeError, OverflowError) as why:
             raise RenderError(f"/tokenize gave no token ids: {why}") from why
-
 
     async def read(self, model: str, packed: bytes) -> str:
         """Read packed ids as text, special tokens included: the engine's `/detokenize`.

@@ -35,7 +35,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.canonical import Message
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.render.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, learn, reworded, stand_in
 from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
 

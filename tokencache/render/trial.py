@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.chat_rendering import RenderArgs
+from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.render.local import LocalRenderer
 from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
 

@@ -69,7 +69,11 @@ class SimTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the canonical ids of `text`, added tokens recognised wherever they stand, nothing put around it."""
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        return [token_id for part in self._split_at_added.split(text) for token_id in self._encoded(part)]
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - one tokenizer per process; the same histories come again and again
+    def _encoded(self, part: str) -> tuple[int, ...]:
+        return tuple(self.backend.encode(part, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD. `skip_special` leaves the special tokens out."""

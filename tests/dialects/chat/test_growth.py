@@ -1,0 +1,89 @@
+"""A body read from where the last one ended is the body read whole, whatever a harness writes."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokencache.dialects.chat.call import read_chat
+from tokencache.dialects.chat.growth import Bodies
+from tokencache.errors import HarnessError
+
+LEADING = st.sampled_from(["", '"model":"m",', '"stream":true,"model":"m",', '"note":"\\"messages\\": [",', '"model" : "m" , '])
+BEHIND = st.sampled_from(
+    ["", ',"tools":[{"type":"function"}]', ',"n":2', ',"model":"other"', ',"x":{"messages":[1]}', ', "stop": "]}"', ',"messages":[]']
+)
+ENTRY = st.builds(
+    lambda role, text, extra: json.dumps({"role": role, "content": text, **extra}),
+    st.sampled_from(["user", "assistant", "tool", "system"]),
+    st.sampled_from(["", "hi", 'a "messages": [ b', "]}", "☕", "<|im_end|>", None]),
+    st.sampled_from(
+        [
+            {},
+            {"tool_call_id": "a"},
+            {"tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "oops"}}]},
+            {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        ]
+    ),
+)
+CUT = st.sampled_from([",", ", ", ",\n "])
+
+
+def _body(leading: str, entries: list[str], comma: str, behind: str, *, space: bool) -> bytes:
+    listed = comma.join(entries)
+    return f'{{{leading}"messages":{" " if space else ""}[{listed}]{behind}}}'.encode()
+
+
+def _seen(body: bytes, bodies: Bodies, session: str):
+    try:
+        call = read_chat(body, bodies, session)
+    except HarnessError as why:
+        return str(why)
+    fields = {name: bytes(raw) for name, raw in call.fields.items()}
+    return (list(fields.items()), call.raw_messages, call.read, call.conversation, call.plain, call.media, call.malformed, call.model)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.lists(st.tuples(LEADING, st.lists(ENTRY, max_size=3), CUT, BEHIND, st.booleans(), st.integers(0, 3)), min_size=2, max_size=6))
+def test_reading_on_is_reading_whole(steps):
+    bodies, history = Bodies(), []
+    leading, comma, space = steps[0][0], steps[0][2], steps[0][4]
+    for other_leading, new, other_comma, behind, other_space, deed in steps:
+        if deed == 1:
+            history = history[:-1]  # a retry, or an edit
+        if deed == 2:
+            leading, comma, space = other_leading, other_comma, other_space
+        history = [*history, *new]
+        body = _body(leading, history, comma, behind, space=space)
+        assert _seen(body, bodies, "s") == _seen(body, Bodies(), "")
+
+
+def test_only_what_is_new_is_read(monkeypatch):
+    bodies = Bodies()
+    entries = [json.dumps({"role": "user", "content": f"{i}"}) for i in range(50)]
+    read_chat(_body('"model":"m",', entries, ",", "", space=False), bodies, "s")
+    read = []
+    monkeypatch.setattr(bodies.messages, "read", lambda raw, real=bodies.messages.read: read.append(raw) or real(raw))
+    more = [*entries, json.dumps({"role": "assistant", "content": "yes"}), json.dumps({"role": "user", "content": "go"})]
+    call = read_chat(_body('"model":"m",', more, ",", ',"stream":true', space=False), bodies, "s")
+    assert [json.loads(raw)["content"] for raw in read] == ["yes", "go"]
+    assert call.stream
+    assert len(call.raw_messages) == 52
+
+
+def test_memory_is_bounded():
+    bodies = Bodies(memory=10_000)
+    for i in range(100):
+        read_chat(_body("", [json.dumps({"role": "user", "content": "x" * 500})], ",", "", space=False), bodies, f"s{i}")
+    assert len(bodies._held) < 10
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b'{"messages":[{"role":"user","content":"a"},', b'{"messages":[{"role":"user","content":"a"},]}']
+)
+def test_a_broken_body_is_refused_after_a_whole_one(body):
+    bodies = Bodies()
+    read_chat(b'{"messages":[{"role":"user","content":"a"}]}', bodies, "s")
+    with pytest.raises(HarnessError):
+        read_chat(body, bodies, "s")

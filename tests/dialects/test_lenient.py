@@ -1,0 +1,65 @@
+"""JSON of strangers: what strict readers refuse and harnesses and models write all the same."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokencache.dialects import lenient
+from tokencache.errors import HarnessError
+
+TEXT = st.text(st.characters(exclude_categories=()), max_size=5)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def clean(value):
+    return json.loads(lenient.whole(json.dumps(value, ensure_ascii=False)))
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(JSON)
+def test_whatever_python_writes_is_read(value):
+    for text in (json.dumps(value), json.dumps(value).encode(), json.dumps(value, ensure_ascii=False)):
+        assert lenient.read(text) == clean(value)
+    assert json.loads(lenient.write(value).decode()) == clean(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (rb'"\ud83d"', "\ufffd"),
+        (rb'"\ud83d\ude00 \\ud83d"', "😀 \\ud83d"),
+        (rb'{"\udc00": ["\ud800", 1.50]}', {"\ufffd": ["\ufffd", 1.5]}),
+        (b'"\xed\xa0\x80"', "\ufffd"),
+        (b"[%s]" % (b"9" * 400), [int("9" * 400)]),
+    ],
+)
+def test_what_strict_readers_refuse(text, value):
+    assert lenient.read(text) == value
+    assert lenient.read_body(text) == value
+    assert lenient.read(lenient.write(value)) == value
+
+
+NONE = [b"", b"{", b"{} {}", b"NaN", b'{"a": -Infinity}', b"[1e999]", b"\xff", b"9" * 6000, b"[" * 100_000]
+
+
+@pytest.mark.parametrize("text", NONE, ids=lambda text: text[:12].decode(errors="replace"))
+def test_what_is_none(text):
+    with pytest.raises((ValueError, RecursionError)):
+        lenient.read(text)
+    with pytest.raises(HarnessError) as refused:
+        lenient.read_body(text)
+    assert refused.value.status == 400
+
+
+def test_what_is_too_deep_to_write():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(HarnessError, match="nested too deeply"):
+        lenient.write(deep)

@@ -1,0 +1,187 @@
+"""Chat completions: the request as the harness wrote it.
+
+Nothing is rebuilt that need not be: the members of the body stay raw JSON, and what we add or replace is put beside
+them. Members unknown to us go on to the engine as they came.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from tokencache.core.chain import Conversation, converse, extend
+from tokencache.core.rules import Leniency
+from tokencache.dialects.body import entries_of, fields_of, member, value_of
+from tokencache.dialects.chat.growth import Bodies, Known, split_whole
+from tokencache.dialects.chat.messages import ReadMessage, with_stand_ins
+from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
+from tokencache.errors import HarnessError
+
+Raw = msgspec.Raw
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "ignore_eos",
+    "n",
+    "tool_choice",
+    "parallel_tool_calls",
+)
+"""Members that are recorded with the turn as its sampling parameters."""
+
+
+class ChatCall(msgspec.Struct):
+    """A chat-completions request.
+
+    Attributes:
+        fields: the members of the body, raw.
+        raw_messages: the entries of `messages`, raw.
+        read: the same entries as read; shorter if one could not be read.
+        conversation: the history in canonical form; `None` if it could not be read.
+        media, malformed: whether an entry has parts that are no text, or arguments that are no JSON object.
+        plain: why this call is not to be matched, or `""`.
+        shows_ids, shows_logprobs, shows_reasoning: what the harness asked to see.
+        dialect: the dialect in which the harness asked.
+        handle: what its reply carries for the harness to echo; `""` if the dialect has no place for it.
+        handles: places of assistant's messages that came back with a handle, and that handle.
+        left_out: rules by which the codec left something of the request out.
+        leniency: what is forgiven in this session.
+    """
+
+    fields: dict[str, Raw]
+    raw_messages: list[bytes]
+    read: list[ReadMessage]
+    conversation: Conversation | None
+    args: RenderArgs
+    model: str
+    stream: bool
+    n: int
+    shows_ids: bool
+    shows_logprobs: bool
+    shows_reasoning: bool
+    media: bool = False
+    malformed: bool = False
+    plain: str = ""
+    dialect: str = "chat"
+    handle: str = ""
+    handles: Mapping[int, str] = {}
+    left_out: tuple[str, ...] = ()
+    leniency: Leniency = Leniency()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters in the request."""
+        return {name: value_of(self.fields[name]) for name in SAMPLING if name in self.fields}
+
+    @property
+    def tool_count(self) -> int:
+        """How many tools the request offers."""
+        return len(entries_of(self.args.tools)) if self.args.tools is not None else 0
+
+    def safe_messages(self) -> list[bytes]:
+        """The raw messages with stand-ins for tool-call arguments that an engine may refuse."""
+        if not self.malformed:
+            return self.raw_messages
+        return [with_stand_ins(raw) if seen.malformed else raw for raw, seen in zip(self.raw_messages, self.read, strict=True)]
+
+    def as_written(self) -> tuple[RenderArgs, bool]:
+        """How the engine renders this call if no ids are supplied: the arguments, and whether a reply is opened behind them.
+
+        Other than in `args`, a last message that is to be continued is left open.
+        """
+        unfinished = {name: self.fields[name] for name in ("continue_final_message",) if name in self.fields}
+        args = msgspec.structs.replace(self.args, members=self.args.members | unfinished) if unfinished else self.args
+        return args, member(self.fields, "add_generation_prompt", (bool,), True)
+
+
+def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callable[[str], str] = str) -> ChatCall:
+    """Read a request body, with the help of what is known of the last one under the name `session`.
+
+    `served` says which model is meant by the name that the harness gives it.
+
+    Raises:
+        HarnessError: it is no JSON object, a member has the wrong type, or it brings token ids of its own.
+    """
+    split = bodies.split(session, body) or split_whole(body)
+    fields, raw_messages = split.fields, split.entries
+    tools = fields.get("tools")
+    if tools is not None and bytes(tools)[:1] not in {b"[", b"n"}:
+        raise HarnessError("'tools' must be a list", param="tools")
+    transfer = member(fields, "kv_transfer_params", (dict,), {})
+    if transfer.get("prompt_token_ids") is not None:
+        raise HarnessError(
+            "'kv_transfer_params.prompt_token_ids' cannot be set within a session: the proxy supplies the exact ids",
+            param="kv_transfer_params.prompt_token_ids",
+        )
+    named = member(fields, "model", (str,), "")
+    model = served(named)
+    if model != named:
+        fields["model"] = Raw(msgspec.json.encode(model))
+    call = ChatCall(
+        fields=fields,
+        raw_messages=raw_messages,
+        read=[],
+        conversation=None,
+        args=render_args(fields, tools),
+        model=model,
+        stream=member(fields, "stream", (bool,), False),
+        n=member(fields, "n", (int,), 1),
+        shows_ids=member(fields, "return_token_ids", (bool,), False),
+        shows_logprobs=member(fields, "logprobs", (bool,), False),
+        shows_reasoning=member(fields, "include_reasoning", (bool,), True),
+    )
+    known = split.known
+    try:
+        new = [bodies.messages.read(raw) for raw in raw_messages[split.old :]]
+        scope, voice = scope_of(call.model, call.fields), call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
+        seen = [*known.read, *new] if known is not None else new
+        if known is not None and known.scope == scope and known.conversation.voice == voice:
+            call.conversation = extend(known.conversation, [r.message for r in new], [r.digest for r in new])
+        else:
+            call.conversation = converse(scope, [r.message for r in seen], [r.digest for r in seen], voice=voice)
+    except (ValueError, RecursionError):  # no message that we understand, no JSON that msgspec reads, no UTF-8; too deep
+        call.plain = "unreadable-history"
+        return call
+    call.read = seen
+    call.media = (known is not None and known.media) or any(r.message.media for r in new)
+    call.malformed = (known is not None and known.malformed) or any(r.malformed for r in new)
+    call.plain = _plain_reason(call)
+    bodies.remember(session, body, split, Known(scope, seen, call.conversation, call.media, call.malformed))
+    return call
+
+
+def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:
+    """Write a request's body with other messages (raw) in the place of its own."""
+    return msgspec.json.encode({**call.fields, "messages": Raw(b"[" + b",".join(messages) + b"]")})
+
+
+def read_tokenize(body: bytes, bodies: Bodies, *, served: Callable[[str], str] = str) -> ChatCall | None:
+    """Read a `/tokenize` body in its chat form as the chat call that would follow; `None` for its prompt form."""
+    return read_chat(body, bodies, served=served) if "messages" in fields_of(body) else None
+
+
+def _plain_reason(call: ChatCall) -> str:
+    """Name what in a request keeps the engine from using supplied ids, or makes the prompt no plain chat turn."""
+    fields = call.fields
+    found = {
+        "media": call.media,
+        "no-messages": not call.raw_messages,
+        "continue-final-message": member(fields, "continue_final_message", (bool,), False),
+        "no-generation-prompt": not member(fields, "add_generation_prompt", (bool,), True),
+        "echo": member(fields, "echo", (bool,), False),
+        "truncated-prompt": member(fields, "truncate_prompt_tokens", (int,), -1) != -1,
+    }
+    return next((reason for reason, there in found.items() if there), "")

@@ -1,0 +1,152 @@
+"""Gemini's objects: protocol buffers in JSON's clothes.
+
+Every member may be spelt in camelCase or in snake_case (the JSON mapping of protocol buffers says so; Google's own clients
+write camelCase, hand-written ones both), 64-bit integers may come as text, and `null` stands for a missing member. An
+`Entry` reads one object that way and says in its errors where in the request it stood.
+"""
+
+import re
+from typing import Any
+
+from tokencache.errors import HarnessError
+
+_HUMP = re.compile(r"(?<=[a-z0-9])([A-Z])")
+
+
+class Entry:
+    """An object of a request, and the path at which it stands."""
+
+    def __init__(self, members: dict[str, Any], path: str) -> None:
+        self.members = members
+        self.path = path
+
+    def named(self) -> list[str]:
+        """The names of the members that have a value, as they were written."""
+        return [name for name, value in self.members.items() if value is not None]
+
+    def at(self, name: str) -> str:
+        """The path of a member."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def get(self, name: str) -> Any:
+        """The value of a member, by its camelCase name; `None` if it is not there."""
+        value = self.members.get(name)
+        return value if value is not None else self.members.get(snake(name))
+
+    def text(self, name: str) -> str | None:
+        """The text of a member.
+
+        Raises:
+            HarnessError: it is no text.
+        """
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise wrong(self.at(name), "a string", value)
+        return value
+
+    def flag(self, name: str) -> bool:
+        """A member that is true or false, the latter if it is not there.
+
+        Raises:
+            HarnessError: it is neither.
+        """
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise wrong(self.at(name), "true or false", value)
+        return bool(value)
+
+    def number(self, name: str) -> float | None:
+        """A number.
+
+        Raises:
+            HarnessError: it is none.
+        """
+        value = self.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise wrong(self.at(name), "a number", value)
+        return value
+
+    def integer(self, name: str) -> int | None:
+        """A whole number; `64.0` and `"64"` are ones, too.
+
+        Raises:
+            HarnessError: it is none.
+        """
+        value = self.get(name)
+        return None if value is None else whole_number(value, self.at(name))
+
+    def inner(self, name: str) -> "Entry | None":
+        """An object.
+
+        Raises:
+            HarnessError: it is none.
+        """
+        value = self.get(name)
+        return None if value is None else entry(value, self.at(name))
+
+    def values(self, name: str) -> list[Any]:
+        """A list, empty if it is not there.
+
+        Raises:
+            HarnessError: it is none.
+        """
+        value = self.get(name)
+        if value is not None and not isinstance(value, list):
+            raise wrong(self.at(name), "a list", value)
+        return value or []
+
+    def objects(self, name: str) -> "list[Entry]":
+        """A list of objects.
+
+        Raises:
+            HarnessError: it is none.
+        """
+        return [entry(item, f"{self.at(name)}[{i}]") for i, item in enumerate(self.values(name))]
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts.
+
+        Raises:
+            HarnessError: it is none.
+        """
+        found = self.values(name)
+        for i, item in enumerate(found):
+            if not isinstance(item, str):
+                raise wrong(f"{self.at(name)}[{i}]", "a string", item)
+        return found
+
+
+def entry(value: Any, path: str) -> Entry:
+    """Take a value for an object.
+
+    Raises:
+        HarnessError: it is none.
+    """
+    if not isinstance(value, dict):
+        raise wrong(path or "the request body", "an object", value)
+    return Entry(value, path)
+
+
+def whole_number(value: Any, path: str) -> int:
+    """Take a value for a whole number; 64-bit integers come as text in this dialect.
+
+    Raises:
+        HarnessError: it is none.
+    """
+    try:
+        number = int(value)
+    except (ValueError, TypeError, OverflowError):
+        raise wrong(path, "a whole number", value) from None
+    if isinstance(value, bool) or (isinstance(value, float) and number != value):
+        raise wrong(path, "a whole number", value)
+    return number
+
+
+def wrong(path: str, wanted: str, value: Any) -> HarnessError:
+    """An error for a value of a wrong type."""
+    return HarnessError(f"{path} must be {wanted}, not {type(value).__name__}", param=path)
+
+
+def snake(name: str) -> str:
+    """Spell a camelCase name in snake_case."""
+    return _HUMP.sub(lambda hump: "_" + hump[1].lower(), name)

@@ -1,0 +1,193 @@
+"""Anthropic Messages: `system` and `messages` → chat messages.
+
+vLLM 0.32 has a converter of its own (`entrypoints/anthropic/serving.py`, `_convert_messages`). Where it loses nothing of
+what a template can show, ours gives the same messages, so that a call here renders as a direct one would:
+
+* `system` blocks are joined with no separator, in one message. Claude Code's billing line (`x-anthropic-billing-header…`)
+  is left out: it changes while nothing else does. A `role: "system"` entry between the others stays where it stands (vLLM
+  moves them to the front for templates that refuse that; whether one does cannot be seen from here);
+* tool results become `tool` messages, in their order, in front of what else their entry says, however they were mixed;
+  text blocks of a result are joined with newlines, its images follow in a user message of their own. `is_error` has no place
+  in chat: the text says it, or nothing does. Empty text blocks vanish, a lone one is a string, several stay parts;
+* an entry at the end with `role: "assistant"` is one more message, not a beginning to be continued.
+
+Where it differs, it is because more is known here of how a reply was taken apart:
+
+* assistant text blocks are joined with no separator, for the engine said one string (vLLM keeps them as parts, which
+  become lines). Consecutive assistant entries are one turn, as Anthropic's API defines it (vLLM keeps them apart), unless
+  the handles in the signatures of their thinking tell two replies of ours: clients that merge neighbours merge replies, too;
+* `tool_use.input` is written compactly; a call whose arguments were no JSON object comes back wrapped
+  (`blocks.UNPARSED`) and is unwrapped, so that the record and the echo agree. Any other JSON value is written as it is;
+* a document that is plain text is a text part; every other kind of document, and every block that chat has no place for,
+  is refused by name (vLLM ignores some of them).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tokencache.dialects import lenient
+from tokencache.dialects.dialect import HANDLE
+from tokencache.dialects.messages.blocks import Block, blocks_of, parts_of, unsupported, unwrapped
+from tokencache.dialects.messages.members import required, shown, wrong
+
+_BILLING = "x-anthropic-billing-header"
+_BILLING_LINE, _CACHE_MARKS = "billing-line", "cache-marks"
+
+Message = dict[str, Any]
+
+
+class _Turn(msgspec.Struct):
+    """What an assistant says between two entries of others."""
+
+    handle: str = ""
+    thoughts: list[str] = []
+    texts: list[str] = []
+    calls: list[Message] = []
+
+    @property
+    def message(self) -> Message:
+        out: Message = {"role": "assistant"}
+        if thought := "".join(self.thoughts):
+            out["reasoning"] = thought
+        if self.texts or not (thought or self.calls):
+            out["content"] = "".join(self.texts)
+        if self.calls:
+            out["tool_calls"] = self.calls
+        return out
+
+
+class History:
+    """A request's conversation in chat.
+
+    Attributes:
+        messages: chat messages.
+        handles: places in them → the handle that came back there.
+        left_out: rules by which something was left out: `billing-line`, `cache-marks`.
+    """
+
+    def __init__(self, system: Any, entries: list[Any]) -> None:
+        """Read a request's `system` and `messages`.
+
+        Raises:
+            HarnessError: something is of the wrong type, or chat has no place for it.
+        """
+        self.messages: list[Message] = []
+        self.handles: dict[int, str] = {}
+        self.left_out: set[str] = set()
+        self._turns: list[_Turn] = []
+        self._leading_system(system)
+        for i, entry in enumerate(entries):
+            self._entry(f"messages.{i}", entry)
+        self._end_turns()
+
+    def _leading_system(self, system: Any) -> None:
+        if isinstance(system, str):
+            if system.startswith(_BILLING):  # of a string vLLM drops that line only (`renderers/chat_utils.py`)
+                self.left_out.add(_BILLING_LINE)
+                system = system.partition("\n")[2]
+        else:
+            system = self._system_text("system", system)
+        if system:
+            self.messages.append({"role": "system", "content": system})
+
+    def _system_text(self, at: str, content: Any) -> str:
+        texts = [block.text for block in self._blocks(at, content)]
+        kept = [text for text in texts if not text.startswith(_BILLING)]
+        if len(kept) < len(texts):
+            self.left_out.add(_BILLING_LINE)
+        return "".join(kept)
+
+    def _entry(self, at: str, entry: Any) -> None:
+        if not isinstance(entry, dict):
+            raise wrong(at, "Input should be a valid dictionary")
+        role, content = entry.get("role"), entry.get("content")
+        if role == "assistant":
+            self._assistant(f"{at}.content", content)
+            return
+        self._end_turns()
+        if role == "user":
+            self._user(f"{at}.content", content)
+        elif role == "system":
+            if text := self._system_text(f"{at}.content", content):
+                self.messages.append({"role": "system", "content": text})
+        else:
+            raise wrong(f"{at}.role", f"Input should be 'user', 'assistant' or 'system', not {shown(role)}")
+
+    def _user(self, at: str, content: Any) -> None:
+        if content is None or isinstance(content, str):
+            self.messages.append({"role": "user", "content": content or ""})
+            return
+        parts: list[Message] = []
+        for block in self._blocks(at, content):
+            if block.kind == "tool_result":
+                self._result(block)
+            else:
+                parts += parts_of(block)
+        if parts:
+            lone = len(parts) == 1 and parts[0]["type"] == "text"
+            self.messages.append({"role": "user", "content": parts[0]["text"] if lone else parts})
+
+    def _result(self, block: Block) -> None:
+        call, content = required(block.fields, "tool_use_id", str, block.at), block.fields.get("content")
+        parts: list[Message] = []
+        for inner in self._blocks(f"{block.at}.content", content):
+            if inner.kind == "text":
+                parts.append({"type": "text", "text": inner.text})  # an empty one, too: vLLM joins it in
+            elif inner.kind == "tool_reference":  # a tool found by a search: templates that know deferred tools expand it
+                parts.append({"type": "tool_reference", "name": required(inner.fields, "tool_name", str, inner.at)})
+            else:
+                parts += parts_of(inner)
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        self.messages.append({"role": "tool", "tool_call_id": call, "content": "\n".join(texts)})
+        if images := [part for part in parts if part["type"] == "image_url"]:
+            self.messages.append({"role": "user", "content": images})
+        if references := [part for part in parts if part["type"] == "tool_reference"]:
+            self.messages.append({"role": "tool", "tool_call_id": call, "content": references})
+
+    def _assistant(self, at: str, content: Any) -> None:
+        begins = True
+        if not self._turns:
+            self._turns.append(_Turn())
+        for block in self._blocks(at, content):
+            place, kind, fields = block.at, block.kind, block.fields
+            turn = self._turns[-1]
+            if kind == "text":
+                turn.texts.append(block.text)
+            elif kind == "thinking":
+                handle = _handle(fields.get("signature"))
+                if handle and handle != turn.handle and (turn.handle or (begins and turn != _Turn())):
+                    self._turns.append(turn := _Turn())  # another reply of ours
+                turn.handle = handle or turn.handle
+                turn.thoughts.append(required(fields, "thinking", str, place))
+            elif kind == "tool_use":
+                function = {"name": required(fields, "name", str, place), "arguments": _arguments(fields.get("input"))}
+                turn.calls.append({"id": required(fields, "id", str, place), "type": "function", "function": function})
+            elif kind != "redacted_thinking":  # that one is for its author's eyes only
+                raise unsupported(block)
+            begins = False
+
+    def _end_turns(self) -> None:
+        for turn in self._turns:
+            if turn.handle:
+                self.handles[len(self.messages)] = turn.handle
+            self.messages.append(turn.message)
+        self._turns = []
+
+    def _blocks(self, at: str, content: Any) -> Iterator[Block]:
+        for block in blocks_of(at, content):
+            if "cache_control" in block.fields:
+                self.left_out.add(_CACHE_MARKS)
+            yield block
+
+
+def _handle(signature: Any) -> str:
+    return signature if isinstance(signature, str) and HANDLE.fullmatch(signature) else ""
+
+
+def _arguments(given: Any) -> str:
+    raw = unwrapped(given)
+    if raw is not None:
+        return raw
+    return "{}" if given is None else lenient.write(given).decode()

@@ -1,0 +1,200 @@
+"""Responses: items → chat messages.
+
+What one reply said comes back as several items (reasoning, message, calls). They become one chat message again; where
+one reply ends and the next begins is told, in this order, by
+
+- any item that is not the assistant's;
+- our handles, where both sides have one (in an item's id, or in `encrypted_content`);
+- the order: a message right behind a message, or reasoning behind anything but reasoning, begins a new one. vLLM 0.32
+  parts them there too (`entrypoints/openai/responses/utils.py`), and no reply of ours holds the former.
+
+Compared with that converter nothing is lost: of a message or a reasoning item it reads the first part alone, here all
+parts are joined with nothing between (summaries, which are paragraphs, with newlines), and text behind a tool call
+stays with its reply instead of becoming one of its own. `encrypted_content` that is not ours is ignored rather than
+refused. Parts of the user's and the system's messages stay parts, and so do those of a tool's result.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tokencache.dialects.dialect import HANDLE
+from tokencache.errors import HarnessError
+
+Item = tuple[bytes, Any]
+"""An item's JSON, and the same decoded."""
+
+_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{32})_\d+")
+_TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text") | {"refusal": "refusal"}
+_ROLES = frozenset({"user", "system", "developer", "assistant"})
+_DETAILS = frozenset({"low", "high"})
+
+
+def item_id(prefix: str, handle: str, place: int) -> str:
+    """Name an output item: its kind's prefix, the call's handle, its place in the output."""
+    return f"{prefix}_{handle}_{place}"
+
+
+def handle_of(item: Mapping[str, Any]) -> str:
+    """Find our handle in an item; `""` if it has none."""
+    sealed, name = item.get("encrypted_content"), item.get("id")
+    if isinstance(sealed, str) and HANDLE.fullmatch(sealed):
+        return sealed
+    ours = _ID.fullmatch(name) if isinstance(name, str) else None
+    return ours[1] if ours else ""
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Name a function of a namespace as the model is shown it (as vLLM 0.32 does)."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+class Talk:
+    """The chat messages of a list of items: add them in order, then `close`.
+
+    `messages` are chat messages, `handles` the places of those (the assistant's) that came back with a handle; `merged`
+    says that several items became one message.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.handles: dict[int, str] = {}
+        self.merged = False
+        self._reply: dict[str, list[Any]] = {}  # the assistant's message under way
+        self._handle = self._last = ""
+
+    def add(self, item: Any, path: str) -> None:
+        """Read one item; `path` says where it stood.
+
+        Raises:
+            HarnessError: it is malformed, or of a type that is not supported.
+        """
+        if not isinstance(item, dict):
+            raise HarnessError(f"'{path}' must be an object", param=path)
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
+        match kind:
+            case "message":
+                self._message(item, path)
+            case "reasoning":
+                self._continue(item, "reasoning")["reasoning"].append(_thought(item, path))
+            case "function_call":
+                name = flat_name(_text(item, "name", path), _optional(item, "namespace", path))
+                self._call(item, path, name, _text(item, "arguments", path))
+            case "custom_tool_call":
+                name = flat_name(_text(item, "name", path), _optional(item, "namespace", path))
+                self._call(item, path, name, msgspec.json.encode({"input": _text(item, "input", path)}).decode())
+            case "function_call_output" | "custom_tool_call_output":
+                content = _content(item.get("output"), f"{path}.output")
+                self._say({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": content})
+            case _:
+                raise HarnessError(f"'{path}': items of type {kind!r} are not supported", param=path)
+
+    def close(self) -> None:
+        """End the assistant's message that is under way."""
+        if not self._reply:
+            return
+        reply, self._reply = self._reply, {}
+        message: dict[str, Any] = {"role": "assistant"}
+        if any(reply["reasoning"]):
+            message["reasoning"] = "".join(reply["reasoning"])
+        if reply["content"] or not reply["tool_calls"]:
+            message["content"] = "".join(reply["content"])
+        if reply["tool_calls"]:
+            message["tool_calls"] = reply["tool_calls"]
+        if self._handle:
+            self.handles[len(self.messages)] = self._handle
+        self.messages.append(message)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self.close()
+        self.messages.append(message)
+
+    def _continue(self, item: dict[str, Any], kind: str) -> dict[str, list[Any]]:
+        """The assistant's message that an item belongs to."""
+        handle = handle_of(item)
+        if self._reply and handle and self._handle:
+            ended = handle != self._handle
+        else:
+            ended = kind == self._last == "message" or (kind == "reasoning" and self._last != "reasoning")
+        if ended:
+            self.close()
+        self.merged = self.merged or bool(self._reply)
+        if not self._reply:
+            self._reply = {"reasoning": [], "content": [], "tool_calls": []}
+            self._handle = ""
+        self._handle = self._handle or handle
+        self._last = kind
+        return self._reply
+
+    def _message(self, item: dict[str, Any], path: str) -> None:
+        role = item.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise HarnessError(f"'{path}.role' must be one of {', '.join(sorted(_ROLES))}, not {role!r}", param=f"{path}.role")
+        content = _content(item.get("content"), f"{path}.content")
+        if role != "assistant":
+            self._say({"role": role, "content": content})
+            return
+        if isinstance(content, list):
+            if any(part["type"] != "text" for part in content):
+                raise HarnessError(f"'{path}.content': an assistant's message can only have text", param=f"{path}.content")
+            content = "".join(part["text"] for part in content)
+        self._continue(item, "message")["content"].append(content)
+
+    def _call(self, item: dict[str, Any], path: str, name: str, arguments: str) -> None:
+        call = {"id": _text(item, "call_id", path), "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._continue(item, "call")["tool_calls"].append(call)
+
+
+def continues(item: Any) -> bool:
+    """Whether a last item asks for its own continuation: what vLLM 0.32 makes of an assistant's that is not complete."""
+    if not isinstance(item, dict) or item.get("status") not in {"in_progress", "incomplete"}:
+        return False
+    return item.get("type") == "reasoning" or item.get("role") == "assistant"
+
+
+def _content(content: Any, path: str) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise HarnessError(f"'{path}' must be a string or a list of parts", param=path)
+    return [_part(part, f"{path}[{i}]") for i, part in enumerate(content)] or ""
+
+
+def _part(part: Any, path: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image":
+        url, detail = part.get("image_url"), part.get("detail")
+        if not isinstance(url, str):
+            raise HarnessError(f"'{path}': an image must have an 'image_url'; files are not kept here", param=path)
+        return {"type": "image_url", "image_url": {"url": url, **({"detail": detail} if detail in _DETAILS else {})}}
+    member = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if member is None:
+        raise HarnessError(f"'{path}': content of type {kind!r} is not supported", param=path)
+    return {"type": "text", "text": _text(part, member, path)}
+
+
+def _thought(item: dict[str, Any], path: str) -> str:
+    for member, between in (("content", ""), ("summary", "\n")):
+        parts = item.get(member) or []
+        if not isinstance(parts, list):
+            raise HarnessError(f"'{path}.{member}' must be a list of parts", param=f"{path}.{member}")
+        read = [_part(part, f"{path}.{member}[{i}]") for i, part in enumerate(parts)]
+        text = between.join(part["text"] for part in read if part["type"] == "text")
+        if text:
+            return text
+    return ""
+
+
+def _text(item: dict[str, Any], member: str, path: str) -> str:
+    value = item.get(member)
+    if not isinstance(value, str):
+        raise HarnessError(f"'{path}.{member}' must be a string", param=f"{path}.{member}")
+    return value
+
+
+def _optional(item: dict[str, Any], member: str, path: str) -> str | None:
+    return _text(item, member, path) if item.get(member) is not None else None
