@@ -8,12 +8,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 MINISWE_VENV ?= .venv-miniswe
+HARNESS_DIR ?= .harnesses
+E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
+	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR))
+PYTEST_E2E = $(BIN)/pytest -o addopts="-q --strict-markers --strict-config"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lint test e2e bench clean
+.PHONY: help install demo lint test e2e e2e-engine e2e-harnesses bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## the package and its tools into .venv, changed sources take effect at once
 
@@ -34,15 +38,21 @@ lint: $(STAMP) ## ruff and mypy
 test: lint ## lint, then all tests but the end-to-end ones
 	$(BIN)/pytest
 
-e2e: $(STAMP) ## a real vLLM on CPU and a real harness: minutes and 4 GB the first time
+e2e: e2e-engine ## a real vLLM on CPU, Claude Code, Codex, Hermes and more: ten minutes and 6 GB the first time
+	tests/e2e/harnesses/install.sh $(HARNESS_DIR) claude-code codex hermes
+	$(E2E) TOKENCACHE_E2E_HARNESSES="claude-code codex hermes mini-swe-agent" $(PYTEST_E2E) tests/e2e
+
+e2e-harnesses: e2e-engine ## every real harness that can be installed; writes docs/harnesses.md
+	-tests/e2e/harnesses/install.sh $(HARNESS_DIR)
+	$(E2E) TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/e2e/harnesses
+
+e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	PYTHON=$(PYTHON) tests/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
-	TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
-		$(BIN)/pytest tests/e2e -o addopts="-q --strict-markers --strict-config"
 
 bench: $(STAMP) ## what the proxy costs
 	$(BIN)/python -m bench $(ARGS)
 
-clean: ## remove .venv, caches and builds (.venv-vllm and .venv-miniswe stay: gigabytes)
+clean: ## remove .venv, caches and builds (.venv-vllm, .venv-miniswe and .harnesses stay: gigabytes)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

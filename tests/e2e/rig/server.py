@@ -112,8 +112,10 @@ class VllmServer:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"vLLM ended with {self.process.returncode} while starting:\n{self.tail()}")
-            with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/health", timeout=5):  # noqa: S310 - loopback
-                return
+            # not /health: the port was free a moment ago, and another server may have been quicker
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/v1/models", timeout=5) as answer:  # noqa: S310 - loopback
+                if json.load(answer)["data"][0]["root"] == str(self.model_dir):
+                    return
             time.sleep(0.3)
         raise TimeoutError(f"vLLM was not up after {self.start_timeout} s:\n{self.tail()}")
 

@@ -1,0 +1,14 @@
+"""An agent made with the OpenHands SDK. usage: openhands_agent.py TASK…"""
+
+import os
+
+from openhands.sdk import LLM, Agent, Conversation, Tool
+from openhands.tools.terminal import TerminalTool
+from tools import TASKS
+
+llm = LLM.load_from_env()
+agent = Agent(llm=llm, tools=[Tool(name=TerminalTool.name)])
+conversation = Conversation(agent=agent, workspace=os.getcwd(), visualizer=None)  # noqa: PTH109
+for task in TASKS:
+    conversation.send_message(task)
+    conversation.run()

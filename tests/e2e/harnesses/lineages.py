@@ -1,0 +1,62 @@
+"""What the engine's books say of a run: which call's prompt extends which call before, token for token.
+
+Nothing here asks the proxy. A call *extends* an earlier one if its prompt begins with that call's prompt and all that was
+sampled behind it. A call could do so if there is an answer of the model in its prompt: a *follow-up*.
+"""
+
+from dataclasses import dataclass
+
+MARKER = "EPISODE:"
+OPENER = "<|im_start|>assistant"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One generation. `parent` is the call that it extends, by its place among the calls; None if it extends none."""
+
+    prompt: tuple
+    sampled: tuple
+    follows_up: bool
+    parent: int | None
+
+    @property
+    def prefix(self):
+        return self.prompt + self.sampled
+
+
+def read(generations, decode):
+    """The harness's own calls, in order; what the proxy asked the engine on its own account names no episode."""
+    calls = []
+    for prompt, sampled in generations:
+        text = decode(prompt)
+        if MARKER not in text:
+            continue
+        extended = [at for at, call in enumerate(calls) if tuple(prompt[: len(call.prefix)]) == call.prefix]
+        parent = max(extended, key=lambda at: len(calls[at].prefix), default=None)
+        calls.append(Call(tuple(prompt), tuple(sampled), text.count(OPENER) > 1, parent))
+    return calls
+
+
+def contiguous(calls):
+    """How many follow-ups extend an earlier call, and how many there are."""
+    follow_ups = [call for call in calls if call.follows_up]
+    return sum(call.parent is not None for call in follow_ups), len(follow_ups)
+
+
+def lines(calls):
+    """The lengths of the lines that the calls form, longest first: each call goes on with its parent's line, or begins one."""
+    line_of, lengths, continued = {}, [], set()
+    for at, call in enumerate(calls):
+        if call.parent is None or call.parent in continued:
+            line_of[at] = len(lengths)
+            lengths.append(1)
+        else:
+            line_of[at] = line_of[call.parent]
+            lengths[line_of[at]] += 1
+        continued.add(call.parent)
+    return sorted(lengths, reverse=True)
+
+
+def shared(one, other):
+    """How many ids both begin with."""
+    return next((at for at, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs), min(len(one), len(other)))

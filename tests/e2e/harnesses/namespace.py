@@ -1,0 +1,142 @@
+"""Run a harness program where it can reach nothing but one Unix socket.
+
+A harness is a stranger's program that likes to call home. Here it runs in namespaces of its own: a network with only a
+loopback interface, its own processes, its own mounts, a home, work and temporary directory made for the run, and an
+environment that holds nothing of ours. The engine and the proxy run outside. A socket with a path crosses network
+namespaces, so `inside.py` listens on a local port in there and carries each connection over that socket, where
+`tap.py` answers.
+
+In there the run's folder lies at `ROOM`, always the same path, so that prompts, which quote it, are alike in every run.
+
+Where namespaces are not permitted the program runs without, its proxy variables leading nowhere, and `Ended.isolated` is false:
+`remark` says so in the report and in the table.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rig.server import free_port
+
+ROOM = Path("/tmp/tokencache-lab")  # noqa: S108 - the same on every machine is the point; it is covered by a mount
+WORK, HOME, TMP = ROOM / "work", ROOM / "home", ROOM / "tmp"
+PORT = 8100
+"""Where the way out listens in a namespace of its own: a fixed port, for the same reason."""
+
+NAMESPACES = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+INSIDE = Path(__file__).with_name("inside.py")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What one command left behind, besides its files."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    isolated: bool
+
+    @property
+    def output(self):
+        return f"exit status {self.returncode}\n{self.stdout[-4000:]}\n{self.stderr[-4000:]}"
+
+
+def remark(runs):
+    """What the report has to say of these runs' isolation: nothing, if all had it."""
+    return (
+        "" if all(ended.isolated for ended in runs) else "WITHOUT NAMESPACES: not permitted on this machine, the network was within reach"
+    )
+
+
+@functools.cache
+def namespaces():
+    """The words that start a command in namespaces: as root, or as a user who is root in there; none if it is not permitted."""
+    for words in (NAMESPACES, [*NAMESPACES, "--map-root-user"]):
+        with contextlib.suppress(OSError):
+            if subprocess.run([*words, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0:
+                return words
+    return []
+
+
+def port():
+    """The port at which a harness that is run next finds the way out."""
+    return PORT if namespaces() else free_port()
+
+
+def prepare(folder):
+    """Make the run's folder with its home, work and temporary directory."""
+    for name in (WORK.name, HOME.name, TMP.name):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+
+
+async def run_isolated(command, folder, environment, way_out, at_port, *, seconds=180, interrupt=None):
+    """Run `command` in `ROOM`/work with only this environment, `way_out` being the socket behind `at_port`; wait for its end.
+
+    `interrupt` is `(words, times)`: what must have come to the program, and how often, when it is sent SIGINT.
+    """
+    words = namespaces()
+    base = {"HOME": str(HOME), "TMPDIR": str(TMP), "LANG": "C.UTF-8", "TERM": "dumb", "USER": "agent", "TZ": "UTC"}
+    if not words:
+        base |= {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1,localhost"}
+    wanted = {
+        "isolated": bool(words),
+        "folder": str(folder),
+        "room": str(ROOM),
+        "socket": str(way_out),
+        "port": at_port,
+        "command": [str(word) for word in command],
+        "cwd": str(WORK),
+        "environment": base | environment,
+        "seconds": seconds,
+        "interrupt": interrupt,
+    }
+    with _room(folder, covered=bool(words)), (folder / "stdout").open("w+b") as out, (folder / "stderr").open("w+b") as err:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            sys.executable,
+            str(INSIDE),
+            json.dumps(wanted),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            returncode = await asyncio.wait_for(process.wait(), seconds + 30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode(errors="replace"))
+    return Ended(returncode, *said, isolated=bool(words))
+
+
+@contextlib.contextmanager
+def _room(folder, *, covered):
+    """`ROOM` is there: as a mere mount point, or, without namespaces, as the run's folder itself for so long."""
+    if covered:
+        ROOM.mkdir(exist_ok=True)
+        yield
+        with contextlib.suppress(OSError):
+            ROOM.rmdir()
+        return
+    ROOM.mkdir()  # fails if another run is in there
+    try:
+        for name in (WORK.name, HOME.name, TMP.name):
+            shutil.move(folder / name, ROOM / name)
+        yield
+    finally:
+        for name in (WORK.name, HOME.name, TMP.name):
+            if (ROOM / name).exists():
+                shutil.move(ROOM / name, folder / name)
+        shutil.rmtree(ROOM)

@@ -1,0 +1,190 @@
+"""Runs that are more than one line of calls: sub-agents, compaction, forks, interrupts.
+
+`tasks.py` tries whether a history is recognised; this tries whether calls are put into the right line. What must come of
+each run is what its structure demands: the main agent's calls are one sequence, each sub-agent's another, and whatever a
+harness makes anew (a compacted context) begins one.
+"""
+
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from namespace import WORK
+from programs import PROGRAMS, Step, claude
+from tasks import call, say
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A run of a harness with its episodes, and the sequences that must come of it: (how it begins, why, turns)."""
+
+    harness: str
+    episodes: dict
+    steps: Callable
+    """The run's episode → its steps."""
+    sequences: list
+    note: str
+    heard: str = ""
+    """Words of an answer that is interrupted. A harness may end before it has written down what it heard of it."""
+    unheard: list = field(default_factory=list)
+    """The sequences if that is so: the next prompt holds nothing of that answer."""
+    asked: dict = field(default_factory=dict)
+    """What is said when a prompt ends in these words, in whichever turn (`rig/scripted_model.py`)."""
+
+
+def in_order(*tasks):
+    """The steps of a conversation: the first task, which names the episode, and what follows in new processes."""
+
+    def steps(name):
+        first, *others = tasks
+        return PROGRAMS[name.partition("_")[0]].steps([f"EPISODE:{name} {first}", *others])
+
+    return steps
+
+
+def shell(tool, command, key="command", **others):
+    return call(tool, json.dumps({**others, key: command}, ensure_ascii=False))
+
+
+def agent(tool, name, **others):
+    """A call that sends a sub-agent to do the episode of this name."""
+    return call(tool, json.dumps({"prompt": f"EPISODE:{name} Look around — naïve ☕.", "description": "look around", **others}))
+
+
+def looking(tool, times, key="command"):
+    """A sub-agent's turns: it looks so many times, and reports."""
+    looks = [say(f"\nlook {n}\n", "  Looking — ☕.\n", shell(tool, f"echo look {n}", key)) for n in range(times)]
+    return [*looks, say("\nseen\n", "\n Nothing there ✅.  \n")]
+
+
+SESSION = str(uuid.uuid5(uuid.NAMESPACE_URL, "claude-code_fork"))
+SUMMARY = say(
+    "\nA summary is wanted.\n", "<analysis>short</analysis>\n<summary>\nEPISODE:claude-code_compacted made.txt was made.\n</summary>"
+)
+MADE = say("\nfirst\n", "Here it is ✅:  \n", shell("Bash", "echo 'héllo' > made.txt"))
+
+
+def forking(name):
+    """A conversation that goes on twice from the same point: as a fork, and as itself."""
+    resumed = ["--resume", SESSION]
+    return [
+        Step(claude(f"EPISODE:{name} Begin.", "--session-id", SESSION)),
+        Step(claude("Try one way.", *resumed, "--fork-session")),
+        Step(claude("Try the other.", *resumed)),
+    ]
+
+
+def interrupted(name):
+    """The first process is sent Ctrl-C in the midst of its answer; another goes on."""
+    return [Step(claude(f"EPISODE:{name} Tell me all."), interrupt=("text_delta", 40)), Step(claude("Go on, briefly.", "--continue"))]
+
+
+STRUCTURES = {
+    "claude-code_agents": Structure(
+        "claude-code",
+        {
+            "claude-code_agents": [
+                say(
+                    "\nTwo can look at once.\n",
+                    "  Sending two ☕.\n",
+                    agent("Agent", "claude-code_agents-a", subagent_type="general-purpose", run_in_background=False),
+                    agent("Agent", "claude-code_agents-b", subagent_type="general-purpose", run_in_background=False),
+                ),
+                say("\nBoth are back.\n", "", shell("Bash", f"cd {WORK} && ls")),
+                say("\nDone.\n", "\nNothing found ✅.  "),
+                say("\nAgain?\n", "It is as I said.\n"),
+            ],
+            "claude-code_agents-a": looking("Bash", 1),
+            "claude-code_agents-b": looking("Bash", 3),
+        },
+        in_order("Send two to look around.", "Are you sure?"),
+        [("root", "", 4), ("root", "", 2), ("root", "", 4)],
+        "two sub-agents at the same time, each its own sequence",
+    ),
+    "claude-code_compact": Structure(
+        "claude-code",
+        {
+            "claude-code_compact": [
+                MADE,
+                say("\nsecond\n", "  Reading.\n", shell("Bash", "cat made.txt")),
+                say("\nthird\n", "\nThere it is — naïve ☕.\n "),
+            ],
+            "claude-code_compacted": [
+                "the last answer before the compaction stands here",
+                say("\nwhere was I\n", "Looking again.\n", shell("Bash", "wc -c made.txt")),
+                say("\nend\n", "Eight bytes ✅.\n"),
+            ],
+        },
+        in_order("Make a file.", "/compact", "How long is it?"),
+        [("root", "", 3), ("branch", "", 1), ("resplice", "context-edited", 2)],
+        "`/compact`: a summary is asked for of all but the last answer, so that call branches off; then a sequence begins that has "
+        "the last answer's exact tokens",
+        asked={"an <analysis> block followed by a <summary>": SUMMARY},
+    ),
+    "claude-code_fork": Structure(
+        "claude-code",
+        {"claude-code_fork": [MADE, say("\nok\n", "Made ✅.  \n"), say("\nnext\n", " One way, or the other — ☕.\n")]},
+        forking,
+        [("root", "", 3), ("branch", "", 1)],
+        "`--fork-session`: two ways on from one turn",
+    ),
+    "claude-code_interrupt": Structure(
+        "claude-code",
+        {"claude-code_interrupt": [say("\nall of it\n", "Word for word, as it was said. " * 300), say("\nbriefly\n", "That was it.\n")]},
+        interrupted,
+        [("root", "", 1), ("resplice", "interrupted", 1)],
+        "Ctrl-C in mid-answer, then `--continue`: the answer as far as it was heard is known, token for token; a sequence begins behind it",
+        heard="Word for word",
+        unheard=[("root", "", 1), ("plain", "unrecognised-reply", 1)],
+    ),
+    "opencode_task": Structure(
+        "opencode",
+        {
+            "opencode_task": [
+                say("\nSomebody else can look.\n", "  Sending one ☕.\n", agent("task", "opencode_task-a", subagent_type="general")),
+                say("\nIt is back.\n", "", shell("bash", "ls -1", description="list")),
+                say("\nDone.\n", "\nNothing found ✅.  "),
+                say("\nAgain?\n", "It is as I said.\n"),
+            ],
+            "opencode_task-a": looking("bash", 2),
+        },
+        in_order("Send one to look around.", "Are you sure?"),
+        [("root", "", 1), ("root", "", 4), ("root", "", 3)],
+        "a sub-agent and the title call, each its own sequence",
+    ),
+    "codex_agents": Structure(
+        "codex",
+        {
+            "codex_agents": [
+                say(
+                    "\nSomebody else can look.\n",
+                    "  Sending one ☕.\n",
+                    call("multi_agent_v1__spawn_agent", '{"message" : "EPISODE:codex_agents-a Look around." }'),
+                ),
+                say(
+                    "\nWait for it.\n",
+                    "",
+                    call("multi_agent_v1__wait_agent", '{"targets": ["{{seen:agent_id[^0-9a-f]+([0-9a-f-]{36})}}"], "timeout_ms": 60000}'),
+                ),
+                say("\nIt is back.\n", "", shell("exec_command", "ls -1", "cmd")),
+                say("\nDone.\n", "\nNothing found ✅.  "),
+                say("\nAgain?\n", "It is as I said.\n"),
+            ],
+            "codex_agents-a": looking("exec_command", 2, "cmd"),
+        },
+        in_order("Send one to look around.", "Are you sure?"),
+        [("root", "", 5), ("root", "", 3)],
+        "a sub-agent, its own sequence",
+    ),
+}
+
+
+def scripts():
+    """Episodes for the scripted model: those of all structures."""
+    side = say("\nA title is wanted.\n", "Look Around")
+    return {
+        name: {"turns": turns, "side": side, "asked": structure.asked}
+        for structure in STRUCTURES.values()
+        for name, turns in structure.episodes.items()
+    }

@@ -1,0 +1,117 @@
+"""The outer end of a harness's way out: a relay that changes nothing and writes everything down.
+
+It listens on a Unix socket and passes each request on to one upstream (the proxy, or the engine itself), streams included.
+Every call becomes one line of JSON in the record:
+
+    {"method", "path", "request_headers": [[name, value], …], "request_body",
+     "status", "reason", "response_headers": [[name, value], …], "response_body", "chunks": [size, …], "left": false}
+
+`path` is as written, query included. A body that is UTF-8 is text, any other is `{"base64": "…"}`. `chunks` are the sizes in
+bytes of the pieces in which the response came; `left` says that the harness hung up before its end. Calls stand in the
+order in which they ended.
+
+What is not the same on both sides is what belongs to one connection only: `Connection`, `Keep-Alive` and `Transfer-Encoding`.
+"""
+
+import base64
+import json
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+OF_ONE_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "proxy-connection"}
+ADDED_BY_CLIENT = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+def read_calls(path):
+    """Every call in a record."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+class Tap:
+    """`async with Tap(upstream, socket, record)`: listening while the context is open. `strip` is not passed on at a path's beginning."""
+
+    def __init__(self, upstream, socket, record, *, strip=""):
+        self.upstream, self.socket, self.record, self.strip = upstream, Path(socket), Path(record), strip
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.relay)
+        self.http = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.TCPConnector(limit=0),
+            auto_decompress=False,
+            skip_auto_headers=ADDED_BY_CLIENT,
+        )
+        limits = {"max_line_size": 64 * 1024, "max_field_size": 64 * 1024}
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, **limits)
+        await self.runner.setup()
+        await web.UnixSite(self.runner, str(self.socket)).start()
+        self.file = self.record.open("a", encoding="utf-8", buffering=1)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.runner.cleanup()
+        await self.http.close()
+        self.file.close()
+        self.socket.unlink(missing_ok=True)
+
+    async def relay(self, request):
+        body = await request.content.read()
+        call = {
+            "method": request.method,
+            "path": request.raw_path,
+            "request_headers": _pairs(request.raw_headers),
+            "request_body": _readable(body),
+            "status": None,
+            "left": True,
+        }
+        pieces = []
+        try:
+            return await self._pass_on(request, body, call, pieces)
+        except ConnectionResetError:  # the harness has all it wants and is gone: Codex leaves at the last event
+            raise web.HTTPInternalServerError from None  # nobody is there to see it
+        finally:
+            call |= {"response_body": _readable(b"".join(pieces)), "chunks": [len(piece) for piece in pieces]}
+            self.file.write(json.dumps(call, ensure_ascii=False) + "\n")
+
+    async def _pass_on(self, request, body, call, pieces):
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.raw_headers]
+        headers = [(name, value) for name, value in headers if name.lower() not in OF_ONE_CONNECTION]
+        chunked = "chunked" in request.headers.get("Transfer-Encoding", "")
+        async with self.http.request(
+            request.method,
+            URL(self.upstream + request.raw_path.removeprefix(self.strip), encoded=True),
+            headers=headers,
+            data=_in_one_chunk(body) if chunked else (body or None),
+            allow_redirects=False,
+        ) as answer:
+            call |= {"status": answer.status, "reason": answer.reason, "response_headers": _pairs(answer.raw_headers)}
+            shown = web.StreamResponse(status=answer.status, reason=answer.reason)
+            for name, value in answer.headers.items():
+                if name.lower() not in OF_ONE_CONNECTION:
+                    shown.headers.add(name, value)
+            await shown.prepare(request)
+            async for piece in answer.content.iter_any():
+                pieces.append(piece)
+                await shown.write(piece)
+            await shown.write_eof()
+            call["left"] = False
+            return shown
+
+
+async def _in_one_chunk(body):
+    yield body
+
+
+def _pairs(raw_headers):
+    return [[name.decode("latin-1"), value.decode("latin-1")] for name, value in raw_headers]
+
+
+def _readable(data):
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(data).decode()}

@@ -1,0 +1,166 @@
+"""What the scripted model says to each harness: a task in that harness's own tools.
+
+All do the same job, with everything in it that makes histories hard to recognise: thinking, text before a call, several
+calls at once, arguments in odd spacing and key order, escapes, numbers such as `10000.0`, white space around text, and
+calls that the harness is known to write down differently from how they were said (`habits`). Then the user asks for
+more, in a new process where the harness can resume, and the job ends with two files in the work directory.
+
+The words of a call are JSON as a model might write it, not as a library would: that is why they are strings here.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from namespace import WORK
+from rig.miniswe import SUBMIT
+
+FIRST = "Create hello.txt in the current directory."
+SECOND = "Now print it in upper case."
+HELLO = "héllo wörld ☃\n"
+UPPER = "HéLLO WöRLD ☃\n"
+
+
+def call(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def say(thought, text="", *calls):
+    """A turn: the thought as it stands between its tags, the text as it stands before the calls."""
+    return f"<think>{thought}</think>\n\n{text}" + "\n".join(calls)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """How a harness's model runs a command and writes a file, as text."""
+
+    run: Callable
+    """(command as a JSON string) → call, in odd spacing and with whatever else the tool takes."""
+    run_plainly: Callable
+    """The same, without ado."""
+    write: Callable | None = None
+    """(path as a JSON string) → call that writes `HELLO` there; None: the shell does it."""
+    habits: list = field(default_factory=list)
+    """Turns whose calls this harness is known to send back otherwise."""
+
+    def written(self, name):
+        if self.write is None:
+            return self.run_plainly(json.dumps(f"printf 'héllo wörld ☃\\n' > {name}", ensure_ascii=False))
+        return self.write(json.dumps(f"{WORK}/{name}"))
+
+
+def tools(shell, command, *, extra='"note" : "List \\u2014 caf\\u00e9 \\/ naïve"', write=None, path="path", content="content", habits=()):
+    """The tools of a harness whose names and parameters are these."""
+    before = f"{extra},  " if extra else ""
+    said = f'"{content}": "h\\u00e9llo wörld \\u2603\\n",\n "{path}"'
+    return Tools(
+        run=lambda text: call(shell, f'{{{before}"{command}" : {text} }}'),
+        run_plainly=lambda text: call(shell, f'{{"{command}":{text}}}'),
+        write=write and (lambda where: call(write, f"{{{said}: {where}}}")),
+        habits=list(habits),
+    )
+
+
+def job(kit):
+    """All turns of the job in one harness's tools: the first task, and the second."""
+    return [
+        say(
+            "\nThe user wants a file. First “look” around…\n\n",
+            "\n\nLet me look around — naïve ☕ first.  \n\n",
+            kit.run("\"ls; echo 'héllo ☃ \\u00e9'\""),
+        ),
+        say("\nWrite it, and list in parallel.\n", "", kit.written("hello.txt"), kit.run('"ls -1"')),
+        say("\n\n", "  \n", kit.run_plainly('"cat hello.txt"')),
+        *kit.habits,
+        say("   ", "Checking the size, with a space behind ", kit.run('"wc -c hello.txt"')),
+        say("\nAll done.\n", "\n\nDone ✅ — created `hello.txt`.\n\n  "),
+        say("\nA follow-up request.\n", "On it.\n\tTabbed line.", kit.run_plainly('"tr a-z A-Z < hello.txt | tee upper.txt"')),
+        say("\nFinish.\n", "Second answer.\n"),
+    ]
+
+
+def one_task(kit, *ending):
+    """The job for a harness that takes one task and ends by a call: both parts in one."""
+    *turns, _, upper, _ = job(kit)
+    return [*turns, upper, *ending]
+
+
+def strictly(kit, *, final):
+    """The job for a harness whose every answer must be calls and nothing else (`tool_choice: required`, so a grammar holds it)."""
+    only = [
+        [kit.run("\"ls; echo 'héllo ☃ \\u00e9'\"")],
+        [kit.written("hello.txt"), kit.run('"ls -1"')],
+        [kit.run_plainly('"cat hello.txt"')],
+        [kit.run('"wc -c hello.txt"')],
+        [final("Done \\u2705 — created `hello.txt`.")],
+        [kit.run_plainly('"tr a-z A-Z < hello.txt | tee upper.txt"')],
+        [final("Second answer.")],
+    ]
+    return [f"<think>\nStep {number} — naïve ☕…\n\n</think>" + "".join(calls) for number, calls in enumerate(only)]
+
+
+TIMEOUT = '"timeout" : 10000.0,  "description" : "List \\u2014 caf\\u00e9 \\/ naïve"'
+CLAUDE_HABITS = [
+    say("\nh1\n", "Look.", call("Bash", f'{{"command":"cd {WORK} && ls -1","description":"x"}}')),
+    say("\nh2\n", "c", call("Bash", '{"command":"echo a \\\\; echo b","timeout":"5000","run_in_background":"false"}')),
+    say("\nh3\n", "c", call("Write", f'{{"content":"line with trailing   \\nsecond\\t\\n\\n","file_path":"{WORK}/a.txt"}}')),
+    say("\nh4\n", "c", call("Read", f'{{"limit":"2","offset":"1","file_path":"{WORK}/a.txt"}}')),
+    say("\nh5\n", "c", call("Edit", f'{{"new_string":"2nd","old_string":"second","file_path":"{WORK}/a.txt"}}')),
+]
+OPENCODE_HABITS = [say("\nh1\n", "Other keys.", call("bash", '{"zeta":1e2,"command":"echo big","description":"x","neg":-0.0}'))]
+
+KITS = {
+    "claude-code": tools("Bash", "command", extra=TIMEOUT, write="Write", path="file_path", habits=CLAUDE_HABITS),
+    "codex": tools("exec_command", "cmd", extra='"yield_time_ms" :  1000'),
+    "hermes": tools("terminal", "command", extra='"timeout" : 60.0', write="write_file"),
+    "opencode": tools("bash", "command", extra=TIMEOUT, write="write", path="filePath", habits=OPENCODE_HABITS),
+    "qwen-code": tools("run_shell_command", "command", extra='"is_background" : false', write="write_file", path="file_path"),
+    "gemini-cli": tools("run_shell_command", "command", extra='"description" : "List \\u2014"', write="write_file", path="file_path"),
+    "pi": tools("bash", "command", extra='"timeout" : 60.0', write="write"),
+    "kimi-code": tools("Bash", "command", extra='"timeout" : 60', write="Write"),
+    "mini-swe-agent": tools("bash", "command", extra=""),
+    "openhands": tools("terminal", "command", extra='"is_input" : "false"'),
+    "openai-agents": tools("shell", "command", write="write_file"),
+    "openai-agents-chat": tools("shell", "command", write="write_file"),
+    "langgraph": tools("shell", "command", write="write_file"),
+    "pydantic-ai": tools("shell", "command", write="write_file"),
+    "smolagents": tools("shell", "command", write="write_file"),
+}
+
+
+def typed(keystrokes=None, *, done=False):
+    """An answer of Terminus-2: no calls, a JSON object with what to type."""
+    commands = [f'{{ "keystrokes": "{keystrokes}\\n" , "duration": 1.0 }}'] if keystrokes else []
+    ending = ', "task_complete": true' if done else ""
+    return f'{{\n "analysis": "naïve \\u2615",\n "plan": "on",\n "commands": [{", ".join(commands)}]{ending}\n}}'
+
+
+TERMINUS = [
+    say("\nthink ☕\n", f"\n\n{typed('ls')}  \n\n"),
+    say("\nwrite\n", "Some words before.\n" + typed(r"printf 'héllo wörld ☃\\n' > hello.txt") + "\nand behind \n"),
+    say("", "No JSON at all.  \n"),
+    say("   ", typed("tr a-z A-Z < hello.txt | tee upper.txt")),
+    say("\ndone\n", typed(done=True)),
+    say("\nyes\n", typed(done=True) + "\n"),
+]
+
+STRICT = {"smolagents": lambda kit: strictly(kit, final=lambda text: call("final_answer", f'{{ "answer" : "{text}" }}'))}
+"""Those whose answers a grammar holds."""
+
+ENDINGS = {"mini-swe-agent": [say("\nAll there.\n", "Done.  \n", call("bash", f'{{"command": "{SUBMIT}"}}'))]}
+"""How those end that take one task only."""
+
+
+def scripts():
+    """Episodes for the scripted model: by the harness's name."""
+    found = {}
+    for name, kit in KITS.items():
+        turns = one_task(kit, *ENDINGS[name]) if name in ENDINGS else STRICT.get(name, job)(kit)
+        found[name] = {"turns": turns, "side": say("\nA title is wanted.\n", "Create Hello File")}
+    return found | {"terminus-2": TERMINUS}
+
+
+def prompts(name):
+    """What the user asks of this harness: the name of the episode is in the first words."""
+    first = f"EPISODE:{name} {FIRST}"
+    return [f"{first} {SECOND}"] if name in ENDINGS or name not in KITS else [first, SECOND]

@@ -1,0 +1,138 @@
+"""Real harness programs do a job, straight at a real vLLM and through the proxy; the engine's own books are the judge.
+
+`$TOKENCACHE_E2E_HARNESSES` names those that must run here (and fail if they are not installed); without it all that are
+installed run. `$TOKENCACHE_E2E_WRITE_TABLE`: write docs/harnesses.md when all is done.
+"""
+
+import os
+from collections import Counter
+
+import aiohttp
+import lineages
+import pytest
+import table
+import tasks
+from expected import EXPECTED, NOT_RUN
+from lab import lab_engine, read_generations, run_harness, run_through_proxy
+from namespace import remark
+from programs import PROGRAMS
+from rig.exported import generations
+from rig.server import MODEL
+from structures import STRUCTURES
+
+from tokencache.testing.tokenizer import build_tokenizer
+
+WANTED = os.environ.get("TOKENCACHE_E2E_HARNESSES", "").split()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def engine(servers, tmp_path_factory):
+    return lab_engine(servers, tmp_path_factory)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written_table():
+    yield
+    if "TOKENCACHE_E2E_WRITE_TABLE" in os.environ:
+        table.write([*PROGRAMS, *STRUCTURES], table.MISSING | NOT_RUN)
+
+
+def there(name):
+    """The program of this name; without it the test fails if it was asked for, is skipped if not, and the table says why."""
+    program = PROGRAMS[name]
+    if WANTED and name not in WANTED:
+        pytest.skip("not among those asked for")
+    if not program.installed:
+        table.MISSING[program.adapter.title] = program.why_not()
+        (pytest.fail if name in WANTED else pytest.skip)(program.why_not())
+    return program
+
+
+def assert_content(run):
+    """The harness got all that it asked for, and did not complain."""
+    assert all(ended.returncode == 0 for ended in run.ended), run.output
+    generating = [call for call in run.calls if call["method"] == "POST" and not call["left"]]
+    assert {call["status"] for call in generating} == {200}
+
+
+def assert_job_done(run):
+    """The user is content, too: the files are there, and hold what they should."""
+    assert_content(run)
+    assert (run.work / "hello.txt").read_text(encoding="utf-8") == tasks.HELLO
+    assert (run.work / "upper.txt").read_text(encoding="utf-8") == tasks.UPPER
+
+
+def assert_as_the_engine_says(through, calls, sequences, adapter, *, interrupted=False):
+    """The session is complete, falls into these sequences, and holds each call's ids as the engine wrote them down."""
+    assert through.exported["complete"], through.exported["incidents"]
+    assert sorted(through.sequences) == sorted(sequences)
+    assert lineages.lines(calls) == sorted((turns for _, _, turns in sequences), reverse=True)
+    told = [(prompt, ids) for prompt, ids, _ in generations(through.exported)]
+    said = {call.prompt: call.sampled for call in calls}
+    if interrupted:  # by the time that it is told to stop, an engine has said a few words that nobody hears
+        assert dict(told) == {prompt: said[prompt][: len(ids)] for prompt, ids in told}
+        assert len(told) == len(calls)
+    else:
+        assert Counter(told) == Counter((call.prompt, call.sampled) for call in calls)
+    assert set(through.forgiven) <= set(adapter.mutations.rules)
+
+
+async def test_the_books_are_the_engines_own_words(engine):
+    """What the engine writes down of a call is what it says of it to a client that may ask."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "EPISODE:hermes go"}], "return_token_ids": True}
+    before = len(await read_generations(engine))
+    async with aiohttp.ClientSession() as http, http.post(f"{engine.url}/v1/chat/completions", json=body) as answer:
+        said = await answer.json()
+    told = (said["prompt_token_ids"], said["choices"][0]["token_ids"])
+    assert (await read_generations(engine))[before:] == [told]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+async def test_every_turn_extends_the_one_before(engine, tokenizer, name, tmp_path, figures):
+    program, expected = there(name), EXPECTED[name]
+    steps = program.steps(tasks.prompts(name))
+    drifted = ()
+    if expected.directly:
+        direct = await run_harness(program, steps, engine, tmp_path / "direct")
+        assert_job_done(direct)
+        drifted = lineages.contiguous(lineages.read(direct.generations, tokenizer.decode))
+    through = await run_through_proxy(name, program, steps, engine, tmp_path / "proxied")
+    assert_job_done(through.run)
+
+    calls = lineages.read(through.run.generations, tokenizer.decode)
+    note = f"{expected.note} {remark(through.run.ended)}".strip()
+    measured = (len(calls), drifted, lineages.contiguous(calls), through.sequences, through.forgiven)
+    row = table.Row(program.adapter.title, program.version, program.dialect, *measured, note)
+    table.ROWS[name] = row
+    figures.append(row.figures(name))
+    assert_as_the_engine_says(through, calls, expected.sequences, program.adapter)
+    assert not drifted or drifted[0] < drifted[1] / 2
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+async def test_every_call_is_in_its_line(engine, tokenizer, name, tmp_path, figures):
+    structure = STRUCTURES[name]
+    program = there(structure.harness)
+    steps = structure.steps(name)
+    through = await run_through_proxy(name, program, steps, engine, tmp_path)
+    assert_content(through.run)
+    calls = lineages.read(through.run.generations, tokenizer.decode)
+    measured = (len(calls), lineages.contiguous(calls), through.sequences, through.forgiven)
+    shape = table.Shape(program.adapter.title, structure.note, *measured)
+    table.ROWS[name] = shape
+    figures.append(f"{name:<20} {len(calls):>2} calls: {table.sequences(through.sequences)} {remark(through.run.ended)}")
+    broken_off = any(step.interrupt for step in steps)
+    kept = structure.heard in through.run.calls[-1]["request_body"]
+    sequences = structure.sequences if kept else structure.unheard
+    assert_as_the_engine_says(through, calls, sequences, program.adapter, interrupted=broken_off)
+    if broken_off:
+        assert {incident["kind"] for incident in through.exported["incidents"]} == {"client-gone"}
+    if broken_off and kept:  # what was heard stands in the next prompt with the tokens that were sampled
+        first, second = calls
+        heard = lineages.shared(first.prefix, second.prompt) - len(first.prompt)
+        assert structure.heard in tokenizer.decode(first.sampled[:heard])
