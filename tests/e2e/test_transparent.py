@@ -3,13 +3,11 @@
 Masked are only what differs between two direct calls: ids made up by the server, the time, and durations.
 """
 
-import asyncio
+import json
 import re
-import statistics
-import time
 
 import pytest
-from rig.exported import trajectory
+from rig.exported import generations, trajectory
 from rig.harness import SESSION_HEADER, TOOLS
 from rig.server import MODEL
 
@@ -22,7 +20,11 @@ FOR_EACH = [
 ]
 HI = [{"role": "user", "content": "EPISODE:agent please"}]
 FREE = [{"role": "user", "content": "Say whatever you like ☕."}]
-CHAT = "/v1/chat/completions"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def text(prompt="Once", **fields):
+    return "POST", TEXT, {"model": MODEL, "prompt": prompt, "max_tokens": 12, "seed": 4, **fields}
 
 
 def chat(messages=HI, **fields):
@@ -36,7 +38,12 @@ REQUESTS = {
     "two": chat(FREE, n=2, max_tokens=12),
     "hidden-reasoning": chat(tools=TOOLS, include_reasoning=False),
     "stop": chat([{"role": "user", "content": "EPISODE:stops please"}], stop=["HALT"]),
-    "completion": ("POST", "/v1/completions", {"model": MODEL, "prompt": "Once", "max_tokens": 12, "seed": 4}),
+    "text": text(),
+    "text-two-of-two": text(["Once", "Twice upon"], n=2),
+    "text-of-ids": text([5, 6, 7], logprobs=2),
+    "text-with-ids": text(return_token_ids=True),
+    "text-with-ids-and-logprobs": text([[5, 6], [7]], return_token_ids=True, logprobs=0),
+    "text-hot": text(temperature="hot"),
     "own-ids": chat(kv_transfer_params={"prompt_token_ids": [5, 6, 7]}, max_tokens=5),
     "tokenize": ("POST", "/tokenize", {"model": MODEL, "messages": HI}),
     "detokenize": ("POST", "/detokenize", {"model": MODEL, "tokens": [5, 6, 7]}),
@@ -57,8 +64,10 @@ REQUESTS = {
     "refused-late": chat(FREE, stream=True, logprobs=True, top_logprobs=99),
 }  # fmt: skip
 SAMPLING = ("chat", "free", "ids-and-logprobs", "two", "hidden-reasoning", "stop", "own-ids")
+TEXTS = ("text", "text-two-of-two", "text-of-ids", "text-with-ids", "text-with-ids-and-logprobs")
 STREAMED = {
-    f"{name}-stream": chat(**(REQUESTS[name][2] | {"stream": True, "stream_options": {"include_usage": True}})) for name in SAMPLING
+    f"{name}-stream": (*REQUESTS[name][:2], REQUESTS[name][2] | {"stream": True, "stream_options": {"include_usage": True}})
+    for name in SAMPLING + TEXTS
 }
 
 
@@ -97,6 +106,9 @@ async def exchange(http, url, request, **headers):
         return answer.status, answer.reason, kept, masked(by_choice(raw) if "stream" in answer.content_type else raw)
 
 
+WITHIN = [name for name in REQUESTS | STREAMED if (REQUESTS | STREAMED)[name][1] in (CHAT, TEXT) and "own-ids" not in name]
+
+
 @pytest.mark.parametrize("name", REQUESTS | STREAMED)
 async def test_without_a_session_nothing_differs(proxied, name):
     request = (REQUESTS | STREAMED)[name]
@@ -104,7 +116,7 @@ async def test_without_a_session_nothing_differs(proxied, name):
     assert through == direct
 
 
-@pytest.mark.parametrize("name", [name for name in REQUESTS | STREAMED if (REQUESTS | STREAMED)[name][1] == CHAT and "own-ids" not in name])
+@pytest.mark.parametrize("name", WITHIN)
 async def test_first_call_of_a_session_is_answered_alike(proxied, name):
     """What the proxy asks for itself (ids, log probabilities, reasoning), the harness does not see."""
     request = (REQUESTS | STREAMED)[name]
@@ -116,7 +128,23 @@ async def test_first_call_of_a_session_is_answered_alike(proxied, name):
     elif name not in ("no-body", "no-json", "no-messages"):  # refused by the proxy itself, in its own words
         assert through[3] == direct[3]
     else:
-        assert through[3].startswith(b'{"error": {"message": ')
+        assert through[3].startswith(b'{"error":{"message":')
+
+
+@pytest.mark.parametrize("name", [name for name in STREAMED if name.startswith("text-with-ids")] + ["text-with-ids-and-logprobs"])
+async def test_every_choice_of_a_text_completion_is_recorded(proxied, name):
+    """In the ids and log probabilities that the engine itself says to a direct client with the same seed."""
+    method, path, body = (REQUESTS | STREAMED)[name]
+    whole = body | {"stream": False, "stream_options": None, "return_token_ids": True, "logprobs": 0}
+    _, _, _, raw = await exchange(proxied.http, proxied.vllm, (method, path, whole))
+    said = {(*c["prompt_token_ids"], None, *c["token_ids"]): c["logprobs"]["token_logprobs"] for c in json.loads(raw)["choices"]}
+    await exchange(proxied.http, proxied.url, (method, path, body), **{SESSION_HEADER: name})
+    exported = await trajectory(proxied, name)
+    assert exported["complete"]
+    recorded = {(*prompt, None, *ids): list(logprobs) for prompt, ids, logprobs in generations(exported)}
+    assert recorded.keys() == said.keys()
+    for choice, logprobs in said.items():
+        assert recorded[choice] == pytest.approx(logprobs, abs=1e-3)
 
 
 async def test_refusals_leave_no_hole(proxied):
@@ -132,22 +160,3 @@ async def test_refusals_leave_no_hole(proxied):
     assert [incident["kind"] for incident in exported["incidents"]] == ["engine-refused"] * 3
     assert harness.contiguous == (1, 1)
     assert len(exported["sequences"]) == 1
-
-
-async def test_added_latency_is_small(proxied, figures):
-    """No benchmark, `bench/` is one: only that a turn through the proxy takes about as long as one without it."""
-    body = {"model": MODEL, "messages": FREE, "max_tokens": 1}
-
-    async def median(url, **headers):
-        took = []
-        for _ in range(15):
-            began = time.perf_counter()
-            await exchange(proxied.http, url, ("POST", CHAT, body), **headers)
-            took.append(time.perf_counter() - began)
-            await asyncio.sleep(0)
-        return statistics.median(took) * 1e3
-
-    direct, relayed = await median(proxied.vllm), await median(proxied.url)
-    session = await median(proxied.url, **{SESSION_HEADER: "quick"})
-    figures.append(f"one token, median of 15: direct {direct:.1f} ms, relayed {relayed:.1f} ms, in a session {session:.1f} ms")
-    assert session < direct + 50
