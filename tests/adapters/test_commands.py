@@ -145,11 +145,12 @@ def test_run_of_a_harness_that_is_killed(machine, proxy):
     assert machine.tokencache("run", "codex", "--session", "s", "--proxy", proxy).returncode == 128 + 9
 
 
-def started(machine, proxy, then):
-    """Start a harness that waits; returns our process, once the harness is ready."""
+def started(machine, proxy, number, code):
+    """Start a harness that waits for a signal and ends with `code`; returns our process, once the harness is ready."""
     pipe = machine.work / "ready"
     os.mkfifo(pipe)
-    machine.install("codex", then=f"import signal\n{then}\nopen({str(pipe)!r}, 'w').close()\nsignal.pause()")
+    wait = f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}])\nopen({str(pipe)!r}, 'w').close()\nsignal.sigwait([{int(number)}])"
+    machine.install("codex", then=f"import signal\n{wait}\nsys.exit({code})")
     ours = subprocess.Popen([*COMMAND, "run", "codex", "--session", "s", "--proxy", proxy], env=machine.env, stdin=subprocess.DEVNULL)
     pipe.read_text()
     return ours
@@ -157,7 +158,7 @@ def started(machine, proxy, then):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_run_passes_on_the_word_to_stop_and_cleans_up(machine, proxy, number):
-    ours = started(machine, proxy, f"signal.signal({int(number)}, lambda *_: sys.exit(5))")
+    ours = started(machine, proxy, number, 5)
     ours.send_signal(number)
     assert ours.wait(30) == 5
     assert not Path(machine.started["env"]["CODEX_HOME"]).exists()
@@ -165,7 +166,7 @@ def test_run_passes_on_the_word_to_stop_and_cleans_up(machine, proxy, number):
 
 def test_run_leaves_ctrl_c_to_the_harness(machine, proxy):
     """A terminal sends it to both: we wait for what the harness makes of it."""
-    ours = started(machine, proxy, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(6))")
+    ours = started(machine, proxy, signal.SIGTERM, 6)
     ours.send_signal(signal.SIGINT)
     ours.send_signal(signal.SIGTERM)
     assert ours.wait(30) == 6

@@ -43,28 +43,47 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     Raises:
         AdapterError: the program cannot be started.
     """
-    try:
-        child = subprocess.Popen(argv, env=env)  # noqa: S603 - what the user asked for
-    except OSError as why:
-        raise AdapterError(f"{argv[0]} cannot be started: {why.strerror}") from None
-    with _signals(child):
+    with _signals() as heard:
+        try:
+            child = subprocess.Popen(argv, env=env)  # noqa: S603 - what the user asked for
+        except OSError as why:
+            raise AdapterError(f"{argv[0]} cannot be started: {why.strerror}") from None
+        heard.pass_to(child)
         code = child.wait()
     return code if code >= 0 else _OF_A_SIGNAL - code
 
 
+class _Heard:
+    """Passes signals on to the child; one that comes before there is a child waits for it."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+
+    def pass_to(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        while self._early:
+            child.send_signal(self._early.pop(0))
+
+    def pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if self._child is None:
+            self._early.append(number)
+        else:
+            self._child.send_signal(number)
+
+
 @contextlib.contextmanager
-def _signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        child.send_signal(number)
+def _signals() -> Iterator[_Heard]:
+    heard = _Heard()
 
     def leave_to_child(_number: int, _frame: FrameType | None) -> None:
         pass
 
-    # a handler, not SIG_IGN: that would be the harness's, too, had it been set before the harness began
-    handlers = {signal.SIGTERM: pass_on, signal.SIGHUP: pass_on, signal.SIGINT: leave_to_child, signal.SIGQUIT: leave_to_child}
+    # Handlers, not SIG_IGN: that would be the harness's, too.
+    handlers = {signal.SIGTERM: heard.pass_on, signal.SIGHUP: heard.pass_on, signal.SIGINT: leave_to_child, signal.SIGQUIT: leave_to_child}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
