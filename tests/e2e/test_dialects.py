@@ -137,7 +137,7 @@ SAID_OF_IT = {
         "tool": (anthropic.BadRequestError, "invalid_request_error", r"tools\.0\.input_schema"),
     },
     "responses": {
-        "model": (openai.NotFoundError, None, "`nope`"),
+        "model": (openai.NotFoundError, "model_not_found", "`nope`"),
         "length": (openai.BadRequestError, "context_length_exceeded", "maximum context length is 32768"),
         "tool": (openai.BadRequestError, None, r"tools\[0\]\.parameters"),
     },

@@ -1,13 +1,16 @@
 """What harnesses do to replies, through the whole proxy: rewritten, interrupted, found again by handle or id, or refused."""
 
+import contextlib
 import json
 
+import aiohttp
 import pytest
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
 from tests.proxy.test_client_gone import settled
 from tokencache.core.rules import RULES, Leniency
 from tokencache.proxy import caller
+from tokencache.proxy.call import Call
 from tokencache.proxy.habits import Habits
 from tokencache.testing import SimulatedEngine
 
@@ -153,3 +156,22 @@ async def test_what_was_not_heard_is_not_taken(change):
 
 def test_all_rules_have_names_that_an_adapter_can_write():
     assert all(rule.name.replace("-", "").isalpha() for rule in RULES)
+
+
+async def test_who_leaves_before_the_last_words_has_not_heard_the_whole(monkeypatch):
+    """The engine has finished, and the harness is gone before the end reaches it: what came back is a beginning."""
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        asked = {"messages": [user("EPISODE:long")]}
+        with monkeypatch.context() as gone:
+            gone.setattr(Call, "_harness_left", lambda self: True)
+            async with rig.http.post(rig.url + CHAT, json={"model": "sim", "stream": True, **asked}, headers={HEADER: "s"}) as answer:
+                got = b""
+                with contextlib.suppress(aiohttp.ClientError):
+                    while more := await answer.content.readany():
+                        got += more
+        await settled(rig)
+        heard = heard_of(got)
+        await rig.say("s", [*asked["messages"], {"role": "assistant", "content": heard}, user("go on")])
+        first, second = await rig.turns()
+        assert "aborted" in first["marks"]
+        assert (second["match"], second["forgiven"].count("interrupted")) in {("continue", 1), ("resplice", 1)}

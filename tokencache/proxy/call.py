@@ -192,6 +192,8 @@ class Call:
             held, cut = await self._pass_on(answer, response)
         finally:
             waking.cancel()
+        if not cut and self._harness_left():  # of what waits for the store it will hear nothing: not for it is this reply whole
+            cut, self._outcome.broke, self._outcome.detail = True, ABORTED, _LEFT
         if not cut and not self._reply.finished and not self._reply.error:
             self._outcome.broke, self._outcome.detail = BROKE, _ENDED
             if not self._as_is and not self._said_all:  # in its own words, or half a reply would pass for a whole one
@@ -200,13 +202,12 @@ class Call:
             await self._end(self._record())
         except StoreError as why:  # the head is out: said within the stream, as an engine says it
             held, cut = self._speaker.failed(_UNAVAILABLE, f"the store failed: {why}"), False
+        with contextlib.suppress(ConnectionError):  # it may leave even now; its turn is recorded
+            await response.write(held)
+            if not cut:
+                await response.write_eof()
         if cut:
-            with contextlib.suppress(ConnectionError):
-                await response.write(held)
             self._drop_connection()
-            return response
-        await response.write(held)
-        await response.write_eof()
         return response
 
     async def _pass_on(self, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> tuple[bytes, bool]:

@@ -131,7 +131,7 @@ STRUCTURES = {
     ),
     "claude-code_interrupt": Structure(
         "claude-code",
-        {"claude-code_interrupt": [say("\nall of it\n", "Word for word, as it was said. " * 300), say("\nbriefly\n", "That was it.\n")]},
+        {"claude-code_interrupt": [say("\nall of it\n", "Word for word, as it was said. " * 800), say("\nbriefly\n", "That was it.\n")]},
         interrupted,
         [("root", "", 1), ("resplice", "interrupted", 1)],
         "Ctrl-C in mid-answer, then `--continue`: the answer as far as it was heard is known, token for token; a sequence begins behind it",
