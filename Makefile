@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 MINISWE_VENV ?= .venv-miniswe
 HARNESS_DIR ?= .harnesses
+USUAL := claude-code codex hermes opencode openai-agents langgraph
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR))
 PYTEST_E2E = $(BIN)/pytest -o addopts="-q --strict-markers --strict-config"
@@ -38,9 +39,9 @@ lint: $(STAMP) ## ruff and mypy
 test: lint ## lint, then all tests but the end-to-end ones
 	$(BIN)/pytest
 
-e2e: e2e-engine ## a real vLLM on CPU, Claude Code, Codex, Hermes and more: ten minutes and 6 GB the first time
-	tests/e2e/harnesses/install.sh $(HARNESS_DIR) claude-code codex hermes
-	$(E2E) TOKENCACHE_E2E_HARNESSES="claude-code codex hermes mini-swe-agent" $(PYTEST_E2E) tests/e2e
+e2e: e2e-engine ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time
+	tests/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
+	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/e2e
 
 e2e-harnesses: e2e-engine ## every real harness that can be installed; writes docs/harnesses.md
 	-tests/e2e/harnesses/install.sh $(HARNESS_DIR)
