@@ -5,6 +5,7 @@ its members are what that reads, written again: what the engine makes of them is
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -71,6 +72,19 @@ def member(fields: dict[str, Raw], name: str, kinds: tuple[type, ...], default: 
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise HarnessError(f"{name!r} must be of type {wanted}, not {type(value).__name__}", param=name)
     return value
+
+
+def model_of(fields: dict[str, Raw], served: Callable[[str], str]) -> str:
+    """The model that is meant by the name in a body, by `served`; it is written into the body in that name's place.
+
+    Raises:
+        HarnessError: the name is no text.
+    """
+    named: str = member(fields, "model", (str,), "")
+    model = served(named)
+    if model != named:
+        fields["model"] = Raw(msgspec.json.encode(model))
+    return model
 
 
 def entries_of(raw: Raw) -> list[bytes]:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tokencache.dialects.body import fields_of, member
+from tokencache.dialects.body import fields_of, member, model_of
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.rendering import render_args
 from tokencache.dialects.presenter import Presenter
@@ -84,10 +84,7 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> CompletionCall:
         HarnessError: it is no JSON object, or a member that matters here has the wrong type.
     """
     fields = fields_of(body)
-    named = member(fields, "model", (str,), "")
-    model = served(named)
-    if model != named:
-        fields["model"] = Raw(_ENCODER.encode(model))
+    model = model_of(fields, served)
     prompts = member(fields, "prompt", (str, list), "")
     several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
     causes = {

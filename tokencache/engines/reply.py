@@ -10,26 +10,9 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.canonical import Call, Message
+from tokencache.dialects.heard import Said
 
 Raw = msgspec.Raw
-
-
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolCall(msgspec.Struct):
-    index: int | None = None
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_ToolCall] | None = None
 
 
 class _Logprob(msgspec.Struct):
@@ -45,8 +28,8 @@ class _Logprobs(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     index: int = 0
-    delta: _Delta | None = None
-    message: _Delta | None = None
+    delta: Said | None = None
+    message: Said | None = None
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -105,26 +88,25 @@ class Choice:
             self.logprobs += [value for value in choice.logprobs.token_logprobs or () if value is not None]
         if bytes(choice.prompt_token_ids) != _CUT:
             self.prompt = self.prompt or _given(choice.prompt_token_ids)
-        said = choice.delta or choice.message or _Delta(content=choice.text)
+        said = choice.delta or choice.message or Said(content=choice.text)
         self._say(said, before)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
 
-    def _say(self, said: _Delta, before: int) -> None:
+    def _say(self, said: Said, before: int) -> None:
         if said.content:
             self.content.append(said.content)
-        thought = said.reasoning or said.reasoning_content
+        thought = said.thought
         if thought:
             self.reasoning.append(thought)
         if said.content or thought:
-            self.steps.append((before, len(self.ids), len(said.content or ""), len(thought or "")))
-        for n, call in enumerate(said.tool_calls or ()):
-            parts = self.calls.setdefault(n if call.index is None else call.index, ["", "", ""])
+            self.steps.append((before, len(self.ids), len(said.content or ""), len(thought)))
+        for index, call in said.called():
+            parts = self.calls.setdefault(index, ["", "", ""])
             parts[0] = call.id or parts[0]
-            if call.function is not None:
-                parts[1] += call.function.name or ""
-                parts[2] += call.function.arguments or ""
+            parts[1] += call.name
+            parts[2] += call.arguments
 
 
 class Reply:

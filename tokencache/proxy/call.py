@@ -243,7 +243,8 @@ class Call:
             return self._speaker.end()
         brief = self._reply.take(data)
         self._over = self._over or self._reply.finished or bool(self._reply.error)
-        return self._speaker.chunk(event, data if self._call.shows_ids else brief, self._reply.prompt_tokens)
+        prompt_tokens = 0 if self._as_is else self._reply.prompt_tokens  # counting them costs, and only a codec says how many
+        return self._speaker.chunk(event, data if self._call.shows_ids else brief, prompt_tokens)
 
     async def _break_silence(self, response: web.StreamResponse) -> None:
         """Say something that says nothing while the engine queues or prefills: harnesses and proxies hang up on silence."""

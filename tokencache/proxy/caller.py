@@ -129,7 +129,8 @@ class Caller:
         if any(seen.message.role == "system" for seen in call.read[1:]):
             model = await self._model(call)
             if model is not None and not model.capability.later_system:
-                call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, f"{known_as}\0reminders")
+                known_as = known_as and f"{known_as}\0reminders"
+                call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
         call.leniency = visit.leniency
         return call
 

@@ -80,7 +80,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             if self.model is not None and self.whole:
                 self.model.observe(choice)
             incidents += self._incidents_of(index, choice)
-            own = self._prompt(choice.prompt) if choice.prompt not in {b"", self.reply.prompt} else None
+            own = self._prompt(choice.prompt) if choice.prompt and choice.prompt != self.reply.prompt else None
             entry, prefix = self._entry(own or prompt, index, choice, prefixes)
             entries.append(entry)
             held.append(prefix)

@@ -11,7 +11,7 @@ import msgspec
 
 from tokencache.core.chain import Conversation, converse, extend
 from tokencache.core.rules import Leniency
-from tokencache.dialects.body import entries_of, fields_of, member, value_of
+from tokencache.dialects.body import entries_of, fields_of, member, model_of, value_of
 from tokencache.dialects.chat.growth import Bodies, Known, split_whole
 from tokencache.dialects.chat.messages import ReadMessage, with_stand_ins
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
@@ -126,10 +126,7 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
             "'kv_transfer_params.prompt_token_ids' cannot be set within a session: the proxy supplies the exact ids",
             param="kv_transfer_params.prompt_token_ids",
         )
-    named = member(fields, "model", (str,), "")
-    model = served(named)
-    if model != named:
-        fields["model"] = Raw(msgspec.json.encode(model))
+    model = model_of(fields, served)
     call = ChatCall(
         fields=fields,
         raw_messages=raw_messages,
