@@ -29,6 +29,8 @@ class Structure:
     """Words of an answer that is interrupted. A harness may end before it has written down what it heard of it."""
     unheard: list = field(default_factory=list)
     """The sequences if that is so: the next prompt holds nothing of that answer."""
+    heard_whole: list = field(default_factory=list)
+    """The sequences if it had heard every token that was recorded: the next prompt extends them."""
     asked: dict = field(default_factory=dict)
     """What is said when a prompt ends in these words, in whichever turn (`rig/scripted_model.py`)."""
 
@@ -137,6 +139,7 @@ STRUCTURES = {
         "Ctrl-C in mid-answer, then `--continue`: the answer as far as it was heard is known, token for token; a sequence begins behind it",
         heard="Word for word",
         unheard=[("root", "", 1), ("plain", "unrecognised-reply", 1)],
+        heard_whole=[("root", "", 2)],
     ),
     "opencode_task": Structure(
         "opencode",
