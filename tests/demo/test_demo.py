@@ -13,7 +13,7 @@ from tokencache.demo import run_demo
 from tokencache.demo.episodes import script
 from tokencache.proxy.plan import Plan, Planner
 from tokencache.testing import SimulatedEngine
-from tokencache.trainer import native
+from tokencache.trainer.formats import native
 
 ROLLOUTS, TURNS = 6, 8
 FIGURES = ["rollouts", "turns", "contiguous_turns", "drifted_tokens", "sequences", "trainable_tokens"]
@@ -101,8 +101,8 @@ def missing_turn(exported):
 async def test_a_proxy_that_lies_is_found_out(tmp_path, monkeypatch, lie):
     truth = native.sequence_object
 
-    def liar(sequence):
-        exported = truth(sequence)
+    def liar(*given):
+        exported = truth(*given)
         lie(exported)
         return exported
 

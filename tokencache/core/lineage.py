@@ -26,6 +26,11 @@ class SequenceTurn(msgspec.Struct, frozen=True):
 class TokenSequence(msgspec.Struct, frozen=True):
     """A line of turns, each extending the one before.
 
+    `start` says how it begins and `reason` why; `parent` is the sequence it branched off, or took its context from.
+    `continued` says whether a later call went on from one of its turns, within it or in a branch; `tools` how many tools
+    its first call offered. So a title call is one that was not continued and had no tools, and a retry whose answer was
+    thrown away a branch that was not continued: who trains decides, here nothing is guessed.
+
     `token_ids`, `loss_mask` and `logprobs` have one entry per token. A token with mask 1 was sampled by the policy in
     this sequence and carries the natural logarithm of the probability it was sampled with; every other token has mask
     0 and log probability 0.0.
@@ -39,6 +44,13 @@ class TokenSequence(msgspec.Struct, frozen=True):
     loss_mask: list[int]
     logprobs: list[float]
     turns: list[SequenceTurn]
+    continued: bool = False
+    tools: int = 0
+
+    @property
+    def trainable(self) -> int:
+        """How many of its tokens have mask 1."""
+        return sum(self.loss_mask)
 
 
 def lines(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -79,15 +91,17 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
     """
     lookup = {turn.id: (turn, tokens[turn.id]) for turn in turns}
     name_of: dict[str, str] = {}
+    parents = {turn.parent for turn in turns}
     built = []
     for line in lines(turns):
         first = line[0]
-        built.append(_sequence(line, lookup, name_of.get(first.parent or first.origin or "")))
+        continued = any(turn.id in parents for turn in line)
+        built.append(_sequence(line, lookup, name_of.get(first.parent or first.origin or ""), continued=continued))
         name_of.update(dict.fromkeys((turn.id for turn in line), built[-1].id))
     return built
 
 
-def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None) -> TokenSequence:
+def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None, *, continued: bool) -> TokenSequence:
     packed = bytearray(rebuild(lookup, line[0].id).ids)
     mask: list[int] = []
     logprobs: list[float] = []
@@ -106,4 +120,15 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
         logprobs += [0.0] * (start - before) + (values if trained else [0.0] * turn.completion_tokens)
         spans.append(SequenceTurn(turn, (before, start), (start, len(mask))))
     start_kind = "branch" if line[0].match == "continue" else line[0].match
-    return TokenSequence(line[0].id, parent, start_kind, line[0].reason, ids.unpack(bytes(packed)), mask, logprobs, spans)
+    return TokenSequence(
+        id=line[0].id,
+        parent=parent,
+        start=start_kind,
+        reason=line[0].reason,
+        token_ids=ids.unpack(bytes(packed)),
+        loss_mask=mask,
+        logprobs=logprobs,
+        turns=spans,
+        continued=continued,
+        tools=line[0].tools,
+    )

@@ -43,6 +43,14 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         cuts: of an aborted turn, where the harness may have left (`interrupt`).
         stopped: the completion ends with a stop id, which is the template's end of turn or the next opener.
         sampling: the request's sampling parameters as sent to the engine.
+        replaced: what the harness had asked for where the session's policy put something else: name → its value, `None` if
+            it had asked for nothing.
+        logprob_kind: what the engine's log probabilities are: `raw` (of the model's own distribution), `processed` (of the
+            distribution sampled from, after temperature, top-p and masks), or `""` where that is not known.
+        experts: where the experts that were routed to are kept; `""` if they are not.
+        harness: the adapter whose habits were forgiven; `""` if none.
+        context_base, context_shared: the messages of its request, stored as its tokens are: the first `context_shared` are
+            those of `context_base`'s request.
         marks: what a trainer must know: `aborted`, `engine-disagrees`, `no-logprobs`, `media`, `upstream-broke`.
         created: seconds since the epoch when the call began; `seconds`: how long it took.
         versions: weight version spans as the engine gives them (vLLM 0.33 `weight_versions`).
@@ -76,6 +84,12 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     messages: int = 0
     tools: int = 0
     sampling: dict[str, Any] = {}
+    replaced: dict[str, Any] = {}
+    logprob_kind: Literal["raw", "processed", ""] = ""
+    experts: str = ""
+    harness: str = ""
+    context_base: str | None = None
+    context_shared: int = 0
     marks: tuple[str, ...] = ()
     created: float = 0.0
     seconds: float = 0.0

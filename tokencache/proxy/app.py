@@ -71,7 +71,7 @@ class Proxy:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
-        trainer_routes(app, self.store, self.ledger, self.habits, admin_key=self.settings.admin_key or None)
+        trainer_routes(app, self.ledger, self.habits, admin_key=self.settings.admin_key or None)
         app.router.add_route("*", "/{path:.*}", self._any)
         return app
 
@@ -107,7 +107,7 @@ class Proxy:
             return await relay(request, self.upstream, origin.path)
         harness = origin.harness or self.habits.recognise(request.headers.get("User-Agent", ""))
         headers = self._headers(request, origin, translated=dialect is not None)
-        visit = Visit(request, origin.session, origin, route, headers, self.habits.leniency(harness))
+        visit = Visit(request, origin.session, origin, route, headers, harness, self.habits.leniency(harness))
         if dialect is not None:
             return await self.caller.answer(visit, dialect)
         if request.method == "POST" and route == CHAT:

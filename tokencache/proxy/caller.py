@@ -43,13 +43,14 @@ _OURS: dict[type[Exception], str] = {StoreError: "store-error", KeyError: "torn-
 
 
 class Visit(NamedTuple):
-    """A request within a session: where it belongs, what is forgiven there, its path without the query, the headers for the engine."""
+    """A request within a session: where it belongs, its path without the query, the headers for the engine, who asks, what is forgiven."""
 
     request: web.Request
     session: str
     origin: Origin
     route: str
     headers: CIMultiDict[str]
+    harness: str
     leniency: Leniency
 
 
@@ -77,7 +78,7 @@ class Caller:
             StoreError: the store failed and the policy is strict.
         """
         call = read_chat(await visit.request.read(), self._bodies, visit.session, served=self._served(visit))
-        call.leniency = visit.leniency
+        call.harness, call.leniency = visit.harness, visit.leniency
         return await self._run(
             visit, call, Exchange(visit.origin.path, visit.headers, partial(chat_body, call), ChatPresenter(call), self._keep_alive)
         )
@@ -131,7 +132,7 @@ class Caller:
             if model is not None and not model.capability.later_system:
                 known_as = known_as and f"{known_as}\0reminders"
                 call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
-        call.leniency = visit.leniency
+        call.harness, call.leniency = visit.harness, visit.leniency
         return call
 
     async def _model(self, call: ChatCall) -> Model | None:
@@ -146,7 +147,7 @@ class Caller:
         call = read_tokenize(await visit.request.read(), self._bodies, served=self._served(visit))
         if call is None:
             return None
-        call.leniency = visit.leniency
+        call.harness, call.leniency = visit.harness, visit.leniency
         found = await self._planned(visit.session, call)
         return None if found is None else web.Response(body=_tokenized(*found), content_type="application/json")
 

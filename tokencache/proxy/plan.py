@@ -40,6 +40,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `prompt` are the exact packed ids, `fragment` the same as JSON; both `None` where the engine renders. `parent`,
     `origin`, `anchors` and `forgiven` are those of the turn to be recorded. `near` is a turn whose prefix the prompt
     shares a beginning with: `shared` tokens, or if that is 0 as many as will be found. They are not stored again.
+    `heard` is how many of the request's messages are those of the parent's request.
     """
 
     match: MatchKind
@@ -52,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     forgiven: tuple[str, ...] = ()
     near: str | None = None
     shared: int = 0
+    heard: int = 0
 
 
 class Planner:
@@ -178,6 +180,7 @@ class Planner:
             forgiven=found.forgiven,
             near=parent.id,
             shared=ids.count(base),
+            heard=found.at - 1,
         )
 
     async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:

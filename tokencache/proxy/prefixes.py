@@ -14,10 +14,11 @@ from tokencache.store.contract import Store
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A prefix, packed and as a JSON fragment."""
+    """A prefix, packed and as a JSON fragment; `chain` is that of the conversation it answers, where that is at hand."""
 
     prefix: Prefix
     fragment: bytes
+    chain: tuple[bytes, ...] = ()
 
     @property
     def size(self) -> int:

@@ -6,11 +6,13 @@ recorded as what it really was, marked, and neither continues another turn nor c
 
 import secrets
 import time
+from itertools import takewhile
 
 import msgspec
 
 from tokencache.core import ids
 from tokencache.core.canonical import digest
+from tokencache.core.context import Context, pack_context
 from tokencache.core.interrupt import Cut, pack_cuts
 from tokencache.core.keys import keys_of_aborted, keys_of_turn
 from tokencache.core.match import DISAGREED
@@ -144,6 +146,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         logprobs = ids.pack_logprobs(choice.logprobs) if len(choice.logprobs) == len(choice.ids) else b""
         packed = prompt.ids + completion
         base, shared = self._base(prompt, prefixes)
+        context_base, context_shared = self._context_base(plan, prefixes)
         served = choice.message(with_reasoning=call.shows_reasoning)
         turn = Turn(
             id=secrets.token_hex(8),
@@ -161,7 +164,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             prefix_hash=hash_ids(packed),
             completion_hash=hash_ids(completion),
             served=served,
-            place=call.conversation.chain[-1] if call.conversation is not None else b"",
+            place=call.chain[-1] if call.chain else b"",
             handle=call.handle,
             cuts=pack_cuts(_cuts(choice, with_reasoning=call.shows_reasoning)) if self._cut_short(choice) else b"",
             finish_reason=choice.finish_reason or ("abort" if self.broke else None),
@@ -174,6 +177,9 @@ class Outcome(msgspec.Struct, kw_only=True):
             messages=len(call.raw_messages),
             tools=call.tool_count,
             sampling=call.sampling,
+            harness=call.harness,
+            context_base=context_base,
+            context_shared=context_shared,
             marks=self._marks(prompt, choice),
             created=self.started,
             seconds=round(time.time() - self.started, 6),
@@ -185,8 +191,32 @@ class Outcome(msgspec.Struct, kw_only=True):
                 keys = keys_of_turn(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
             elif self._cut_short(choice):
                 keys = keys_of_aborted(call.conversation)
-        held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))))
-        return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys), held
+        held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))), call.chain)
+        return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(turn.context_shared)), held
+
+    def _context(self, shared: int) -> bytes:
+        """Pack the messages that this call does not share; media stay out of the store, and their messages with them."""
+        call = self.call
+        if call.media:
+            return b""
+        messages = [msgspec.Raw(raw) for raw in call.raw_messages[shared:]]
+        if shared:
+            return pack_context(Context(messages))
+        args, _ = call.as_written()
+        return pack_context(Context(messages, args.tools, args.members, args.kwargs))
+
+    def _context_base(self, plan: Plan, prefixes: Prefixes) -> tuple[str | None, int]:
+        """Find a turn whose request began with the same messages: those are stored already."""
+        if self.call.media:
+            return None, 0
+        if plan.heard:
+            return plan.parent, plan.heard
+        best: tuple[str | None, int] = (None, 0)
+        for turn, held in prefixes.nearby(self.life, plan.near):
+            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(held.chain, self.call.chain, strict=False)))
+            if shared - 1 > best[1]:  # the first link is what stands before all messages
+                best = (turn, shared - 1)
+        return best
 
     def _cut_short(self, choice: Choice) -> bool:
         """Whether the harness left in the middle of a text, and may send back what it had heard."""

@@ -11,7 +11,7 @@ shows in `SessionInfo.open_calls`: no crash can hide a hole.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -50,20 +50,22 @@ class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an API key stands for, as the trainer registered it.
 
     `harness` names the adapter whose rules apply. `models` maps the names that the harness uses (shell patterns) to the
-    model that is served.
+    model that is served. `sampling` are the sampling parameters that are used whatever the harness asks for.
     """
 
     session: str
     harness: str = ""
     models: dict[str, str] = {}
+    sampling: dict[str, Any] = {}
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A turn to record, its tokens, and the keys under which it is to be found (none if nobody was served it)."""
+    """A turn to record, its tokens, the keys under which it is to be found (none if nobody was served it), its context (packed)."""
 
     turn: Turn
     tokens: Tokens
     keys: tuple[bytes, ...] = ()
+    context: bytes = b""
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -163,6 +165,13 @@ class Store(Protocol):
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
         """Read the tokens of the named turns.
+
+        Raises:
+            KeyError: there is no such turn.
+        """
+
+    async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
+        """Read the packed contexts of the named turns; `b""` where none was stored.
 
         Raises:
             KeyError: there is no such turn.

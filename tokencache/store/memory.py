@@ -22,6 +22,7 @@ class _Session:
         self.sealed = False
         self.turns: dict[str, bytes] = {}
         self.tokens: dict[str, Tokens] = {}
+        self.contexts: dict[str, bytes] = {}
         self.index: dict[bytes, tuple[str, ...] | str] = {}  # nearly always one turn
         self.continued: set[str] = set()
         self.calls: dict[str, float] = {}
@@ -39,6 +40,7 @@ class _Session:
         turn = entry.turn
         self.turns[turn.id] = pack(turn)
         self.tokens[turn.id] = entry.tokens
+        self.contexts[turn.id] = entry.context
         for key in entry.keys:
             known = self.index.get(key, ())
             self.index[key] = (*((known,) if isinstance(known, str) else known), turn.id) if known else turn.id
@@ -147,6 +149,11 @@ class MemoryStore:
         """See `Store.tokens`."""
         held = self._sessions[session]
         return {turn: held.tokens[turn] for turn in turns}
+
+    async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
+        """See `Store.contexts`."""
+        held = self._sessions[session]
+        return {turn: held.contexts[turn] for turn in turns}
 
     async def seal(self, session: str) -> bool:
         """See `Store.seal`."""

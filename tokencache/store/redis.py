@@ -11,6 +11,7 @@ that lost a part of itself would match wrongly, a session that is gone is only a
 `H<n>`                                       the turn's record, behind `+` if another turn continues it, else `-`
 `T<n>`                                       base, lengths, delta and completion ids, raw
 `L<n>`                                       log probabilities; read by export only; absent if there are none
+`M<n>`                                       the context: messages as JSON; read by export only; absent if there is none
 `=<key>`                                     the numbers of the turns found under that key
 `I<n>`                                       an incident
 `D<name>`                                    a document
@@ -70,7 +71,7 @@ PAGE = 1000
 AT_ONCE = CONNECTIONS // 4
 _GLOB = re.compile(rb"[*?\[\]\\]")
 _FINAL = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.BusyLoadingError)
-_SCRIPTS = ("BEGIN", "FIND", "PREFIX", "COMMIT", "NOTE", "SESSION", "TURNS", "TOKENS", "SEAL")
+_SCRIPTS = ("BEGIN", "FIND", "PREFIX", "COMMIT", "NOTE", "SESSION", "TURNS", "TOKENS", "CONTEXTS", "SEAL")
 
 
 class RedisStore:
@@ -211,6 +212,13 @@ class RedisStore:
         with self._reading(session):
             return {turn: unpack_tokens(reply[2 * n], reply[2 * n + 1]).tokens for n, turn in enumerate(turns)}
 
+    async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
+        """See `Store.contexts`."""
+        reply = await self._run("CONTEXTS", session, *map(_field, turns))
+        if len(reply) < len(turns):
+            raise KeyError(turns[len(reply)])
+        return dict(zip(turns, reply, strict=True))
+
     async def seal(self, session: str) -> bool:
         """See `Store.seal`."""
         return bool(await self._run("SEAL", session, self._ttl))
@@ -333,7 +341,8 @@ def _pack_entry(entry: Entry) -> list[bytes | int]:
     turn = entry.turn
     parent = b"" if turn.parent is None else _field(turn.parent)
     keys = [b"=" + key for key in entry.keys]
-    return [_field(turn.id), parent, pack(turn), pack_tokens(turn, entry.tokens), entry.tokens.logprobs, len(keys), *keys]
+    packed = pack_tokens(turn, entry.tokens)
+    return [_field(turn.id), parent, pack(turn), packed, entry.tokens.logprobs, entry.context, len(keys), *keys]
 
 
 def _hits(flat: Sequence[Any], count: int) -> list[list[Hit]]:

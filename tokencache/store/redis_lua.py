@@ -129,7 +129,7 @@ COMMIT = (
     _COMMON
     + """
 -- ARGV: ttl, life, call, 1 if this was sent before and nobody knows what became of it, number of entries,
--- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, number of keys, keys),
+-- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, context, number of keys, keys),
 -- number of documents, per document (field, data), incidents
 if redis.call('HGET', session, 'life') ~= ARGV[2] then return 0 end
 local calls = redis.call('HGET', session, 'calls') or ''
@@ -139,16 +139,17 @@ for _ = 1, tonumber(ARGV[5]) do
   local n = redis.call('HGET', session, ARGV[at]) or redis.call('HINCRBY', session, 'turns', 1)
   redis.call('HSET', session, ARGV[at], n, 'H' .. n, '-' .. ARGV[at + 2], 'T' .. n, ARGV[at + 3])
   if ARGV[at + 4] ~= '' then redis.call('HSET', session, 'L' .. n, ARGV[at + 4]) end
+  if ARGV[at + 5] ~= '' then redis.call('HSET', session, 'M' .. n, ARGV[at + 5]) end
   local parent = ARGV[at + 1] ~= '' and redis.call('HGET', session, ARGV[at + 1])
   if parent then
     redis.call('HSET', session, 'H' .. parent, '+' .. string.sub(redis.call('HGET', session, 'H' .. parent), 2))
   end
-  local count = tonumber(ARGV[at + 5])
-  for key = at + 6, at + 5 + count do
+  local count = tonumber(ARGV[at + 6])
+  for key = at + 7, at + 6 + count do
     local numbers = redis.call('HGET', session, ARGV[key])
     redis.call('HSET', session, ARGV[key], numbers and (numbers .. ' ' .. n) or n)
   end
-  at = at + 6 + count
+  at = at + 7 + count
 end
 for _ = 1, tonumber(ARGV[at]) do
   redis.call('HSET', session, ARGV[at + 1], ARGV[at + 2])
@@ -199,6 +200,20 @@ for _, field in ipairs(ARGV) do
   local held = redis.call('HMGET', session, 'T' .. n, 'L' .. n)
   found[#found + 1] = held[1]
   found[#found + 1] = held[2] or ''
+end
+return found
+"""
+)
+
+CONTEXTS = (
+    _COMMON
+    + """
+-- ARGV: fields of turns. Returns the context of each; stops at the first that is not there.
+local found = {}
+for _, field in ipairs(ARGV) do
+  local n = redis.call('HGET', session, field)
+  if not n then break end
+  found[#found + 1] = redis.call('HGET', session, 'M' .. n) or ''
 end
 return found
 """

@@ -1,5 +1,9 @@
 """The trainer's side: sessions, turns and trajectories under `/tokencache/v1/`.
 
-`native`   the native trajectory format
-`api`      the routes
+`api`       the routes
+`guard`     who may use them
+`reader`    a session's records, as they are stored
+`rollout`   records → what a trainer takes home: labelled sequences, weights, figures
+`formats`   a rollout as each trainer wants it
+`press`     the process in which large ones are laid out
 """

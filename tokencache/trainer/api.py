@@ -12,10 +12,8 @@
 With an admin key set, each needs `Authorization: Bearer <admin key>`.
 """
 
-import asyncio
-import hmac
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -25,38 +23,36 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.habits import Habits
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.sessions import REGISTERED, check_name, hash_key
-from tokencache.store.contract import Binding, SessionInfo, Store
-from tokencache.trainer.native import incident_object, trajectory, turn_object
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from tokencache.store.contract import Binding, SessionInfo
+from tokencache.trainer.formats.native import incident_object, turn_object
+from tokencache.trainer.formats.registry import format_named
+from tokencache.trainer.guard import Guard
+from tokencache.trainer.press import Press
+from tokencache.trainer.reader import Reader, no_session
 
 BASE = "/tokencache/v1"
-FORMATS = ("native",)
+ONE = BASE + "/sessions/{session}"
 _ENCODER = msgspec.json.Encoder()
 
 
-def trainer_routes(app: web.Application, store: Store, ledger: Ledger, habits: Habits, *, admin_key: str | None) -> None:
+def trainer_routes(app: web.Application, ledger: Ledger, habits: Habits, *, admin_key: str | None) -> None:
     """Add the trainer's routes to an application."""
-    api = _Api(store, ledger, habits)
+    guard, press = Guard(admin_key), Press()
+    api = _Api(ledger, habits, press)
 
-    def guarded(handler: Handler) -> Handler:
-        async def guard(request: web.Request) -> web.StreamResponse:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            if admin_key is not None and not hmac.compare_digest(given.encode(), admin_key.encode()):
-                raise HarnessError("this needs the admin key: Authorization: Bearer …", status=401, kind="authentication_error")
-            return await handler(request)
+    async def pressing(_app: web.Application) -> AsyncIterator[None]:
+        yield
+        await press.close()
 
-        return guard
-
-    one = BASE + "/sessions/{session}"
-    app.router.add_get(BASE + "/sessions", guarded(api.sessions))
-    app.router.add_get(one, guarded(api.session))
-    app.router.add_get(one + "/turns", guarded(api.turns))
-    app.router.add_get(one + "/trajectories", guarded(api.trajectories))
-    app.router.add_post(one + "/seal", guarded(api.seal))
-    app.router.add_delete(one, guarded(api.delete))
-    app.router.add_post(BASE + "/keys", guarded(api.keys))
-    app.router.add_route("*", "/tokencache/{rest:.*}", guarded(_unknown))
+    app.cleanup_ctx.append(pressing)
+    app.router.add_get(BASE + "/sessions", guard(api.sessions))
+    app.router.add_get(ONE, guard(api.session))
+    app.router.add_get(ONE + "/turns", guard(api.turns))
+    app.router.add_get(ONE + "/trajectories", guard(api.trajectories))
+    app.router.add_post(ONE + "/seal", guard(api.seal))
+    app.router.add_delete(ONE, guard(api.delete))
+    app.router.add_post(BASE + "/keys", guard(api.keys))
+    app.router.add_route("*", "/tokencache/{rest:.*}", guard(_unknown))
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:
@@ -64,46 +60,39 @@ async def _unknown(request: web.Request) -> web.StreamResponse:
 
 
 class _Api:
-    def __init__(self, store: Store, ledger: Ledger, habits: Habits) -> None:
-        self._store = store
-        self._habits = habits
+    def __init__(self, ledger: Ledger, habits: Habits, press: Press) -> None:
+        self._store = ledger.store
         self._ledger = ledger
+        self._habits = habits
+        self._reader = Reader(ledger)
+        self._press = press
 
     async def sessions(self, _request: web.Request) -> web.StreamResponse:
-        return _json({"sessions": [self._object(info) async for info in self._store.sessions()]})
+        return answer({"sessions": [self._object(info) async for info in self._store.sessions()]})
 
     async def session(self, request: web.Request) -> web.StreamResponse:
-        return _json(self._object(await self._info(request)))
+        return answer(self._object(await self._reader.info(request)))
 
     async def turns(self, request: web.Request) -> web.StreamResponse:
-        info = await self._info(request)
-        return _json({"session": info.id, "turns": [turn_object(turn) for turn in await self._store.turns(info.id)]})
+        info = await self._reader.info(request)
+        return answer({"session": info.id, "turns": [turn_object(turn) for turn in await self._store.turns(info.id)]})
 
     async def trajectories(self, request: web.Request) -> web.StreamResponse:
-        wanted = request.query.get("format", "native")
-        if wanted not in FORMATS:
-            raise HarnessError(f"format {wanted!r} is not one of: {', '.join(FORMATS)}", param="format")
-        info = await self._info(request)
-        turns = await self._store.turns(info.id)
-        try:
-            tokens = await self._store.tokens(info.id, [turn.id for turn in turns]) if turns else {}
-        except KeyError:
-            raise _no_session(info.id) from None  # deleted just now
-        # A long session takes a while to lay out, and live calls must not wait for it.
-        body = await asyncio.to_thread(lambda: _ENCODER.encode(trajectory(info, turns, tokens, self._ledger.owed(info.id))))
-        return web.Response(body=body, content_type="application/json")
+        wanted = format_named(request.query.get("format", "native"))
+        records = await self._reader.records(await self._reader.info(request), contexts=wanted.reads_contexts)
+        return web.Response(body=await self._press.write(records, wanted.name), content_type="application/json")
 
     async def seal(self, request: web.Request) -> web.StreamResponse:
-        name = _name(request)
+        name = check_name(request.match_info["session"])
         if not await self._store.seal(name):
-            raise _no_session(name)
-        return _json({"session": name, "sealed": True})
+            raise no_session(name)
+        return answer({"session": name, "sealed": True})
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
-        name = _name(request)
+        name = check_name(request.match_info["session"])
         if not await self._store.delete(name):
-            raise _no_session(name)
-        return _json({"session": name, "deleted": True})
+            raise no_session(name)
+        return answer({"session": name, "deleted": True})
 
     async def keys(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -116,16 +105,7 @@ class _Api:
         self._habits.leniency(binding.harness)
         key = REGISTERED + secrets.token_urlsafe(32)
         await self._store.bind_key(hash_key(key), binding)
-        return _json({**msgspec.to_builtins(binding), "key": key}, status=201)
-
-    async def _info(self, request: web.Request) -> SessionInfo:
-        name = _name(request)
-        info = await self._store.session(name)
-        if info is not None:
-            return info
-        if self._ledger.owed(name):  # the store failed before the session could begin: the trainer must see it all the same
-            return SessionInfo(name, 0.0, 0.0, False, 0, (), ())
-        raise _no_session(name)
+        return answer({**msgspec.to_builtins(binding), "key": key}, status=201)
 
     def _object(self, info: SessionInfo) -> dict[str, Any]:
         incidents = [*info.incidents, *self._ledger.owed(info.id)]
@@ -141,13 +121,6 @@ class _Api:
         }
 
 
-def _name(request: web.Request) -> str:
-    return check_name(request.match_info["session"])
-
-
-def _no_session(name: str) -> HarnessError:
-    return HarnessError(f"there is no session {name!r}", status=404, kind="not_found_error")
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
+def answer(body: Any, status: int = 200) -> web.Response:
+    """Answer with JSON."""
     return web.Response(body=_ENCODER.encode(body), status=status, content_type="application/json")

@@ -58,7 +58,7 @@ class ChatCall(msgspec.Struct):
         handle: what its reply carries for the harness to echo; `""` if the dialect has no place for it.
         handles: places of assistant's messages that came back with a handle, and that handle.
         left_out: rules by which the codec left something of the request out.
-        leniency: what is forgiven in this session.
+        harness: the adapter whose habits are forgiven in this session, `""` if none; `leniency` says what they are.
     """
 
     fields: dict[str, Raw]
@@ -79,12 +79,18 @@ class ChatCall(msgspec.Struct):
     handle: str = ""
     handles: Mapping[int, str] = {}
     left_out: tuple[str, ...] = ()
+    harness: str = ""
     leniency: Leniency = Leniency()
 
     @property
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters in the request."""
         return {name: value_of(self.fields[name]) for name in SAMPLING if name in self.fields}
+
+    @property
+    def chain(self) -> tuple[bytes, ...]:
+        """The chain of its conversation; empty if it could not be read."""
+        return self.conversation.chain if self.conversation is not None else ()
 
     @property
     def tool_count(self) -> int:

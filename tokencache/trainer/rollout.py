@@ -1,0 +1,159 @@
+"""Rollouts: what a trainer takes home of one session, before it is put into any format.
+
+The sequences with their labels and weights, what each turn had been asked, and the figures of the whole. Everything is
+computed from records that are already there; the formats (`formats`) only write it down.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tokencache.core.context import Context, whole_context
+from tokencache.core.drift import Drift
+from tokencache.core.lineage import TokenSequence, sequences
+from tokencache.core.turn import Tokens, Turn
+from tokencache.store.contract import Incident, SessionInfo
+
+
+class Records(msgspec.Struct, frozen=True):
+    """A session as it is stored; `owed` are incidents that the store could not take yet, `contexts` are packed.
+
+    `drift` holds what was measured, by turn; a turn that was not measured is not in it.
+    """
+
+    info: SessionInfo
+    turns: Sequence[Turn]
+    tokens: Mapping[str, Tokens]
+    contexts: Mapping[str, bytes]
+    owed: Sequence[Incident] = ()
+    drift: Mapping[str, Drift] = {}
+
+
+class DriftFigures(msgspec.Struct, frozen=True):
+    """Drift avoided, as far as it was measured.
+
+    Attributes:
+        measured: turns whose prompt was compared with a plain rendering of its messages; `drifted`: of them, those that differ.
+        tokens: how many of their prompts' tokens a plain rendering would not have had.
+        causes: how many sites there are of each cause.
+    """
+
+    measured: int
+    drifted: int
+    tokens: int
+    causes: dict[str, int]
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """A rollout in figures.
+
+    Attributes:
+        calls: model calls that brought a turn; `turns` are more where a call had several choices.
+        trainable_tokens: tokens with mask 1; `masked_tokens`: all others in the sequences.
+        untrainable_tokens: of those, tokens that were sampled, and whose log probabilities are missing.
+        matches, forgiven, incidents: how many turns, or incidents, of each kind.
+        drift: `None` where nothing was measured.
+    """
+
+    calls: int
+    turns: int
+    sequences: int
+    trainable_tokens: int
+    masked_tokens: int
+    untrainable_tokens: int
+    matches: dict[str, int]
+    forgiven: dict[str, int]
+    incidents: dict[str, int]
+    drift: DriftFigures | None = None
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """One session, ready to be written down.
+
+    Attributes:
+        complete: nothing that the model said, or may have said, is missing; `incidents` say what is.
+        weights: one for each sequence: its share of the rollout's trainable tokens. They add up to 1 (or are all 0 where
+            nothing can be trained), so that a rollout counts once however many sequences it fell into: the mean over a
+            sequence's tokens, times its weight, summed, is the mean over the rollout's tokens.
+        contexts: for each turn the messages of its request, whole; none for a turn whose request is not kept (media).
+    """
+
+    session: str
+    complete: bool
+    sealed: bool
+    created: float
+    incidents: tuple[Incident, ...]
+    sequences: tuple[TokenSequence, ...]
+    weights: tuple[float, ...]
+    contexts: Mapping[str, Context]
+    drift: Mapping[str, Drift]
+    figures: Figures
+
+
+def rollout(records: Records) -> Rollout:
+    """Put a session's rollout together.
+
+    A call that is under way counts as an incident: what it says is not here yet. Records that are torn are reported,
+    not raised: the trainer must see that the session is incomplete.
+    """
+    info, turns = records.info, records.turns
+    incidents = [*info.incidents, *records.owed, *(_open(call.call, call.since) for call in info.open_calls)]
+    built: list[TokenSequence] = []
+    contexts: dict[str, Context] = {}
+    try:
+        built = sequences(turns, records.tokens)
+        contexts = _contexts(turns, records.contexts)
+    except (KeyError, ValueError) as why:
+        incidents.append(Incident("torn-record", f"{type(why).__name__}: {why}", hole=True, at=time.time()))
+    trainable = [sequence.trainable for sequence in built]
+    total = sum(trainable)
+    return Rollout(
+        session=info.id,
+        complete=not any(incident.hole for incident in incidents),
+        sealed=info.sealed,
+        created=info.created,
+        incidents=tuple(incidents),
+        sequences=tuple(built),
+        weights=tuple(n / total if total else 0.0 for n in trainable),
+        contexts=contexts,
+        drift=records.drift,
+        figures=_figures(turns, built, incidents, records.drift),
+    )
+
+
+def _open(call: str, since: float) -> Incident:
+    return Incident("call-open", "the call has begun and not ended: it is under way, or its proxy died", hole=True, call=call, at=since)
+
+
+def _contexts(turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, Context]:
+    lookup = {turn.id: turn for turn in turns}
+    return {turn.id: whole_context(turn.id, lookup, packed) for turn in turns if packed.get(turn.id)}
+
+
+def _figures(turns: Sequence[Turn], built: Sequence[TokenSequence], incidents: Sequence[Incident], drift: Mapping[str, Drift]) -> Figures:
+    trainable = sum(sequence.trainable for sequence in built)
+    sampled = sum(span.turn.completion_tokens for sequence in built for span in sequence.turns)
+    measured = [drift[turn.id] for turn in turns if turn.id in drift]
+    return Figures(
+        calls=len({turn.call for turn in turns}),
+        turns=len(turns),
+        sequences=len(built),
+        trainable_tokens=trainable,
+        masked_tokens=sum(len(sequence.token_ids) for sequence in built) - trainable,
+        untrainable_tokens=sampled - trainable,
+        matches=dict(Counter(turn.match for turn in turns)),
+        forgiven=dict(Counter(rule for turn in turns for rule in turn.forgiven)),
+        incidents=dict(Counter(incident.kind for incident in incidents)),
+        drift=_drift_figures(measured) if measured else None,
+    )
+
+
+def _drift_figures(measured: Sequence[Drift]) -> DriftFigures:
+    return DriftFigures(
+        measured=len(measured),
+        drifted=sum(bool(one.sites) for one in measured),
+        tokens=sum(one.tokens for one in measured),
+        causes=dict(Counter(site.cause for one in measured for site in one.sites)),
+    )
