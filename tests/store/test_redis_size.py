@@ -5,8 +5,11 @@ import random
 from array import array
 from pydoc_data.topics import topics
 
+import msgspec
+
 from tokencache.core import ids
 from tokencache.core.canonical import Call, Message
+from tokencache.core.context import Context, pack_context
 from tokencache.core.turn import Tokens, Turn, hash_ids
 from tokencache.store.contract import Entry
 from tokencache.store.packing import pack
@@ -16,9 +19,14 @@ TURNS, TAIL, COMPLETION = 200, 200, 200
 TEXT = "".join(topics[name] for name in sorted(topics))
 
 
+def prose(rng: random.Random) -> int:
+    """Where 800 characters begin, as 200 tokens are."""
+    return rng.randrange(len(TEXT) - 800)
+
+
 def served(rng: random.Random) -> Message:
-    """About 800 characters, as 200 tokens are: a little prose, and a call with a file's worth of arguments."""
-    at = rng.randrange(len(TEXT) - 800)
+    """A little prose, and a call with a file's worth of arguments."""
+    at = prose(rng)
     arguments = json.dumps({"command": TEXT[at + 300 : at + 800], "timeout": rng.randrange(1000)})
     return Message("assistant", TEXT[at : at + 300], calls=(Call(f"call_{rng.randbytes(12).hex()}", "bash", arguments),))
 
@@ -54,12 +62,14 @@ def line(rng: random.Random):
             created=1_790_000_000.123456 + n,
             seconds=1.5 + rng.random(),
         )
-        parent = turn.id
+        at, parent = prose(rng), turn.id
+        said = {"role": "assistant", "content": turn.served.content, "tool_calls": [msgspec.to_builtins(turn.served.calls[0])]}
+        heard = Context([msgspec.Raw(json.dumps(one).encode()) for one in (said, {"role": "tool", "content": TEXT[at : at + 800]})])
         keys = (b"c" + rng.randbytes(16), b"r" + rng.randbytes(16))
-        yield Entry(turn, Tokens(tail, completion, ids.pack_logprobs(logprobs)), keys)
+        yield Entry(turn, Tokens(tail, completion, ids.pack_logprobs(logprobs)), keys, pack_context(heard))
 
 
-async def test_a_token_costs_at_most_ten_bytes(redis_server):
+async def test_a_token_costs_at_most_twelve_bytes(redis_server):
     store = RedisStore(redis_server.url)
     await store.open()
     entries = list(line(random.Random(1)))
@@ -73,5 +83,5 @@ async def test_a_token_costs_at_most_ten_bytes(redis_server):
     head = sum(len(pack(entry.turn)) for entry in entries) / TURNS
     print(f"{used} bytes, {per_token:.2f} per token; a head is {head:.0f} bytes")
     assert await store.turns("size") == [entry.turn for entry in entries]
-    assert per_token <= 10
+    assert per_token <= 12
     await store.close()

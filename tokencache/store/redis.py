@@ -11,7 +11,7 @@ that lost a part of itself would match wrongly, a session that is gone is only a
 `H<n>`                                       the turn's record, behind `+` if another turn continues it, else `-`
 `T<n>`                                       base, lengths, delta and completion ids, raw
 `L<n>`                                       log probabilities; read by export only; absent if there are none
-`M<n>`                                       the context: messages as JSON; read by export only; absent if there is none
+`M<n>`                                       the context: messages, deflated; read by export only; absent if there is none
 `=<key>`                                     the numbers of the turns found under that key
 `I<n>`                                       an incident
 `D<name>`                                    a document
@@ -28,8 +28,8 @@ in time or at all is a `StoreError`. A connection that breaks is replaced and th
 if sending it twice does no harm: a commit that was done already is recognised by its call being closed.
 
 Measured (Redis 6.2.14, `MEMORY USAGE … SAMPLES 0`, 200 turns of 200 new prompt and 200 completion tokens, 800 characters
-of text, float32 log probabilities, two keys): 9.1 bytes per token, of which 4 are the id and 2 its share of log
-probabilities. `pytest tests/store/test_redis_size.py -s` measures it again.
+of text each way, float32 log probabilities, two keys): 11.5 bytes per token, of which 4 are the id, 2 its share of log
+probabilities and 2.4 the messages. `pytest tests/store/test_redis_size.py -s` measures it again.
 """
 
 import asyncio

@@ -19,6 +19,7 @@ from tokencache.store.conformance.bearing import check_concurrency, check_isolat
 from tokencache.store.conformance.finding import (
     check_binary,
     check_choices,
+    check_contexts,
     check_continued,
     check_look_up,
     check_odd_values,
@@ -55,6 +56,7 @@ CHECKS: tuple[Callable[[Store], Awaitable[None]], ...] = (
     check_choices,
     check_prefix,
     check_tokens,
+    check_contexts,
     check_seal,
     check_delete,
     check_incidents,

@@ -1,5 +1,7 @@
 """What is found: keys, hits, prefixes, tokens."""
 
+from msgspec.structs import replace
+
 from tokencache.core import ids
 from tokencache.core.canonical import Call, Message
 from tokencache.core.turn import Anchor, Prefix, Tokens, Turn
@@ -40,6 +42,12 @@ async def check_round_trip(store: Store) -> None:
         created=1_790_000_000.123456,
         seconds=0.25,
         versions=[{"version": 3, "tokens": [0, 1]}],
+        replaced={"temperature": None},
+        logprob_kind="processed",
+        experts="r/1",
+        harness="codex",
+        context_base="t0",
+        context_shared=2,
     )
     entry = Entry(full, Tokens(ids.pack([9]), ids.pack([-1]), ids.pack_logprobs([-0.1])), (b"ck",))
     await record(store, session, first, Built(entry, b""))
@@ -159,6 +167,21 @@ async def check_prefix(store: Store) -> None:
         await store.prefix(session, "z")
     async with raises(KeyError, "prefix in a session that is not there"):
         await store.prefix(name_of("none"), "a")
+
+
+async def check_contexts(store: Store) -> None:
+    """Contexts are read by name, some or all, whatever bytes are in them; a turn may have none."""
+    session = name_of("contexts")
+    a, b, c = build("a"), build("b"), build("c")
+    kept = {"a": EVERY_BYTE * 500, "b": b"", "c": b"\x00"}
+    await record(store, session, *(Built(replace(one.entry, context=kept[one.turn.id]), one.prefix) for one in (a, b, c)))
+    for names in ([], ["b"], ["c", "a"], ["a", "b", "c"]):
+        same(await store.contexts(session, names), {name: kept[name] for name in names}, f"contexts of {names}")
+    same((await store.tokens(session, ["a"]))["a"], a.entry.tokens, "tokens of a turn with a context")
+    async with raises(KeyError, "context of a turn that is not there"):
+        await store.contexts(session, ["a", "z"])
+    async with raises(KeyError, "context in a session that is not there"):
+        await store.contexts(name_of("none"), ["a"])
 
 
 async def check_tokens(store: Store) -> None:

@@ -1,0 +1,85 @@
+"""What a turn had been asked is kept with it: whole, once, in the form of chat completions."""
+
+import json
+
+import msgspec
+import pytest
+
+from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
+from tokencache.core.context import unpack_context, whole_context
+from tokencache.dialects.chat.call import read_chat
+from tokencache.dialects.chat.growth import Bodies
+from tokencache.engines.reply import Reply
+from tokencache.proxy.plan import Plan
+from tokencache.proxy.prefixes import Prefixes
+from tokencache.proxy.record import Outcome
+from tokencache.store.memory import MemoryStore
+
+
+async def contexts(store, session="s"):
+    """The turns of a session, each with the whole of its messages and the number that was stored with it."""
+    turns = await store.turns(session)
+    packed = await store.contexts(session, [turn.id for turn in turns])
+    lookup = {turn.id: turn for turn in turns}
+    whole = [whole_context(turn.id, lookup, packed).messages for turn in turns]
+    own = [unpack_context(packed[turn.id]).messages for turn in turns]
+    return [([msgspec.json.decode(raw) for raw in messages], len(kept)) for messages, kept in zip(whole, own, strict=True)]
+
+
+async def test_a_conversation_is_kept_once_and_found_whole():
+    store, asked = MemoryStore(), []
+    async with proxied(store=store) as rig:
+        messages = [user("EPISODE:demo go")]
+        for _ in range(3):
+            asked.append(list(messages))
+            said = await rig.say("s", messages, tools=TOOLS, chat_template_kwargs={"enable_thinking": True})
+            messages += [echo(said), *(results(said) or [user("on")])]
+    found = await contexts(store)
+    assert [whole for whole, _ in found] == asked
+    assert sum(kept for _, kept in found) == len(asked[-1])
+    turns = await store.turns("s")
+    first, later = [unpack_context((await store.contexts("s", [t.id]))[t.id]) for t in turns[:2]]
+    assert json.loads(bytes(first.tools)) == TOOLS
+    assert first.kwargs == {"enable_thinking": True}
+    assert later.tools is None  # they are the first one's
+
+
+async def test_an_edited_history_shares_its_beginning():
+    store = MemoryStore()
+    async with proxied(store=store) as rig:
+        messages = [user("EPISODE:talk go"), user("and more")]
+        said = await rig.say("s", messages)
+        edited = [*messages, echo(said), user("next")]
+        await rig.say("s", edited)
+        await rig.say("s", [messages[0], user("something else"), *edited[2:], user("again")])
+    found = await contexts(store)
+    assert [kept for _, kept in found] == [2, 2, 4]
+    assert found[2][0] == [messages[0], user("something else"), *edited[2:], user("again")]
+    assert [turn.match for turn in await store.turns("s")] == ["root", "continue", "resplice"]
+
+
+def test_media_stay_out_of_the_store():
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "look"}, picture]}]}
+    call = read_chat(json.dumps(body).encode(), Bodies())
+    reply = Reply()
+    choice = {"message": {"content": "A cat."}, "finish_reason": "stop", "token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}}
+    reply.take(json.dumps({"choices": [choice], "prompt_token_ids": [1, 2]}).encode())
+    plan = Plan(match="plain", reason=call.plain)
+    outcome = Outcome(session="s", life="l", call_id="c", call=call, plan=plan, reply=reply, model=None, started=0.0)
+    (entry,) = outcome.record(Prefixes(MemoryStore(), max_bytes=1000)).entries
+    assert entry.turn.marks == ("media",)
+    assert entry.context == b""
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_context_is_dialect_neutral(path):
+    store = MemoryStore()
+    async with proxied(store=store) as rig:
+        status, _ = await rig.post(
+            "s", path, messages=[user("EPISODE:talk go")], max_tokens=50, **({} if path == CHAT else {"model": "sim"})
+        )
+    assert status == 200
+    ((whole, _),) = await contexts(store)
+    assert [one["role"] for one in whole] == ["user"]
+    assert "EPISODE:talk go" in json.dumps(whole)
