@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokencache.core.canonical import Message
 from tokencache.core.context import Context, added, pack_context, unpack_context, whole_context
 from tokencache.core.turn import Turn
 
@@ -18,7 +19,7 @@ def message(n):
 
 
 def turn(name, base=None, shared=0):
-    return Turn(id=name, call=name, match="root", context_base=base, context_shared=shared)
+    return Turn(id=name, call=name, match="root", context_base=base, context_shared=shared, served=Message("assistant", f"reply {name} ☕"))
 
 
 @MANY
@@ -32,7 +33,8 @@ def test_every_context_is_put_together_again(steps):
         kept = min(shared, len(earlier))
         name = f"t{n}"
         turns[name] = turn(name, f"t{base % len(wanted)}" if kept else None, kept)
-        packed[name] = pack_context(Context(own) if kept else Context(own, Raw(b"[%d]" % n), {"m": Raw(b"1")}, {"k": n}))
+        whole = Context(own) if kept else Context(own, Raw(b"[%d]" % n), {"m": Raw(b"1")}, {"k": n})
+        packed[name] = pack_context(whole, turns[f"t{base % len(wanted)}"].served if kept and n % 2 else None)
         wanted.append([*earlier[:kept], *own])
     for n, messages in enumerate(wanted):
         whole = whole_context(f"t{n}", turns, packed)
@@ -50,7 +52,7 @@ def test_an_empty_context_needs_no_bytes():
     assert unpack_context(b"") == Context()
 
 
-@pytest.mark.parametrize("torn", [b"x", pack_context(Context([message(1)]))[:-3]])
+@pytest.mark.parametrize("torn", [b"x", b"exx", pack_context(Context([message(1)]))[:-3]])
 def test_torn_bytes_are_said(torn):
     with pytest.raises(ValueError, match="unreadable context"):
         unpack_context(torn)

@@ -22,8 +22,10 @@ async def contexts(store, session="s"):
     packed = await store.contexts(session, [turn.id for turn in turns])
     lookup = {turn.id: turn for turn in turns}
     whole = [whole_context(turn.id, lookup, packed).messages for turn in turns]
-    own = [unpack_context(packed[turn.id]).messages for turn in turns]
-    return [([msgspec.json.decode(raw) for raw in messages], len(kept)) for messages, kept in zip(whole, own, strict=True)]
+    return [
+        ([msgspec.json.decode(raw) for raw in messages], len(messages) - turn.context_shared)
+        for turn, messages in zip(turns, whole, strict=True)
+    ]
 
 
 async def test_a_conversation_is_kept_once_and_found_whole():
@@ -38,10 +40,13 @@ async def test_a_conversation_is_kept_once_and_found_whole():
     assert [whole for whole, _ in found] == asked
     assert sum(kept for _, kept in found) == len(asked[-1])
     turns = await store.turns("s")
-    first, later = [unpack_context((await store.contexts("s", [t.id]))[t.id]) for t in turns[:2]]
+    packed = await store.contexts("s", [turn.id for turn in turns])
+    first, later = unpack_context(packed[turns[0].id]), unpack_context(packed[turns[1].id], turns[0].served)
     assert json.loads(bytes(first.tools)) == TOOLS
     assert first.kwargs == {"enable_thinking": True}
     assert later.tools is None  # they are the first one's
+    # The reply comes back in words that are known; 40 bytes each and what is new.
+    assert len(packed[turns[1].id]) < len(json.dumps(asked[1][1:]).encode()) / 3
 
 
 async def test_an_edited_history_shares_its_beginning():

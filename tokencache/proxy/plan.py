@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tokencache.core import ids
+from tokencache.core.canonical import Message
 from tokencache.core.interrupt import RULE, Heard
 from tokencache.core.keys import wanted
 from tokencache.core.match import Hit, Match, match
@@ -40,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `prompt` are the exact packed ids, `fragment` the same as JSON; both `None` where the engine renders. `parent`,
     `origin`, `anchors` and `forgiven` are those of the turn to be recorded. `near` is a turn whose prefix the prompt
     shares a beginning with: `shared` tokens, or if that is 0 as many as will be found. They are not stored again.
-    `heard` is how many of the request's messages are those of the parent's request.
+    `heard` is how many of the request's messages are those of the parent's request; behind them stands `served`, its reply.
     """
 
     match: MatchKind
@@ -54,6 +55,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     near: str | None = None
     shared: int = 0
     heard: int = 0
+    served: Message | None = None
 
 
 class Planner:
@@ -181,6 +183,7 @@ class Planner:
             near=parent.id,
             shared=ids.count(base),
             heard=found.at - 1,
+            served=parent.served,
         )
 
     async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:

@@ -192,16 +192,16 @@ class Outcome(msgspec.Struct, kw_only=True):
             elif self._cut_short(choice):
                 keys = keys_of_aborted(call.conversation)
         held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))), call.chain)
-        return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(turn.context_shared)), held
+        return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(plan, turn.context_shared)), held
 
-    def _context(self, shared: int) -> bytes:
+    def _context(self, plan: Plan, shared: int) -> bytes:
         """Pack the messages that this call does not share; media stay out of the store, and their messages with them."""
         call = self.call
         if call.media:
             return b""
         messages = [msgspec.Raw(raw) for raw in call.raw_messages[shared:]]
         if shared:
-            return pack_context(Context(messages))
+            return pack_context(Context(messages), plan.served)
         args, _ = call.as_written()
         return pack_context(Context(messages, args.tools, args.members, args.kwargs))
 
