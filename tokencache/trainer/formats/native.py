@@ -30,8 +30,7 @@ def native(rollout: Rollout) -> dict[str, Any]:
         "incidents": [incident_object(incident) for incident in rollout.incidents],
         "figures": msgspec.to_builtins(rollout.figures),
         "sequences": [
-            sequence_object(sequence, weight, rollout.drift)
-            for sequence, weight in zip(rollout.sequences, rollout.weights, strict=True)
+            sequence_object(sequence, weight, rollout.drift) for sequence, weight in zip(rollout.sequences, rollout.weights, strict=True)
         ],
     }
 
@@ -104,10 +103,20 @@ def turn_object(turn: Turn, drift: Drift | None = None) -> dict[str, Any]:
         "marks": turn.marks,
         "created": turn.created,
         "seconds": turn.seconds,
-        "drift": None if drift is None else {**msgspec.to_builtins(drift), "at": drift.at},
+        "drift": None if drift is None else drift_object(drift),
         "served": {
             "content": turn.served.content,
             "reasoning": turn.served.reasoning,
             "tool_calls": [msgspec.to_builtins(call) for call in turn.served.calls],
         },
+    }
+
+
+def drift_object(drift: Drift) -> dict[str, Any]:
+    """A turn's drift as JSON; `at` is its first token that differs, `None` if none does."""
+    return {
+        "rendered": drift.rendered,
+        "tokens": drift.tokens,
+        "at": drift.at,
+        "sites": [msgspec.to_builtins(site) for site in drift.sites],
     }

@@ -4,7 +4,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tokencache.errors import HarnessError
+from tokencache.trainer.formats.atif import atif
 from tokencache.trainer.formats.native import native
+from tokencache.trainer.formats.nemo_gym import nemo_gym
+from tokencache.trainer.formats.skyrl import skyrl
+from tokencache.trainer.formats.slime import slime
+from tokencache.trainer.formats.tinker import tinker
+from tokencache.trainer.formats.trl import trl
+from tokencache.trainer.formats.verifiers import verifiers
+from tokencache.trainer.formats.verl import verl
 from tokencache.trainer.rollout import Rollout
 
 
@@ -24,7 +32,19 @@ class Format(NamedTuple):
 
 FORMATS: dict[str, Format] = {
     one.name: one
-    for one in (Format("native", "tokencache's own: everything that is known", native, "sequences"),)
+    for one in (
+        Format("native", "tokencache's own: everything that is known", native, "sequences"),
+        Format("verl", "verl: AgentLoopOutput", verl, "outputs"),
+        Format("slime", "slime: Sample", slime, "samples", reads_contexts=True),
+        Format("miles", "miles: Sample", slime, "samples", reads_contexts=True),
+        Format("skyrl", "SkyRL: GeneratorOutput, a batch of all sequences", skyrl, ""),
+        Format("trl", "TRL: what a rollout_func returns, by row", trl, "rows"),
+        Format("tinker", "Tinker: Datum, less the advantages", tinker, "data"),
+        Format("nemo-gym", "NeMo Gym: results with token ids, for NeMo RL", nemo_gym, "responses", reads_contexts=True),
+        Format("verifiers", "verifiers: Trace, a branch for each sequence", verifiers, "", reads_contexts=True),
+        Format("prime-rl", "prime-rl: trains on verifiers' Trace", verifiers, "", reads_contexts=True),
+        Format("atif", "Harbor: Agent Trajectory Interchange Format", atif, "trajectories", reads_contexts=True),
+    )
 }
 
 

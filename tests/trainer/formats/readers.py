@@ -1,0 +1,175 @@
+"""How each format is read back: every row as ids, mask and log probabilities over all of its tokens.
+
+A reader knows its consumer's layout and nothing of how we write it. `faults` holds what was read against what was sampled: it
+names each token that is trained twice, elsewhere or never, and each that is trained and was not sampled. A new format adds its
+reader to `READERS`.
+"""
+
+import struct
+from collections import Counter
+from typing import NamedTuple
+
+
+class Trained(NamedTuple):
+    """A row as its consumer trains it: three lists over the same tokens, prompt and response."""
+
+    token_ids: list
+    mask: list
+    logprobs: list
+
+
+def split_row(prompt, response, mask, logprobs):
+    """A row of a prompt, which is never trained, and a response."""
+    return Trained([*prompt, *response], [0] * len(prompt) + mask, [0.0] * len(prompt) + logprobs)
+
+
+def read_native(written):
+    return [Trained(s["token_ids"], s["loss_mask"], s["logprobs"]) for s in written["sequences"]]
+
+
+def read_verl(written):
+    return [split_row(o["prompt_ids"], o["response_ids"], o["response_mask"], o["response_logprobs"]) for o in written["outputs"]]
+
+
+def read_slime(written):
+    rows = []
+    for sample in written["samples"]:
+        at = len(sample["tokens"]) - sample["response_length"]
+        rows.append(split_row(sample["tokens"][:at], sample["tokens"][at:], sample["loss_mask"], sample["rollout_log_probs"]))
+    return rows
+
+
+def read_skyrl(written):
+    batch = written["generator_output"]
+    names = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
+    return [split_row(*row) for row in zip(*(batch[name] for name in names), strict=True)]
+
+
+def read_trl(written):
+    return [split_row(r["prompt_ids"], r["completion_ids"], r["env_mask"], r["logprobs"]) for r in written["rows"]]
+
+
+def read_tinker(written):
+    """Position `i` of the input predicts target `i`: together they are the sequence, whose first token is no target."""
+    rows = []
+    for datum in written["data"]:
+        inputs = [token for chunk in datum["model_input"]["chunks"] for token in chunk["tokens"]]
+        tensors = {name: tensor["data"] for name, tensor in datum["loss_fn_inputs"].items()}
+        targets = tensors["target_tokens"]
+        assert inputs[1:] == targets[:-1]
+        assert len(inputs) == len(targets)
+        assert all(type(one) is float for one in tensors["mask"])
+        first = inputs[:1]  # of a sequence of one token not even that: it predicts nothing
+        rows.append(split_row(first, targets, [int(one) for one in tensors["mask"]], tensors["logprobs"]))
+    return rows
+
+
+def follow(calls):
+    """Calls, each as (whole prompt, completion, log probabilities), as one row: what is new in a prompt has mask 0.
+
+    As NeMo RL reads the items of a response (`nemo_rl/environments/nemo_gym.py` at 00420a1,
+    `_postprocess_nemo_gym_to_nemo_rl_result`): it asserts that each prompt begins with all that it has seen, and refuses a
+    response without a generation.
+    """
+    seen, mask, logprobs = [], [], []
+    for prompt, completion, values in calls:
+        assert seen == prompt[: len(seen)], "Non-contiguous messages found!"
+        added = prompt[len(seen) :]
+        seen += added + completion
+        mask += [0] * len(added) + [int(bool(values))] * len(completion)
+        logprobs += [0.0] * len(added) + (values or [0.0] * len(completion))
+    assert seen, "a result with no generation data"
+    return Trained(seen, mask, logprobs)
+
+
+def token_fields(entry):
+    return entry["prompt_token_ids"], entry["generation_token_ids"], entry["generation_log_probs"]
+
+
+def read_nemo_gym(written):
+    return [
+        follow(token_fields(item) for item in row["response"]["output"] if item.get("generation_token_ids")) for row in written["responses"]
+    ]
+
+
+def read_verifiers(trace, *, shared_once=False):
+    """A row for each leaf of the graph (`Trace.branches`), less those in which nothing was sampled, as prime-rl has it.
+
+    Older versions of its `trace_to_samples` (`src/prime_rl/orchestrator/trajectories.py`, at 004274e) train a node in
+    every branch that holds it, newer ones only in the first (`shared_once`).
+    """
+    nodes, rows, trained = trace["nodes"], [], set()
+    parents = {node["parent"] for node in nodes}
+    for leaf in (at for at in range(len(nodes)) if at not in parents):
+        path, at = [], leaf
+        while at is not None:
+            path.insert(0, at)
+            at = nodes[at]["parent"]
+        ids, mask, logprobs = [], [], []
+        for at in path:
+            values = iter(nodes[at].get("logprobs", ()))
+            own = [int(one) for one in nodes[at].get("mask", ())]
+            ids += nodes[at].get("token_ids", ())
+            logprobs += [next(values) if one else 0.0 for one in own]
+            assert next(values, None) is None
+            mask += [0] * len(own) if shared_once and at in trained else own
+        trained.update(path)
+        if any(mask):
+            rows.append(Trained(ids, mask, logprobs))
+    return rows
+
+
+def read_atif(written):
+    rows = []
+    for trajectory in written["trajectories"]:
+        own = [step["metrics"] for step in trajectory["steps"] if "metrics" in step and not step.get("is_copied_context")]
+        rows.append(follow((one["prompt_token_ids"], one["completion_token_ids"], one.get("logprobs", [])) for one in own))
+    return rows
+
+
+READERS = {
+    "native": read_native,
+    "verl": read_verl,
+    "slime": read_slime,
+    "miles": read_slime,
+    "skyrl": read_skyrl,
+    "trl": read_trl,
+    "tinker": read_tinker,
+    "nemo-gym": read_nemo_gym,
+    "verifiers": read_verifiers,
+    "prime-rl": read_verifiers,
+    "atif": read_atif,
+}
+"""By the name of the format."""
+
+
+def single(value):
+    return struct.unpack("f", struct.pack("f", value))[0] == value
+
+
+def faults(rows, books):
+    """Say what is wrong with rows, given what was sampled: (prompt, completion, log probabilities) of each turn.
+
+    A token is told from its like by all that stands before it. One whose log probability is not known is not trained.
+    """
+    sampled = Counter(
+        (tuple(prompt + completion[:i]), completion[i], logprobs[i])
+        for prompt, completion, logprobs in books
+        for i in range(len(completion))
+        if len(logprobs) == len(completion)
+    )
+    trained = Counter()
+    found = []
+    for n, (ids, mask, logprobs) in enumerate(rows):
+        if not len(ids) == len(mask) == len(logprobs):
+            found.append(f"row {n}: {len(ids)} ids, {len(mask)} mask entries, {len(logprobs)} log probabilities")
+            continue
+        if not all(type(one) is int for one in ids + mask) or not all(type(one) is float and single(one) for one in logprobs):
+            found.append(f"row {n}: ids and mask must be ints, log probabilities floats that float32 holds")
+        if set(mask) - {0, 1}:
+            found.append(f"row {n}: mask entries beside 0 and 1")
+        found += [f"row {n}: token {i} has mask 0 and a log probability" for i in range(len(ids)) if not mask[i] and logprobs[i]]
+        trained.update((tuple(ids[:i]), ids[i], logprobs[i]) for i in range(len(ids)) if mask[i])
+    found += [f"sampled {n} times, never trained so: {key[1:]} behind {len(key[0])} tokens" for key, n in (sampled - trained).items()]
+    found += [f"trained {n} times too often: {key[1:]} behind {len(key[0])} tokens" for key, n in (trained - sampled).items()]
+    return found
