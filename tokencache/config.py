@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tokencache.core.rules import BY_NAME
+from tokencache.dialects.chat.sampling import check_policy
 
 
 def names_in(text: str) -> list[str]:
@@ -36,6 +37,10 @@ class Settings(BaseSettings):
     model_aliases: dict[str, str] = Field(
         {}, description='names that harnesses give the model, as JSON: {"claude-*": "qwen3"}; shell patterns, the first that fits counts'
     )
+    sampling: dict[str, Any] = Field(
+        {}, description='sampling parameters for all sessions, whatever the harness asks, as JSON: {"temperature": 1} (docs/sampling.md)'
+    )
+    experts: str = Field("", description="directory or URL (extra 'experts') where routed experts are kept; none: they are dropped")
     rules_off: str = Field("", description="rules of forgiveness to switch off, separated by commas (docs/rules.md)")
     adapters: Path | None = Field(None, description="directory of your own adapters, beside those that come along")
     keep_alive: float = Field(15.0, gt=0, description="seconds of silence in a stream after which a sign of life is sent")
@@ -54,7 +59,13 @@ class Settings(BaseSettings):
             raise ValueError(f"no such rule: {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
         return given
 
-    @field_validator("model_aliases", mode="before")
+    @field_validator("sampling")
     @classmethod
-    def _read_aliases(cls, given: Any) -> Any:
+    def _check_sampling(cls, given: dict[str, Any]) -> dict[str, Any]:
+        check_policy(given)
+        return given
+
+    @field_validator("model_aliases", "sampling", mode="before")
+    @classmethod
+    def _read_json(cls, given: Any) -> Any:
         return json.loads(given) if isinstance(given, str) else given  # the command line has it as text

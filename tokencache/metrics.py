@@ -10,6 +10,7 @@ CALLS = Counter("tokencache_calls", "Model calls within sessions, by how they en
 TURNS = Counter("tokencache_turns", "Recorded turns, by how their prompt came about.", ["match", "reason"], registry=REGISTRY)
 TOKENS = Counter("tokencache_tokens", "Tokens of recorded turns.", ["part"], registry=REGISTRY)
 FORGIVEN = Counter("tokencache_forgiven", "Canonicalisation rules that were needed to recognise a reply.", ["rule"], registry=REGISTRY)
+REPLACED = Counter("tokencache_sampling_replaced", "Sampling parameters of a harness that a policy replaced.", ["name"], registry=REGISTRY)
 INCIDENTS = Counter("tokencache_incidents", "Incidents noted on sessions.", ["kind"], registry=REGISTRY)
 STORE_ERRORS = Counter("tokencache_store_errors", "Operations that the store failed.", ["operation"], registry=REGISTRY)
 RELAYED = Counter("tokencache_relayed", "Requests relayed untouched.", ["status"], registry=REGISTRY)

@@ -38,6 +38,7 @@ def compact(value):
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
+ASKED = {"return_token_ids": True, "return_weight_versions": True}
 STREAM = [
     chunk(0, "Hé", [5, 6], prompt=[1, 2], logprobs=chances(-0.5, -1.0)),
     chunk(1, "No", [7], prompt=[3], logprobs=chances(-2.0)),
@@ -57,7 +58,7 @@ def test_how_many_choices_a_request_has(prompt, n, choices):
 
 def test_the_engine_is_asked_for_ids_and_log_probabilities():
     asked = json.loads(call(prompt="a", top_p=0.5, extra={"x": 1}).for_engine())
-    assert asked == {"model": "m", "prompt": "a", "top_p": 0.5, "extra": {"x": 1}, "return_token_ids": True, "logprobs": 0}
+    assert asked == {"model": "m", "prompt": "a", "top_p": 0.5, "extra": {"x": 1}, **ASKED, "logprobs": 0}
     assert json.loads(call(prompt="a", logprobs=3).for_engine())["logprobs"] == 3
     assert call(prompt="a", temperature=0, stop=["x"]).as_chat().sampling == {"temperature": 0, "stop": ["x"]}
 

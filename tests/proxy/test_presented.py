@@ -112,7 +112,7 @@ async def test_unknown_members_go_on_as_they_came(rig):
     raw += b'"seed":12345678901234567890123}'
     async with rig.http.post(rig.url + CHAT, data=raw, headers={HEADER: "s", "Content-Type": "application/json", "X-Odd": "1"}) as answer:
         assert answer.status == 200
-    added = {"return_token_ids": True, "logprobs": True}
+    added = {"return_token_ids": True, "return_weight_versions": True, "logprobs": True}
     assert rig.engine.requests[-1] == json.loads(raw) | added
     assert rig.engine.headers[-1]["X-Odd"] == "1"
     assert (await rig.turns())[0]["sampling"] == {"temperature": 1.0, "seed": 12345678901234567890123}

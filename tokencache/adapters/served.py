@@ -19,7 +19,9 @@ class Served(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct, frozen=True):
+class Models(msgspec.Struct, frozen=True):
+    """What `/v1/models` answers."""
+
     data: tuple[Served, ...]
 
 
@@ -38,13 +40,18 @@ def find(proxy_url: str, key: str, model: str | None) -> tuple[str, int]:
         if model is None:
             raise
         models = ()
-    return _choose(models, model, proxy_url)
+    return choose(models, model, proxy_url)
 
 
-def _choose(models: Sequence[Served], model: str | None, proxy_url: str) -> tuple[str, int]:
+def choose(models: Sequence[Served], model: str | None, proxy_url: str) -> tuple[str, int]:
+    """Return the model to name and the longest context in tokens, out of those that are served.
+
+    Raises:
+        AdapterError: no model is given, and not exactly one is served.
+    """
     if model is None and len(models) != 1:
         listed = ", ".join(one.id for one in models) or "none"
-        raise AdapterError(f"which model? {proxy_url} serves {listed}: name one with --model")
+        raise AdapterError(f"which model? {proxy_url} serves {listed}: name one with --model (in Python: model=)")
     name = models[0].id if model is None else model
     return name, next((one.max_model_len for one in models if one.id == name and one.max_model_len), DEFAULT_CONTEXT)
 
@@ -59,7 +66,7 @@ async def _ask(proxy_url: str, key: str) -> Sequence[Served]:
             body = await answer.read()
             if answer.status != 200:  # noqa: PLR2004 - HTTP
                 raise AdapterError(f"{url} answered {answer.status}: {body[:300].decode(errors='replace')}")
-            return msgspec.json.decode(body, type=_Models).data
+            return msgspec.json.decode(body, type=Models).data
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.MsgspecError) as why:
         raise AdapterError(
             f"{url} does not say which model is served ({why or 'no answer in time'}): is `tokencache serve` running there, "

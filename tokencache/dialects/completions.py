@@ -22,7 +22,7 @@ import msgspec
 from tokencache.dialects.body import fields_of, member, model_of
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.rendering import render_args
-from tokencache.dialects.presenter import Presenter
+from tokencache.dialects.presenter import Extras, Presenter
 from tokencache.dialects.sse import event_of
 
 Raw = msgspec.Raw
@@ -73,7 +73,9 @@ class CompletionCall(msgspec.Struct, frozen=True):
         """Write the request for the engine: with ids and log probabilities asked for, unless that would change the reply."""
         if self.unrecorded:
             return _ENCODER.encode(self.fields)
-        asked = {"return_token_ids": _TRUE} if self.shows_logprobs else {"return_token_ids": _TRUE, "logprobs": _ZERO}
+        asked = {"return_token_ids": _TRUE, "return_weight_versions": _TRUE}
+        if not self.shows_logprobs:
+            asked["logprobs"] = _ZERO
         return _ENCODER.encode({**self.fields, **asked})
 
 
@@ -112,6 +114,7 @@ class CompletionPresenter(Presenter):
     def __init__(self, call: CompletionCall) -> None:
         hidden = [] if call.shows_ids else ["token_ids", "prompt_token_ids"]
         self._hidden = () if call.unrecorded else (*hidden, *([] if call.shows_logprobs else ["logprobs"]))
+        self._extras = Extras(call.fields)
 
     def body(self, data: bytes) -> bytes:
         """See `Speaker.body`; what cannot be read is passed on as it is."""
@@ -124,7 +127,7 @@ class CompletionPresenter(Presenter):
         return event if shown is data else event_of(shown)
 
     def _present(self, data: bytes) -> bytes:
-        if not self._hidden:
+        if not self._hidden and not self._extras.found(data):
             return data
         try:
             fields = _FIELDS.decode(data)
@@ -133,5 +136,6 @@ class CompletionPresenter(Presenter):
             return data
         for choice in choices:
             choice.update((name, _NULL) for name in self._hidden if name in choice)
+            self._extras.hide(choice)
         fields["choices"] = Raw(_ENCODER.encode(choices))
         return _ENCODER.encode(fields)

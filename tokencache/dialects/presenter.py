@@ -2,11 +2,40 @@
 
 Chat and text completions are answered with what the engine sent, less what only the proxy asked for. What is ours in such an
 answer is said as vLLM (0.32) says it.
+
+Routed experts are never shown (`routing`): an engine that gives them gives them unasked, and they are the trainer's. Weight
+versions are shown to who asked for them; who did not gets a reply without the member (vLLM 0.33).
 """
+
+from collections.abc import Mapping
 
 import msgspec
 
+from tokencache.dialects import routing
 from tokencache.dialects.sse import DONE, event_of
+
+Raw = msgspec.Raw
+
+_NULL = Raw(b"null")
+_VERSIONS = "weight_versions"
+
+
+class Extras:
+    """What a reply may hold besides ids and log probabilities, and what of it the harness sees that sent the members `fields`."""
+
+    def __init__(self, fields: Mapping[str, Raw]) -> None:
+        self._shows_versions = bytes(fields.get(f"return_{_VERSIONS}", _NULL)) == b"true"
+
+    def found(self, data: bytes) -> bool:
+        """Whether something in a reply's JSON is to be hidden."""
+        return routing.there(data) or (not self._shows_versions and b'"%s":' % _VERSIONS.encode() in data)
+
+    def hide(self, choice: dict[str, Raw]) -> None:
+        """Hide it in one choice."""
+        if "routed_experts" in choice:
+            choice["routed_experts"] = _NULL
+        if not self._shows_versions:
+            choice.pop(_VERSIONS, None)
 
 
 class Presenter:

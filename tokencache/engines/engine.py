@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engines.logprobs import NONE
 from tokencache.engines.probe import Capability, probe
 from tokencache.engines.reply import Choice
 from tokencache.engines.upstream import Upstream
@@ -110,6 +111,8 @@ class Engine:
         log.log(logging.INFO if found.level == "exact" else logging.WARNING, "engine %s: %s", self.upstream.url, found.line())
         if found.level != "exact":
             log.warning("RECORD ONLY: no history will be continued token for token on %s: %s", self.upstream.url, found.why)
+        if found.logprobs_seen.startswith(NONE):
+            log.error("UNUSABLE LOG PROBABILITIES on %s: %s", self.upstream.url, found.logprobs_seen)
         self.error = ""
         model = self._models[name] = self._models.setdefault(found.model, Model(found, self.upstream, small))
         if self._on_probe is not None:

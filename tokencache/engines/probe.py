@@ -16,6 +16,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engines.logprobs import Kind, logprob_kind
 from tokencache.engines.reply import Reply
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
@@ -48,6 +49,8 @@ class Capability(msgspec.Struct, frozen=True):
         turn_ends: those of them that can only do that: a reply that ends with one tells that the engine stops there.
         stop_ids: those of them at which generation was seen to stop.
         local_tokenizer: whether small renderings are the local tokenizer's.
+        logprobs: what its log probabilities are, `""` if they are none or it could not be found out; `logprobs_seen` says how it
+            was found out, or why not (`logprobs`).
     """
 
     model: str
@@ -61,6 +64,8 @@ class Capability(msgspec.Struct, frozen=True):
     turn_ends: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
     local_tokenizer: bool = False
+    logprobs: Kind = ""
+    logprobs_seen: str = "not asked"
     why: str = ""
 
     def line(self) -> str:
@@ -68,7 +73,7 @@ class Capability(msgspec.Struct, frozen=True):
         found = (
             f"model={self.model or '?'} vllm={self.version} level={self.level} honours_ids={self.honours_ids} "
             f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} stop_ids={list(self.stop_ids)} "
-            f"local_tokenizer={self.local_tokenizer}"
+            f"local_tokenizer={self.local_tokenizer} logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
         )
         return found + (f" ({self.why})" if self.why else "")
 
@@ -89,8 +94,10 @@ async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capa
         plain, other = [await renderer.render(model, [m], PLAIN_ARGS, generation=True) for m in (ASK, _OTHER)]
     except RenderError as why:
         echo = await echo_of_chat(upstream, {"model": model, "messages": _ASKED})
+        found = await _with_logprobs(found, upstream, echo or b"")
         return msgspec.structs.replace(found, level="relay" if echo is None else "record", why=f"no rendering: {why}")
     found = msgspec.structs.replace(found, tokenizes=True, later_system=await _takes_later_system(renderer, model))
+    found = await _with_logprobs(found, upstream, plain)
     supplied = {"kv_transfer_params": {"prompt_token_ids": ids.unpack(other)}}
     echo = await echo_of_chat(upstream, {"model": model, "messages": _ASKED, **supplied})
     if echo is None:
@@ -107,6 +114,15 @@ async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capa
     return msgspec.structs.replace(
         found, level="exact", honours_ids=True, stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops
     )
+
+
+async def _with_logprobs(found: Capability, upstream: Upstream, prompt: bytes) -> Capability:
+    """Find out what the log probabilities are, with two ids of a prompt (packed): such as there are in the vocabulary."""
+    known = sorted(set(ids.unpack(prompt)))
+    if len(known) < 2:  # noqa: PLR2004
+        return found
+    kind, seen = await logprob_kind(upstream, found.model, _ASKED, (known[0], known[-1]))
+    return msgspec.structs.replace(found, logprobs=kind, logprobs_seen=seen)
 
 
 async def _takes_later_system(renderer: Renderer, model: str) -> bool:

@@ -10,7 +10,9 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.canonical import Call, Message
+from tokencache.dialects import routing
 from tokencache.dialects.heard import Said
+from tokencache.engines import weights
 
 Raw = msgspec.Raw
 
@@ -37,6 +39,7 @@ class _Choice(msgspec.Struct):
     prompt_token_ids: Raw = Raw(b"null")
     logprobs: _Logprobs | None = None
     weight_versions: list[Any] | None = None
+    routed_experts: Raw = Raw(b"null")
 
 
 class _Chunk(msgspec.Struct):
@@ -44,10 +47,13 @@ class _Chunk(msgspec.Struct):
     prompt_token_ids: Raw = Raw(b"null")
     model: str = ""
     error: Raw = Raw(b"null")
+    metadata: Raw = Raw(b"null")
+    sglext: Raw = Raw(b"null")
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
 _IDS = msgspec.json.Decoder(list[int])
+_METADATA = msgspec.json.Decoder(weights.Metadata)
 _ECHO = b'"prompt_token_ids":['
 """No string in JSON can spell this: its quotes would be escaped."""
 _CUT = b'"="'
@@ -67,6 +73,8 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.versions: list[Any] = []
+        self.experts = b""
+        """The experts that were routed to: base64 or JSON, as the engine gave them."""
         self.prompt = b""
         """The raw JSON list of its own prompt's ids, where the engine says them with each choice (text completions)."""
 
@@ -79,8 +87,8 @@ class Choice:
             calls=tuple(Call(*self.calls[i]) for i in sorted(self.calls)),
         )
 
-    def take(self, choice: _Choice) -> None:
-        """Add what one chunk, or a whole body, says of this choice."""
+    def take(self, choice: _Choice, pieces: list[bytes]) -> None:
+        """Add what one chunk, or a whole body, says of this choice; `pieces` were cut out of it (`routing`)."""
         before = len(self.ids)
         self.ids += choice.token_ids or ()
         if choice.logprobs is not None:
@@ -93,6 +101,7 @@ class Choice:
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
+        self.experts = routing.piece_of(bytes(choice.routed_experts), pieces) or self.experts
 
     def _say(self, said: Said, before: int) -> None:
         if said.content:
@@ -117,6 +126,7 @@ class Reply:
         prompt: the raw JSON list of the prompt ids that the engine says it used; `b""` while unknown.
         error: the raw JSON of an error that the engine reported within its reply; `b""` if none.
         unreadable: chunks that could not be read.
+        version: the weight version in the answer's header, `""` if there is none.
     """
 
     def __init__(self, choices: int = 1) -> None:
@@ -127,7 +137,14 @@ class Reply:
         self.model = ""
         self.error = b""
         self.unreadable = 0
+        self.version = ""
+        self._metadata: weights.Metadata | None = None
+        self._pieces: list[bytes] = []
         self._counted = 0
+
+    def without_experts(self, data: bytes) -> bytes:
+        """Take routed experts out of a chunk's JSON, or a whole body's, before it goes to `take` and to the harness."""
+        return routing.cut(data, self._pieces)
 
     def take(self, data: bytes) -> bytes:
         """Add a chunk's JSON, or that of a whole body.
@@ -150,8 +167,15 @@ class Reply:
         for echo in echoes:
             self.prompt = self.prompt or (b"[%s]" % self.sent if brief is not data and bytes(echo) == _CUT else _given(echo))
         for choice in chunk.choices:
-            self.choices.setdefault(choice.index, Choice()).take(choice)
+            self.choices.setdefault(choice.index, Choice()).take(choice, self._pieces)
+        for extra in (chunk.metadata, chunk.sglext):
+            self._metadata = self._metadata or _metadata(bytes(extra))
         return brief
+
+    def versions(self, index: int) -> list[Any]:
+        """The weight version spans of a choice (`weights.spans`)."""
+        choice = self.choices[index]
+        return weights.spans(choice.versions, self._metadata if index == 0 else None, self.version, len(choice.ids))
 
     def _take_long(self, data: bytes) -> bytes:
         """What was cut out stood elsewhere: read it all."""
@@ -191,3 +215,12 @@ def read_ids(echo: bytes) -> bytes | None:
 def _given(raw: Raw) -> bytes:
     value = bytes(raw)
     return b"" if value == b"null" else value
+
+
+def _metadata(raw: bytes) -> weights.Metadata | None:
+    if b"weight_version" not in raw:
+        return None
+    try:
+        return _METADATA.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return None

@@ -24,13 +24,15 @@ def chat_body(call: ChatCall, prompt: bytes | None) -> bytes:
 
     `prompt` is the exact prompt as a JSON fragment (`b"1,2,3"`), or `None` to let the engine render. Ids, log
     probabilities and reasoning are always asked for: `include_reasoning: false` would silence the ids (vLLM 0.26 and
-    later). Everything else stays as the harness sent it.
+    later); so are weight versions, unless that would be refused (beam search, 0.33). Everything else stays as the harness sent it.
     """
     fields = {**call.fields, "return_token_ids": _TRUE}
     if call.shows_logprobs or bytes(call.fields.get("top_logprobs", _ZERO)) in {b"0", b"null"}:
         fields["logprobs"] = _TRUE  # else the engine's to refuse: `top_logprobs` without `logprobs`
     if not call.shows_reasoning:
         fields["include_reasoning"] = _TRUE
+    if bytes(fields.get("use_beam_search", _NULL)) != b"true":
+        fields["return_weight_versions"] = _TRUE
     if prompt is None:
         return _ENCODER.encode(fields)
     if call.malformed:

@@ -25,6 +25,7 @@ from tokencache.engines.probe import Capability
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.caller import CHAT, COMPLETIONS, Caller, Visit
+from tokencache.proxy.experts import Experts, open_shelf
 from tokencache.proxy.habits import HEADER as HARNESS_HEADER
 from tokencache.proxy.habits import Aliases, Habits
 from tokencache.proxy.ledger import Ledger
@@ -35,6 +36,7 @@ from tokencache.render.local import LocalRenderer
 from tokencache.store import open_store
 from tokencache.store.contract import Incident, SessionSealedError, Store, StoreError
 from tokencache.trainer.api import trainer_routes
+from tokencache.viewer.routes import viewer_routes
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +58,11 @@ class Proxy:
         self.upstream = Upstream(settings.upstream, key=settings.upstream_key)
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
         self.engine = Engine(self.upstream, local=local, on_probe=_note_level)
-        self.ledger = Ledger(self.store, Prefixes(self.store, max_bytes=settings.prefix_memory), strict=settings.on_store_error == "fail")
-        self.caller = Caller(self.engine, self.ledger, Bodies(), Aliases(settings.model_aliases), keep_alive=settings.keep_alive)
+        prefixes = Prefixes(self.store, max_bytes=settings.prefix_memory)
+        experts = Experts(open_shelf(settings.experts)) if settings.experts else None
+        self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
+        aliases = Aliases(settings.model_aliases)
+        self.caller = Caller(self.engine, self.ledger, Bodies(), aliases, keep_alive=settings.keep_alive, sampling=settings.sampling)
         own = (settings.adapters,) if settings.adapters is not None else ()
         self.habits = Habits(load_all(own), names_in(settings.rules_off))
         self.sessions = SessionFinder(self.store, header=settings.session_header, registered_only=settings.registered_only)
@@ -71,7 +76,8 @@ class Proxy:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
-        trainer_routes(app, self.ledger, self.habits, admin_key=self.settings.admin_key or None)
+        viewer_routes(app, self.ledger, self.engine, admin_key=self.settings.admin_key or None)
+        trainer_routes(app, self.ledger, self.habits, self.engine, admin_key=self.settings.admin_key or None)
         app.router.add_route("*", "/{path:.*}", self._any)
         return app
 
@@ -118,6 +124,7 @@ class Proxy:
             answer = await self.caller.tokens_of_next(visit)
             return answer or await relay(request, self.upstream, origin.path, headers=headers, body=await request.read())
         if request.method == "POST" and route == _UNRECORDED:
+            await self.caller.admit(visit, "generate")
             incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
             await self.ledger.note(origin.session, [incident])
         return await relay(request, self.upstream, origin.path, headers=headers)

@@ -13,20 +13,21 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 
 from tokencache import metrics
 from tokencache.core.match import DISAGREED
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.dialects.dialect import EVENTS, Speaker
+from tokencache.dialects.dialect import EVENTS
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.engines.engine import Engine, Model
 from tokencache.engines.reply import Reply
+from tokencache.engines.weights import HEADER as WEIGHT_VERSION
 from tokencache.errors import EngineError
+from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan, keys_wanted
 from tokencache.proxy.record import ABORTED, BROKE, Outcome, Recorded
@@ -40,23 +41,6 @@ _ENDED = "the engine's stream ended before the reply did"
 _REFUSED = frozenset({400, 422})
 _LEFT = "the harness closed the connection"
 PlanFor = Callable[[str, ChatCall, Sequence[bytes], Begun | None], Awaitable[tuple[Plan, Model | None]]]
-
-
-class Exchange(NamedTuple):
-    """How a call is sent, and how its reply is said.
-
-    `write` makes the engine's body, around an exact prompt (a JSON fragment) or none. `refuse` says an engine's refusal
-    (status, body) in a dialect; `None` where the harness sees the engine's own bytes. `keep_alive`: seconds that a
-    stream may be silent.
-    """
-
-    path: str
-    headers: CIMultiDict[str]
-    write: Callable[[bytes | None], bytes]
-    speaker: Speaker
-    keep_alive: float
-    refuse: Callable[[int, bytes], bytes] | None = None
-    media_type: str = EVENTS
 
 
 class Call:
@@ -129,6 +113,7 @@ class Call:
     async def _ask(self) -> web.StreamResponse:
         answer = await self._send()
         self._reply.sent = self._outcome.plan.fragment or b""
+        self._reply.version = answer.headers.get(WEIGHT_VERSION, "")
         try:
             if answer.status != _OK:
                 return await self._refused(answer)
@@ -166,6 +151,7 @@ class Call:
         body = await self._read(answer)
         if body is None:
             return web.Response()
+        body = self._reply.without_experts(body)
         brief = self._reply.take(body)
         try:
             said = self._speaker.body(body if self._call.shows_ids else brief)
@@ -241,6 +227,7 @@ class Call:
         if data == DONE:
             self._over = self._said_all = True
             return self._speaker.end()
+        data = self._reply.without_experts(data)
         brief = self._reply.take(data)
         self._over = self._over or self._reply.finished or bool(self._reply.error)
         prompt_tokens = 0 if self._as_is else self._reply.prompt_tokens  # counting them costs, and only a codec says how many
@@ -272,6 +259,7 @@ class Call:
 
     async def _record(self) -> None:
         ended = time.time()
+        await self._ledger.keep_experts(self._outcome)
         try:
             recorded = self._outcome.record(self._ledger.prefixes)
         except Exception as why:  # ours again: the harness gets its reply, and the trainer is told

@@ -6,9 +6,9 @@ Whatever fails on our side while a call is planned ends in a plain plan: the har
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -23,18 +23,20 @@ from tokencache.dialects.chat.call import ChatCall, read_chat, read_tokenize, wi
 from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.chat.messages import as_reminders
 from tokencache.dialects.chat.reply import ChatPresenter
+from tokencache.dialects.chat.sampling import pin
 from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, ServedModel, refusal
 from tokencache.engines.engine import Engine, Model
 from tokencache.engines.vllm import chat_body
 from tokencache.errors import EngineError, HarnessError
-from tokencache.proxy.call import Call, Exchange
+from tokencache.proxy.call import Call
+from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.habits import Aliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan, Planner, keys_wanted
 from tokencache.proxy.relay import relay
 from tokencache.proxy.sessions import Origin
 from tokencache.render.renderer import RenderError, TemplateRefusedError
-from tokencache.store.contract import Begun, Incident, StoreError
+from tokencache.store.contract import Begun, Incident, SessionSealedError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +59,18 @@ class Visit(NamedTuple):
 class Caller:
     """Serves the model calls of all sessions through one engine and one ledger.
 
-    `keep_alive` is how many seconds a stream may be silent.
+    `keep_alive` is how many seconds a stream may be silent; `sampling` are the parameters that are pinned for all sessions.
     """
 
-    def __init__(self, engine: Engine, ledger: Ledger, bodies: Bodies, aliases: Aliases, *, keep_alive: float) -> None:
+    def __init__(
+        self, engine: Engine, ledger: Ledger, bodies: Bodies, aliases: Aliases, *, keep_alive: float, sampling: Mapping[str, Any]
+    ) -> None:
         self._engine = engine
         self._ledger = ledger
         self._bodies = bodies
         self._aliases = aliases
         self._keep_alive = keep_alive
+        self._sampling = sampling
         self._planner = Planner(ledger.store, ledger.prefixes)
 
     async def chat(self, visit: Visit) -> web.StreamResponse:
@@ -79,6 +84,7 @@ class Caller:
         """
         call = read_chat(await visit.request.read(), self._bodies, visit.session, served=self._served(visit))
         call.harness, call.leniency = visit.harness, visit.leniency
+        call.replaced = self._pin(visit, call.fields)
         return await self._run(
             visit, call, Exchange(visit.origin.path, visit.headers, partial(chat_body, call), ChatPresenter(call), self._keep_alive)
         )
@@ -90,7 +96,9 @@ class Caller:
             As `chat` does.
         """
         asked = completions.read(await visit.request.read(), served=self._served(visit))
+        replaced = self._pin(visit, asked.fields)
         if asked.unrecorded:
+            await self.admit(visit, "completions")
             hole = Incident(
                 "unrecorded-route", f"a text completion with {asked.unrecorded} is relayed, not recorded", hole=True, at=time.time()
             )
@@ -99,7 +107,9 @@ class Caller:
         exchange = Exchange(
             visit.origin.path, visit.headers, lambda _: asked.for_engine(), completions.CompletionPresenter(asked), self._keep_alive
         )
-        return await self._run(visit, asked.as_chat(), exchange)
+        call = asked.as_chat()
+        call.replaced = replaced
+        return await self._run(visit, call, exchange)
 
     async def answer(self, visit: Visit, dialect: Dialect) -> web.StreamResponse:
         """Answer a request in a dialect that is turned into chat.
@@ -116,6 +126,7 @@ class Caller:
             return web.Response(body=meant.say(await self._count(visit, call)), content_type="application/json")
         call = await self._translated(visit, meant.body, f"{visit.session}\0{dialect.name}")
         call.dialect, call.handle = dialect.name, asked.handle
+        call.replaced = self._pin(visit, call.fields)
         call.handles, call.left_out = meant.handles, meant.left_out
 
         def refuse(status: int, body: bytes) -> bytes:
@@ -154,7 +165,34 @@ class Caller:
     async def _run(self, visit: Visit, call: ChatCall, exchange: Exchange) -> web.StreamResponse:
         live = Call(visit.request, visit.session, call, exchange, plan=self._plan, engine=self._engine, ledger=self._ledger)
         with metrics.IN_FLIGHT.track_inprogress():
-            return await live.run()
+            try:
+                return await live.run()
+            except SessionSealedError:
+                await self._ledger.turn_away(visit.session, f"{call.dialect}, {visit.route}")
+                raise
+
+    async def admit(self, visit: Visit, dialect: str) -> None:
+        """Let a request pass that samples and is only relayed, unless its session is sealed.
+
+        Raises:
+            SessionSealedError: it is.
+            StoreError: the store failed and the policy is strict.
+        """
+        try:
+            await self._ledger.admit(visit.session)
+        except SessionSealedError:
+            await self._ledger.turn_away(visit.session, f"{dialect}, {visit.route}")
+            raise
+
+    def _pin(self, visit: Visit, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
+        """Write what is pinned into a request's members; what the harness had asked for instead. A session's own policy wins."""
+        policy = {**self._sampling, **visit.origin.sampling}
+        if not policy:
+            return {}
+        replaced = pin(fields, policy)
+        for name in replaced:
+            metrics.REPLACED.labels(name).inc()
+        return replaced
 
     def _asked(self, visit: Visit, body: bytes) -> Asked:
         store, session = self._ledger.store, visit.session

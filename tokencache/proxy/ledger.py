@@ -6,14 +6,17 @@ the store is back, so that the trainer sees a session that is incomplete, and wh
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
 
 from tokencache import metrics
+from tokencache.proxy.experts import Experts
+from tokencache.proxy.latecomers import Latecomers
 from tokencache.proxy.prefixes import Prefixes
 from tokencache.proxy.record import Outcome, Recorded
-from tokencache.store.contract import Begun, Incident, SessionGoneError, Store, StoreError
+from tokencache.store.contract import Begun, Incident, SessionGoneError, SessionSealedError, Store, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +24,17 @@ RETRY_SECONDS = 1.0
 
 
 class Ledger:
-    """Begins and ends calls on a store; `strict` lets store errors through to the harness."""
+    """Begins and ends calls on a store; `strict` lets store errors through to the harness.
 
-    def __init__(self, store: Store, prefixes: Prefixes, *, strict: bool = False) -> None:
+    `experts` keeps what is too large for a store; `None` where it is not wanted.
+    """
+
+    def __init__(self, store: Store, prefixes: Prefixes, *, strict: bool = False, experts: Experts | None = None) -> None:
         self.store = store
         self.prefixes = prefixes
         self._strict = strict
+        self._experts = experts
+        self._late = Latecomers()
         self._owed: dict[str, list[Incident]] = {}
         self._payer: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -66,6 +74,8 @@ class Ledger:
                 await self.store.settle(outcome.session, begun.life, outcome.call_id, recorded.incidents)
         except SessionGoneError:
             log.warning("session %s call %s: deleted meanwhile; what was recorded is dropped", outcome.session, outcome.call_id)
+            if self._experts is not None:
+                await self._experts.drop(list(outcome.experts.values()))
             return
         except StoreError as why:
             self._owe(outcome.session, [*recorded.incidents, _lost(outcome.call_id)])
@@ -109,6 +119,46 @@ class Ledger:
         except StoreError as why:
             self._owe(session, list(incidents))
             self._failed("note", session, "-", why)
+
+    async def admit(self, session: str) -> None:
+        """Let a request pass that samples and is not recorded, unless its session takes no more calls.
+
+        Raises:
+            SessionSealedError: it does not.
+            StoreError: the store failed and the policy is strict.
+        """
+        try:
+            info = await self.store.session(session)
+        except StoreError as why:
+            self._failed("session", session, "-", why)
+            return
+        if info is not None and info.sealed:
+            raise SessionSealedError(session)
+
+    async def turn_away(self, session: str, detail: str) -> None:
+        """Note that a call came after its session was sealed: nothing was sampled. `detail` says what kind of call."""
+        number = self._late.count(session)
+        log.warning("session %s is sealed: %s is refused", session, detail)
+        if number:
+            with contextlib.suppress(StoreError):  # it is refused either way
+                await self.note(session, [Incident("late-call", f"{detail}: late call no. {number}", at=time.time())])
+
+    async def keep_experts(self, outcome: Outcome) -> None:
+        """Keep the routed experts of a reply, before its turns are made."""
+        if self._experts is not None:
+            await self._experts.keep(outcome)
+
+    async def delete(self, session: str) -> bool:
+        """Forget a session and all that is kept of it; false if there was none.
+
+        Raises:
+            StoreError: the store failed; nothing was forgotten.
+        """
+        known = await self.store.delete(session)
+        self._late.forget(session)
+        if self._experts is not None:  # after the store: a call that ends from now on removes its own
+            await self._experts.drop([session])
+        return known
 
     def detach(self, work: "asyncio.Task[None]") -> None:
         """Keep a task that must end even though its harness has left."""

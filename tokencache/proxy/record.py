@@ -48,7 +48,8 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     `broke` says why the reply is not whole: `aborted` (the harness left), `upstream-broke`, or `""`; `detail` in words.
     `life` is that of the session when the call began. `started` is in seconds since the epoch. `model` is `None` where
-    the engine could not be probed.
+    the engine could not be probed. `experts` says where each choice's routed experts are kept; `noted` are incidents that came up
+    before the turns are made.
     """
 
     session: str
@@ -61,6 +62,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     started: float
     broke: str = ""
     detail: str = ""
+    experts: dict[int, str] = {}
+    noted: list[Incident] = []
 
     @property
     def whole(self) -> bool:
@@ -69,7 +72,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     def record(self, prefixes: Prefixes) -> Recorded:
         """Make the turns of the call out of its reply."""
-        incidents = self._incidents()
+        incidents = [*self.noted, *self._incidents()]
         prompt = self._prompt(self.reply.prompt)
         if prompt is None and self._refused:
             return Recorded([], [], incidents)
@@ -177,13 +180,16 @@ class Outcome(msgspec.Struct, kw_only=True):
             messages=len(call.raw_messages),
             tools=call.tool_count,
             sampling=call.sampling,
+            replaced=dict(call.replaced),
+            logprob_kind=self.model.capability.logprobs if self.model is not None and logprobs else "",
+            experts=self.experts.get(index, ""),
             harness=call.harness,
             context_base=context_base,
             context_shared=context_shared,
             marks=self._marks(prompt, choice),
             created=self.started,
             seconds=round(time.time() - self.started, 6),
-            versions=choice.versions,
+            versions=self.reply.versions(index),
         )
         keys: tuple[bytes, ...] = ()
         if call.conversation is not None and not call.plain:

@@ -18,7 +18,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode
 
 from tokencache.errors import HarnessError
@@ -33,7 +33,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,199}")
 class Origin(NamedTuple):
     """Where a request belongs: its session (`None`: nowhere), the path to use upstream, whether its key was ours.
 
-    `harness` is who it says it is, `""` if it does not say; `models` are the session's own names for the model.
+    `harness` is who it says it is, `""` if it does not say; `models` are the session's own names for the model, `sampling` the
+    parameters that were pinned when its key was registered.
     """
 
     session: str | None
@@ -41,6 +42,7 @@ class Origin(NamedTuple):
     own_key: bool = False
     harness: str = ""
     models: Mapping[str, str] = MappingProxyType({})
+    sampling: Mapping[str, Any] = MappingProxyType({})
 
 
 def check_name(name: str) -> str:
@@ -93,7 +95,8 @@ class SessionFinder:
             found = await self._store.binding_of_key(hash_key(key))
             if found is None:
                 raise HarnessError("unknown API key", status=401, kind="authentication_error")
-            return Origin(found.session, path, True, found.harness or harness or headers.get(habits.HEADER, ""), found.models)
+            speaker = found.harness or harness or headers.get(habits.HEADER, "")
+            return Origin(found.session, path, True, speaker, found.models, found.sampling)
         declared = key[len(DECLARED) :] if key.startswith(DECLARED) else None
         given = named if named is not None else headers.get(self._header, declared)
         if given is None:

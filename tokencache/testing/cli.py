@@ -8,9 +8,10 @@ import contextlib
 import json
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from tokencache.testing.engine import SimulatedEngine
+from tokencache.testing.generation import LogprobsMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--token-delay", type=float, default=0.0, help="seconds")
     parser.add_argument("--chunk-tokens", type=int, default=1, help="tokens in each chunk of a stream")
     parser.add_argument("--ignore-ids", action="store_true", help="ignore supplied prompt ids, as vLLM before 0.27 does")
+    parser.add_argument("--logprobs-mode", default="raw_logprobs", choices=get_args(LogprobsMode), help="what log probabilities are")
     options = parser.parse_args(arguments)
     engine = SimulatedEngine(
         episodes=json.loads(options.episodes.read_text(encoding="utf-8")) if options.episodes else None,
@@ -39,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         token_delay=options.token_delay,
         chunk_tokens=options.chunk_tokens,
         honours_ids=not options.ignore_ids,
+        logprobs_mode=options.logprobs_mode,
     )
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(engine, options.host, options.port))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tokencache.testing import wire
-from tokencache.testing.generation import Step, generate
+from tokencache.testing.extras import Extras
+from tokencache.testing.generation import LogprobsMode, Step, generate
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class Completion:
     token_delay: float = 0.0
     """Seconds per token."""
     created: int = field(default_factory=lambda: int(time.time()))
+    mode: LogprobsMode = "raw_logprobs"
+    extras: Extras = field(default_factory=Extras)
+    versions: dict[int, list[str]] = field(default_factory=dict)
+    """Of each choice the weights that sampled each token."""
 
     def _steps(self, index: int) -> Iterator[Step]:
         """Generate choice number `index`, each token entered in the books as it comes into being."""
@@ -45,7 +50,8 @@ class Completion:
         ids = self.speech.reply(request, self.prompt_ids, self.call, index)
         seed = f"{self.speech.seed}:{self.call}:{index}"
         chunk = max(self.chunk_tokens, request.stream_interval)
-        for step in generate(ids, request, self.tokenizer, max_tokens=self.max_tokens, seed=seed, chunk=chunk):
+        for step in generate(ids, request, self.tokenizer, max_tokens=self.max_tokens, seed=seed, chunk=chunk, mode=self.mode):
+            self.versions.setdefault(index, []).extend([self.extras.version] * len(step.ids))
             entry.completion_ids.extend(step.ids)
             entry.logprobs.extend(token.logprob for token in step.tokens)
             entry.stop_reason = step.stop_reason
@@ -80,8 +86,10 @@ class Completion:
             parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self.request.thinking)
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
             entry.finish_reason = choice["finish_reason"]
-            choices.append(choice)
-        return wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompt_ids)
+            choice["routed_experts"] = self.extras.routed(len(self.prompt_ids) + len(tokens))
+            choices.append(choice | self.extras.of_choice(self.request, self.versions[index]))
+        reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompt_ids)
+        return reply | self.extras.of_reply()
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the events of the answer, `[DONE]` not among them; choices take turns."""
@@ -110,6 +118,8 @@ class Completion:
         reason = "tool_calls" if parser.called and step.finish_reason == "stop" and not named else step.finish_reason
         entry.finish_reason = reason
         chunk = wire.delta_chunk(request, self.created, index, delta, step, finish_reason=reason)
+        if chunk is not None and reason is not None:
+            chunk["choices"][0] |= self.extras.of_choice(request, self.versions[index])
         if chunk is not None and request.continuous_usage:
             chunk["usage"] = wire.usage(len(self.prompt_ids), len(entry.completion_ids), self._reasoning(entry))
         return chunk

@@ -24,7 +24,7 @@ _FINISHES = b'"finish_reason":"'
 
 async def stream_reply(http: web.Request, completion: Completion | TextCompletion, fault: Fault | None) -> web.StreamResponse:
     """Send a completion as server-sent events, up to where a fault ends it."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **completion.extras.headers})
     await response.prepare(http)
     sent = 0
     async for data in completion.stream():

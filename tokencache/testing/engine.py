@@ -28,6 +28,7 @@ from tokencache.testing.chat_request import check_types, read_chat_request, read
 from tokencache.testing.completion import Completion
 from tokencache.testing.conversation import has_media, prompt_ids
 from tokencache.testing.delivery import empty_answer, fail_request, json_answer, refuse, stream_refusal, stream_reply
+from tokencache.testing.extras import Extras
 from tokencache.testing.faults import Fault, FaultKind
 from tokencache.testing.refusals import Refusal, room_for_reply, schema_refusal, senseless, unknown_model
 from tokencache.testing.speech import Speech
@@ -36,6 +37,9 @@ from tokencache.testing.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+    from tokencache.testing.extras import VersionStyle
+    from tokencache.testing.generation import LogprobsMode
 
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _MAX_BODY = 256 * 1024 * 1024
@@ -57,6 +61,9 @@ class SimulatedEngine:
         token_delay: float = 0.0,
         chunk_tokens: int = 1,
         version: str = "0.32.0",
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        weight_versions: VersionStyle = "",
+        routed_experts: tuple[int, int] | None = None,
         choose_fault: Callable[[str, dict[str, Any]], Fault | None] | None = None,
     ) -> None:
         """Set up an engine that is not serving yet.
@@ -64,7 +71,9 @@ class SimulatedEngine:
         `episodes`: name to replies, see `speech`. `drift`: probability of each token to be said in two pieces.
         `max_model_len`: tokens. `honours_ids`: false for vLLM before 0.27, which ignores supplied prompt ids without a
         word. `strict_arguments`: refuse history whose tool-call arguments are not JSON, as older releases did.
-        `token_delay`: seconds. `choose_fault`: asked with route and body for each request, before the queue `faults`.
+        `token_delay`: seconds. `logprobs_mode`: as vLLM's option. `weight_versions`: how it says them, see `extras`;
+        `routed_experts`: its layers and the experts chosen in each, of which it then tells. `choose_fault`: asked with route and
+        body for each request, before the queue `faults`.
         """
         self.tokenizer = build_tokenizer()
         self.model, self.version = model, version
@@ -72,6 +81,8 @@ class SimulatedEngine:
         self.honours_ids = honours_ids
         self.strict_arguments = strict_arguments
         self.token_delay, self.chunk_tokens = token_delay, chunk_tokens
+        self.logprobs_mode: LogprobsMode = logprobs_mode
+        self.extras = Extras(weight_versions, routed_experts)
         self.speech = Speech(self.tokenizer, episodes or {}, seed, drift)
         self.choose_fault = choose_fault
         self.faults: deque[Fault | None] = deque()
@@ -231,7 +242,12 @@ class SimulatedEngine:
             self._tell()
         if fault is not None and fault.kind is FaultKind.TRUNCATED:
             raw = raw[: len(raw) // 2]
-        return web.Response(body=raw, content_type="application/json")
+        return web.Response(body=raw, content_type="application/json", headers=completion.extras.headers)
+
+    def _manner(self) -> dict[str, Any]:
+        """How a completion goes out."""
+        delay = {"chunk_tokens": self.chunk_tokens, "token_delay": self.token_delay}
+        return delay | {"mode": self.logprobs_mode, "extras": self.extras}
 
     def _begin_text(self, body: dict[str, Any], headers: Mapping[str, str]) -> TextCompletion:
         """Tokenize the prompts, check that there is room, open the books: one entry for each choice of each prompt."""
@@ -244,7 +260,7 @@ class SimulatedEngine:
         self.books.extend(entries)
         self._tell()
         call = next(self._calls)
-        return TextCompletion(request, prompts, entries, self.tokenizer, self.speech, limits, call, self.chunk_tokens, self.token_delay)
+        return TextCompletion(request, prompts, entries, self.tokenizer, self.speech, limits, call, **self._manner())
 
     def _begin_chat(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         """Find the prompt, check that there is room for a reply, open the books."""
@@ -259,7 +275,7 @@ class SimulatedEngine:
         self.books.extend(entries)
         self._tell()
         call = next(self._calls)
-        return Completion(request, ids, entries, self.tokenizer, self.speech, limit, call, self.chunk_tokens, self.token_delay)
+        return Completion(request, ids, entries, self.tokenizer, self.speech, limit, call, **self._manner())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import codecs
 import random
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,13 +20,27 @@ if TYPE_CHECKING:
     from tokencache.testing.tokenizer import SimTokenizer
 
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+"""vLLM's `--logprobs-mode`: what stands where log probabilities are asked for."""
+MASKED = -9999.0
+"""What vLLM writes for minus infinity."""
+
+
 @dataclass(slots=True)
 class Token:
-    """One generated token: its id, the text it completed (what `logprobs` shows as `token`) and its log probability."""
+    """One generated token: its id, the text it completed (what `logprobs` shows as `token`) and its log probability.
+
+    `alone`: its value is of a distribution in which no other token is possible.
+    """
 
     id: int
     text: str
     logprob: float
+    alone: bool = False
+
+    def neighbour(self, i: int) -> float:
+        """The log probability of a made-up token that is the `i`th likeliest beside this one (0: this one itself)."""
+        return MASKED if self.alone and i else self.logprob - 0.5 * i
 
 
 @dataclass(slots=True)
@@ -45,12 +59,19 @@ class Step:
 
 
 def generate(
-    ids: Iterable[int], request: ChatRequest, tokenizer: SimTokenizer, *, max_tokens: int, seed: str, chunk: int = 1
+    ids: Iterable[int],
+    request: ChatRequest,
+    tokenizer: SimTokenizer,
+    *,
+    max_tokens: int,
+    seed: str,
+    chunk: int = 1,
+    mode: LogprobsMode = "raw_logprobs",
 ) -> Iterator[Step]:
     """Yield the steps of one reply, the last of them with a finish reason.
 
     `ids` are what the model would say, `max_tokens` (at least 1) how much of it at most. As with vLLM's
-    `stream_interval`, the first token comes alone, then `chunk` at a time.
+    `stream_interval`, the first token comes alone, then `chunk` at a time. `mode` says what the log probabilities are.
     """
     text = _VisibleText(request)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -58,7 +79,7 @@ def generate(
     step, target = Step(), 1
     for count, token_id in enumerate(ids, 1):
         decoded = decoder.decode(tokenizer.token_bytes(token_id))
-        step.tokens.append(Token(token_id, decoded, _float32(-0.001 - 4.998 * chances.random())))
+        step.tokens.append(_weighed(token_id, decoded, request, chances.random(), mode))
         ended_by_id = (token_id == tokenizer.stop_id and not request.ignore_eos) or token_id in request.stop_token_ids
         if not ended_by_id or request.include_stop_str_in_output:
             step.stop_reason = text.add(decoded)
@@ -75,6 +96,21 @@ def generate(
             if step.finish_reason is not None:
                 return
             step, target = Step(), chunk
+
+
+def _weighed(token_id: int, text: str, request: ChatRequest, chance: float, mode: LogprobsMode) -> Token:
+    """Give a token a value; `chance` decides it, from 0 to 1.
+
+    Under a mask the raw values are those of unlikely tokens, as what is masked in seldom is what the model would say.
+    """
+    masked = request.allowed_token_ids is not None
+    alone = masked and len(set(request.allowed_token_ids or ())) == 1 and mode.startswith("processed")
+    value = -6.0 - chance if masked else -0.001 - 4.998 * chance
+    if mode == "processed_logprobs" and alone:
+        value = 0.0
+    elif mode.endswith("logits"):
+        value += 9.0
+    return Token(token_id, text, _float32(value), alone)
 
 
 class _VisibleText:

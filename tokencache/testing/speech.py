@@ -66,7 +66,8 @@ class Speech:
         `call` is the engine's count of generations, `index` the number of the choice. Ends after the end-of-turn id,
         unless the request allows only certain ids or ignores the end: then it does not end by itself.
         """
-        rng = random.Random(f"{self.seed}:{call}:{index}:{','.join(map(str, prompt_ids))}")
+        chosen = request.body.get("seed")  # with a seed of its own, a prompt is answered alike every time
+        rng = random.Random(f"{self.seed}:{call if chosen is None else chosen}:{index}:{','.join(map(str, prompt_ids))}")
         if request.allowed_token_ids is not None:
             while True:
                 yield (token_id := rng.choice(request.allowed_token_ids))

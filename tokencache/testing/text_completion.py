@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokencache.testing import wire
 from tokencache.testing.chat_request import ChatRequest, read_chat_request
-from tokencache.testing.generation import Step, Token, generate
+from tokencache.testing.extras import Extras
+from tokencache.testing.generation import LogprobsMode, Step, Token, generate
 from tokencache.testing.refusals import senseless
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ class TextCompletion:
     chunk_tokens: int = 1
     token_delay: float = 0.0
     created: int = field(default_factory=lambda: int(time.time()))
+    mode: LogprobsMode = "raw_logprobs"
+    extras: Extras = field(default_factory=Extras)
+    versions: dict[int, list[str]] = field(default_factory=dict)
+    """Of each choice the weights that sampled each token."""
 
     def _steps(self, index: int) -> Iterator[Step]:
         """Generate choice number `index`, each token entered in the books as it comes into being."""
@@ -72,7 +77,8 @@ class TextCompletion:
         ids = self.speech.reply(request, self.prompts[prompt], self.call, index)
         seed = f"{self.speech.seed}:{self.call}:{index}"
         chunk = max(self.chunk_tokens, request.stream_interval)
-        for step in generate(ids, request, self.tokenizer, max_tokens=self.limits[prompt], seed=seed, chunk=chunk):
+        for step in generate(ids, request, self.tokenizer, max_tokens=self.limits[prompt], seed=seed, chunk=chunk, mode=self.mode):
+            self.versions.setdefault(index, []).extend([self.extras.version] * len(step.ids))
             entry.completion_ids.extend(step.ids)
             entry.logprobs.extend(token.logprob for token in step.tokens)
             entry.finish_reason, entry.stop_reason = step.finish_reason, step.stop_reason
@@ -98,12 +104,12 @@ class TextCompletion:
                 tokens.extend(step.tokens)
                 text, last = text + step.text, step
                 await asyncio.sleep(self.token_delay * len(step.tokens))
-            choices.append(self._choice(index, text, tokens, last))
+            choices.append(self._choice(index, text, tokens, last) | self.extras.of_choice(self.request, self.versions[index]))
         return {
             "id": self.request.request_id, "object": "text_completion", "created": self.created, "model": self.request.model,
             "choices": choices, "service_tier": None, "system_fingerprint": wire.FINGERPRINT,
             "usage": {**self._usage(), "prompt_tokens_details": None, "completion_tokens_details": None},
-            "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None,
+            "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None, **self.extras.of_reply(),
         }  # fmt: skip
 
     def _choice(self, index: int, text: str, tokens: Sequence[Token], last: Step) -> dict[str, Any]:
@@ -112,7 +118,7 @@ class TextCompletion:
             "index": index, "text": text, "logprobs": self._logprobs(tokens, 0), "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason, "token_ids": [token.id for token in tokens] if request.return_token_ids else None,
             "prompt_logprobs": None, "prompt_token_ids": self.prompts[index // request.n] if request.return_token_ids else None,
-            "routed_experts": None,
+            "routed_experts": self.extras.routed(len(self.prompts[index // request.n]) + len(tokens)),
         }  # fmt: skip
 
     def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
@@ -124,7 +130,7 @@ class TextCompletion:
             offsets.append(place)
             place += len(token.text)
         neighbours = range(1, self.request.top_logprobs + 1)
-        top = [{token.text: token.logprob} | {f"~{i}": token.logprob - 0.5 * i for i in neighbours} for token in tokens]
+        top = [{token.text: token.logprob} | {f"~{i}": token.neighbour(i) for i in neighbours} for token in tokens]
         chances = [token.logprob for token in tokens]
         return {"text_offset": offsets, "token_logprobs": chances, "tokens": [token.text for token in tokens], "top_logprobs": top}
 
@@ -158,6 +164,8 @@ class TextCompletion:
             "stop_reason": step.stop_reason, "prompt_token_ids": self.prompts[index // request.n] if shows and first else None,
             "token_ids": step.ids if shows else None,
         }  # fmt: skip
+        if step.finish_reason is not None:
+            choice |= self.extras.of_choice(request, self.versions[index])
         chunk = self._head([choice])
         if step.finish_reason is not None and not request.include_usage:
             chunk["system_fingerprint"] = wire.FINGERPRINT

@@ -55,7 +55,7 @@ def logprobs(tokens: Sequence[Token], request: ChatRequest) -> dict[str, Any]:
     """
     content = []
     for token in tokens:
-        top = [_chance(token.id + i, token.text if i == 0 else "", token.logprob - 0.5 * i, request) for i in range(request.top_logprobs)]
+        top = [_chance(token.id + i, token.text if i == 0 else "", token.neighbour(i), request) for i in range(request.top_logprobs)]
         entry = _chance(token.id, token.text, token.logprob, request)
         entry["bytes"] = list(token.text.encode())
         content.append({**entry, "top_logprobs": top})

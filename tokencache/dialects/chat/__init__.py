@@ -5,6 +5,7 @@ There is no codec: the request's members stay raw JSON, and the reply is the eng
 `call`       the request as the harness wrote it, and what of it is known
 `growth`     a body taken apart; one that begins like the session's last is read from where that one ended
 `messages`   an entry of `messages` ↔ a canonical message
+`sampling`   parameters that are used whatever the harness asks for
 `rendering`  what besides the messages decides how it becomes a prompt
 `reply`      what the harness is shown of the reply
 """

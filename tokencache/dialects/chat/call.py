@@ -58,6 +58,7 @@ class ChatCall(msgspec.Struct):
         handle: what its reply carries for the harness to echo; `""` if the dialect has no place for it.
         handles: places of assistant's messages that came back with a handle, and that handle.
         left_out: rules by which the codec left something of the request out.
+        replaced: what the harness had asked for where the session's policy put something else (`sampling.pin`).
         harness: the adapter whose habits are forgiven in this session, `""` if none; `leniency` says what they are.
     """
 
@@ -79,6 +80,7 @@ class ChatCall(msgspec.Struct):
     handle: str = ""
     handles: Mapping[int, str] = {}
     left_out: tuple[str, ...] = ()
+    replaced: Mapping[str, Any] = {}
     harness: str = ""
     leniency: Leniency = Leniency()
 

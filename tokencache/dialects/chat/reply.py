@@ -9,7 +9,7 @@ probabilities does get them).
 import msgspec
 
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.dialects.presenter import Presenter
+from tokencache.dialects.presenter import Extras, Presenter
 from tokencache.dialects.sse import event_of
 
 Raw = msgspec.Raw
@@ -30,18 +30,22 @@ class ChatPresenter(Presenter):
         self._logprobs = call.shows_logprobs and call.shows_reasoning
         self._reasoning = call.shows_reasoning
         self._as_is = self._ids and self._logprobs
+        self._extras = Extras(call.fields)
 
     def body(self, data: bytes) -> bytes:
         """See `Speaker.body`; what cannot be read is passed on as it is."""
-        return data if self._as_is else self._present(data, "message") or data
+        return data if self._shows_all(data) else self._present(data, "message") or data
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
         """See `Speaker.chunk`; nothing where a direct client would have got nothing."""
         del prompt_tokens
-        shown = data if self._as_is else self._present(data, "delta")
+        shown = data if self._shows_all(data) else self._present(data, "delta")
         if shown is None:
             return b""
         return event if shown is data else event_of(shown)
+
+    def _shows_all(self, data: bytes) -> bool:
+        return self._as_is and not self._extras.found(data)
 
     def _present(self, data: bytes, said: str) -> bytes | None:
         try:
@@ -63,6 +67,7 @@ class ChatPresenter(Presenter):
             for name in ("token_ids", "prompt_token_ids"):
                 if name in choice and (name == "token_ids" or not self._prompt):
                     choice[name] = _NULL
+        self._extras.hide(choice)
         if not self._logprobs and "logprobs" in choice:
             choice["logprobs"] = _NULL
         spoke = True

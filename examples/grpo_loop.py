@@ -1,0 +1,60 @@
+"""A GRPO-like loop: groups of rollouts, rewards, advantages, and a loss on the tokens that were sampled. In numbers, no torch.
+
+The engine is simulated; for a real one run `tokencache serve --upstream …`, and give the client its URL. Needs openai.
+"""
+
+import asyncio
+import random
+import statistics
+
+import openai
+
+from tokencache.client import AsyncClient, AsyncSession, Trajectory
+from tokencache.config import Settings
+from tokencache.proxy.server import serving
+from tokencache.testing import SimulatedEngine
+
+STEPS, GROUPS, ROLLOUTS, TURNS = 2, 3, 4, 4
+
+
+async def play(session: AsyncSession, secret: int) -> float:
+    """The agent: a guessing game of several turns, in nothing but text. Returns its reward."""
+    messages = [{"role": "user", "content": "Guess a number from 1 to 9."}]
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+        for turn in range(TURNS):
+            reply = await model.chat.completions.create(model="sim", messages=messages)
+            guess = int(reply.choices[0].message.content.split()[-1])
+            if guess == secret:
+                return 1.0 - turn / TURNS
+            hint = "Higher!" if guess < secret else "Lower!"
+            messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": hint}]
+    return 0.0
+
+
+def loss(rollout: Trajectory, advantage: float) -> float:
+    """Policy gradient. A trainer recomputes the log probabilities on these very ids, and holds them against the recorded ones."""
+    total = 0.0
+    for one in rollout.sequences:  # several if the harness rewrote its history; their weights add up to 1
+        sampled = [logprob for logprob, mask in zip(one.logprobs, one.loss_mask, strict=True) if mask]
+        total -= advantage * one.weight * statistics.fmean(sampled or [0.0])
+    return total
+
+
+async def main() -> None:
+    chance, engine = random.Random(4), SimulatedEngine()
+    engine.speech.script = lambda _request: [f"<think>\nHm.\n</think>\n\nI guess {chance.randint(1, 9)}"]
+    async with engine.serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _), AsyncClient(url) as client:
+        for step in range(STEPS):
+            mean_rewards, losses = [], []
+            for secret in chance.sample(range(1, 10), GROUPS):
+                group = [await client.create(sampling={"temperature": 1.0}) for _ in range(ROLLOUTS)]
+                rewards = await asyncio.gather(*(play(session, secret) for session in group))
+                mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards) or 1.0
+                advantage = {session.id: (reward - mean) / spread for session, reward in zip(group, rewards, strict=True)}
+                losses += [loss(rollout, advantage[rollout.session]) async for rollout in client.iterate(advantage)]
+                mean_rewards.append(mean)
+            print(f"step {step}: {len(losses)} rollouts, reward {statistics.fmean(mean_rewards):.2f}, loss {statistics.fmean(losses):+.4f}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,286 @@
+"""What a trainer does with a client, of either kind, against a proxy and an engine on real sockets."""
+
+import asyncio
+import contextlib
+
+import openai
+import pytest
+
+from tests.client.faces import KINDS, Face
+from tests.proxy.kit import proxied, until, user
+from tokencache.adapters.load import AdapterError
+from tokencache.client import (
+    AsyncClient,
+    Client,
+    NotFoundError,
+    RefusedError,
+    SealedError,
+    Trajectory,
+    UnauthorizedError,
+    UnreachableError,
+    WaitTimeoutError,
+)
+from tokencache.testing import Fault
+
+
+async def chat(session, turns=2):
+    messages = [user("EPISODE:talk")]
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as model:
+        for _ in range(turns):
+            reply = await model.chat.completions.create(model="sim", messages=messages)
+            messages += [reply.choices[0].message.model_dump(exclude_none=True, include={"role", "content"}), user("go on")]
+
+
+@contextlib.asynccontextmanager
+async def open_call(rig, session):
+    """A call that the engine never answers."""
+    rig.engine.faults.append(Fault.hang())
+    call = asyncio.create_task(rig.post(session, messages=[user("EPISODE:talk")]))
+
+    async def begun():
+        info = await rig.store.session(session)
+        return info is not None and info.open_calls
+
+    try:
+        yield (await until(begun))[0].call
+    finally:
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call
+
+
+async def test_a_rollout_from_key_to_tokens(rig, client):
+    session = await client.create("r1")
+    await chat(session)
+    state = await session.wait(turns=2)
+    assert (state.session, state.turns, state.open_calls, state.complete) == ("r1", 2, [], True)
+    await session.seal()
+    assert (await session.wait(sealed=True)).sealed
+    trajectory = await session.fetch()
+    assert isinstance(trajectory, Trajectory)
+    assert trajectory.complete
+    assert trajectory.figures.turns == 2
+    (sequence,) = trajectory.sequences
+    assert len(sequence.token_ids) == len(sequence.loss_mask) == len(sequence.logprobs) == sequence.tokens
+    for span, entry in zip(sequence.turns, rig.book("r1"), strict=True):
+        (start, end), (_, prompt) = span.completion, span.prompt
+        assert sequence.token_ids[:prompt] == entry.prompt_ids
+        assert sequence.token_ids[start:end] == entry.completion_ids
+        assert sequence.logprobs[start:end] == entry.logprobs
+        assert span.served.content
+    assert sum(sequence.loss_mask) == sequence.trainable_tokens
+    assert sequence.weight == 1.0
+    await session.delete()
+    with pytest.raises(NotFoundError, match="404: there is no session 'r1'"):
+        await session.state()
+
+
+async def test_names_are_found_if_none_is_given(client):
+    first, second = await client.create(), await client.create(harness="openai")
+    assert first.id.startswith("rollout-")
+    assert second.id.startswith("openai-")
+    assert first.key != second.key
+    assert first.headers == {"Authorization": f"Bearer {first.key}"}
+    assert first.key not in repr(first.inner)
+
+
+async def test_another_process_takes_a_session_up_by_its_name(client):
+    await chat(client.inner.session("r1"), turns=1)
+    assert len((await Face(client.inner.session("r1")).fetch()).sequences) == 1
+
+
+async def test_other_formats_are_plain_json(client):
+    session = await client.create("r1")
+    await chat(session, turns=1)
+    with pytest.raises(RefusedError, match="'nope' is not one of: native"):
+        await session.fetch("nope")
+
+
+async def test_the_sampling_of_a_key_is_what_the_engine_is_told(rig, client):
+    session = await client.create("r1", sampling={"temperature": 0.25}, models={"gpt-*": "sim"})
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+        await model.chat.completions.create(model="gpt-9", messages=[user("EPISODE:talk")], temperature=1.0)
+    (turn,) = (await session.fetch()).sequences[0].turns
+    assert turn.sampling["temperature"] == 0.25
+    assert turn.replaced == {"temperature": 1.0}
+    assert turn.model == "sim"
+
+
+async def test_sessions_are_listed(client):
+    for name in ("a-1", "a-2", "b-1"):
+        await chat(await client.create(name), turns=1)
+    assert sorted(state.session for state in await client.sessions()) == ["a-1", "a-2", "b-1"]
+    assert sorted(state.session for state in await client.sessions("a-")) == ["a-1", "a-2"]
+
+
+# --- the environment of a harness ---
+
+
+async def test_the_environment_of_a_harness(client, rig):
+    session = await client.create("r1", harness="claude-code")
+    assert session.env["ANTHROPIC_BASE_URL"] == f"{rig.url}/s/r1/h/claude-code"
+    assert session.env["ANTHROPIC_AUTH_TOKEN"] == session.key
+    assert session.env["ANTHROPIC_MODEL"] == "sim"
+    assert session.env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "131072"
+    assert "CLAUDE_CONFIG_DIR" not in session.env
+    whole = session.launch.environment({"PATH": "/bin", "ANTHROPIC_API_KEY": "mine", "TOKENCACHE_ADMIN_KEY": "secret"})
+    assert whole == {"PATH": "/bin", **session.env}
+    assert (await client.create("r2")).env == {}
+
+
+async def test_a_harness_that_keeps_its_settings_in_a_file(client, rig, tmp_path):
+    with pytest.raises(AdapterError, match=r"Codex CLI finds the proxy in a file .*config_dir"):
+        await client.create("r1", harness="codex")
+    session = await client.create("r1", harness="codex", config_dir=tmp_path / "codex")
+    assert session.env["CODEX_HOME"] == str(tmp_path / "codex")
+    assert f'base_url = "{rig.url}/s/r1/h/codex/v1"' in (tmp_path / "codex" / "config.toml").read_text()
+
+
+async def test_a_harness_that_nobody_knows(client, rig):
+    with pytest.raises(AdapterError, match="no adapter 'nobody'"):
+        await client.create("r1", harness="nobody")
+
+
+# --- waiting ---
+
+
+async def test_waiting_for_turns_that_come(client):
+    session = await client.create("r1")
+    waiting = asyncio.create_task(session.wait(turns=2))
+    await chat(session)
+    assert (await waiting).turns == 2
+
+
+async def test_waiting_names_what_it_waited_for(client, rig):
+    session = await client.create("r1")
+    with pytest.raises(WaitTimeoutError, match="waited 0 s for no open call and at least 3 turns; no call has begun in it"):
+        await session.wait(turns=3, timeout=0)
+    async with open_call(rig, "r1") as call:
+        with pytest.raises(TimeoutError, match=f"for no open call; it has 0 turns and open calls: {call}, and is not sealed"):
+            await session.wait(timeout=0)
+
+
+async def test_turns_that_cannot_come_are_not_waited_for(client):
+    session = await client.create("r1")
+    await chat(session, turns=1)
+    await session.seal()
+    with pytest.raises(SealedError, match="sealed with 1 turns: 2 cannot come"):
+        await session.wait(turns=2)
+
+
+async def test_a_session_that_never_began(client):
+    session = await client.create("r1")
+    for ask in (session.wait, session.seal, session.fetch, session.delete):
+        with pytest.raises(NotFoundError):
+            await ask()
+
+
+# --- taking trajectories home ---
+
+
+async def three(client):
+    for name in ("a", "b", "c"):
+        await chat(await client.create(name), turns=1)
+
+
+async def left(client):
+    return sorted(state.session for state in await client.sessions())
+
+
+async def test_all_that_was_taken_is_gone(client):
+    await three(client)
+    taken = [trajectory async for trajectory in client.iterate(["a", "b", "c"])]
+    assert sorted(one.session for one in taken) == ["a", "b", "c"]
+    assert all(one.sealed for one in taken)
+    assert await left(client) == []
+
+
+async def test_what_the_consumer_did_not_take_is_still_there(client):
+    """It fails with a trajectory in its hands: that one, and those behind it, were not deleted."""
+    await three(client)
+    trip = client.iterate(["a", "b", "c"])
+    first, second = await anext(trip), await anext(trip)
+    await trip.aclose()
+    remaining = await left(client)
+    assert remaining == sorted({"a", "b", "c"} - {first.session})
+    assert second in [one async for one in client.iterate(remaining)]
+
+
+async def test_without_names_only_what_is_sealed(client):
+    await three(client)
+    await Face(client.inner.session("b")).seal()
+    assert [one.session async for one in client.iterate()] == ["b"]
+    assert await left(client) == ["a", "c"]
+
+
+async def test_names_that_are_not_there_are_told_at_the_end(client):
+    await three(client)
+    trip = client.iterate(["x", "a", "y", "b"], delete=False)
+    assert sorted([(await anext(trip)).session, (await anext(trip)).session]) == ["a", "b"]
+    with pytest.raises(NotFoundError, match=r"no session '[xy]', '[xy]'; all others were handed over"):
+        await anext(trip)
+    assert await left(client) == ["a", "b", "c"]
+
+
+async def test_an_open_call_is_handed_over_as_a_hole_and_not_deleted(client, rig):
+    async with open_call(rig, "a"):
+        (taken,) = [one async for one in client.iterate(["a"], timeout=0)]
+        assert not taken.complete
+        assert [incident.kind for incident in taken.incidents] == ["call-open"]
+        assert await left(client) == ["a"]
+
+
+async def test_to_delete_what_may_go_on_is_refused(client):
+    with pytest.raises(ValueError, match="delete=True wants seal=True"):
+        client.iterate(["a"], seal=False)
+    await three(client)
+    assert [one.sealed async for one in client.iterate(["a"], seal=False, delete=False)] == [False]
+
+
+async def test_no_more_at_a_time_than_was_said(rig, monkeypatch):
+    """Two at a time: the store sees two readers, and never three."""
+    names = [f"r{n}" for n in range(5)]
+    inside, most, turns = 0, 0, rig.store.turns
+    pair = asyncio.Barrier(2)
+
+    async def counted(session):
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        async with asyncio.timeout(5):
+            if session in names[:4]:
+                await pair.wait()
+        inside -= 1
+        return await turns(session)
+
+    async with AsyncClient(rig.url) as client:
+        for name in names:
+            await chat(await client.create(name), turns=1)
+        monkeypatch.setattr(rig.store, "turns", counted)
+        taken = [one.session async for one in client.iterate(names, concurrency=2)]
+        assert sorted(taken) == names
+        assert most == 2
+        with pytest.raises(ValueError, match="concurrency: 0"):
+            client.iterate(names, concurrency=0)
+
+
+# --- who may not ---
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+async def test_the_admin_key(kind):
+    async with proxied(admin_key="secret") as rig, Face(kind(rig.url)) as stranger, Face(kind(rig.url, "secret")) as trainer:
+        with pytest.raises(UnauthorizedError, match="POST /tokencache/v1/keys: 401: this needs the admin key"):
+            await stranger.create("r1")
+        session = await trainer.create("r1", harness="openai")
+        await chat(session, turns=1)
+        assert (await session.state()).turns == 1
+        assert session.env["OPENAI_API_KEY"] == session.key != "secret"
+
+
+def test_nobody_there():
+    with (
+        Client("http://127.0.0.1:1") as client,
+        pytest.raises(UnreachableError, match="POST /tokencache/v1/keys: no answer, tried 1 times"),
+    ):
+        client.create()

@@ -1,0 +1,26 @@
+"""The example of the documentation is the file, the file is short, and it runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "examples" / "grpo_loop.py"
+
+
+def test_the_page_shows_the_file():
+    shown = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "client.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert EXAMPLE.read_text(encoding="utf-8") in shown
+
+
+def test_it_is_short():
+    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 60
+
+
+def test_it_runs():
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    steps = re.findall(r"^step (\d): 12 rollouts, reward (0\.\d+), loss ([+-]\d\.\d+)$", done.stdout, re.MULTILINE)
+    assert [step for step, _, _ in steps] == ["0", "1"]
+    assert all(float(loss) for _, _, loss in steps)

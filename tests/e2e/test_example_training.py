@@ -1,0 +1,71 @@
+"""The example that trains a tiny Qwen3: run as a reader runs it, judged by the figures that it writes."""
+
+import json
+import signal
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rig.server import REPOSITORY, default_venv
+
+SCRIPT = REPOSITORY / "examples" / "train_tiny_qwen3" / "train.py"
+PATIENCE = 300
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter that has all that the example needs: vLLM's packages, behind them this run's own."""
+    venv = tmp_path / "venv"
+    subprocess.run([str(default_venv() / "bin/python"), "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (theirs,) = default_venv().absolute().glob("lib/python*/site-packages")
+    if theirs.parent.name != f"python{sys.version_info.major}.{sys.version_info.minor}":
+        pytest.skip("vLLM is installed for another version of Python")
+    (packages / "both.pth").write_text("\n".join([str(theirs), *site.getsitepackages(), str(REPOSITORY)]) + "\n")
+    return venv / "bin/python"
+
+
+@pytest.fixture
+def machine(servers):
+    """One vLLM at a time: the example starts its own."""
+    servers.stop()
+
+
+def run(python, *arguments):
+    """Run the script; if it takes too long, as with Ctrl-C: it stops its engine itself."""
+    command = [str(python), str(SCRIPT), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            said = child.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGINT)
+            said = child.communicate()
+    assert child.returncode == 0, said
+    return said[0]
+
+
+def test_exact_tokens_have_the_recorded_log_probabilities_and_others_have_not(machine, python, tmp_path, figures):
+    file = tmp_path / "figures.json"
+    said = run(python, "--json", str(file))
+    found = json.loads(Path(file).read_text())
+    assert found["complete"]
+    assert found["rollouts"] == found["sequences"] == 12
+
+    exact, text = found["exact"], found["retokenized"]
+    figures.append(f"trained on the proxy's tokens: max |difference| {exact['max_difference']:.1e} over {exact['tokens']} tokens")
+    figures.append(f"on tokens made of text: {text['found']} of {text['tokens']} found again, max {text['max_difference']:.1e}")
+    assert exact["tokens"] == exact["found"] == text["tokens"] > 1000
+    assert exact["differ"] == 0
+    assert exact["max_difference"] < 1e-3
+    assert text["found"] < text["tokens"]
+    assert text["differ"] > text["found"] / 10
+    assert text["max_difference"] > 0.1
+
+    first, *_, last = found["steps"]
+    assert first["ratio"] == pytest.approx(1, abs=1e-3)
+    assert first["moved"] > 0
+    assert last["loss"] < first["loss"]
+    for one in (exact, text):
+        assert f"{one['max_difference']:.1e}" in said

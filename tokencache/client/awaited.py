@@ -1,0 +1,199 @@
+"""The client for asyncio: `AsyncClient` and `AsyncSession`. All that they do is described at `Client` and `Session`."""
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Self, cast, overload
+
+import httpx2
+
+from tokencache.client.access import Access, access_to
+from tokencache.client.asking import Answer, Exchange, Request, T
+from tokencache.client.errors import NotFoundError
+from tokencache.client.exchanges import Exchanges, Taken, check_deletion, missing
+from tokencache.client.values import SessionState, Trajectory
+
+
+class _Line:
+    """Drives exchanges over a connection pool."""
+
+    def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
+        self._admin_key = admin_key
+        self.http = httpx2.AsyncClient(base_url=url, timeout=timeout)
+
+    async def __call__(self, exchange: Exchange[T]) -> T:
+        try:
+            step = next(exchange)
+            while True:
+                if isinstance(step, Request):
+                    step = exchange.send(await self._send(step))
+                else:
+                    await asyncio.sleep(step.seconds)
+                    step = next(exchange)
+        except StopIteration as done:
+            return cast("T", done.value)
+
+    async def _send(self, request: Request) -> Answer:
+        try:
+            answer = await self.http.request(
+                request.method, request.path, params=request.params, content=request.body, headers=request.headers(self._admin_key)
+            )
+        except httpx2.TransportError as why:
+            return Answer(0, f"{type(why).__name__}: {why}".encode())
+        return Answer(answer.status_code, answer.content)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsyncSession(Access):
+    """As `Session`."""
+
+    _line: _Line = dataclasses.field(repr=False)
+    _exchanges: Exchanges = dataclasses.field(repr=False)
+
+    async def state(self) -> SessionState:
+        """As `Session.state`."""
+        return await self._line(self._exchanges.state(self.id))
+
+    async def wait(self, *, turns: int = 0, sealed: bool = False, timeout: float = 60.0) -> SessionState:  # noqa: ASYNC109 - as `Session`'s
+        """As `Session.wait`."""
+        return await self._line(self._exchanges.wait(self.id, turns=turns, sealed=sealed, timeout=timeout))
+
+    async def seal(self) -> None:
+        """As `Session.seal`."""
+        await self._line(self._exchanges.seal(self.id))
+
+    @overload
+    async def fetch(self, format: Literal["native"] = "native") -> Trajectory: ...
+    @overload
+    async def fetch(self, format: str) -> Any: ...
+    async def fetch(self, format: str = "native") -> Any:  # noqa: A002 - the route's own word
+        """As `Session.fetch`."""
+        return await self._line(self._exchanges.fetch(self.id, format))
+
+    async def fetch_json(self, format: str = "native", *, drift: str = "") -> bytes:  # noqa: A002 - the route's own word
+        """As `Session.fetch_json`."""
+        return await self._line(self._exchanges.fetch_json(self.id, format, drift))
+
+    async def delete(self) -> None:
+        """As `Session.delete`."""
+        await self._line(self._exchanges.delete(self.id))
+
+
+class AsyncClient:
+    """As `Client`, for asyncio."""
+
+    def __init__(self, url: str, admin_key: str | None = None, *, timeout: float = 60.0, adapters: Path | None = None) -> None:
+        self._line = _Line(url, admin_key, timeout)
+        self._exchanges = Exchanges(url, adapters)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._line.http.aclose()
+
+    async def create(
+        self,
+        name: str | None = None,
+        *,
+        harness: str = "",
+        model: str | None = None,
+        models: Mapping[str, str] = MappingProxyType({}),
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        config_dir: Path | None = None,
+    ) -> AsyncSession:
+        """As `Client.create`."""
+        access = await self._line(
+            self._exchanges.create(name, harness=harness, model=model, models=dict(models), sampling=dict(sampling), config_dir=config_dir)
+        )
+        return self._session(access)
+
+    def session(self, name: str) -> AsyncSession:
+        """As `Client.session`; asks nobody."""
+        return self._session(access_to(self._exchanges.url, name))
+
+    async def sessions(self, prefix: str = "") -> list[SessionState]:
+        """As `Client.sessions`."""
+        return await self._line(self._exchanges.sessions(prefix))
+
+    @overload
+    def iterate(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        seal: bool = True,
+        delete: bool = True,
+        timeout: float = 60.0,
+        concurrency: int = 8,
+    ) -> AsyncIterator[Trajectory]: ...
+    @overload
+    def iterate(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        format: str,
+        seal: bool = True,
+        delete: bool = True,
+        timeout: float = 60.0,
+        concurrency: int = 8,
+    ) -> AsyncIterator[Any]: ...
+    def iterate(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        format: str = "native",  # noqa: A002 - the route's own word
+        seal: bool = True,
+        delete: bool = True,
+        timeout: float = 60.0,
+        concurrency: int = 8,
+    ) -> AsyncIterator[Any]:
+        """As `Client.iterate`, but in the order in which the sessions come to rest.
+
+        At most `concurrency` of them (at least 1) are waited for and fetched at a time, and as many trajectories held.
+        """
+        check_deletion(seal=seal, delete=delete)
+        if concurrency < 1:
+            raise ValueError(f"concurrency: {concurrency} is less than 1")
+        return self._iterate(names, delete, concurrency, lambda name: self._exchanges.take(name, format, seal=seal, timeout=timeout))
+
+    async def _iterate(
+        self, names: Iterable[str] | None, delete: bool, concurrency: int, take: Callable[[str], Exchange[Taken]]
+    ) -> AsyncIterator[Any]:
+        left = iter(await self._line(self._exchanges.finished()) if names is None else names)
+        absent = []
+        running: dict[asyncio.Task[Taken], str] = {}
+        try:
+            while True:
+                for name in itertools.islice(left, concurrency - len(running)):
+                    running[asyncio.create_task(self._line(take(name)))] = name
+                if not running:
+                    break
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                task = next(iter(done))  # the others stay among those that run: what is at hand is bounded with them
+                name = running.pop(task)
+                try:
+                    taken = task.result()
+                except NotFoundError:
+                    absent.append(name)
+                    continue
+                yield taken.trajectory
+                if delete and taken.quiet:
+                    await self._line(self._exchanges.discard(name))
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        if absent and names is not None:
+            raise missing(absent)
+
+    def _session(self, access: Access) -> AsyncSession:
+        return AsyncSession(
+            id=access.id, key=access.key, base_url=access.base_url, launch=access.launch, _line=self._line, _exchanges=self._exchanges
+        )

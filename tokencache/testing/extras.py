@@ -1,0 +1,61 @@
+"""What engines for RL say beside tokens: weight versions, and the experts that were routed to.
+
+Weight versions in the forms of three engines: `spans`, as vLLM 0.33 gives them to who asks (`return_weight_versions`, last chunk of a
+stream or whole reply); `metadata`, as SGLang gives one version with each whole reply; `header`, as a router might. Routed experts
+as vLLM 0.32 gives them with `--enable-return-routed-experts`: a `.npy` file in base64, whole replies only.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tokencache.testing.chat_request import ChatRequest
+
+VersionStyle = Literal["", "spans", "metadata", "header"]
+
+
+class Extras:
+    """How an engine says these things; the attributes may be changed while it serves.
+
+    `version` are the weights that it samples with now; `experts` its layers and the experts chosen in each, `None` for no such model.
+    """
+
+    def __init__(self, style: VersionStyle = "", experts: tuple[int, int] | None = None) -> None:
+        self.style: VersionStyle = style
+        self.version = "default"
+        self.experts = experts
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of an answer."""
+        return {"X-Weight-Version": self.version} if self.style == "header" else {}
+
+    def of_reply(self) -> dict[str, Any]:
+        """Members of a whole reply."""
+        return {"metadata": {"weight_version": self.version}} if self.style == "metadata" else {}
+
+    def of_choice(self, request: ChatRequest, versions: Sequence[str]) -> dict[str, Any]:
+        """Members of a choice that is finished; `versions` has one entry for each of its tokens."""
+        if self.style != "spans" or not request.body.get("return_weight_versions"):
+            return {}
+        spans: list[dict[str, Any]] = []
+        for at, version in enumerate(versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": at, "end": at})
+            spans[-1]["end"] = at + 1
+        return {"weight_versions": spans}
+
+    def routed(self, tokens: int) -> str | None:
+        """The experts for a prompt and completion of so many tokens; the last one was sampled and not forwarded."""
+        if self.experts is None:
+            return None
+        layers, chosen = self.experts
+        shape = (tokens - 1, layers, chosen)
+        head = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".encode()
+        head += b" " * (-(10 + len(head) + 1) % 64) + b"\n"
+        rows = bytes(n % 251 for n in range(shape[0] * layers * chosen))
+        return base64.b64encode(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + rows).decode()
