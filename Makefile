@@ -1,6 +1,7 @@
 # `make demo` is the place to start. Every target sets up what it needs.
 #
 # Needs: Python 3.11 or later, a C compiler (for the Redis that the tests start), and a package index.
+# The viewer's tests want Chromium: tests/viewer/install_chromium.sh installs Debian's (as root); else they are skipped.
 
 PYTHON ?= python3
 VENV := .venv

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import processes, report
+from bench.exports import run_exports
 from bench.measure import Case, Rig, engine_alone, run_case, run_growth
 
 HERE = Path(__file__).parent
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def run(*, quick: bool, only: str, store: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"machine": machine(), "quick": quick, "cases": [], "growth": []}
+    found: dict[str, Any] = {"machine": machine(), "quick": quick, "cases": [], "growth": [], "exports": []}
     with processes.mock() as engine, processes.relay(engine) as relay, Progress(transient=True) as progress:
         found["engine_alone"] = engine_alone(engine, relay, 0.5 if quick else 2.0)
         for kind in ("memory", "redis"):
@@ -72,6 +73,7 @@ def run(*, quick: bool, only: str, store: str) -> dict[str, Any]:
                     found["cases"].append(_case(rig, case, calls, progress))
                 if not only:
                     found["growth"].append(_growth(rig, 1 if quick else 3, progress))
+                    found["exports"].append(_exports(rig, 2 if quick else 5, progress))
                 found.setdefault("proxy_rss_mb", {})[kind] = round(rig.proxy.rss() / 2**20)
         if not only:
             found["memory_store"] = counted(engine, 50 if quick else 200)
@@ -92,6 +94,13 @@ def _growth(rig: Rig, sessions: int, progress: Progress) -> dict[str, Any]:
     grown = run_growth(rig, sessions, MARKS, around, lambda: progress.advance(task))
     progress.remove_task(task)
     return grown
+
+
+def _exports(rig: Rig, rounds: int, progress: Progress) -> dict[str, Any]:
+    task = progress.add_task("calls beside an export", total=3 * rounds)
+    found = run_exports(rig, 60, rounds, lambda: progress.advance(task))
+    progress.remove_task(task)
+    return found
 
 
 @contextlib.contextmanager

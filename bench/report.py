@@ -50,6 +50,7 @@ def show(found: dict[str, Any], baseline: dict[str, Any] | None) -> None:
     console = Console(width=160)
     console.print(_cases(found, baseline))
     console.print(_growth(found))
+    console.print(_exports(found))
     for name, words in (("plain", "as it is"), ("with_ids", "with 32k ids in and out")):
         one = {key.removeprefix(name + "_"): value for key, value in found["engine_alone"].items() if key.startswith(name)}
         console.print(
@@ -132,4 +133,31 @@ def _growth(found: dict[str, Any]) -> Table:
         )
         table.add_row(grown["store"], f"{high['turn']}/{low['turn']}", "", "", "", ratios, "", "", end_section=True)
     table.caption = "parse: members and messages found / Python objects made, in this process"
+    return table
+
+
+def _exports(found: dict[str, Any]) -> Table:
+    table = Table(title="1 KB calls while a large rollout is fetched without a pause (ms)")
+    for name in (
+        "store",
+        "tokens",
+        "answer MB",
+        "n",
+        "alone p50",
+        "p99",
+        "busy neighbour p50",
+        "p99",
+        "export p50",
+        "p99",
+        "max",
+        "export/busy p50",
+        "p99",
+    ):
+        table.add_column(name, justify="left" if name == "store" else "right")
+    for row in found.get("exports", ()):
+        shown = [f"{row[where][what] / 1000:.2f}" for where in ("alone", "beside_busy", "beside_export") for what in ("p50_us", "p99_us")]
+        most = f"{row['beside_export']['max_us'] / 1000:.2f}"
+        ratios = (f"{row['p50_ratio']:.2f}", f"{row['p99_ratio']:.2f}")
+        table.add_row(row["store"], f"{row['tokens']:,}", f"{row['answer_bytes'] / 1e6:.1f}", str(row["n"]), *shown, most, *ratios)
+    table.caption = "busy neighbour: beside a process that only keeps one core busy, as fetcher and worker do"
     return table

@@ -8,12 +8,15 @@ from typing import Annotated, Any
 import typer
 import uvloop
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from tokencache.adapters import commands
+from tokencache.commands import app as trainer
 from tokencache.config import Settings
 from tokencache.proxy.server import run
 from tokencache.render.local import quieten
 from tokencache.store.contract import StoreError
+from tokencache.trainer.drift.command import report_drift
 
 app = typer.Typer(
     help="Exact tokens for agents that only speak text: a session-aware reverse proxy in front of vLLM.",
@@ -24,6 +27,11 @@ app = typer.Typer(
 app.command("run")(commands.run_harness)
 app.command("env")(commands.print_environment)
 app.command("harnesses")(commands.list_harnesses)
+app.command("sessions")(trainer.list_sessions)
+app.command("show")(trainer.show_session)
+app.command("export")(trainer.export_sessions)
+app.command("verify")(trainer.verify_exports)
+app.command("drift")(report_drift)
 
 
 def main() -> None:
@@ -48,6 +56,8 @@ def serve(  # noqa: PLR0917 - one parameter per option
     store_timeout: Annotated[float | None, _option("store_timeout")] = None,
     on_store_error: Annotated[str | None, _option("on_store_error")] = None,
     model_aliases: Annotated[str | None, _option("model_aliases")] = None,
+    sampling: Annotated[str | None, _option("sampling")] = None,
+    experts: Annotated[str | None, _option("experts")] = None,
     rules_off: Annotated[str | None, _option("rules_off")] = None,
     adapters: Annotated[Path | None, _option("adapters")] = None,
     keep_alive: Annotated[float | None, _option("keep_alive")] = None,
@@ -69,6 +79,8 @@ def serve(  # noqa: PLR0917 - one parameter per option
         settings = Settings(**given)
     except ValidationError as why:
         raise typer.BadParameter("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in why.errors())) from None
+    except SettingsError as why:  # an environment variable that is no JSON
+        raise typer.BadParameter(f"{why}: {why.__cause__}") from None
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if settings.tokenizer is not None:
         quieten()

@@ -66,12 +66,12 @@ class AsyncSession(Access):
         await self._line(self._exchanges.seal(self.id))
 
     @overload
-    async def fetch(self, format: Literal["native"] = "native") -> Trajectory: ...
+    async def fetch(self, format: Literal["native"] = "native", *, drift: str = "") -> Trajectory: ...
     @overload
-    async def fetch(self, format: str) -> Any: ...
-    async def fetch(self, format: str = "native") -> Any:  # noqa: A002 - the route's own word
+    async def fetch(self, format: str, *, drift: str = "") -> Any: ...
+    async def fetch(self, format: str = "native", *, drift: str = "") -> Any:  # noqa: A002 - the route's own word
         """As `Session.fetch`."""
-        return await self._line(self._exchanges.fetch(self.id, format))
+        return await self._line(self._exchanges.fetch(self.id, format, drift))
 
     async def fetch_json(self, format: str = "native", *, drift: str = "") -> bytes:  # noqa: A002 - the route's own word
         """As `Session.fetch_json`."""

@@ -75,22 +75,22 @@ class Session(Access):
         self._line(self._exchanges.seal(self.id))
 
     @overload
-    def fetch(self, format: Literal["native"] = "native") -> Trajectory: ...
+    def fetch(self, format: Literal["native"] = "native", *, drift: str = "") -> Trajectory: ...
     @overload
-    def fetch(self, format: str) -> Any: ...
-    def fetch(self, format: str = "native") -> Any:  # noqa: A002 - the route's own word
+    def fetch(self, format: str, *, drift: str = "") -> Any: ...
+    def fetch(self, format: str = "native", *, drift: str = "") -> Any:  # noqa: A002 - the route's own word
         """Fetch its trajectory as it is now; in another format than `native`, as the JSON object that this format is.
+
+        `drift` says which turns' drift is measured first (docs/drift.md): `off`, `sequences` or `turns`; `""` leaves it to the
+        server, which measures `sequences` for `native`: one rendering each by the engine.
 
         Raises:
             RefusedError: there is no such format; the message lists those that exist.
         """
-        return self._line(self._exchanges.fetch(self.id, format))
+        return self._line(self._exchanges.fetch(self.id, format, drift))
 
     def fetch_json(self, format: str = "native", *, drift: str = "") -> bytes:  # noqa: A002 - the route's own word
-        """Fetch its trajectory as the JSON text that the server wrote, to be kept: every digit and member of it.
-
-        `drift` says which turns' drift is measured first: `off`, `sequences` or `turns`; `""` leaves it to the server.
-        """
+        """Fetch its trajectory as the JSON text that the server wrote, to be kept: every digit and member of it; `drift` as in `fetch`."""
         return self._line(self._exchanges.fetch_json(self.id, format, drift))
 
     def delete(self) -> None:
@@ -187,7 +187,8 @@ class Client:
         """Take trajectories home, one after the other.
 
         Each session is sealed, waited for until no call is open, fetched and handed over. It is deleted when the next one is
-        asked for, and not before: if the consumer fails with a trajectory in its hands, that one is still on the server.
+        asked for, and not before: if the consumer fails with a trajectory in its hands, that one is still on the server. No
+        drift is measured for it.
 
         Args:
             names: the sessions, all of them over as far as the trainer is concerned. `None`: those that are sealed already.

@@ -103,15 +103,13 @@ class Exchanges:
         with contextlib.suppress(NotFoundError):
             yield from self.delete(name)
 
-    def fetch(self, name: str, form: str) -> Exchange[Any]:
+    def fetch(self, name: str, form: str, drift: str) -> Exchange[Any]:
         """Fetch a session's trajectory: a `Trajectory` if the format is `native`, else what the format's JSON holds."""
-        request = Request("GET", f"{_path(name)}/trajectories", {"format": form})
-        return (yield from ask(request, Trajectory if form == "native" else dict))
+        return (yield from ask(_trajectory(name, form, drift), Trajectory if form == "native" else dict))
 
     def fetch_json(self, name: str, form: str, drift: str) -> Exchange[bytes]:
         """Fetch a session's trajectory as the JSON text that the server wrote: every digit and member of it."""
-        params = {"format": form} | ({"drift": drift} if drift else {})
-        return bytes((yield from ask(Request("GET", f"{_path(name)}/trajectories", params), msgspec.Raw)))
+        return bytes((yield from ask(_trajectory(name, form, drift), msgspec.Raw)))
 
     def wait(self, name: str, *, turns: int, sealed: bool, timeout: float) -> Exchange[SessionState]:
         """Look at a session until no call is open, and what else is wanted is there.
@@ -148,7 +146,7 @@ class Exchanges:
             quiet = True
         except WaitTimeoutError:
             quiet = False
-        return Taken((yield from self.fetch(name, form)), quiet)
+        return Taken((yield from self.fetch(name, form, "off")), quiet)  # many rollouts, and an engine that has better things to do
 
     def _served(self, key: str, model: str | None) -> Exchange[tuple[str, int]]:
         """Find the model to name and its context in tokens, as `adapters.served.find` does."""
@@ -174,6 +172,10 @@ def check_deletion(*, seal: bool, delete: bool) -> None:
 def missing(names: Iterable[str]) -> NotFoundError:
     """The error for sessions that were to be taken and are not there."""
     return NotFoundError(f"there is no session {', '.join(map(repr, names))}; all others were handed over")
+
+
+def _trajectory(name: str, form: str, drift: str) -> Request:
+    return Request("GET", f"{_path(name)}/trajectories", {"format": form} | ({"drift": drift} if drift else {}))
 
 
 def _path(name: str) -> str:

@@ -109,9 +109,10 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
     for turn in line:
         sampled = lookup[turn.id][1]
         if turn is not line[0]:  # its base is its parent, whose prefix is at hand
-            whole = bytes(packed)
+            at = turn.shared * ids.ID_BYTES
+            unshared = bytes(packed[at:])  # stored again with this turn: it must be the same again
             grow(packed, turn, sampled)
-            if not packed.startswith(whole):
+            if not packed.startswith(unshared, at):
                 raise ValueError(f"turn {turn.id} does not extend turn {turn.parent}")
         before, start = len(mask), turn.prompt_tokens
         values = ids.unpack_logprobs(sampled.logprobs)

@@ -6,4 +6,7 @@
 `rollout`   records → what a trainer takes home: labelled sequences, weights, figures
 `formats`   a rollout as each trainer wants it
 `press`     the process in which large ones are laid out
+`drift`     what a plain rendering would have had otherwise: measured, reported, drawn
+`verify`    what must hold of an exported trajectory, checked with nothing but the export
+`browse`    what a person looks at, in the viewer (`tokencache.viewer`)
 """

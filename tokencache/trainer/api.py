@@ -3,11 +3,13 @@
     GET    /tokencache/v1/sessions                         all sessions
     GET    /tokencache/v1/sessions/{id}                    one session: counts, open calls, incidents
     GET    /tokencache/v1/sessions/{id}/turns              its turns, in the order they were recorded
-    GET    /tokencache/v1/sessions/{id}/trajectories       its sequences (`?format=native`)
+    GET    /tokencache/v1/sessions/{id}/trajectories       its sequences (`?format=native`, `?drift=sequences`)
+    GET    /tokencache/v1/sessions/{id}/drift              where its prompts differ from plain renderings (`?drift=turns`)
     POST   /tokencache/v1/sessions/{id}/seal               take no more calls
     DELETE /tokencache/v1/sessions/{id}                    forget it
     POST   /tokencache/v1/keys  {"session": …}             an API key that stands for a session; also "harness", whose
-                                                           habits are forgiven, and "models", {"claude-*": "qwen3"}
+                                                           habits are forgiven, "models", {"claude-*": "qwen3"}, and
+                                                           "sampling", what is used whatever the harness asks
 
 With an admin key set, each needs `Authorization: Bearer <admin key>`.
 """
@@ -19,12 +21,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from tokencache.dialects.chat.sampling import check_policy
+from tokencache.engines.engine import Engine
 from tokencache.errors import HarnessError
 from tokencache.proxy.habits import Habits
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.sessions import REGISTERED, check_name, hash_key
 from tokencache.store.contract import Binding, SessionInfo
-from tokencache.trainer.formats.native import incident_object, turn_object
+from tokencache.trainer.drift.meter import Meter, mode_named
+from tokencache.trainer.formats.native import drift_object, incident_object, turn_object
 from tokencache.trainer.formats.registry import format_named
 from tokencache.trainer.guard import Guard
 from tokencache.trainer.press import Press
@@ -32,13 +37,15 @@ from tokencache.trainer.reader import Reader, no_session
 
 BASE = "/tokencache/v1"
 ONE = BASE + "/sessions/{session}"
+DRIFT_LIMIT = 10.0
+"""Seconds that measuring a session's drift may take; what is not measured by then is left out, and said."""
 _ENCODER = msgspec.json.Encoder()
 
 
-def trainer_routes(app: web.Application, ledger: Ledger, habits: Habits, *, admin_key: str | None) -> None:
+def trainer_routes(app: web.Application, ledger: Ledger, habits: Habits, engine: Engine, *, admin_key: str | None) -> None:
     """Add the trainer's routes to an application."""
     guard, press = Guard(admin_key), Press()
-    api = _Api(ledger, habits, press)
+    api = _Api(ledger, habits, press, Meter(engine, press, limit=DRIFT_LIMIT))
 
     async def pressing(_app: web.Application) -> AsyncIterator[None]:
         yield
@@ -49,6 +56,7 @@ def trainer_routes(app: web.Application, ledger: Ledger, habits: Habits, *, admi
     app.router.add_get(ONE, guard(api.session))
     app.router.add_get(ONE + "/turns", guard(api.turns))
     app.router.add_get(ONE + "/trajectories", guard(api.trajectories))
+    app.router.add_get(ONE + "/drift", guard(api.drift))
     app.router.add_post(ONE + "/seal", guard(api.seal))
     app.router.add_delete(ONE, guard(api.delete))
     app.router.add_post(BASE + "/keys", guard(api.keys))
@@ -60,12 +68,13 @@ async def _unknown(request: web.Request) -> web.StreamResponse:
 
 
 class _Api:
-    def __init__(self, ledger: Ledger, habits: Habits, press: Press) -> None:
+    def __init__(self, ledger: Ledger, habits: Habits, press: Press, meter: Meter) -> None:
         self._store = ledger.store
         self._ledger = ledger
         self._habits = habits
         self._reader = Reader(ledger)
         self._press = press
+        self._meter = meter
 
     async def sessions(self, _request: web.Request) -> web.StreamResponse:
         return answer({"sessions": [self._object(info) async for info in self._store.sessions()]})
@@ -79,8 +88,19 @@ class _Api:
 
     async def trajectories(self, request: web.Request) -> web.StreamResponse:
         wanted = format_named(request.query.get("format", "native"))
-        records = await self._reader.records(await self._reader.info(request), contexts=wanted.reads_contexts)
+        mode = mode_named(request.query.get("drift", "sequences" if wanted.name == "native" else "off"))
+        info = await self._reader.info(request)
+        records = await self._reader.records(info, contexts=wanted.reads_contexts or mode != "off")
+        if mode != "off":
+            records = await self._meter.measured(records, mode)
         return web.Response(body=await self._press.write(records, wanted.name), content_type="application/json")
+
+    async def drift(self, request: web.Request) -> web.StreamResponse:
+        mode = mode_named(request.query.get("drift", "turns"))
+        records = await self._reader.records(await self._reader.info(request), contexts=True)
+        measured = await self._meter.measured(records, mode)
+        turns = {turn: drift_object(one) for turn, one in measured.drift.items()}
+        return answer({"session": records.info.id, "turns": turns, "unmeasured": measured.unmeasured})
 
     async def seal(self, request: web.Request) -> web.StreamResponse:
         name = check_name(request.match_info["session"])
@@ -90,7 +110,7 @@ class _Api:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = check_name(request.match_info["session"])
-        if not await self._store.delete(name):
+        if not await self._ledger.delete(name):
             raise no_session(name)
         return answer({"session": name, "deleted": True})
 
@@ -98,11 +118,16 @@ class _Api:
         try:
             binding = msgspec.json.decode(await request.read(), type=Binding, strict=True)
         except msgspec.ValidationError as why:
-            raise HarnessError(f'a body {{"session": "<name>", "harness"?: "<adapter>", "models"?: {{…}}}} is needed: {why}') from None
+            wanted = '{"session": "<name>", "harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}}'
+            raise HarnessError(f"a body {wanted} is needed: {why}") from None
         except msgspec.DecodeError as why:
             raise HarnessError(f"the request body is not valid JSON: {why}") from None
         check_name(binding.session)
         self._habits.leniency(binding.harness)
+        try:
+            check_policy(binding.sampling)
+        except ValueError as why:
+            raise HarnessError(f"sampling: {why}", param="sampling") from None
         key = REGISTERED + secrets.token_urlsafe(32)
         await self._store.bind_key(hash_key(key), binding)
         return answer({**msgspec.to_builtins(binding), "key": key}, status=201)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tokencache.core.context import Context, whole_context
-from tokencache.core.drift import Drift
+from tokencache.core.drift import Drift, Step, breaks
 from tokencache.core.lineage import TokenSequence, sequences
 from tokencache.core.turn import Tokens, Turn
 from tokencache.store.contract import Incident, SessionInfo
@@ -20,7 +20,7 @@ from tokencache.store.contract import Incident, SessionInfo
 class Records(msgspec.Struct, frozen=True):
     """A session as it is stored; `owed` are incidents that the store could not take yet, `contexts` are packed.
 
-    `drift` holds what was measured, by turn; a turn that was not measured is not in it.
+    `drift` holds what was measured, by turn; of a turn that should have been and was not, `unmeasured` has the reason.
     """
 
     info: SessionInfo
@@ -29,21 +29,30 @@ class Records(msgspec.Struct, frozen=True):
     contexts: Mapping[str, bytes]
     owed: Sequence[Incident] = ()
     drift: Mapping[str, Drift] = {}
+    unmeasured: Mapping[str, str] = {}
 
 
 class DriftFigures(msgspec.Struct, frozen=True):
     """Drift avoided, as far as it was measured.
 
     Attributes:
-        measured: turns whose prompt was compared with a plain rendering of its messages; `drifted`: of them, those that differ.
+        measured: turns whose prompt the proxy put together, and that was compared with a plain rendering of its messages;
+            `drifted`: of them, those that differ.
         tokens: how many of their prompts' tokens a plain rendering would not have had.
         causes: how many sites there are of each cause.
+        unmeasured: how many turns could not be measured, by reason.
+        text_only_sequences: how many sequences the rollout would have fallen into if every prompt were rendered plainly.
+        trainable_tokens_lost: trainable tokens of each sequence from there on where it would first have broken: what
+            a trainer loses that keeps one contiguous piece of each. Both are `None` where not every turn was measured.
     """
 
     measured: int
     drifted: int
     tokens: int
     causes: dict[str, int]
+    unmeasured: dict[str, int] = {}
+    text_only_sequences: int | None = None
+    trainable_tokens_lost: int | None = None
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -99,7 +108,7 @@ def rollout(records: Records) -> Rollout:
     not raised: the trainer must see that the session is incomplete.
     """
     info, turns = records.info, records.turns
-    incidents = [*info.incidents, *records.owed, *(_open(call.call, call.since) for call in info.open_calls)]
+    incidents = [*info.incidents, *records.owed, *(open_call(call.call, call.since) for call in info.open_calls)]
     built: list[TokenSequence] = []
     contexts: dict[str, Context] = {}
     try:
@@ -119,11 +128,12 @@ def rollout(records: Records) -> Rollout:
         weights=tuple(n / total if total else 0.0 for n in trainable),
         contexts=contexts,
         drift=records.drift,
-        figures=_figures(turns, built, incidents, records.drift),
+        figures=_figures(turns, built, incidents, records),
     )
 
 
-def _open(call: str, since: float) -> Incident:
+def open_call(call: str, since: float) -> Incident:
+    """The incident that a call which is under way stands for."""
     return Incident("call-open", "the call has begun and not ended: it is under way, or its proxy died", hole=True, call=call, at=since)
 
 
@@ -132,10 +142,9 @@ def _contexts(turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, C
     return {turn.id: whole_context(turn.id, lookup, packed) for turn in turns if packed.get(turn.id)}
 
 
-def _figures(turns: Sequence[Turn], built: Sequence[TokenSequence], incidents: Sequence[Incident], drift: Mapping[str, Drift]) -> Figures:
+def _figures(turns: Sequence[Turn], built: Sequence[TokenSequence], incidents: Sequence[Incident], records: Records) -> Figures:
     trainable = sum(sequence.trainable for sequence in built)
     sampled = sum(span.turn.completion_tokens for sequence in built for span in sequence.turns)
-    measured = [drift[turn.id] for turn in turns if turn.id in drift]
     return Figures(
         calls=len({turn.call for turn in turns}),
         turns=len(turns),
@@ -146,14 +155,32 @@ def _figures(turns: Sequence[Turn], built: Sequence[TokenSequence], incidents: S
         matches=dict(Counter(turn.match for turn in turns)),
         forgiven=dict(Counter(rule for turn in turns for rule in turn.forgiven)),
         incidents=dict(Counter(incident.kind for incident in incidents)),
-        drift=_drift_figures(measured) if measured else None,
+        drift=_drift_figures(built, records) if records.drift or records.unmeasured else None,
     )
 
 
-def _drift_figures(measured: Sequence[Drift]) -> DriftFigures:
+def _drift_figures(built: Sequence[TokenSequence], records: Records) -> DriftFigures:
+    spliced = [turn.id for turn in records.turns if turn.match not in {"root", "plain"}]
+    measured = [records.drift[turn] for turn in spliced if turn in records.drift]
+    costs = [_text_only(sequence, records.drift) for sequence in built]
+    known = [cost for cost in costs if cost is not None]
+    whole = len(known) == len(costs)
     return DriftFigures(
         measured=len(measured),
         drifted=sum(bool(one.sites) for one in measured),
         tokens=sum(one.tokens for one in measured),
         causes=dict(Counter(site.cause for one in measured for site in one.sites)),
+        unmeasured=dict(Counter(records.unmeasured.values())),
+        text_only_sequences=sum(pieces for pieces, _ in known) if whole else None,
+        trainable_tokens_lost=sum(lost for _, lost in known) if whole else None,
     )
+
+
+def _text_only(sequence: TokenSequence, drift: Mapping[str, Drift]) -> tuple[int, int] | None:
+    """Into how many sequences a plain rendering breaks this one, and its trainable tokens from the first break on."""
+    steps = [Step(span.completion[0], span.completion[1], drift.get(span.turn.id)) for span in sequence.turns]
+    broken = breaks(sequence.token_ids, steps)
+    if broken is None:
+        return None
+    kept = steps[broken[0] - 1].completion if broken else len(sequence.token_ids)
+    return 1 + len(broken), sum(sequence.loss_mask[kept:])

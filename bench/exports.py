@@ -1,0 +1,97 @@
+"""What live calls wait while a large rollout is fetched again and again.
+
+Small calls are made alone, beside a fetcher, and beside a process that only keeps a core busy, in turns within one run. The
+fetcher and the worker that lays rollouts out need a core, too: what they cost beyond that busy neighbour is what the proxy
+itself stalls. `python -m bench.exports PORT PATH` is the fetcher: it runs until it is stopped.
+"""
+
+import contextlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bench.client import Client, said
+from bench.measure import Case, Rig, turns_of, us
+from bench.processes import ROOT
+from bench.talk import Talk
+
+SMALL = Case("1 KB", 1_000, 4, 0, tokens=16, tail=64)
+LARGE_BYTES = 480_000
+"""Of the large session's request: about four bytes a token."""
+
+_ALONE, _BESIDE, _BUSY = "alone", "beside_export", "beside_busy"
+_SPIN = [sys.executable, "-c", "while True: pass"]
+
+
+def run_exports(rig: Rig, calls: int, rounds: int, tick: Callable[[], None]) -> dict[str, Any]:
+    """Measure `calls` small calls in each surrounding, in so many rounds."""
+    rig.connect()
+    session = "bench-large"
+    talk = Talk(session, size=LARGE_BYTES, messages=200, mock_tokens=2000)
+    for _ in range(3):
+        talk.hear(said(rig.call("proxy", talk.body(), session)), 800)
+    turns = turns_of(rig, session)
+    path = f"/tokencache/v1/sessions/{session}/trajectories?drift=off"
+    size = len(rig.clients["proxy"].get(path).body)  # the worker has started
+    surroundings = {_ALONE: None, _BUSY: _SPIN, _BESIDE: [sys.executable, "-m", "bench.exports", str(rig.proxy.port), path]}
+    walls: dict[str, list[float]] = {name: [] for name in surroundings}
+    for n in range(rounds):
+        for name, command in surroundings.items():
+            with _running(command):
+                walls[name] += _small_calls(rig, f"bench-small-{n}-{name}", calls)
+            tick()
+    figures = {
+        name: {"p50_us": us(statistics.median(all_)), "p99_us": us(_p99(all_)), "max_us": us(max(all_))} for name, all_ in walls.items()
+    }
+    return {
+        "store": "redis" if rig.redis else "memory",
+        "tokens": turns[-1]["prompt_tokens"] + turns[-1]["completion_tokens"],
+        "answer_bytes": size,
+        "n": len(walls[_ALONE]),
+        **figures,
+        "p50_ratio": round(figures[_BESIDE]["p50_us"] / figures[_BUSY]["p50_us"], 2),
+        "p99_ratio": round(figures[_BESIDE]["p99_us"] / figures[_BUSY]["p99_us"], 2),
+    }
+
+
+def _p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[-1]
+
+
+def _small_calls(rig: Rig, session: str, calls: int) -> list[float]:
+    talk = SMALL.talk(session)
+    walls = []
+    for _ in range(calls):
+        answer = rig.call("proxy", talk.body(), session)
+        walls.append(answer.wall)
+        talk.hear(said(answer), SMALL.tail)
+    return walls
+
+
+@contextlib.contextmanager
+def _running(command: list[str] | None) -> Iterator[None]:
+    """Run something beside; what prints a line is waited for until it has."""
+    if command is None:
+        yield
+        return
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as beside:
+        try:
+            if command is not _SPIN and beside.stdout is not None:
+                beside.stdout.readline()
+            yield
+        finally:
+            beside.kill()
+
+
+def fetch(port: int, path: str) -> None:
+    client = Client(port)
+    client.get(path)
+    print("fetching", flush=True)
+    while True:
+        client.get(path)
+
+
+if __name__ == "__main__":
+    fetch(int(sys.argv[1]), sys.argv[2])

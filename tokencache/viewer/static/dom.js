@@ -1,0 +1,66 @@
+// Elements. Whatever is shown of a session is hostile: strings become text nodes here, and nowhere is markup made of them.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(element, properties, children) {
+  for (const [name, value] of Object.entries(properties ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "data") Object.assign(element.dataset, value);
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false && child !== ""));
+  return element;
+}
+
+/** An HTML element: `h("a", {href: "#/", class: "x", onclick: f}, "text", child)`. */
+export const h = (tag, properties, ...children) => fill(document.createElement(tag), properties, children);
+
+/** An SVG element. */
+export const s = (tag, properties, ...children) => fill(document.createElementNS(SVG, tag), properties, children);
+
+/** Say something to who listens to the page. */
+export function say(text) {
+  document.getElementById("said").textContent = text;
+}
+
+/** A button that copies a text. */
+export function copier(text, what = "") {
+  const button = h("button", { type: "button", class: "copy", title: `Copy ${what || text}`, "aria-label": `Copy ${what || text}` }, sheets());
+  button.addEventListener("click", async (event) => {
+    event.preventDefault();
+    event.stopPropagation();
+    await put(text);
+    button.replaceChildren("✓");
+    say(`${what || text} copied`);
+    setTimeout(() => button.replaceChildren(sheets()), 1200);
+  });
+  return button;
+}
+
+const sheets = () =>
+  s("svg", { width: 11, height: 11, viewBox: "0 0 11 11", "aria-hidden": "true" },
+    s("path", { d: "M3.5 3.5V1h6.5v6.5H7.5M1 3.5h6.5V10H1Z", fill: "none", stroke: "currentColor", "stroke-width": 1.1, "stroke-linejoin": "round" }));
+
+async function put(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).catch(() => putOld(text));
+  return putOld(text);
+}
+
+function putOld(text) {
+  // a page that came over plain http from another machine has no clipboard
+  const area = h("textarea", { class: "visually-hidden" }, text);
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+}
+
+/** An id as it stands in a row: its beginning, and a button that copies the whole. */
+export const idText = (id, what) => h("span", { class: "id" }, h("code", { title: id }, id.length > 12 ? `${id.slice(0, 8)}…` : id), copier(id, what));
+
+/** A small coloured word. */
+export const badge = (word, kind = word, title = "") => h("span", { class: `badge b-${kind}`, title: title || null }, word);
+
+/** A placeholder while something is fetched, or where there is nothing. */
+export const note = (...words) => h("p", { class: "note" }, ...words);

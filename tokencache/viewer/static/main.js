@@ -1,0 +1,109 @@
+// Where the page is, from the part of its address behind `#`, and what is the same everywhere: crumbs, theme, keys.
+//
+//   #/                                     all sessions
+//   #/session/NAME                         one session; ?tab=sequences|incidents|forgiven
+//   #/session/NAME/turn/ID                 the same, with a turn open beside it
+//   #/session/NAME/sequence/ID?token=12    a sequence's tokens
+
+import { h, note } from "./dom.js";
+import { SequencePage } from "./sequence.js";
+import { SessionPage } from "./session.js";
+import { SessionsPage } from "./sessions.js";
+
+const main = document.getElementById("main");
+const KEYS = [
+  ["/", "to the filter, or to the token to go to"],
+  ["j k or ↓ ↑", "next, previous row"],
+  ["Enter", "open"],
+  ["u", "up: from a sequence to its session, from there to all"],
+  ["← →", "in a sequence: the token before, the token behind"],
+  ["Home End", "in a sequence: the first token, the last"],
+  ["[ ]", "in a sequence: the turn before, the turn behind"],
+  ["n p", "in a sequence: next, previous place where a plain rendering differs"],
+  ["h", "in a sequence: log probabilities as heat"],
+  ["t", "light, dark, or as the system has it"],
+  ["?", "this list"],
+];
+
+let page = null;
+let leaving = new AbortController();
+
+function where() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  let parts;
+  try {
+    parts = path.split("/").map(decodeURIComponent);
+  } catch {
+    parts = [""];
+  }
+  return { parts, query: new URLSearchParams(query ?? "") };
+}
+
+function route() {
+  const { parts, query } = where();
+  const [kind, session, what, id] = parts;
+  const target = { session, what, id, query };
+  const wanted = kind !== "session" ? SessionsPage : what === "sequence" ? SequencePage : SessionPage;
+  if (page instanceof wanted && page.stays(target)) {
+    page.go(target);
+    return;
+  }
+  leaving.abort();
+  leaving = new AbortController();
+  const root = h("div", { class: "page" });
+  main.replaceChildren(root);
+  window.scrollTo(0, 0);
+  document.getElementById("pulse").textContent = "";
+  main.focus({ preventScroll: true });
+  page = new wanted(root, target, leaving.signal);
+  page.start().catch((why) => {
+    if (why.name === "AbortError") return;
+    root.replaceChildren(h("div", { class: "failed", role: "alert" }, h("h1", {}, why.status === 404 ? "Not here" : "That did not work"), note(why.message)));
+  });
+}
+
+// --- theme
+
+const THEMES = { auto: ["◐", "as the system has it"], light: ["☀", "light"], dark: ["☾", "dark"] };
+const button = document.getElementById("theme");
+
+function setTheme(name) {
+  if (name === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  button.textContent = THEMES[name][0];
+  button.title = `Colours: ${THEMES[name][1]} (t)`;
+  button.setAttribute("aria-label", button.title);
+  button.dataset.name = name;
+}
+
+function nextTheme() {
+  const names = Object.keys(THEMES);
+  const name = names[(names.indexOf(button.dataset.name) + 1) % names.length];
+  localStorage.setItem("tokencache.theme", name);
+  setTheme(name);
+}
+
+// --- keys
+
+const help = document.getElementById("help");
+document.getElementById("help-list").append(...KEYS.flatMap(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)]));
+document.getElementById("keys").addEventListener("click", () => help.showModal());
+button.addEventListener("click", nextTheme);
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+  const typing = event.target.closest?.("input, select, textarea");
+  if (typing) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  if (event.key === "?") help.showModal();
+  else if (event.key === "t") nextTheme();
+  else if (event.key === "u" && page?.up !== undefined) location.hash = page.up;
+  else if (!page?.key?.(event)) return;
+  event.preventDefault();
+});
+
+setTheme(Object.hasOwn(THEMES, localStorage.getItem("tokencache.theme")) ? localStorage.getItem("tokencache.theme") : "auto");
+window.addEventListener("hashchange", route);
+route();

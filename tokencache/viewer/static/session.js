@@ -1,0 +1,145 @@
+// One session: its figures, and behind tabs its turns as a tree, its sequences, its incidents, and what was forgiven.
+
+import { at, get } from "./api.js";
+import { crumbs } from "./crumbs.js";
+import { badge, copier, h, note } from "./dom.js";
+import { driftOf, driftSums } from "./drift.js";
+import { count, many, moment, share, span } from "./format.js";
+import { poll, walkRows } from "./poll.js";
+import { forgivenTable, incidentTable, sequenceTable } from "./tables.js";
+import { tree } from "./tree.js";
+import { TurnPanel } from "./turn.js";
+import { STARTS } from "./words.js";
+
+const TABS = ["turns", "sequences", "incidents", "forgiven"];
+
+export class SessionPage {
+  constructor(root, target, signal) {
+    Object.assign(this, { root, target, signal, name: target.session, shown: "", drift: null });
+    crumbs(["sessions", "#/"], [target.session, ""]);
+    this.up = "#/";
+    this.head = h("div", { class: "head" });
+    this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of the session" });
+    this.list = h("div", { class: "list-side" });
+    this.panel = new TurnPanel(this, signal);
+    root.append(this.head, this.tabs, h("div", { class: "split" }, this.list, this.panel.element));
+    root.classList.add("session");
+  }
+
+  stays(target) {
+    return target.session === this.name && target.what !== "sequence";
+  }
+
+  go(target) {
+    this.target = target;
+    this.showPart();
+  }
+
+  async start() {
+    await this.refresh(); // an unknown session is said on the page, not in its corner
+    this.measure().catch(() => {}); // the page was left
+    await poll(() => this.refresh(), 3, this.signal);
+  }
+
+  async measure() {
+    this.drift = await driftOf(this.name, this.signal);
+    this.showHead();
+  }
+
+  async refresh() {
+    const found = await get(at(this.name, "outline"), {}, this.signal);
+    const now = JSON.stringify(found);
+    if (now === this.shown) return;
+    this.shown = now;
+    this.outline = found;
+    this.turns = new Map(found.turns.map((turn) => [turn.id, turn]));
+    this.showHead();
+    this.showPart();
+  }
+
+  href(tab) {
+    return `#/session/${encodeURIComponent(this.name)}${tab === "turns" ? "" : `?tab=${tab}`}`;
+  }
+
+  get tab() {
+    const asked = this.target.query.get("tab");
+    return TABS.includes(asked) ? asked : "turns";
+  }
+
+  showHead() {
+    const { outline } = this;
+    const kinds = [...new Set(outline.turns.map((turn) => turn.model))].filter(Boolean);
+    const harnesses = [...new Set(outline.turns.map((turn) => turn.harness))].filter(Boolean);
+    const dialects = [...new Set(outline.turns.map((turn) => turn.dialect))].filter(Boolean);
+    const facts = [kinds.join(", "), harnesses.join(", "), dialects.join(", "), `began ${moment(outline.created)}`, `used for ${span(outline.used - outline.created)}`];
+    this.head.replaceChildren(
+      h("div", { class: "bar" },
+        h("h1", {}, outline.session), copier(outline.session, "the session's name"),
+        outline.open_calls.length ? badge(`live · ${outline.open_calls.length} open`, "live") : null,
+        outline.complete ? badge("complete") : badge("incomplete", "incomplete", "something the model said is missing, or still to come: see the incidents"),
+        outline.sealed ? badge("sealed") : null,
+        h("span", { class: "facts" }, facts.filter(Boolean).map((fact) => h("span", {}, fact)))),
+      h("dl", { class: "tiles" }, ...this.tiles().map(([name, value, more]) =>
+        h("div", { data: { tile: name } }, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null)))),
+      mix(outline.figures.matches),
+    );
+  }
+
+  tiles() {
+    const { figures, incidents } = this.outline;
+    const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
+    const all = figures.trainable_tokens + figures.masked_tokens;
+    return [
+      ["calls", count(figures.calls), figures.turns === figures.calls ? "" : many(figures.turns, "turn")],
+      ["sequences", count(figures.sequences), ""],
+      ["trainable tokens", count(figures.trainable_tokens), `${share(figures.trainable_tokens, all)} of ${count(all)}`],
+      ["masked tokens", count(figures.masked_tokens), figures.untrainable_tokens ? `${count(figures.untrainable_tokens)} sampled, unscored` : ""],
+      ["forgiven", count(sum(figures.forgiven)), many(Object.keys(figures.forgiven).length, "rule")],
+      ["incidents", count(incidents.length), incidents.some((one) => one.hole) ? "something is missing" : ""],
+      this.driftTile(),
+    ];
+  }
+
+  driftTile() {
+    const name = "drift avoided";
+    if (this.drift === null) return [name, "…", "measuring"];
+    const { prompts, drifted, tokens } = driftSums(this.drift, (id) => this.turns.get(id)?.match);
+    if (!prompts) return [name, "–", this.drift.why || "no prompt was spliced"];
+    const missing = this.drift.unmeasured.size;
+    return [name, many(tokens, "token"), `in ${drifted} of ${many(prompts, "last prompt")}${missing ? `; ${missing} not measured` : ""}`];
+  }
+
+  showPart() {
+    const { outline } = this;
+    const numbers = { turns: outline.turns.length, sequences: outline.sequences.length, incidents: outline.incidents.length, forgiven: outline.turns.filter((turn) => turn.forgiven.length).length };
+    this.tabs.replaceChildren(...TABS.map((tab) =>
+      h("a", { href: this.href(tab), "aria-current": tab === this.tab ? "page" : null }, tab, h("span", { class: "n" }, count(numbers[tab])))));
+    const chosen = this.target.what === "turn" ? this.target.id : null;
+    const focused = document.activeElement?.closest?.(".list-side a")?.getAttribute("href");
+    const build = { turns: tree, sequences: sequenceTable, incidents: incidentTable, forgiven: forgivenTable }[this.tab];
+    this.list.replaceChildren(build(outline, chosen, this.signal) ?? note("None."));
+    if (focused) [...this.list.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
+    this.panel.show(chosen, this.turns.get(chosen));
+    this.root.classList.toggle("open", chosen !== null);
+    if (chosen !== this.revealed) this.list.querySelector(".chosen")?.scrollIntoView({ block: "nearest" });
+    this.revealed = chosen;
+  }
+
+  key(event) {
+    if (event.key === "Escape" && this.target.what === "turn") return (location.hash = this.href("turns")), true;
+    return walkRows(event, [...this.list.querySelectorAll("a.row, tbody a.first")]);
+  }
+}
+
+function mix(matches) {
+  const total = Object.values(matches).reduce((a, b) => a + b, 0);
+  const there = Object.keys(STARTS).filter((kind) => matches[kind]);
+  if (!total) return null;
+  const bar = h("div", { class: "mix-bar", "aria-hidden": "true" }, there.map((kind) => {
+    const part = h("i", { class: `f-${kind}` });
+    part.style.flexGrow = matches[kind];
+    return part;
+  }));
+  const words = there.map((kind) => h("li", { title: STARTS[kind] }, h("i", { class: `f-${kind}` }), `${count(matches[kind])} ${kind}`));
+  return h("div", { class: "mix" }, bar, h("ul", {}, words));
+}

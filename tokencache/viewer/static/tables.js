@@ -1,0 +1,57 @@
+// A session's sequences, incidents and forgiven turns, as tables.
+
+import { badge, copier, h } from "./dom.js";
+import { clock, count, many, moment, share, visible } from "./format.js";
+import { reasonText, STARTS } from "./words.js";
+
+const to = (outline, ...rest) => `#/session/${[outline.session, ...rest].map(encodeURIComponent).join("/")}`;
+
+function table(name, heads, rows) {
+  const cells = heads.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", "")));
+  return rows.length ? h("table", { class: "list", "aria-label": name }, h("thead", {}, h("tr", {}, cells)), h("tbody", {}, rows)) : null;
+}
+
+/** A turn's name in a row: its number, which opens it. */
+const turnLink = (outline, turn, first = false) =>
+  turn ? h("a", { class: first ? "first" : null, href: to(outline, "turn", turn.id) }, `turn ${turn.number}`) : null;
+
+export function sequenceTable(outline) {
+  return table("Sequences", ["sequence", "start", "reason", "from", "#turns", "#tokens", "#trainable", "", ""], outline.sequences.map((one) => {
+    const from = one.from_turn ? outline.turns.find((turn) => turn.id === one.from_turn) : null;
+    return h("tr", { class: one.continued || one.turns > 1 ? null : "dim" },
+      h("td", {}, h("a", { class: "first", href: to(outline, "sequence", one.id) }, `sequence ${one.number}`), copier(one.id, "the sequence's id")),
+      h("td", {}, badge(one.start, one.start, STARTS[one.start])),
+      h("td", { title: one.reason ? reasonText(one.reason) : null }, one.reason),
+      h("td", {}, one.parent === null ? "" : [h("span", { class: "muted" }, `sequence ${one.parent} · `), turnLink(outline, from)]),
+      h("td", { class: "num" }, count(one.turns)),
+      h("td", { class: "num" }, count(one.tokens)),
+      h("td", { class: "num" }, count(one.trainable_tokens), h("small", {}, ` ${share(one.trainable_tokens, one.tokens)}`)),
+      h("td", {}, one.continued ? "" : h("span", { class: "muted" }, "not gone on from")),
+      h("td", {}, one.tools ? h("span", { class: "muted" }, many(one.tools, "tool")) : h("span", { class: "muted" }, "no tools")));
+  }));
+}
+
+export function incidentTable(outline) {
+  const byCall = new Map(outline.turns.map((turn) => [turn.call, turn]));
+  return table("Incidents", ["incident", "", "when", "turn", "detail", "call"], outline.incidents.map((one) => {
+    const turn = outline.turns.find((known) => known.id === one.turn) ?? byCall.get(one.call);
+    return h("tr", {},
+      h("td", {}, badge(one.kind, one.hole ? "incomplete" : "incident")),
+      h("td", {}, one.hole ? h("span", { class: "hole" }, "something is missing") : h("span", { class: "muted" }, "nothing is missing")),
+      h("td", { title: moment(one.at) }, one.at ? clock(one.at) : ""),
+      h("td", {}, turnLink(outline, turn, true)),
+      h("td", { class: "detail" }, visible(one.detail)),
+      h("td", {}, one.call ? h("span", { class: "id" }, h("code", {}, one.call.slice(0, 12)), copier(one.call, "the call's id")) : null));
+  }));
+}
+
+export function forgivenTable(outline) {
+  const turns = outline.turns.filter((turn) => turn.forgiven.length);
+  return table("Forgiven", ["turn", "match", "rules that were needed", "harness", "what it said then"], turns.map((turn) =>
+    h("tr", {},
+      h("td", {}, turnLink(outline, turn, true)),
+      h("td", {}, badge(turn.match, turn.match, STARTS[turn.match])),
+      h("td", {}, turn.forgiven.map((rule) => badge(rule, "rule"))),
+      h("td", {}, turn.harness || h("span", { class: "muted" }, "unnamed")),
+      h("td", { class: "detail" }, visible(turn.says)))));
+}

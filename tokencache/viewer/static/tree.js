@@ -1,0 +1,99 @@
+// The tree of a session's turns, as a graph of lines: one row for each turn in the order they were recorded, one lane for each
+// sequence. A lane leaves the turn that its sequence branched off (or, dashed, took its context from) and ends with its last turn.
+
+import { badge, h, s } from "./dom.js";
+import { clock, count, span, visible } from "./format.js";
+import { reasonText, STARTS } from "./words.js";
+
+const ROW = 30;
+const LANE = 14;
+const STEP = 400; // rows that are built at once
+
+export function tree(outline, chosen) {
+  if (!outline.turns.length) return null;
+  const lanes = layOut(outline);
+  const list = h("div", { class: "tree", role: "list", "aria-label": "Turns" });
+  const session = `#/session/${encodeURIComponent(outline.session)}`;
+  const row = (turn) => turnRow(turn, outline, lanes, session, turn.id === chosen);
+  const wanted = Math.max(STEP, outline.turns.findIndex((turn) => turn.id === chosen) + 1);
+  list.append(...outline.turns.slice(0, wanted).map(row));
+  if (outline.turns.length > wanted) {
+    let next = wanted;
+    const more = h("button", { type: "button", class: "more" });
+    const label = () => (more.textContent = `${count(outline.turns.length - next)} more turns`);
+    more.addEventListener("click", () => {
+      more.before(...outline.turns.slice(next, next + STEP).map(row));
+      next += STEP;
+      if (next < outline.turns.length) label();
+      else more.remove();
+    });
+    label();
+    list.append(more);
+  }
+  return list;
+}
+
+/** For each sequence its lane and its rows: `from` (where it leaves another, or its first), `first`, `last`. */
+function layOut(outline) {
+  const number = new Map(outline.turns.map((turn) => [turn.id, turn.number]));
+  const lines = outline.sequences.map((one) => ({ one, first: number.get(one.id), last: 0, lane: 0 }));
+  for (const turn of outline.turns) lines[turn.sequence].last = turn.number;
+  const busy = []; // by lane: the row behind which it is free
+  for (const line of [...lines].sort((a, b) => a.first - b.first)) {
+    line.from = line.one.from_turn === null ? line.first : number.get(line.one.from_turn);
+    line.leaves = line.one.from_turn === null ? null : outline.turns[line.from].sequence;
+    line.lane = busy.findIndex((until) => until < line.from);
+    if (line.lane < 0) line.lane = busy.length;
+    busy[line.lane] = line.last;
+  }
+  // lanes are given in the order of first rows; a line that leaves early may not take the lane of one that still runs there
+  return { lines, width: busy.length, hue: (n) => n % 8 };
+}
+
+function graph(row, turn, { lines, width, hue }) {
+  const x = (lane) => LANE / 2 + 2 + lane * LANE;
+  const parts = [];
+  for (const [n, line] of lines.entries()) {
+    if (row < line.from || row > line.last) continue;
+    const at = x(line.lane);
+    const loose = row < line.first || (row === line.first && line.from < line.first);
+    const dashed = loose && line.one.start !== "branch";
+    const draw = (d, dash) => parts.push(s("path", { d, class: `edge h${hue(n)}${dash ? " dashed" : ""}` }));
+    if (row === line.from && line.from < line.first) {
+      const origin = x(lines[line.leaves].lane);
+      draw(`M${origin} ${ROW / 2} C${origin} ${ROW} ${at} ${ROW / 2} ${at} ${ROW}`, dashed);
+      continue;
+    }
+    if (row > line.from) draw(`M${at} 0 V${ROW / 2}`, dashed);
+    if (row < line.last) draw(`M${at} ${ROW / 2} V${ROW}`, row < line.first && dashed);
+  }
+  const own = lines[turn.sequence];
+  const circle = { cx: x(own.lane), cy: ROW / 2, r: turn.sequence === 0 || turn.continued ? 4.5 : 4, class: `node h${hue(turn.sequence)}${turn.continued ? "" : " end"}` };
+  parts.push(s("circle", circle));
+  const across = x(width - 1) + LANE / 2 + 2;
+  return s("svg", { width: across, height: ROW, viewBox: `0 0 ${across} ${ROW}`, class: "graph", "aria-hidden": "true" }, parts);
+}
+
+function turnRow(turn, outline, lanes, session, chosen) {
+  const starts = outline.sequences[turn.sequence].id === turn.id;
+  const fate = turn.thrown_away ? badge("thrown away", "away", "another answer to the same messages was gone on from") : null;
+  const marks = turn.marks.map((mark) => badge(mark, "mark"));
+  const rules = turn.forgiven.length
+    ? badge(turn.forgiven.length > 1 ? `${turn.forgiven[0]} +${turn.forgiven.length - 1}` : turn.forgiven[0], "rule", `forgiven: ${turn.forgiven.join(", ")}`)
+    : null;
+  return h("div", { role: "listitem", class: `turn-row${turn.thrown_away ? " dim" : ""}${starts ? " starts" : ""}${chosen ? " chosen" : ""}`, data: { turn: turn.id } },
+    graph(turn.number, turn, lanes),
+    h("a", { class: "row", href: `${session}/turn/${encodeURIComponent(turn.id)}`, "aria-current": chosen ? "true" : null },
+      h("span", { class: "no" }, String(turn.number)),
+      h("span", { class: "what" },
+        starts || turn.match !== "continue" ? badge(turn.match, turn.match, STARTS[turn.match]) : null,
+        turn.reason ? h("span", { class: "reason", title: reasonText(turn.reason) }, turn.reason) : null,
+        fate, marks, rules,
+        h("span", { class: "says" }, visible(turn.says) || "∅")),
+      h("span", { class: "num", title: "tokens of its prompt" }, count(turn.prompt_tokens)),
+      h("span", { class: "num plus", title: "tokens that it sampled" }, `+${count(turn.completion_tokens)}`),
+      h("span", { class: "finish" }, turn.finish_reason ?? ""),
+      h("span", { class: "time", title: `took ${span(turn.seconds)}` }, clock(turn.created)),
+      h("span", { class: "took" }, span(turn.seconds))),
+    h("a", { class: "tokens", href: `${session}/sequence/${encodeURIComponent(outline.sequences[turn.sequence].id)}?token=${turn.prompt_tokens}`, title: "its tokens, in its sequence", "aria-label": `tokens of turn ${turn.number}` }, "tokens"));
+}

@@ -1,0 +1,117 @@
+// One turn, beside the list: why it came about as it did, the replies in its history beside what was served, and what it said.
+
+import { at, get } from "./api.js";
+import { badge, copier, h, idText, note } from "./dom.js";
+import { count, many, moment, quoted, span, visible } from "./format.js";
+import { reasonText, STARTS, VERDICTS } from "./words.js";
+
+export class TurnPanel {
+  constructor(page, signal) {
+    Object.assign(this, { page, signal, id: null });
+    this.element = h("aside", { class: "panel", "aria-label": "Turn" });
+  }
+
+  /** Show a turn by its id, with its line of the outline; none with `null`. */
+  async show(id, line) {
+    if (id === this.id) return;
+    this.id = id;
+    this.element.replaceChildren();
+    if (id === null) return;
+    try {
+      const turn = await get(at(this.page.name, "turns", id), {}, this.signal);
+      if (this.id === id) this.element.replaceChildren(...this.build(turn, line ?? this.page.turns.get(id)));
+    } catch (why) {
+      if (why.name !== "AbortError" && this.id === id) this.element.replaceChildren(note(why.message));
+    }
+  }
+
+  build(turn, line) {
+    const { outline } = this.page;
+    const session = `#/session/${encodeURIComponent(this.page.name)}`;
+    const other = (id) => {
+      const known = id && this.page.turns.get(id);
+      return known ? h("a", { href: `${session}/turn/${encodeURIComponent(id)}` }, `turn ${known.number}`) : id;
+    };
+    const next = outline.turns.filter((one) => one.parent === turn.turn);
+    const sequence = outline.sequences[line.sequence];
+    return [
+      h("div", { class: "bar" },
+        h("h2", {}, `Turn ${turn.number}`), copier(turn.turn, "the turn's id"), badge(turn.match, turn.match),
+        h("span", { class: "grow" }),
+        h("a", { class: "button", href: `${session}/sequence/${encodeURIComponent(sequence.id)}?token=${turn.prompt_tokens}` }, "its tokens"),
+        h("a", { class: "button quiet", href: this.page.href("turns"), "aria-label": "Close the turn", title: "Close (Esc)" }, "×")),
+      h("p", { class: "why" }, STARTS[turn.match], "."),
+      turn.reason ? h("p", { class: "why strong" }, h("code", {}, turn.reason), " ", reasonText(turn.reason), ".") : null,
+      facts([
+        ["from", turn.parent ? other(turn.parent) : turn.origin ? ["context of ", other(turn.origin)] : null],
+        ["then", next.length ? next.flatMap((one, i) => [i ? ", " : "", other(one.id)]) : line.thrown_away ? "thrown away: another answer to the same messages was gone on from" : "nothing went on from it"],
+        ["sequence", h("a", { href: `${session}/sequence/${encodeURIComponent(sequence.id)}` }, `sequence ${sequence.number}`)],
+        ["tokens", `${many(turn.prompt_tokens, "token")} in, ${count(turn.completion_tokens)} sampled`],
+        ["finish", [turn.finish_reason, turn.stop_reason === null ? "" : ` (${turn.stop_reason})`]],
+        ["asked", `${moment(turn.created)}, took ${span(turn.seconds)}`],
+        ["request", [many(turn.messages, "message"), ", ", many(turn.tools, "tool"), ", ", turn.dialect, turn.stream ? ", streamed" : ""]],
+        ["harness", turn.harness],
+        ["model", turn.model],
+        ["sampling", Object.keys(turn.sampling).length ? h("code", {}, quoted(turn.sampling)) : null],
+        ["replaced", Object.keys(turn.replaced).length ? [h("code", {}, quoted(turn.replaced)), " was asked for"] : null],
+        ["log probs", turn.logprob_kind],
+        ["weights", turn.weight_versions.length ? h("code", {}, quoted(turn.weight_versions)) : null],
+        ["experts", turn.experts],
+        ["marks", turn.marks.length ? turn.marks.map((mark) => badge(mark, "mark")) : null],
+        ["forgiven", turn.forgiven.length ? turn.forgiven.map((rule) => badge(rule, "rule")) : null],
+        ["call", idText(turn.call, "the call's id")],
+      ]),
+      h("h3", {}, "What came back"),
+      ...this.echoes(turn, other),
+      h("h3", {}, "What was served"),
+      ...served(turn.served),
+    ].filter(Boolean);
+  }
+
+  echoes(turn, other) {
+    if (turn.torn) return [note(`The records of its messages are torn: ${turn.torn}`)];
+    if (turn.kept === false) return [note("Its messages are not kept (media).")];
+    const changed = turn.echoes.filter((echo) => echo.verdict !== "same");
+    const same = turn.echoes.length - changed.length;
+    const plain = same ? note(same === 1 ? "A reply in its history came back as it was served." : `${count(same)} replies in its history came back as they were served.`) : null;
+    if (!turn.echoes.length) return [note("No reply of the model's is in what this request added.")];
+    return [...changed.reverse().map((echo) => comparison(echo, other)), plain];
+  }
+}
+
+function facts(rows) {
+  return h("dl", { class: "facts-list" }, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+}
+
+/** A reply in the history beside what was served: two columns, the differences marked in both. */
+function comparison(echo, other) {
+  const fate = echo.elsewhere ? "said in another context" : echo.relied ? "its exact tokens stand in the prompt" : echo.verdict === "unknown" ? "" : "not taken for the model's own words: no exact tokens stand for it";
+  return h("section", { class: `echo v-${echo.verdict}`, data: { verdict: echo.verdict } },
+    h("header", {}, badge(echo.verdict, `v-${echo.verdict}`), echo.rules.map((rule) => badge(rule, "rule")),
+      h("span", { class: "muted" }, `message ${echo.at}`, echo.turn ? [", said in ", other(echo.turn)] : "")),
+    h("p", { class: "muted" }, VERDICTS[echo.verdict], fate ? `; ${fate}` : "", "."),
+    echo.parts.map(([name, segments]) =>
+      segments.every(([kind]) => kind !== "differs")
+        ? h("p", { class: "alike" }, h("b", {}, name), " the same")
+        : h("div", { class: "pair" },
+            h("h4", {}, name),
+            h("div", { class: "side", role: "group", "aria-label": `${name} as served` }, h("h5", {}, "served"), h("pre", {}, side(segments, 1))),
+            h("div", { class: "side", role: "group", "aria-label": `${name} as it came back` }, h("h5", {}, "came back"), h("pre", {}, side(segments, 2))))));
+}
+
+function side(segments, which) {
+  const texts = segments.map((segment) => {
+    if (segment[0] === "left-out") return h("span", { class: "left-out" }, `\n… ${count(Number(segment[1]))} characters the same …\n`);
+    if (segment[0] === "same") return visible(segment[which]);
+    return segment[which] ? h(which === 1 ? "del" : "ins", {}, visible(segment[which])) : h("span", { class: "gap", title: "nothing here" });
+  });
+  return segments.every((segment) => !segment[which]) ? h("span", { class: "muted" }, "nothing") : texts;
+}
+
+function served(message) {
+  const parts = [["reasoning", message.reasoning], ["content", message.content]];
+  for (const call of message.tool_calls) parts.push([`call ${call.name}`, call.arguments, call.id]);
+  const there = parts.filter(([, text]) => text);
+  if (!there.length) return [note("Nothing.")];
+  return there.map(([name, text, id]) => h("div", { class: "said" }, h("h4", {}, name, id ? copier(id, "the call's id") : null), h("pre", {}, visible(text))));
+}
