@@ -10,13 +10,14 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 MINISWE_VENV ?= .venv-miniswe
 HARNESS_DIR ?= .harnesses
+VLLM_VERSIONS ?= 0.24 0.25
 USUAL := claude-code codex hermes opencode openai-agents langgraph
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR))
 PYTEST_E2E = $(BIN)/pytest -o addopts="-q --strict-markers --strict-config"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lint test e2e e2e-engine e2e-harnesses bench clean
+.PHONY: help install demo lint test e2e e2e-engine e2e-harnesses e2e-versions bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -48,6 +49,10 @@ e2e-harnesses: e2e-engine ## every real harness that can be installed; writes do
 	-tests/e2e/harnesses/install.sh $(HARNESS_DIR)
 	$(E2E) TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/e2e/harnesses
 
+e2e-versions: $(STAMP) ## older vLLMs with the plugin and without, VLLM_VERSIONS="0.24 0.25"; writes docs/engines.md
+	for v in $(VLLM_VERSIONS); do PYTHON=$(PYTHON) tests/e2e_versions/install.sh .venv-vllm-$$v "$$v.*" || exit 1; done
+	TOKENCACHE_E2E_VLLMS="$(VLLM_VERSIONS:%=.venv-vllm-%)" TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/e2e_versions
+
 e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	PYTHON=$(PYTHON) tests/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
@@ -55,6 +60,6 @@ e2e-engine: $(STAMP)
 bench: $(STAMP) ## what the proxy costs
 	$(BIN)/python -m bench $(ARGS)
 
-clean: ## remove .venv, caches and builds (.venv-vllm, .venv-miniswe and .harnesses stay: gigabytes)
+clean: ## remove .venv, caches and builds (the .venv-vllm*, .venv-miniswe and .harnesses stay: gigabytes)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

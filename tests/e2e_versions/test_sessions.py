@@ -1,0 +1,77 @@
+"""Through the proxy: what its probe finds by itself on each version, and what sessions then are."""
+
+import itertools
+
+import pytest
+from rig.exported import assert_exported, generations, get_json, trajectory, turns
+from rig.harness import TOOLS
+
+TURNS = 5
+IGNORED = "supplied ids are ignored"
+
+
+async def test_the_probe_finds_the_level_by_itself(proxied, case, row):
+    (found,) = (await get_json(proxied.http, f"{proxied.url}/readyz"))["engine"]["models"]
+    assert found["version"].startswith(case.version)
+    assert found["tokenizes"] is True
+    assert (found["level"], found["honours_ids"], found["why"]) == (("exact", True, "") if case.exact else ("record", False, IGNORED))
+    row.cells["level"] = f"`{found['level']}`"
+
+
+def test_what_the_plugin_says_at_start(server, case):
+    said = [line.partition("tokencache: ")[2] for line in server.log.read_text().splitlines() if "tokencache: " in line]
+    if not case.plugin:
+        assert said == []
+    elif case.native:
+        assert said == [f"vLLM {case.version} takes prompt_token_ids by itself; nothing was changed"]
+    else:
+        (line,) = said
+        assert line.startswith(f"vLLM {case.version} takes prompt_token_ids and required_prefix_token_ids now; wrapped vllm.")
+        assert line.endswith(".preprocess_chat")
+
+
+async def test_without_the_plugin_a_required_prefix_is_ignored(proxied, case, row):
+    if case.plugin and not case.native:
+        pytest.skip("the plugin takes it: test_direct.py")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    plain, given = [await proxied.post("/tokenize", {"messages": messages, **more}) for more in ({}, {"required_prefix_token_ids": [5]})]
+    assert given == plain
+    row.cells["prefix"] = "ignored"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("episode", ["agent", "talk", "odd", "free"])
+async def test_chat(proxied, case, row, episode, stream):
+    """By the engine's own echo to the harness; then what is exported is what the engine said."""
+    words = "Say whatever you like." if episode == "free" else f"EPISODE:{episode} please"
+    more = {"max_tokens": 30, "seed": 5} if episode == "free" else {}
+    harness = proxied.harness(f"chat-{episode}-{stream}", stream=stream, tools=TOOLS, **more).say(words)
+    for n in range(TURNS):
+        await harness.turn(then=f"Go on, please: {n} ☕")
+    row.count("chat, streamed" if stream else "chat", *harness.contiguous)
+    found = [(turn["match"], turn["reason"]) for turn in await turns(proxied, harness.session)]
+    if case.exact:
+        assert harness.contiguous == (TURNS - 1, TURNS - 1)
+        assert found == [("root", ""), *[("continue", "")] * (TURNS - 1)]
+        assert_exported(await trajectory(proxied, harness.session), harness.heard)
+    else:
+        assert harness.contiguous[0] < TURNS - 1
+        assert "continue" not in {match for match, _ in found}
+        assert_exported(await trajectory(proxied, harness.session), harness.heard, sequences=TURNS)
+
+
+@pytest.mark.parametrize("dialect", ["messages", "responses"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_other_dialects(proxied, agents, books, case, row, *, dialect, stream):
+    """By what the engine wrote down itself: these dialects tell no ids."""
+    agent = agents(f"{dialect}-{stream}").say("EPISODE:spoken please")
+    for _ in range(TURNS):
+        await agent.turn(dialect, stream=stream)
+    booked = [(prompt, sampled) for prompt, sampled in await books() if "EPISODE:" in await proxied.text(prompt)]
+    extending = [later[0][: len(p) + len(s)] == p + s for (p, s), later in itertools.pairwise(booked)]
+    row.count(dialect, sum(extending), len(extending))
+    exported = await trajectory(proxied, agent.session)
+    assert exported["complete"]
+    assert sorted((list(p), list(s)) for p, s, _ in generations(exported)) == sorted(booked)
+    assert len(booked) == TURNS
+    assert all(extending) if case.exact else not all(extending)

