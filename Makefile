@@ -11,13 +11,14 @@ VLLM_VENV ?= .venv-vllm
 MINISWE_VENV ?= .venv-miniswe
 HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
+CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
 USUAL := claude-code codex hermes opencode openai-agents langgraph
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR))
 PYTEST_E2E = $(BIN)/pytest -o addopts="-q --strict-markers --strict-config"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lint test e2e e2e-engine e2e-harnesses e2e-versions bench clean
+.PHONY: help install demo lint test e2e e2e-engine e2e-harnesses e2e-versions consumers bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -44,6 +45,13 @@ test: lint ## lint, then all tests but the end-to-end ones
 e2e: e2e-engine ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time
 	tests/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/e2e
+	$(MAKE) consumers
+
+consumers: $(STAMP) ## the formats, read by the trainers' own published classes (their wheels, without what they depend on)
+	mkdir -p .consumers
+	for w in $(CONSUMERS); do ls .consumers/$${w%%==*}-$${w##*==}-*.whl >/dev/null 2>&1 || \
+		$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --dest .consumers $$w || exit 1; done
+	TOKENCACHE_CONSUMERS=$(abspath .consumers) $(PYTEST_E2E) tests/trainer/formats/test_published.py
 
 e2e-harnesses: e2e-engine ## every real harness that can be installed; writes docs/harnesses.md
 	-tests/e2e/harnesses/install.sh $(HARNESS_DIR)
