@@ -46,8 +46,9 @@ def _option(name: str) -> Any:
 
 @app.command()
 def serve(  # noqa: PLR0917 - one parameter per option
-    upstream: Annotated[str | None, _option("upstream")] = None,
+    upstream: Annotated[list[str] | None, _option("upstream")] = None,
     upstream_key: Annotated[str | None, _option("upstream_key")] = None,
+    engine: Annotated[str | None, _option("engine")] = None,
     tokenizer: Annotated[Path | None, _option("tokenizer")] = None,
     host: Annotated[str | None, _option("host")] = None,
     port: Annotated[int | None, _option("port")] = None,
@@ -57,11 +58,15 @@ def serve(  # noqa: PLR0917 - one parameter per option
     on_store_error: Annotated[str | None, _option("on_store_error")] = None,
     model_aliases: Annotated[str | None, _option("model_aliases")] = None,
     sampling: Annotated[str | None, _option("sampling")] = None,
+    return_token_id_information: Annotated[bool | None, _option("return_token_id_information")] = None,
     experts: Annotated[str | None, _option("experts")] = None,
     rules_off: Annotated[str | None, _option("rules_off")] = None,
     adapters: Annotated[Path | None, _option("adapters")] = None,
+    hold: Annotated[float | None, _option("hold")] = None,
+    whole_replies: Annotated[bool | None, _option("whole_replies")] = None,
     keep_alive: Annotated[float | None, _option("keep_alive")] = None,
     session_header: Annotated[str | None, _option("session_header")] = None,
+    affinity_headers: Annotated[str | None, _option("affinity_headers")] = None,
     registered_only: Annotated[bool | None, _option("registered_only")] = None,
     admin_key: Annotated[str | None, _option("admin_key")] = None,
     max_body: Annotated[int | None, _option("max_body")] = None,

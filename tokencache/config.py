@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tokencache.core.rules import BY_NAME
 from tokencache.dialects.chat.sampling import check_policy
+from tokencache.engines.registry import EngineKind
 
 
 def names_in(text: str) -> list[str]:
@@ -21,8 +22,14 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TOKENCACHE_", extra="ignore")
 
-    upstream: str = Field("http://127.0.0.1:8000", description="the engine's base URL")
+    upstream: str = Field(
+        "http://127.0.0.1:8000",
+        description="the engine's base URL; several engines of one model with commas between (docs/several-engines.md)",
+    )
     upstream_key: str | None = Field(None, description="API key for the engine, in place of whatever the harness sends")
+    engine: EngineKind = Field(
+        "auto", description="what is upstream: vllm, nemo-rl (NeMo RL's worker) or nemo-gym (its model server); auto asks (docs/drivers.md)"
+    )
     tokenizer: Path | None = Field(
         None, description="folder of the model's tokenizer, to render small tails in this process (extra 'local')"
     )
@@ -40,16 +47,40 @@ class Settings(BaseSettings):
     sampling: dict[str, Any] = Field(
         {}, description='sampling parameters for all sessions, whatever the harness asks, as JSON: {"temperature": 1} (docs/sampling.md)'
     )
+    return_token_id_information: bool = Field(
+        False, description="answer as NeMo Gym's model server does: token ids and log probabilities on the messages (docs/topologies)"
+    )
     experts: str = Field("", description="directory or URL (extra 'experts') where routed experts are kept; none: they are dropped")
     rules_off: str = Field("", description="rules of forgiveness to switch off, separated by commas (docs/rules.md)")
     adapters: Path | None = Field(None, description="directory of your own adapters, beside those that come along")
+    hold: float = Field(
+        120.0, ge=0, description="seconds that a call waits while no engine takes it (restarts, weight updates); 0: it fails at once"
+    )
+    whole_replies: bool = Field(
+        False,
+        description="take replies whole, and say them as streams: one that the engine aborts is sampled afresh (docs/several-engines.md)",
+    )
     keep_alive: float = Field(15.0, gt=0, description="seconds of silence in a stream after which a sign of life is sent")
     session_header: str = Field("X-Tokencache-Session", description="header that names the session")
+    affinity_headers: str = Field(
+        "X-Session-ID", description="headers that tell engines and routers the session, separated by commas; a harness's own stay"
+    )
     registered_only: bool = Field(False, description="take sessions by registered API key only")
     admin_key: str | None = Field(None, description="key for /tokencache/v1; without one these routes are open")
     max_body: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes")
     prefix_memory: int = Field(2**30, ge=0, description="bytes of memory for prefixes at hand")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to log")
+
+    @field_validator("upstream", mode="before")
+    @classmethod
+    def _check_upstreams(cls, given: Any) -> Any:
+        text = ",".join(given) if isinstance(given, list) else given  # the command line may have it several times
+        urls = [url.rstrip("/").removesuffix("/v1") for url in names_in(text)] if isinstance(text, str) else []
+        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+            raise ValueError("base URLs are needed, beginning with http:// or https://")
+        if len(set(urls)) < len(urls):
+            raise ValueError("the same engine is named twice")
+        return text
 
     @field_validator("rules_off")
     @classmethod

@@ -7,6 +7,9 @@
 What remains is ours: 500 in the dialect, with a log line that names session and call.
 """
 
+NOT_NOW = frozenset({429, 503})
+"""Status codes of an engine that has sampled nothing and may take the call later: vLLM 0.33 answers 503 while it is paused."""
+
 
 class HarnessError(Exception):
     """What the harness sent cannot be served.
@@ -35,3 +38,16 @@ class EngineError(Exception):
         super().__init__(message)
         self.status = status
         self.reached = reached
+
+    @property
+    def passing(self) -> bool:
+        """Whether nothing was sampled, and the engine may take the same request later: no connection, or it said so."""
+        return not self.reached or self.status in NOT_NOW
+
+
+def passing_cause(why: BaseException) -> EngineError | None:
+    """The engine's error from which another one came (`raise … from`), if it is one that may pass."""
+    cause: BaseException | None = why
+    while cause is not None and not isinstance(cause, EngineError):
+        cause = cause.__cause__
+    return cause if isinstance(cause, EngineError) and cause.passing else None

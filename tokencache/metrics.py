@@ -22,4 +22,7 @@ OVERHEAD = Histogram(
     buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0),
     registry=REGISTRY,
 )
-ENGINE_LEVEL = Gauge("tokencache_engine_exact", "1 where the engine takes exact ids, else 0.", ["model"], registry=REGISTRY)
+ENGINE_LEVEL = Gauge("tokencache_engine_exact", "1 where the engine takes exact ids, else 0.", ["engine", "model"], registry=REGISTRY)
+ENGINE_UP = Gauge("tokencache_engine_up", "1 where the engine answers and was probed, else 0.", ["engine"], registry=REGISTRY)
+ENGINE_CALLS = Counter("tokencache_engine_calls", "Model calls within sessions that were sent to an engine.", ["engine"], registry=REGISTRY)
+HELD = Counter("tokencache_held", "Times that a call within a session was held because no engine took it.", ["why"], registry=REGISTRY)

@@ -55,9 +55,9 @@ async def replay(recording: Recording, *, honours_ids: bool = True) -> Replayed:
     _prepare(engine, recording.calls)
     async with proxied(engine) as rig:
         await _Session(recording, rig).run()
-        names = {f"chatcmpl-{_name(call)}" for call in recording.calls}
+        names = {_name(call) for call in recording.calls}
         for entry in engine.books:
-            if entry.request_id in names:
+            if _named_in(entry.request_id) in names:
                 entry.session = SESSION  # some harnesses send an X-Session-ID of their own
         left = sum(call.ended == "left" for call in recording.calls)
         return _outcome(recording, rig, await rig.check(SESSION, aborted=left))
@@ -65,19 +65,24 @@ async def replay(recording: Recording, *, honours_ids: bool = True) -> Replayed:
 
 def _prepare(engine: SimulatedEngine, calls: list[Call]) -> None:
     """Let the engine say what was said to the request that bears a call's name, and fall silent where the harness left."""
-    lines = {f"chatcmpl-{_name(call)}": [call.said] if isinstance(call.said, str) else call.said for call in calls}
+    lines = {_name(call): [call.said] if isinstance(call.said, str) else call.said for call in calls}
     left = {_name(call) for call in calls if call.ended == "left"}
 
     def fault(route: str, _: Any) -> Fault | None:
-        named = {value for name, value in engine.headers[-1].items() if name.lower() == "x-request-id"} if route == CHAT else set()
-        return Fault.stall() if named & left else None
+        named = [value for name, value in engine.headers[-1].items() if name.lower() == "x-request-id"] if route == CHAT else []
+        return Fault.stall() if any(_named_in(value) in left for value in named) else None
 
-    engine.speech.script = lambda request: lines.get(request.request_id)
+    engine.speech.script = lambda request: lines.get(_named_in(request.request_id))
     engine.choose_fault = fault
 
 
 def _name(call: Call) -> str:
     return f"call-{call.call}"
+
+
+def _named_in(request_id: str) -> str:
+    """The call's name in the id that the proxy made of it."""
+    return "-".join(request_id.removeprefix("chatcmpl-").split("-")[:2])
 
 
 class _Session:
@@ -149,7 +154,7 @@ class _Session:
 
 def _outcome(recording: Recording, rig: Rig, exported: dict[str, Any]) -> Replayed:
     """Put what was exported beside the calls; which turn is which call's, is in the engine's books."""
-    entries = {int(name): entry for entry in rig.book(SESSION) for name in [entry.request_id.removeprefix("chatcmpl-call-")]}
+    entries = {int(_named_in(entry.request_id).removeprefix("call-")): entry for entry in rig.book(SESSION)}
     turns, sequences = {}, []
     for sequence in exported["sequences"]:
         numbers = []

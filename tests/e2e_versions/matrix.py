@@ -22,6 +22,8 @@ version number, written to the log, and shown by `/readyz`:
 | `record` | says which ids it used, but takes none | every turn is recorded as it really was, and none continues another |
 | `relay` | says no ids | calls are relayed and marked; nothing can be recorded |
 
+Engines other than vLLM, and how what stands there is found out: [drivers](drivers.md).
+
 vLLM takes ids by itself from 0.27 on. For 0.20 to 0.26 the project ships a plugin, installed where vLLM is:
 
     pip install tokencache[vllm]                     # beside vLLM, which is left as it is

@@ -162,7 +162,7 @@ class Rig:
         exported = await self.exported(session)
         known = await self.store.turns(session)
         tokens = await self.store.tokens(session, [turn.id for turn in known])
-        books = self.book(session)
+        books = [entry for entry in self.book(session) if entry.completion_ids or entry.finish_reason != "abort"]
         assert not invariants.audit(known, tokens, session=session)
         assert not invariants.engine_agrees(known, tokens, [(b.prompt_ids, b.completion_ids, b.logprobs) for b in books], session=session)
         whole = Counter((tuple(b.prompt_ids), tuple(b.completion_ids), tuple(b.logprobs)) for b in books if not b.aborted)
@@ -188,9 +188,15 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def proxied(engine: SimulatedEngine | None = None, store: Any = None, *, upstream: str | None = None, **settings: Any):
-    """Serve an engine and the proxy before it; `upstream` puts the proxy before something else."""
+    """Serve an engine and the proxy before it; `upstream` puts the proxy before something else.
+
+    `engine_kind` is the setting `engine`.
+    """
+    if "engine_kind" in settings:
+        settings["engine"] = settings.pop("engine_kind")
     engine = engine or SimulatedEngine(episodes=EPISODES, seed=7)
     store = store or MemoryStore()
+    settings.setdefault("hold", 0)  # what fails is to be seen at once
     async with (
         engine.serve() as up,
         aiohttp.ClientSession() as http,

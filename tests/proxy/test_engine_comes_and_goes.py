@@ -39,7 +39,7 @@ async def test_an_engine_that_comes_up_later(unused_tcp_port):
 
 async def test_readiness_comes_without_any_call(unused_tcp_port, monkeypatch):
     """A load balancer sends nothing to a proxy that is not ready: it must find the engine by itself, also again."""
-    monkeypatch.setattr("tokencache.proxy.app._PROBE_EVERY", 0.01)
+    monkeypatch.setattr("tokencache.engines.health.CHECK_EVERY", 0.01)
     async with proxied(upstream=f"http://127.0.0.1:{unused_tcp_port}") as rig:
         for _ in range(2):
             engine = SimulatedEngine(episodes=EPISODES)
@@ -106,15 +106,18 @@ async def test_an_engine_that_stops_honouring_ids(rig, stream):
     assert not any("engine-disagrees" in t["marks"] for s in exported["sequences"] for t in s["turns"] if t["match"] == "continue")
 
 
-async def test_an_engine_that_refuses_the_ids_is_asked_plainly(rig):
+async def test_an_engine_that_refuses_the_ids_is_asked_plainly_and_probed_anew(rig):
     message = await rig.say("s", **ASK)
     refusal = Fault.answer(400, '{"error":{"message":"no ids","type":"BadRequestError","param":null,"code":400}}')
     rig.engine.choose_fault = lambda route, body: refusal if route == CHAT and body.get("kv_transfer_params") else None
-    for stream in (False, True):
+    for stream, reason in ((False, "engine-refused-ids"), (True, "record-only")):
         await rig.say("s", [*ASK["messages"], echo(message), *results(message)], tools=TOOLS, stream=stream)
         last = (await rig.turns())[-1]
-        assert (last["match"], last["reason"]) == ("plain", "engine-refused-ids")
+        assert (last["match"], last["reason"]) == ("plain", reason)
     assert (await rig.check())["complete"]
+    (found,) = (await rig.get("/readyz"))["engine"]["models"]
+    assert (found["level"], found["driver"]) == ("record", "vllm")
+    assert "supplied ids are refused" in found["why"]
 
 
 @pytest.mark.parametrize(

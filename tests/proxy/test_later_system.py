@@ -1,6 +1,8 @@
 """Templates that take a system message at the front only, and harnesses that send them later (Claude Code's reminders)."""
 
-from tests.proxy.kit import HEADER, proxied
+import asyncio
+
+from tests.proxy.kit import HEADER, proxied, until
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.refusals import Refusal
 
@@ -46,3 +48,25 @@ async def test_where_it_does_not_the_user_is_reminded():
         assert (await rig.get("/readyz"))["engine"]["models"][0]["later_system"] is False
         said = await conversation(rig)
         assert "<|im_start|>user\n<system-reminder>\nThe date has changed.\n</system-reminder><|im_end|>" in said
+
+
+async def test_a_call_that_waits_for_its_engine_is_said_as_the_template_takes_it(monkeypatch):
+    """What is known of an engine that is away still holds."""
+    monkeypatch.setattr("tokencache.proxy.hold.FIRST_PAUSE", 0.01)
+    engine = SystemFirst(episodes={"talk": [f"<think>\nhm\n</think>\n\nNumber {n}." for n in range(4)]}, seed=3)
+    async with proxied(engine, hold=30) as rig:
+        history = [*FIRST, await ask(rig, FIRST), REMINDER, {"role": "user", "content": "and?"}]
+        await until(lambda: known(rig))
+        engine.pause()
+        rig.proxy.engine.forget()
+        asked = len(engine.requests)
+        call = asyncio.create_task(ask(rig, history))
+        await engine.until(lambda: len(engine.requests) > asked + 1)
+        engine.resume()
+        await call
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
+        await rig.check()
+
+
+async def known(rig):
+    return rig.proxy.pool.watches[0].kind

@@ -50,7 +50,7 @@ ENDS = [
     {"return_tokens_as_token_ids": True, "logprobs": True},
     {"logprobs": True, "include_reasoning": False, "return_token_ids": True, "tools": TOOLS},
 ]
-MASKED = re.compile(rb'"created":\d+|chatcmpl-tool-[0-9a-f]{16}')
+MASKED = re.compile(rb'"created":\d+|chatcmpl-tool-[0-9a-f]{16}|chatcmpl-abc(-[0-9a-f]{16})?')
 
 
 async def answer_of(rig, url, body, session=None):

@@ -10,7 +10,7 @@ from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
 from tests.proxy.test_client_gone import settled
 from tokencache.core.rules import RULES, Leniency
 from tokencache.proxy import caller
-from tokencache.proxy.call import Call
+from tokencache.proxy.delivery import Delivery
 from tokencache.proxy.habits import Habits
 from tokencache.testing import SimulatedEngine
 
@@ -163,7 +163,7 @@ async def test_who_leaves_before_the_last_words_has_not_heard_the_whole(monkeypa
     async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         asked = {"messages": [user("EPISODE:long")]}
         with monkeypatch.context() as gone:
-            gone.setattr(Call, "_harness_left", lambda self: True)
+            gone.setattr(Delivery, "left", True)
             async with rig.http.post(rig.url + CHAT, json={"model": "sim", "stream": True, **asked}, headers={HEADER: "s"}) as answer:
                 got = b""
                 with contextlib.suppress(aiohttp.ClientError):

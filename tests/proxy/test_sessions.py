@@ -196,7 +196,7 @@ async def test_health_readiness_metrics(rig):
         assert answer.headers["Content-Type"].startswith("text/plain")
     assert 'tokencache_turns_total{match="root",reason=""}' in text
     assert 'tokencache_calls_total{dialect="chat",outcome="answered"}' in text
-    assert 'tokencache_engine_exact{model="sim"} 1.0' in text
+    assert f'tokencache_engine_exact{{engine="{rig.up}",model="sim"}} 1.0' in text
     assert "tokencache_calls_in_flight 0.0" in text
     assert 'tokencache_tokens_total{part="completion"}' in text
 

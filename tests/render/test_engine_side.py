@@ -55,7 +55,7 @@ async def test_a_result_written_otherwise_is_seen(args):
     assert not await agrees(Chat(KINDS["gpt-oss"], raw), Lab.of(KINDS["gpt-oss"]), "m", args)
 
 
-@pytest.mark.parametrize(("status", "learned"), [(400, False), (422, False), (503, None), (429, None), (500, None)])
+@pytest.mark.parametrize(("status", "learned"), [(400, False), (422, False), (500, None)])
 async def test_no_answer_is_no_disagreement(status, learned):
     kind = KINDS["Qwen3"]
     assert await agrees(Chat(kind, refuse=status), Lab.of(kind), "m", NO_ARGS) is learned
@@ -65,6 +65,14 @@ async def test_no_answer_is_no_disagreement(status, learned):
             raise RenderError("nobody there")
 
     assert await agrees(Chat(kind), Gone(Lab.of(kind).template, Lab.of(kind).words), "m", NO_ARGS) is None
+
+
+@pytest.mark.parametrize("status", [503, 429])
+async def test_an_engine_that_does_not_answer_now_is_asked_later(status):
+    """Whoever asks waits: what is not known yet must not be taken for a difference."""
+    with pytest.raises(EngineError) as why:
+        await agrees(Chat(KINDS["Qwen3"], refuse=status), Lab.of(KINDS["Qwen3"]), "m", NO_ARGS)
+    assert why.value.passing
 
 
 async def test_an_episode_that_is_refused_by_both_is_let_pass_and_one_that_chat_alone_refuses_is_not():

@@ -51,7 +51,8 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         harness: the adapter whose habits were forgiven; `""` if none.
         context_base, context_shared: the messages of its request, stored as its tokens are: the first `context_shared` are
             those of `context_base`'s request.
-        marks: what a trainer must know: `aborted`, `engine-disagrees`, `no-logprobs`, `media`, `upstream-broke`.
+        marks: what a trainer must know: `aborted` (the harness left), `engine-aborted`, `engine-disagrees`, `no-logprobs`,
+            `media`, `upstream-broke`.
         created: seconds since the epoch when the call began; `seconds`: how long it took.
         versions: weight version spans as the engine gives them (vLLM 0.33 `weight_versions`).
     """

@@ -20,6 +20,8 @@ from typing import Protocol
 
 import msgspec
 
+from tokencache.dialects.gym import Echo
+
 EVENTS = "text/event-stream"
 HANDLE = re.compile(r"[0-9a-f]{32}")
 """A handle of ours, as it stands in an opaque member."""
@@ -42,6 +44,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         headers: case-insensitive.
         body: the whole body.
         handle: the handle to give out with this call's reply: 32 hexadecimal digits.
+        token_ids: whether replies carry token ids, as NeMo Gym's do (`gym`).
         served: lists the models that the engine serves.
         documents: reads documents that a codec kept in this session (`Speaker.documents`), all in one round trip; `None`
             where there is none.
@@ -57,6 +60,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     served: Callable[[], Awaitable[list[ServedModel]]]
     documents: Callable[[Sequence[str]], Awaitable[list[bytes | None]]]
     forget: Callable[[str], Awaitable[bool]]
+    token_ids: bool = False
 
 
 class Speaker(Protocol):
@@ -93,6 +97,7 @@ class Spoken(msgspec.Struct, frozen=True, kw_only=True):
         body: the chat request's JSON, `messages` first: a history that grows is then read from where the last one ended.
         speaker: says the reply.
         handles: places in `messages` (assistant's) → the handle that came back with that message.
+        echoes: places in `messages` → the token ids that came back with that message.
         left_out: names of the dialect-level rules by which something of the request was left out (`core.rules`).
         media_type: what a streamed reply is.
     """
@@ -100,6 +105,7 @@ class Spoken(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     speaker: Speaker
     handles: Mapping[int, str] = {}
+    echoes: Mapping[int, Echo] = {}
     left_out: tuple[str, ...] = ()
     media_type: str = EVENTS
 

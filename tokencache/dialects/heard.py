@@ -13,6 +13,10 @@ from typing import Any
 
 import msgspec
 
+from tokencache.dialects.gym import GENERATION, LOG_PROBS, PROMPT
+
+Raw = msgspec.Raw
+
 _SERVERS_FAULT = 500
 
 
@@ -40,17 +44,26 @@ class Call(msgspec.Struct):
 
 
 class Said(msgspec.Struct):
-    """A message, or a delta. `reasoning_content` is what older engines call `reasoning`."""
+    """A message, or a delta. `reasoning_content` is what older engines call `reasoning`; ids stand on it as `gym` writes them."""
 
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[Call] | None = None
+    prompt_token_ids: Raw = Raw()
+    generation_token_ids: Raw = Raw()
+    generation_log_probs: Raw = Raw()
 
     @property
     def thought(self) -> str:
         """The reasoning, `""` if there is none."""
         return self.reasoning or self.reasoning_content or ""
+
+    @property
+    def tokens(self) -> dict[str, Raw]:
+        """Ids and log probabilities by their names, raw; empty if there are none."""
+        found = {PROMPT: self.prompt_token_ids, GENERATION: self.generation_token_ids, LOG_PROBS: self.generation_log_probs}
+        return found if all(found.values()) else {}
 
     def called(self) -> Iterator[tuple[int, Call]]:
         """The calls, each with the number by which its pieces are told from others'."""

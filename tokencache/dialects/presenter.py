@@ -18,6 +18,7 @@ Raw = msgspec.Raw
 
 _NULL = Raw(b"null")
 _VERSIONS = "weight_versions"
+_UNAVAILABLE = 503
 
 
 class Extras:
@@ -51,7 +52,8 @@ class Presenter:
 
     def failed(self, status: int, message: str) -> bytes:
         """See `Speaker.failed`."""
-        error = {"message": message, "type": "store_error", "param": None, "code": status}
+        kind = "store_error" if status == _UNAVAILABLE else "upstream_error"
+        error = {"message": message, "type": kind, "param": None, "code": status}
         return event_of(msgspec.json.encode({"error": error})) + event_of(DONE)
 
     def documents(self) -> dict[str, bytes]:

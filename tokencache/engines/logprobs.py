@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from tokencache.engines.upstream import Upstream
+from tokencache.engines.driver import CHAT, Asks
 from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
@@ -70,18 +70,18 @@ class _Body(msgspec.Struct):
 _BODY = msgspec.json.Decoder(_Body)
 
 
-async def logprob_kind(upstream: Upstream, model: str, messages: Raw, tokens: tuple[int, int]) -> Finding:
+async def logprob_kind(asked: Asks, model: str, messages: Raw, tokens: tuple[int, int]) -> Finding:
     """Find out what an engine's log probabilities are; `tokens` are two ids of its vocabulary, of any meaning."""
     values = []
     for token in tokens:
-        found = await _under_mask(upstream, model, messages, token)
+        found = await _under_mask(asked, model, messages, token)
         if found is None:
             return Finding("", "no log probability of a token that was the only one allowed")
         values.append(found)
     return judge(values)
 
 
-async def _under_mask(upstream: Upstream, model: str, messages: Raw, token: int) -> _Token | None:
+async def _under_mask(asked: Asks, model: str, messages: Raw, token: int) -> _Token | None:
     body = {
         "model": model,
         "messages": messages,
@@ -93,7 +93,7 @@ async def _under_mask(upstream: Upstream, model: str, messages: Raw, token: int)
         "return_token_ids": True,
     }
     try:
-        answer = await upstream.post("/v1/chat/completions", body)
+        answer = await asked.post(CHAT, body)
         choice = _BODY.decode(answer.body).choices[0]
     except (EngineError, msgspec.DecodeError, IndexError):
         return None
@@ -103,6 +103,8 @@ async def _under_mask(upstream: Upstream, model: str, messages: Raw, token: int)
 
 def judge(values: "list[_Token]") -> Finding:
     """Judge what was said of two tokens, each sampled under a mask that allowed nothing else."""
+    if not all(value.top_logprobs for value in values):
+        return Finding("", "the engine does not tell the likeliest ids beside the sampled one")
     own = [value.logprob for value in values]
     said = " and ".join(f"{value:.6g}" for value in own)
     likeliest = [[chance.logprob for chance in value.top_logprobs] for value in values]

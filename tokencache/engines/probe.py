@@ -1,34 +1,40 @@
 """The probe: what can this engine do? Found out by asking, never by version number.
 
 The one question that matters is whether supplied ids are honoured: a chat call whose messages say one thing and whose
-`prompt_token_ids` say another; the ids that the engine says it used tell which it followed. What is found makes the
-level at which the proxy serves sessions of a model:
+ids say another; the ids that the engine says it used tell which it followed. It is asked in the words of each driver
+(`driver`), and the first that is followed is the one to speak with. What is found makes the level at which the proxy serves
+sessions of a model:
 
-`exact`    ids are honoured and `/tokenize` answers: histories are continued token for token
+`exact`    ids are honoured, and `/tokenize` answers or the engine itself adds the tail: histories are continued token for
+           token
 `record`   the engine reports ids but does not take them (older vLLM, the Rust frontend), or cannot tokenize: turns are
            recorded as they are, and none continues another
 `relay`    the engine reports no ids: sessions are relayed and marked, nothing can be recorded
 """
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engines.driver import CHAT, Asked, Driver
 from tokencache.engines.logprobs import Kind, logprob_kind
 from tokencache.engines.reply import Reply
 from tokencache.engines.upstream import Upstream
-from tokencache.errors import EngineError
+from tokencache.engines.vllm import Vllm
+from tokencache.errors import NOT_NOW, EngineError
 from tokencache.render.agreement import echo_of_chat
 from tokencache.render.boundary import ASK, BoundaryUnknownError, candidates
-from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
+from tokencache.render.renderer import EngineRenderer, Renderer, RenderError, TemplateRefusedError
 
 Raw = msgspec.Raw
 Level = Literal["exact", "record", "relay"]
 
 PLAIN_ARGS = RenderArgs(b"", b"", {}, {}, {})
 _OTHER = b'{"role":"user","content":"Something else altogether."}'
+_BARE = 500
 _REPLY = b'{"role":"assistant","content":"Well."}'
 _SYSTEM = b'{"role":"system","content":"It is late."}'
 _ASKED = Raw(b"[" + ASK + b"]")
@@ -41,7 +47,8 @@ class Capability(msgspec.Struct, frozen=True):
     Attributes:
         level: what follows for sessions, see above; `why` says what is missing where it is not `exact`.
         version: as `/version` says; `"unknown"` if it does not.
-        honours_ids: whether `kv_transfer_params.prompt_token_ids` replaces the prompt.
+        driver: how it is spoken to (`driver`); `how` says in words how ids are handed in.
+        honours_ids: whether ids that are handed in are used.
         tokenizes: whether `/tokenize` renders conversations.
         later_system: whether the template takes a system message behind the first message (Qwen3.5's does not).
         max_model_len: the longest prompt and completion together, in tokens; 0 if unknown.
@@ -56,6 +63,8 @@ class Capability(msgspec.Struct, frozen=True):
     model: str
     level: Level
     version: str = "unknown"
+    driver: str = "vllm"
+    how: str = ""
     honours_ids: bool = False
     tokenizes: bool = False
     later_system: bool = True
@@ -71,15 +80,15 @@ class Capability(msgspec.Struct, frozen=True):
     def line(self) -> str:
         """Say in one line what was found."""
         found = (
-            f"model={self.model or '?'} vllm={self.version} level={self.level} honours_ids={self.honours_ids} "
+            f"model={self.model or '?'} vllm={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
             f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} stop_ids={list(self.stop_ids)} "
             f"local_tokenizer={self.local_tokenizer} logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
         )
-        return found + (f" ({self.why})" if self.why else "")
+        return found + (f" ({self.why or self.how})" if self.why or self.how else "")
 
 
-async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capability:
-    """Find out what the engine can do for `model`, or for the first that it serves.
+async def probe(upstream: Upstream, renderer: EngineRenderer, model: str = "", kinds: Sequence[Driver] = (Vllm(),)) -> Capability:
+    """Find out what the engine can do for `model`, or for the first that it serves, asking in the words of each driver in turn.
 
     Raises:
         EngineError: the engine cannot be reached, or refuses the model.
@@ -90,38 +99,112 @@ async def probe(upstream: Upstream, renderer: Renderer, model: str = "") -> Capa
     found = Capability(
         model, "relay", version.get("version", "unknown") if isinstance(version, dict) else "unknown", max_model_len=listed.get(model, 0)
     )
+    plain, unrendered = b"", ""
     try:
-        plain, other = [await renderer.render(model, [m], PLAIN_ARGS, generation=True) for m in (ASK, _OTHER)]
+        plain = await renderer.render(model, [ASK], PLAIN_ARGS, generation=True)
+        found = msgspec.structs.replace(found, tokenizes=True, later_system=await _takes_later_system(renderer, model))
     except RenderError as why:
-        echo = await echo_of_chat(upstream, {"model": model, "messages": _ASKED})
-        found = await _with_logprobs(found, upstream, echo or b"")
-        return msgspec.structs.replace(found, level="relay" if echo is None else "record", why=f"no rendering: {why}")
-    found = msgspec.structs.replace(found, tokenizes=True, later_system=await _takes_later_system(renderer, model))
-    found = await _with_logprobs(found, upstream, plain)
-    supplied = {"kv_transfer_params": {"prompt_token_ids": ids.unpack(other)}}
-    echo = await echo_of_chat(upstream, {"model": model, "messages": _ASKED, **supplied})
-    if echo is None:
-        return msgspec.structs.replace(found, why="the engine reports no token ids")
-    if echo != other:
-        why_not = "supplied ids are ignored" if echo == plain else "neither the supplied ids nor those of /tokenize were used"
-        return msgspec.structs.replace(found, level="record", why=why_not)
+        unrendered = str(why)
+    found = msgspec.structs.replace(found, max_model_len=found.max_model_len or renderer.max_model_len)
+    supply, driver, used = await _driver(upstream, model, kinds, plain)
+    asked = Asked(upstream, driver)
+    found = msgspec.structs.replace(found, driver=driver.name, honours_ids=supply.honoured, model=model or supply.model)
+    found = await _with_logprobs(found, asked, plain or used)
+    if not supply.honoured:
+        why_not = supply.why + (f" (no rendering: {unrendered})" if unrendered else "")
+        return msgspec.structs.replace(found, level=supply.level, why=why_not)
+    found = msgspec.structs.replace(found, how=driver.how)
+    if not found.tokenizes:
+        if driver.adds_tail:
+            return msgspec.structs.replace(found, level="exact", how=f"{driver.how}; its tail is the engine's: no rendering: {unrendered}")
+        return msgspec.structs.replace(found, level="record", why=f"no rendering: {unrendered}")
     try:
         ends = await candidates(renderer, model, PLAIN_ARGS)
     except (BoundaryUnknownError, RenderError) as why:
-        return msgspec.structs.replace(found, level="record", honours_ids=True, why=f"the template hides where a reply ends: {why}")
+        return msgspec.structs.replace(found, level="record", why=f"the template hides where a reply ends: {why}")
     possible = tuple([token for token in ends.possible[:_MAX_CANDIDATES] if not await _is_blank(upstream, model, token)])
-    stops = tuple([token for token in possible if await _stops_at(upstream, model, token)])
-    return msgspec.structs.replace(
-        found, level="exact", honours_ids=True, stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops
-    )
+    stops = tuple([token for token in possible if await _stops_at(asked, model, token)])
+    return msgspec.structs.replace(found, level="exact", stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops)
 
 
-async def _with_logprobs(found: Capability, upstream: Upstream, prompt: bytes) -> Capability:
+class _Supply(NamedTuple):
+    """What became of supplied ids, asked in one driver's words; `model` is the name that the engine answers with."""
+
+    level: Level
+    honoured: bool = False
+    why: str = ""
+    model: str = ""
+
+
+async def _driver(upstream: Upstream, model: str, kinds: Sequence[Driver], plain: bytes) -> tuple[_Supply, Driver, bytes]:
+    """Find the driver whose way of handing in ids works, and say what came of it: the first that does, else the first that was answered.
+
+    Returns:
+        What came of it, the driver, and the prompt of a plain question (packed ids; empty if the engine does not say it).
+
+    Raises:
+        EngineError: the engine cannot be reached, or refuses every driver's question.
+    """
+    answered: list[tuple[_Supply, Driver, bytes]] = []
+    refusals: dict[str, EngineError] = {}
+    for driver in kinds:
+        try:
+            found = await _supply(Asked(upstream, driver), driver, model, plain)
+        except EngineError as why:
+            if why.passing:
+                raise
+            refusals[driver.name] = why
+            continue
+        answered.append((found[0], driver, found[1]))
+        if found[0].honoured:
+            break
+    if not answered:
+        raise _refused(refusals)
+    return max(answered, key=lambda one: (one[0].honoured, one[0].level == "record"))
+
+
+async def _supply(asked: Asked, driver: Driver, model: str, plain: bytes) -> tuple[_Supply, bytes]:
+    """Hand in ids that no rendering begins or ends with: the plain question's prompt twice, and its first id."""
+    said = Reply()
+    used = plain or await echo_of_chat(asked, {"model": model, "messages": _ASKED}, said)
+    if not used:
+        return _Supply("relay", why="the engine reports no token ids"), b""
+    wanted = used + used + ids.head(used, 1)
+    body = {"model": model, **driver.supplied(ASK, _REPLY, ids.unpack(wanted))}
+    try:
+        echo = await echo_of_chat(asked, body, said)
+    except EngineError as why:
+        if why.passing or await echo_of_chat(asked, {"model": model, "messages": _ASKED}, said) is None:
+            raise
+        return _Supply("record", why=f"supplied ids are refused: {why}", model=said.model), used
+    if echo is None:
+        return _Supply("relay", why="the engine reports no token ids"), used
+    if echo == wanted or (driver.adds_tail and echo.startswith(wanted)):
+        return _Supply("exact", honoured=True, model=said.model), used
+    if wanted.endswith(echo):
+        why_not = f"the engine cuts prompts: of {ids.count(wanted)} ids the last {ids.count(echo)} were used"
+    elif driver.adds_tail or echo == used:
+        why_not = "supplied ids are ignored"
+    else:
+        why_not = "neither the supplied ids nor those of /tokenize were used"
+    return _Supply("record", why=why_not, model=said.model), used
+
+
+def _refused(refusals: Mapping[str, EngineError]) -> EngineError:
+    """Make one error of what the engine answered to each driver, and say what may be behind a refusal without words."""
+    first, *others = refusals.values()
+    words = "; ".join(f"{name}: {why}" for name, why in refusals.items()) if others else str(first)
+    if all(why.status == _BARE for why in refusals.values()):
+        words += "; NeMo RL's worker answers so to sampling parameters other than the trainer's: name them with --sampling"
+    return EngineError(words, status=first.status, reached=first.reached)
+
+
+async def _with_logprobs(found: Capability, asked: Asked, prompt: bytes) -> Capability:
     """Find out what the log probabilities are, with two ids of a prompt (packed): such as there are in the vocabulary."""
     known = sorted(set(ids.unpack(prompt)))
     if len(known) < 2:  # noqa: PLR2004
         return found
-    kind, seen = await logprob_kind(upstream, found.model, _ASKED, (known[0], known[-1]))
+    kind, seen = await logprob_kind(asked, found.model, _ASKED, (known[0], known[-1]))
     return msgspec.structs.replace(found, logprobs=kind, logprobs_seen=seen)
 
 
@@ -154,7 +237,7 @@ async def _is_blank(upstream: Upstream, model: str, token: int) -> bool:
     return isinstance(text, str) and text != "" and not text.strip()
 
 
-async def _stops_at(upstream: Upstream, model: str, token: int) -> bool:
+async def _stops_at(asked: Asked, model: str, token: int) -> bool:
     """Let the engine sample nothing but `token`: does it stop there, or go on to the limit?"""
     body: dict[str, Any] = {
         "model": model,
@@ -164,9 +247,13 @@ async def _stops_at(upstream: Upstream, model: str, token: int) -> bool:
         "return_token_ids": True,
     }
     try:
-        answer = await upstream.post("/v1/chat/completions", body)
-    except EngineError:
+        answer = await asked.post(CHAT, body)
+    except EngineError as why:
+        if why.passing:
+            raise
         return False
+    if answer.status in NOT_NOW:
+        raise EngineError(f"the engine answered {answer.status}", status=answer.status)
     reply = Reply()
     reply.take(answer.body)
     choice = reply.choices.get(0)

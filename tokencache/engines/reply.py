@@ -197,6 +197,16 @@ class Reply:
         return len(self.choices) >= self.expected and all(c.finish_reason for c in self.choices.values())
 
     @property
+    def begun(self) -> bool:
+        """Whether anything was sampled, or said, or finished: more than who is speaking."""
+        return any(c.ids or c.content or c.reasoning or c.calls or c.finish_reason for c in self.choices.values())
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the engine ended all of it by itself: `/pause?mode=abort` and `/abort_requests` (vLLM), weight updates."""
+        return self.finished and all(choice.finish_reason == "abort" for choice in self.choices.values())
+
+    @property
     def prompt_tokens(self) -> int:
         """How many tokens the prompt has; 0 while unknown."""
         if not self._counted and self.prompt:

@@ -81,8 +81,9 @@ class Upstream:
             body = io.BytesIO(body)  # written in pieces, so that other calls get their turn
         try:
             return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False, skip_auto_headers=_NOT_OURS)
-        except aiohttp.ClientConnectorError as why:
-            raise EngineError(f"the engine at {self.url} cannot be reached: {why.os_error or why}", reached=False) from why
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as why:
+            said = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
+            raise EngineError(f"the engine at {self.url} cannot be reached: {said or why}", reached=False) from why
         except (aiohttp.ClientError, TimeoutError) as why:
             raise EngineError(f"the engine at {self.url} gave no answer: {type(why).__name__}: {why}") from why
 

@@ -4,10 +4,11 @@ Three kinds of requests come in: the proxy's own (`/healthz`, `/readyz`, `/metri
 a session, and everything else, which is relayed byte for byte.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -21,7 +22,10 @@ from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.dialect import Dialect
 from tokencache.dialects.registry import dialect_of
 from tokencache.engines.engine import Engine
+from tokencache.engines.health import Watch
+from tokencache.engines.pool import Pool
 from tokencache.engines.probe import Capability
+from tokencache.engines.registry import drivers
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.caller import CHAT, COMPLETIONS, Caller, Visit
@@ -30,7 +34,7 @@ from tokencache.proxy.habits import HEADER as HARNESS_HEADER
 from tokencache.proxy.habits import Aliases, Habits
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefixes import Prefixes
-from tokencache.proxy.relay import keep_headers, relay, request_headers
+from tokencache.proxy.relay import keep_headers, relay_to, request_headers
 from tokencache.proxy.sessions import Origin, SessionFinder, route_of
 from tokencache.render.local import LocalRenderer
 from tokencache.store import open_store
@@ -42,7 +46,6 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_PROBE_EVERY = 2.0
 _FAULT_OF_OURS = 500
 _UNRECORDED = "/inference/v1/generate"
 """Samples tokens, and no dialect of ours records it: within a session it leaves a hole, and it is said."""
@@ -50,23 +53,36 @@ _DIALECT = web.RequestKey("dialect", Dialect)
 
 
 class Proxy:
-    """The proxy's parts, wired together."""
+    """The proxy's parts, wired together; `engine` and its `upstream` are the first of the engines, and mostly the only one."""
 
     def __init__(self, settings: Settings, store: Store | None = None) -> None:
         self.settings = settings
         self.store = store or open_store(settings.store, ttl_seconds=settings.store_ttl, timeout_seconds=settings.store_timeout)
-        self.upstream = Upstream(settings.upstream, key=settings.upstream_key)
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
-        self.engine = Engine(self.upstream, local=local, on_probe=_note_level)
+        upstreams = [Upstream(url, key=settings.upstream_key) for url in names_in(settings.upstream)]
+        kinds = drivers(settings.engine, settings.sampling, streams=not settings.whole_replies)
+        self.pool = Pool(
+            [Engine(upstream, local=local, on_probe=partial(_note_level, upstream.url), kinds=kinds) for upstream in upstreams]
+        )
+        self.engine = self.pool.watches[0].engine
+        self.upstream = self.engine.upstream
         prefixes = Prefixes(self.store, max_bytes=settings.prefix_memory)
         experts = Experts(open_shelf(settings.experts)) if settings.experts else None
         self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
         aliases = Aliases(settings.model_aliases)
-        self.caller = Caller(self.engine, self.ledger, Bodies(), aliases, keep_alive=settings.keep_alive, sampling=settings.sampling)
+        self.caller = Caller(
+            self.pool,
+            self.ledger,
+            Bodies(),
+            aliases,
+            keep_alive=settings.keep_alive,
+            hold=settings.hold,
+            sampling=settings.sampling,
+            token_ids=settings.return_token_id_information,
+        )
         own = (settings.adapters,) if settings.adapters is not None else ()
         self.habits = Habits(load_all(own), names_in(settings.rules_off))
         self.sessions = SessionFinder(self.store, header=settings.session_header, registered_only=settings.registered_only)
-        self._prober: asyncio.Task[None] | None = None
 
     def application(self) -> web.Application:
         """Build the aiohttp application."""
@@ -76,31 +92,17 @@ class Proxy:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
-        viewer_routes(app, self.ledger, self.engine, admin_key=self.settings.admin_key or None)
-        trainer_routes(app, self.ledger, self.habits, self.engine, admin_key=self.settings.admin_key or None)
+        viewer_routes(app, self.ledger, self.pool, admin_key=self.settings.admin_key or None)
+        trainer_routes(app, self.ledger, self.habits, self.pool, admin_key=self.settings.admin_key or None)
         app.router.add_route("*", "/{path:.*}", self._any)
         return app
 
     async def _running(self, _app: web.Application) -> AsyncIterator[None]:
         await self.store.open()
-        await self.upstream.open()
-        self._prober = asyncio.create_task(self._keep_probing())
-        yield
-        self._prober.cancel()
-        await asyncio.gather(self._prober, return_exceptions=True)
-        await self.ledger.close()
-        await self.upstream.close()
+        async with self.pool.open():
+            yield
+            await self.ledger.close()
         await self.store.close()
-
-    async def _keep_probing(self) -> None:
-        """Probe until something is found, and again when that is gone: who is not ready is sent no call to find it out by."""
-        while True:
-            if not self.engine.capabilities:
-                try:
-                    await self.engine.model()
-                except EngineError as why:
-                    log.warning("the engine is not there: %s", why)
-            await asyncio.sleep(_PROBE_EVERY)
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs  # `GET http://host/path`
@@ -110,7 +112,7 @@ class Proxy:
             request[_DIALECT] = dialect  # whatever goes wrong from here on is said in its words
         origin = await self.sessions.find(path, request.headers)
         if origin.session is None:
-            return await relay(request, self.upstream, origin.path)
+            return await relay_to(self.pool, None, request, origin.path)
         harness = origin.harness or self.habits.recognise(request.headers.get("User-Agent", ""))
         headers = self._headers(request, origin, translated=dialect is not None)
         visit = Visit(request, origin.session, origin, route, headers, harness, self.habits.leniency(harness))
@@ -122,12 +124,13 @@ class Proxy:
             return await self.caller.complete(visit)
         if request.method == "POST" and route == "/tokenize":
             answer = await self.caller.tokens_of_next(visit)
-            return answer or await relay(request, self.upstream, origin.path, headers=headers, body=await request.read())
+            body = await request.read()
+            return answer or await relay_to(self.pool, origin.session, request, origin.path, headers=headers, body=body)
         if request.method == "POST" and route == _UNRECORDED:
             await self.caller.admit(visit, "generate")
             incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
             await self.ledger.note(origin.session, [incident])
-        return await relay(request, self.upstream, origin.path, headers=headers)
+        return await relay_to(self.pool, origin.session, request, origin.path, headers=headers)
 
     def _headers(self, request: web.Request, origin: Origin, *, translated: bool) -> CIMultiDict[str]:
         """The headers of a call within a session, as they go to the engine; one that is `translated` goes as OpenAI's clients send it."""
@@ -140,29 +143,37 @@ class Proxy:
             if keys:
                 headers.setdefault("Authorization", f"Bearer {keys[0]}")
             headers["Content-Type"] = "application/json"
-        headers.setdefault("X-Session-ID", origin.session or "")  # engines and routers keep a session's cache warm by it
+        for name in names_in(self.settings.affinity_headers):  # engines and routers keep a session's cache warm by it
+            headers.setdefault(name, origin.session or "")
         return headers
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
     async def _readyz(self, _request: web.Request) -> web.Response:
-        found = [msgspec.to_builtins(capability) for capability in {c.model: c for c in self.engine.capabilities}.values()]
         store = "ok"
         try:
             await self.store.ping()
         except StoreError as why:
             store = str(why)
-        ready = bool(found) and store == "ok"
-        body = {"ready": ready, "engine": {"url": self.upstream.url, "error": self.engine.error, "models": found}, "store": store}
-        return web.json_response(body, status=200 if ready else 503)
+        ready = self.pool.ready and store == "ok"
+        engines = [self._state(watch) for watch in self.pool.watches]
+        first = next((state for state in engines if state["serves"]), engines[0])
+        return web.json_response({"ready": ready, "engine": first, "engines": engines, "store": store}, status=200 if ready else 503)
+
+    def _state(self, watch: Watch) -> dict[str, Any]:
+        """What is known of an engine: `error` says why it does not serve."""
+        found = {capability.model: capability for capability in watch.engine.capabilities}.values()
+        serves = self.pool.serves(watch)
+        why = "" if serves else self.pool.why_not(watch)
+        return {"url": watch.url, "serves": serves, "error": why, "models": [msgspec.to_builtins(capability) for capability in found]}
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _note_level(found: Capability) -> None:
-    metrics.ENGINE_LEVEL.labels(found.model).set(found.level == "exact")
+def _note_level(engine: str, found: Capability) -> None:
+    metrics.ENGINE_LEVEL.labels(engine, found.model).set(found.level == "exact")
 
 
 @web.middleware

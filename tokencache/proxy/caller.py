@@ -25,21 +25,24 @@ from tokencache.dialects.chat.messages import as_reminders
 from tokencache.dialects.chat.reply import ChatPresenter
 from tokencache.dialects.chat.sampling import pin
 from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, ServedModel, refusal
+from tokencache.engines.driver import Driver, Exact
 from tokencache.engines.engine import Engine, Model
-from tokencache.engines.vllm import chat_body
+from tokencache.engines.pool import Pool
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.call import Call
 from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.habits import Aliases
+from tokencache.proxy.hold import Hold
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan, Planner, keys_wanted
-from tokencache.proxy.relay import relay
+from tokencache.proxy.relay import relay_to
 from tokencache.proxy.sessions import Origin
 from tokencache.render.renderer import RenderError, TemplateRefusedError
 from tokencache.store.contract import Begun, Incident, SessionSealedError, StoreError
 
 log = logging.getLogger(__name__)
 
+_UNAVAILABLE = 503
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OURS: dict[type[Exception], str] = {StoreError: "store-error", KeyError: "torn-record", ValueError: "torn-record"}
 
@@ -57,20 +60,32 @@ class Visit(NamedTuple):
 
 
 class Caller:
-    """Serves the model calls of all sessions through one engine and one ledger.
+    """Serves the model calls of all sessions through the engines and one ledger.
 
-    `keep_alive` is how many seconds a stream may be silent; `sampling` are the parameters that are pinned for all sessions.
+    `keep_alive` is how many seconds a stream may be silent; `sampling` are the parameters that are pinned for all sessions;
+    `hold` how many seconds a call may wait for an engine; `token_ids` is whether replies carry their ids as NeMo Gym's do (`dialects.gym`).
     """
 
     def __init__(
-        self, engine: Engine, ledger: Ledger, bodies: Bodies, aliases: Aliases, *, keep_alive: float, sampling: Mapping[str, Any]
+        self,
+        pool: Pool,
+        ledger: Ledger,
+        bodies: Bodies,
+        aliases: Aliases,
+        *,
+        keep_alive: float,
+        hold: float,
+        sampling: Mapping[str, Any],
+        token_ids: bool = False,
     ) -> None:
-        self._engine = engine
+        self._pool = pool
         self._ledger = ledger
         self._bodies = bodies
         self._aliases = aliases
         self._keep_alive = keep_alive
+        self._hold = hold
         self._sampling = sampling
+        self._token_ids = token_ids
         self._planner = Planner(ledger.store, ledger.prefixes)
 
     async def chat(self, visit: Visit) -> web.StreamResponse:
@@ -85,9 +100,8 @@ class Caller:
         call = read_chat(await visit.request.read(), self._bodies, visit.session, served=self._served(visit))
         call.harness, call.leniency = visit.harness, visit.leniency
         call.replaced = self._pin(visit, call.fields)
-        return await self._run(
-            visit, call, Exchange(visit.origin.path, visit.headers, partial(chat_body, call), ChatPresenter(call), self._keep_alive)
-        )
+        exchange = Exchange(visit.origin.path, visit.headers, partial(_written, call), ChatPresenter(call), self._keep_alive)
+        return await self._run(visit, call, exchange._replace(token_ids=self._token_ids))
 
     async def complete(self, visit: Visit) -> web.StreamResponse:
         """Serve a text completion: in its own format, recorded unless it cannot be recorded truthfully.
@@ -103,9 +117,10 @@ class Caller:
                 "unrecorded-route", f"a text completion with {asked.unrecorded} is relayed, not recorded", hole=True, at=time.time()
             )
             await self._ledger.note(visit.session, [hole])
-            return await relay(visit.request, self._engine.upstream, visit.origin.path, headers=visit.headers, body=asked.for_engine())
+            path, body = visit.origin.path, asked.for_engine()
+            return await relay_to(self._pool, visit.session, visit.request, path, headers=visit.headers, body=body)
         exchange = Exchange(
-            visit.origin.path, visit.headers, lambda _: asked.for_engine(), completions.CompletionPresenter(asked), self._keep_alive
+            visit.origin.path, visit.headers, lambda *_: asked.for_engine(), completions.CompletionPresenter(asked), self._keep_alive
         )
         call = asked.as_chat()
         call.replaced = replaced
@@ -127,31 +142,30 @@ class Caller:
         call = await self._translated(visit, meant.body, f"{visit.session}\0{dialect.name}")
         call.dialect, call.handle = dialect.name, asked.handle
         call.replaced = self._pin(visit, call.fields)
-        call.handles, call.left_out = meant.handles, meant.left_out
+        call.handles, call.echoes, call.left_out = meant.handles, meant.echoes, meant.left_out
 
         def refuse(status: int, body: bytes) -> bytes:
             return dialect.error(status, *refusal(status, body))
 
-        write = partial(chat_body, call)
-        return await self._run(visit, call, Exchange(CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type))
+        write = partial(_written, call)
+        exchange = Exchange(CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type)
+        return await self._run(visit, call, exchange._replace(token_ids=self._token_ids))
 
     async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
         """Read a chat request that a codec has written, `known_as` in what is remembered of bodies, so that the template takes it."""
         call = read_chat(body, self._bodies, known_as, served=self._served(visit))
-        if any(seen.message.role == "system" for seen in call.read[1:]):
-            model = await self._model(call)
-            if model is not None and not model.capability.later_system:
-                known_as = known_as and f"{known_as}\0reminders"
-                call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
+        if any(seen.message.role == "system" for seen in call.read[1:]) and not await self._takes_later_system(visit, call):
+            known_as = known_as and f"{known_as}\0reminders"
+            call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
         call.harness, call.leniency = visit.harness, visit.leniency
         return call
 
-    async def _model(self, call: ChatCall) -> Model | None:
-        """The model that a call asks for; `None` where it cannot be probed: the call itself will find out why."""
+    async def _takes_later_system(self, visit: Visit, call: ChatCall) -> bool:
+        """Whether the template takes a system message behind the first one; as it was, while the engine is away."""
         try:
-            return await self._engine.model(call.model)
+            return (await self._engine(visit.session).model(call.model)).capability.later_system
         except EngineError:
-            return None
+            return self._pool.later_system
 
     async def tokens_of_next(self, visit: Visit) -> web.StreamResponse | None:
         """Answer `/tokenize` with the ids that a chat call with this body would send; `None` if the engine would render."""
@@ -162,14 +176,26 @@ class Caller:
         found = await self._planned(visit.session, call)
         return None if found is None else web.Response(body=_tokenized(*found), content_type="application/json")
 
+    def _engine(self, session: str) -> Engine:
+        """The engine that a session is with."""
+        return self._pool.order(session)[0]
+
     async def _run(self, visit: Visit, call: ChatCall, exchange: Exchange) -> web.StreamResponse:
-        live = Call(visit.request, visit.session, call, exchange, plan=self._plan, engine=self._engine, ledger=self._ledger)
+        hold = Hold(self._pool, visit.session, visit.request, exchange, stream=call.stream, seconds=self._hold)
         with metrics.IN_FLIGHT.track_inprogress():
             try:
-                return await live.run()
-            except SessionSealedError:
-                await self._ledger.turn_away(visit.session, f"{call.dialect}, {visit.route}")
-                raise
+                while True:
+                    live = Call(visit.request, visit.session, call, exchange, plan=self._plan, hold=hold, ledger=self._ledger)
+                    response = await live.run()
+                    if response is not None:
+                        return response
+                    await hold.before_next()
+            except (SessionSealedError, EngineError, StoreError) as why:
+                if isinstance(why, SessionSealedError):
+                    await self._ledger.turn_away(visit.session, f"{call.dialect}, {visit.route}")
+                if hold.opened is None:
+                    raise
+                return await hold.fail(why.status if isinstance(why, EngineError) else _UNAVAILABLE, f"the call was given up: {why}")
 
     async def admit(self, visit: Visit, dialect: str) -> None:
         """Let a request pass that samples and is only relayed, unless its session is sealed.
@@ -186,7 +212,7 @@ class Caller:
 
     def _pin(self, visit: Visit, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
         """Write what is pinned into a request's members; what the harness had asked for instead. A session's own policy wins."""
-        policy = {**self._sampling, **visit.origin.sampling}
+        policy = {**self._engine(visit.session).driver.pinned, **self._sampling, **visit.origin.sampling}
         if not policy:
             return {}
         replaced = pin(fields, policy)
@@ -206,6 +232,7 @@ class Caller:
             served=partial(self._models, visit),
             documents=lambda names: store.documents(session, names),
             forget=lambda name: store.forget(session, name),
+            token_ids=self._token_ids,
         )
 
     def _served(self, visit: Visit) -> Callable[[str], str]:
@@ -213,8 +240,9 @@ class Caller:
 
     async def _models(self, visit: Visit) -> list[ServedModel]:
         """List the models that are served, and the one that is asked for if its name stands for one of them."""
-        await self._engine.model()
-        found = {c.model: ServedModel(c.model, c.max_model_len) for c in self._engine.capabilities}
+        engine = self._engine(visit.session)
+        await engine.model()
+        found = {c.model: ServedModel(c.model, c.max_model_len) for c in engine.capabilities}
         asked = unquote(visit.route.rpartition("/")[2])
         meant = found.get(self._served(visit)(asked))
         return [*found.values(), *([ServedModel(asked, meant.max_model_len)] if meant is not None and asked not in found else [])]
@@ -224,7 +252,7 @@ class Caller:
         found = await self._planned(visit.session, call)
         if found is not None:
             return ids.count(found[0])
-        model = await self._engine.model(call.model)
+        model = await self._engine(visit.session).model(call.model)
         args, generation = call.as_written()
         try:
             return ids.count(await model.renderer.render(call.model, call.safe_messages(), args, generation=generation))
@@ -238,27 +266,39 @@ class Caller:
         keys = keys_wanted(call)
         try:
             hits = await self._ledger.store.find(session, keys)
-            model = await self._engine.model(call.model)
+            model = await self._engine(session).model(call.model)
             plan = await self._planner.plan(session, call, keys, hits, model)
         except (StoreError, EngineError, KeyError, ValueError) as why:
             log.warning("session %s: the next prompt is not planned: %s", session, why)
             return None  # a call would be rendered now
-        return (plan.prompt, model) if plan.prompt is not None else None
+        return (plan.prompt, model) if plan.prompt is not None and plan.whole else None
 
-    async def _plan(self, session: str, call: ChatCall, keys: Sequence[bytes], begun: Begun | None) -> tuple[Plan, Model | None]:
-        """Plan a call that has begun; what fails on our side ends in a plain plan."""
+    async def _plan(
+        self, engine: Engine, session: str, call: ChatCall, keys: Sequence[bytes], begun: Begun | None
+    ) -> tuple[Plan, Model | None]:
+        """Plan a call that has begun, for an engine; what fails on our side ends in a plain plan.
+
+        Raises:
+            EngineError: the engine cannot be reached, or does not serve now: whatever was sent would not be this session's next prompt.
+        """
         if begun is None:
             return Plan(match="plain", reason="store-error"), None
         model = None
         try:
-            model = await self._engine.model(call.model)
+            model = await engine.model(call.model)
             return await self._planner.plan(session, call, keys, begun.hits, model), model
         except EngineError as why:
+            if why.passing:
+                raise
             log.debug("session %s: a call is not planned: %s", session, why)
             return Plan(match="plain", reason="engine-unknown"), model
         except Exception as why:  # whatever it is, it is ours, and the harness must not suffer for it
             log.exception("session %s: a call is not planned", session)
             return Plan(match="plain", reason=_OURS.get(type(why), "internal-error")), model
+
+
+def _written(call: ChatCall, driver: Driver, exact: Exact | None) -> bytes:
+    return driver.write(call, exact)
 
 
 def _tokenized(prompt: bytes, model: Model) -> bytes:

@@ -6,20 +6,36 @@ from typing import NamedTuple
 from multidict import CIMultiDict
 
 from tokencache.dialects.dialect import EVENTS, Speaker
+from tokencache.engines.driver import Driver, Exact
+
+REQUEST_ID = "X-Request-Id"
 
 
 class Exchange(NamedTuple):
     """How a call is sent, and how its reply is said.
 
-    `write` makes the engine's body, around an exact prompt (a JSON fragment) or none. `refuse` says an engine's refusal
+    `write` makes the engine's body, in a driver's words, around an exact prompt or none. `refuse` says an engine's refusal
     (status, body) in a dialect; `None` where the harness sees the engine's own bytes. `keep_alive`: seconds that a
-    stream may be silent.
+    stream may be silent. `token_ids` is whether the reply's ids are said on its messages (`dialects.gym`).
     """
 
     path: str
     headers: CIMultiDict[str]
-    write: Callable[[bytes | None], bytes]
+    write: Callable[[Driver, Exact | None], bytes]
     speaker: Speaker
     keep_alive: float
     refuse: Callable[[int, bytes], bytes] | None = None
     media_type: str = EVENTS
+    token_ids: bool = False
+
+
+def request_id(headers: CIMultiDict[str], call: str, post: int) -> CIMultiDict[str]:
+    """Give a request an id of its own: vLLM makes its request's id of it, and two that have the same get in each other's way.
+
+    It ends with the call's id, which the turn has, too; a harness's own id stands before that, to be found in the engine's log.
+    """
+    own = headers.get(REQUEST_ID)
+    unique = f"{call}-{post}" if post > 1 else call
+    headers = headers.copy()
+    headers[REQUEST_ID] = f"{own}-{unique}" if own else unique
+    return headers

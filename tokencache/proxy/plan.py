@@ -17,9 +17,11 @@ from tokencache.core.match import Hit, Match, match
 from tokencache.core.splice import REPLACED, Boundary, boundary, join
 from tokencache.core.turn import Anchor, MatchKind, Turn
 from tokencache.dialects.chat.call import ChatCall
+from tokencache.engines.driver import Exact, Head
 from tokencache.engines.engine import Model
+from tokencache.errors import passing_cause
 from tokencache.proxy import interrupts
-from tokencache.proxy.prefixes import Prefixes
+from tokencache.proxy.prefixes import Held, Prefixes
 from tokencache.render.renderer import RenderError
 from tokencache.render.tails import TailAsk, TailRefusedError
 from tokencache.store.contract import Store
@@ -27,6 +29,10 @@ from tokencache.store.contract import Store
 log = logging.getLogger(__name__)
 
 INSIDE_TOKEN = "interrupt-inside-token"  # noqa: S105 - a reason
+TAIL_BY_ENGINE = "tail-by-engine"
+"""The engine put the tail behind the history, and nobody proved it: what stands there is as good as the engine is."""
+UNRENDERED = "no-rendering"
+"""The engine renders nothing for us, and without that nothing can be put behind an edited context."""
 FIRST_REPLIES = 2
 """Replies that are looked up when a call begins; the others only if none of these is known."""
 
@@ -38,7 +44,8 @@ _Known = tuple[Sequence[bytes], Sequence[list[Hit]]]
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How a call will be sent.
 
-    `prompt` are the exact packed ids, `fragment` the same as JSON; both `None` where the engine renders. `parent`,
+    `prompt` are the exact packed ids, `fragment` the same as JSON; both `None` where the engine renders. They are the `whole`
+    prompt, or its beginning up to the end of the last reply, where the engine adds the tail. `head` is that reply. `parent`,
     `origin`, `anchors` and `forgiven` are those of the turn to be recorded. `near` is a turn whose prefix the prompt
     shares a beginning with: `shared` tokens, or if that is 0 as many as will be found. They are not stored again.
     `heard` is how many of the request's messages are those of the parent's request; behind them stands `served`, its reply.
@@ -48,6 +55,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     prompt: bytes | None = None
     fragment: bytes | None = None
+    whole: bool = True
+    head: Head | None = None
     parent: str | None = None
     origin: str | None = None
     anchors: tuple[Anchor, ...] = ()
@@ -56,6 +65,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shared: int = 0
     heard: int = 0
     served: Message | None = None
+
+    @property
+    def exact(self) -> Exact | None:
+        """The exact prompt, for a driver to say; `None` where the engine renders."""
+        if self.prompt is None or self.fragment is None or self.head is None:
+            return None
+        return Exact(self.prompt, self.fragment, self.head)
+
+    @property
+    def sent(self) -> bytes:
+        """The whole prompt as JSON, as the engine is to echo it; `b""` where that is not known."""
+        return self.fragment if self.fragment is not None and self.whole else b""
 
 
 class Planner:
@@ -70,6 +91,7 @@ class Planner:
 
         Raises:
             StoreError: the store failed in between.
+            EngineError: the engine cannot be reached, or does not answer now: what is continued is proven later, or elsewhere.
         """
         if call.plain or call.conversation is None:
             return Plan(match="plain", reason=call.plain)
@@ -82,11 +104,21 @@ class Planner:
         try:
             plan = await self._proven(session, call, found, (keys, hits), model)
         except (TailRefusedError, RenderError) as why:
+            if (away := passing_cause(why)) is not None:
+                raise away from why
             log.debug("session %s: rendered plainly: %s", session, why)
             return Plan(match="plain", reason=str(why) if isinstance(why, TailRefusedError) else "render-error")
-        if plan.prompt is not None and 0 < model.capability.max_model_len <= ids.count(plan.prompt):
-            return Plan(match="plain", reason="context-full")  # with the template's own stripping it may still fit
-        return plan
+        unsayable = self._unsayable(call, plan, model)
+        return Plan(match="plain", reason=unsayable) if unsayable else plan
+
+    @staticmethod
+    def _unsayable(call: ChatCall, plan: Plan, model: Model) -> str:
+        """Say why a prompt cannot be handed to this engine; `""` if it can, or if there is none."""
+        if plan.prompt is None or plan.head is None:
+            return ""
+        if 0 < model.capability.max_model_len <= ids.count(plan.prompt):
+            return "context-full"  # with the template's own stripping it may still fit
+        return model.driver.unsayable(call, plan.head)
 
     async def _proven(self, session: str, call: ChatCall, found: Match, known: _Known, model: Model) -> Plan:
         """Splice what was found, once it is proven how much of its parent the harness has heard."""
@@ -99,6 +131,8 @@ class Planner:
             return Plan(match="plain", reason=found.reason)
         if found.parent is not None and not found.anchors:
             return await self._continue(session, call, found, model, cut)
+        if not model.capability.tokenizes:
+            return Plan(match="plain", reason=UNRENDERED)
         return await self._resplice(session, call, found, model, cut)
 
     @staticmethod
@@ -108,6 +142,8 @@ class Planner:
             return "record-only"
         if not call.leniency.off.isdisjoint(call.left_out):
             return "switched-off"  # the codec left something out by a rule that is not wanted here
+        if not model.capability.tokenizes:
+            return ""  # the engine adds the tail, in its own rendering
         return "" if await model.renders_alike(call.args) else "renderings-differ"
 
     async def _match(self, session: str, call: ChatCall, keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> Match:
@@ -156,6 +192,9 @@ class Planner:
         assert parent is not None  # noqa: S101 - the caller looked
         held = await self._prefixes.get(session, parent.id)
         base = held.prefix.ids if cut is None else cut
+        head = await self._head(session, found.at - 1, parent, base, model)
+        if not model.capability.tokenizes:
+            return self._open_ended(found, held, head, cut)
         tail = await model.tails.tail(_ask(call, found.at, len(call.raw_messages)))
         where = boundary(base, tail, model.stop_ids)
         added = ids.tail(tail, where.skip)
@@ -167,6 +206,7 @@ class Planner:
                 reason="other-stop" if where == REPLACED else RULE,
                 prompt=prompt,
                 fragment=ids.fragment(prompt),
+                head=head._replace(end=kept),
                 origin=parent.id,
                 anchors=(Anchor(parent.id, parent.prompt_tokens, kept),),
                 forgiven=found.forgiven,
@@ -178,6 +218,7 @@ class Planner:
             reason=found.reason,
             prompt=base + added,
             fragment=ids.join_fragments((held.fragment, ids.fragment(added))),
+            head=head,
             parent=parent.id,
             forgiven=found.forgiven,
             near=parent.id,
@@ -185,6 +226,34 @@ class Planner:
             heard=found.at - 1,
             served=parent.served,
         )
+
+    @staticmethod
+    def _open_ended(found: Match, held: Held, head: Head, cut: bytes | None) -> Plan:
+        """Continue a turn on an engine that adds the tail itself, and whose rendering cannot be asked for."""
+        assert found.parent is not None  # noqa: S101 - the caller looked
+        if cut is not None:
+            return Plan(match="plain", reason=UNRENDERED)
+        return Plan(
+            match=found.kind,
+            reason=TAIL_BY_ENGINE,
+            prompt=held.prefix.ids,
+            fragment=held.fragment,
+            whole=False,
+            head=head,
+            parent=found.parent.id,
+            forgiven=found.forgiven,
+            near=found.parent.id,
+            shared=head.end,
+            heard=found.at - 1,
+            served=found.parent.served,
+        )
+
+    async def _head(self, session: str, place: int, turn: Turn, base: bytes, model: Model) -> Head:
+        """Say where the reply stands with which a prefix ends."""
+        logprobs = b""
+        if model.driver.says_logprobs:
+            logprobs = (await self._store.tokens(session, [turn.id]))[turn.id].logprobs
+        return Head(place, turn.prompt_tokens, ids.count(base), logprobs)
 
     async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
         """Render afresh, with every recognised reply standing in its exact ids."""
@@ -200,20 +269,23 @@ class Planner:
         anchors: list[Anchor] = []
         for place, turn in found.anchors:
             if at < place or (found.parent is not None and not anchors):
-                prompt = await self._behind(call, prompt, at, place, model)
+                prompt = await self._behind(call, prompt, at, place, model=model, anchors=anchors)
             elif anchors:
                 raise TailRefusedError("replies-without-anything-between")
             start = ids.count(prompt)
             prompt += stored[turn.id].completion
             anchors.append(Anchor(turn.id, start, ids.count(prompt)))
             at = place + 1
-        prompt = await self._behind(call, prompt, at, len(call.raw_messages), model)
-        near = found.parent or found.anchors[-1][1]
+        place, last = found.anchors[-1]
+        prompt = await self._behind(call, prompt, at, len(call.raw_messages), model=model, anchors=anchors)
+        head = Head(place, anchors[-1].start, anchors[-1].end, stored[last.id].logprobs)
+        near = found.parent or last
         return Plan(
             match="resplice",
             reason=found.reason,
             prompt=prompt,
             fragment=ids.fragment(prompt),
+            head=head,
             origin=near.id,
             anchors=tuple(anchors),
             forgiven=found.forgiven,
@@ -221,10 +293,15 @@ class Planner:
         )
 
     @staticmethod
-    async def _behind(call: ChatCall, prompt: bytes, at: int, until: int, model: Model) -> bytes:
-        """Join a prompt that ends with the reply `messages[at - 1]` with what the template puts behind that reply."""
+    async def _behind(call: ChatCall, prompt: bytes, at: int, until: int, *, model: Model, anchors: list[Anchor]) -> bytes:
+        """Join a prompt that ends with the reply `messages[at - 1]` with what the template puts behind that reply.
+
+        A stop id of that reply that is not the template's is replaced, and its anchor ends before it.
+        """
         tail = await model.tails.tail(_ask(call, at, until))
         where: Boundary = boundary(prompt, tail, model.stop_ids)
+        if anchors:
+            anchors[-1] = msgspec.structs.replace(anchors[-1], end=anchors[-1].end - where.drop)
         return join(prompt, tail, where)
 
 

@@ -28,7 +28,8 @@ from tokencache.store.contract import Entry, Incident
 MIN_SHARED = 16
 """A shared beginning shorter than this (tokens) is not worth a reference."""
 
-ABORTED, BROKE = "aborted", "upstream-broke"
+ABORTED, BROKE, DROPPED = "aborted", "upstream-broke", "engine-aborted"
+NO_IDS = "no-token-ids"
 
 
 class _Error(msgspec.Struct):
@@ -46,7 +47,8 @@ class Recorded(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, kw_only=True):
     """A call that has ended, one way or another.
 
-    `broke` says why the reply is not whole: `aborted` (the harness left), `upstream-broke`, or `""`; `detail` in words.
+    `broke` says why the reply is not whole: `aborted` (the harness left), `upstream-broke`, `engine-aborted` (nobody was shown it),
+    or `""`; `detail` in words.
     `life` is that of the session when the call began. `started` is in seconds since the epoch. `model` is `None` where
     the engine could not be probed. `experts` says where each choice's routed experts are kept; `noted` are incidents that came up
     before the turns are made.
@@ -79,12 +81,14 @@ class Outcome(msgspec.Struct, kw_only=True):
         if prompt is None:
             return Recorded([], [], [*incidents, self._no_prompt()])
         if prompt.marks:
-            incidents.append(self.tell("engine-disagrees", "the engine used other ids than were sent; recorded as it really was"))
+            incidents.append(self.tell(DISAGREED, f"{prompt.how}; recorded as it really was"))
         entries, held = [], []
         for index, choice in sorted(self.reply.choices.items()):
             if self.model is not None and self.whole:
                 self.model.observe(choice)
             incidents += self._incidents_of(index, choice)
+            if self.broke == DROPPED and not choice.ids:
+                continue
             own = self._prompt(choice.prompt) if choice.prompt and choice.prompt != self.reply.prompt else None
             entry, prefix = self._entry(own or prompt, index, choice, prefixes)
             entries.append(entry)
@@ -98,7 +102,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     def _incidents(self) -> list[Incident]:
         found = []
         if self.broke:
-            found.append(self.tell("client-gone" if self.broke == ABORTED else self.broke, self.detail, hole=self.broke != ABORTED))
+            kind = "client-gone" if self.broke == ABORTED else self.broke
+            found.append(self.tell(kind, self.detail, hole=self.broke not in {ABORTED, DROPPED}))
         if self.reply.error:
             kind = "engine-refused" if self._refused else "engine-error"
             found.append(self.tell(kind, self.reply.error[:300].decode(errors="replace"), hole=not self._refused))
@@ -122,6 +127,8 @@ class Outcome(msgspec.Struct, kw_only=True):
         found = []
         if len(choice.logprobs) != len(choice.ids):
             found.append(self.tell("no-logprobs", f"{len(choice.logprobs)} log probabilities for {len(choice.ids)} tokens"))
+        if self.whole and choice.finish_reason == "abort":
+            found.append(self.tell(DROPPED, f"the engine aborted choice {index} after {len(choice.ids)} tokens; the harness was shown it"))
         if self.whole and not choice.finish_reason:
             found.append(self.tell("unfinished-reply", f"choice {index} has no finish reason", hole=True))
         return found
@@ -129,19 +136,19 @@ class Outcome(msgspec.Struct, kw_only=True):
     def _no_prompt(self) -> Incident:
         if self.broke and not self.reply.choices:
             return self.tell("nothing-received", "the call ended before the engine said anything", hole=True)
-        return self.tell("no-token-ids", "the engine did not say which ids it used", hole=True)
+        return self.tell(NO_IDS, "the engine did not say which ids it used", hole=True)
 
     def _prompt(self, echo: bytes) -> "_Prompt | None":
         plan = self.plan
-        if plan.prompt is not None and plan.fragment is not None and echo_agrees(echo, plan.fragment):
+        if plan.whole and plan.prompt is not None and plan.fragment is not None and echo_agrees(echo, plan.fragment):
             return _Prompt(plan.prompt, plan.fragment, plan)
         echoed = read_ids(echo)
         if echoed is None:
             return None
-        if plan.prompt is None or echoed == plan.prompt:
+        if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
             return _Prompt(echoed, ids.fragment(echoed), plan)
         disagreed = Plan(match="plain", reason=DISAGREED, near=plan.near)
-        return _Prompt(echoed, ids.fragment(echoed), disagreed, (DISAGREED,))
+        return _Prompt(echoed, ids.fragment(echoed), disagreed, (DISAGREED,), _difference(plan, echoed))
 
     def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: Prefixes) -> tuple[Entry, Held]:
         call, plan = self.call, prompt.plan
@@ -231,6 +238,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     def _marks(self, prompt: "_Prompt", choice: Choice) -> tuple[str, ...]:
         marks = {
             self.broke: bool(self.broke),
+            DROPPED: choice.finish_reason == "abort",
             "no-logprobs": len(choice.logprobs) != len(choice.ids),
             "engine-error": bool(self.reply.error),
             "media": self.call.plain == "media",
@@ -267,3 +275,15 @@ class _Prompt(msgspec.Struct, frozen=True):
     fragment: bytes
     plan: Plan
     marks: tuple[str, ...] = ()
+    how: str = ""
+
+
+def _difference(plan: Plan, echoed: bytes) -> str:
+    """Say in words how the prompt that the engine used differs from the planned one."""
+    assert plan.prompt is not None  # noqa: S101 - nothing can differ from no prompt
+    sent, same = ids.count(plan.prompt), ids.common_head(plan.prompt, echoed)
+    if plan.prompt.endswith(echoed):
+        return f"the engine cut the prompt: it used the last {ids.count(echoed)} of {sent} ids"
+    if plan.head is not None and same >= plan.head.end:
+        return f"the engine used the history's {plan.head.end} ids, and another tail behind them"
+    return f"the engine used other ids than were sent: they differ from place {same} of {sent} on"

@@ -11,7 +11,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from tokencache import metrics
+from tokencache.engines.pool import Pool
 from tokencache.engines.upstream import Upstream
+from tokencache.errors import EngineError
 
 _HOP_BY_HOP = frozenset(
     {
@@ -87,6 +89,31 @@ async def relay(
     answer = await upstream.send(request.method, path, headers=sent, body=streamed if body is None else body)
     metrics.RELAYED.labels(str(answer.status)).inc()
     return await pass_on(request, answer)
+
+
+async def relay_to(
+    pool: Pool,
+    session: str | None,
+    request: web.Request,
+    path: str,
+    *,
+    headers: CIMultiDict[str] | None = None,
+    body: bytes | None = None,
+) -> web.StreamResponse:
+    """Relay to the first of a session's engines that can be connected to; without a session they take turns.
+
+    Raises:
+        EngineError: none can, or one failed where it may have been heard; nothing was answered yet.
+    """
+    *others, last = pool.order(session)
+    for engine in others:
+        try:
+            return await relay(request, engine.upstream, path, headers=headers, body=body)
+        except EngineError as why:
+            if why.reached:
+                raise
+            pool.lost(engine, why)
+    return await relay(request, last.upstream, path, headers=headers, body=body)
 
 
 async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

@@ -67,9 +67,9 @@ async def run(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
-    async with serving(settings, drain_seconds=DRAIN_SECONDS) as (url, proxy):
+    async with serving(settings, drain_seconds=DRAIN_SECONDS) as (url, _):
         where = settings.store.rpartition("@")[2]  # never a password
-        log.info("tokencache listens on %s for the engine at %s, store %s", url, proxy.upstream.url, where)
+        log.info("tokencache listens on %s for the engine at %s, store %s", url, settings.upstream, where)
         await stop.wait()
         log.info("stopping: calls that are under way may finish")
 

@@ -3,7 +3,8 @@
 In order of precedence (a closed harness offers nothing but a base URL and a key, so each of them is enough):
 
 1. an API key that the trainer registered (`tck-…`): beats everything, unknown ones are 401;
-2. the path: `/s/<session>/v1/…`;
+2. the path: `/s/<session>/v1/…`, or NeMo Gym's `/ng-rollout/<session>/v1/…` (with `/training-token-capture` before the `/v1`
+   or without; nemo-gym 0.7.0, `nemo_gym/rollout_correlation.py`);
 3. the header `X-Tokencache-Session` (its name can be configured);
 4. an API key `tcs-<session>`.
 
@@ -25,7 +26,8 @@ from tokencache.errors import HarnessError
 from tokencache.proxy import habits
 from tokencache.store.contract import Store
 
-PATH, HARNESS = "/s/", "/h/"
+PATH, GYM, HARNESS = "/s/", "/ng-rollout/", "/h/"
+_CAPTURE = "/training-token-capture"
 REGISTERED, DECLARED = "tck-", "tcs-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,199}")
 
@@ -65,7 +67,7 @@ def hash_key(key: str) -> str:
 
 def route_of(raw_path: str) -> str:
     """The route that a path leads to, whatever session and harness it names, without its query."""
-    return _taken(HARNESS, _taken(PATH, raw_path)[1])[1].partition("?")[0]
+    return _taken(HARNESS, _session_in(raw_path)[1])[1].partition("?")[0]
 
 
 class SessionFinder:
@@ -87,7 +89,7 @@ class SessionFinder:
             HarnessError: an impossible name (400), an unknown registered key or a missing one (401).
             StoreError: the store cannot be asked.
         """
-        named, path = _taken(PATH, raw_path)
+        named, path = _session_in(raw_path)
         harness, path = _taken(HARNESS, path)
         asked, path = _key_of_query(path)
         key = _key(headers, asked)
@@ -104,6 +106,16 @@ class SessionFinder:
         if self._registered_only:
             raise HarnessError("this server takes sessions by registered API key only", status=401, kind="authentication_error")
         return Origin(check_name(given), path, declared is not None, harness or headers.get(habits.HEADER, ""))
+
+
+def _session_in(path: str) -> tuple[str | None, str]:
+    """Take the session off the head of a path, as we name it there or as NeMo Gym does."""
+    named, rest = _taken(PATH, path)
+    if named is None:
+        named, rest = _taken(GYM, path)
+        if named is not None and rest.startswith(f"{_CAPTURE}/"):
+            rest = rest[len(_CAPTURE) :]
+    return named, rest
 
 
 def _taken(mark: str, path: str) -> tuple[str | None, str]:

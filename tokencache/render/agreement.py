@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engines.driver import CHAT, Asks
 from tokencache.engines.reply import Reply, read_ids
-from tokencache.engines.upstream import Upstream
-from tokencache.errors import EngineError
+from tokencache.errors import EngineError, passing_cause
 from tokencache.render.boundary import ASK
 from tokencache.render.renderer import REFUSALS, Renderer, RenderError, TemplateRefusedError
 
@@ -39,46 +39,57 @@ _EPISODE = (
 )
 
 
-async def echo_of_chat(upstream: Upstream, body: dict[str, Any]) -> bytes | None:
+async def echo_of_chat(asked: Asks, body: dict[str, Any], reply: Reply | None = None) -> bytes | None:
     """Generate one token and return the packed prompt ids that the engine says it used; `None` if it does not say.
+
+    `reply` is told what else it says.
 
     Raises:
         EngineError: the engine cannot be reached, or refuses.
     """
-    answer = await upstream.post("/v1/chat/completions", {"max_tokens": 1, "temperature": 0, "return_token_ids": True, **body})
+    answer = await asked.post(CHAT, {"max_tokens": 1, "temperature": 0, "return_token_ids": True, **body})
     if answer.status != 200:  # noqa: PLR2004
         raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
-    reply = Reply()
-    reply.take(answer.body)
-    return read_ids(reply.prompt)
+    said = Reply()
+    said.take(answer.body)
+    if reply is not None:
+        reply.model = said.model
+    return read_ids(said.prompt)
 
 
-async def agrees(upstream: Upstream, renderer: Renderer, model: str, args: RenderArgs) -> bool | None:
+async def agrees(asked: Asks, renderer: Renderer, model: str, args: RenderArgs) -> bool | None:
     """Compare both renderings of small conversations under `args`.
 
     Returns:
         Whether they are the same; false also where the question alone is refused, or chat refuses what `/tokenize`
         renders. `None` if the engine gave no answer: nothing was learned.
+
+    Raises:
+        EngineError: the engine cannot be reached, or does not answer now.
     """
     try:
-        if not await _alike(upstream, renderer, model, args, [ASK]):
+        if not await _alike(asked, renderer, model, args, [ASK]):
             return False
         try:
-            return await _alike(upstream, renderer, model, args, _EPISODE)
+            return await _alike(asked, renderer, model, args, _EPISODE)
         except TemplateRefusedError:
             return True
     except TemplateRefusedError:
         return False
-    except RenderError:
+    except RenderError as why:
+        if (away := passing_cause(why)) is not None:
+            raise away from why
         return None
     except EngineError as why:
+        if why.passing:
+            raise
         return False if why.status in REFUSALS else None
 
 
-async def _alike(upstream: Upstream, renderer: Renderer, model: str, args: RenderArgs, messages: Sequence[bytes]) -> bool:
+async def _alike(asked: Asks, renderer: Renderer, model: str, args: RenderArgs, messages: Sequence[bytes]) -> bool:
     offered = msgspec.structs.replace(args, tools=_TOOL) if args.tools is not None else args
     rendered = await renderer.render(model, messages, offered, generation=True)
     body: dict[str, Any] = {**args.members, **args.chat, "model": model, "messages": Raw(b"[" + b",".join(messages) + b"]")}
     if offered.tools is not None:
         body["tools"] = offered.tools
-    return await echo_of_chat(upstream, body) == rendered
+    return await echo_of_chat(asked, body) == rendered

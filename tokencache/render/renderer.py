@@ -42,10 +42,11 @@ class Renderer(Protocol):
 
 
 class EngineRenderer:
-    """Renders through the engine's `/tokenize`."""
+    """Renders through the engine's `/tokenize`, whose answers also name the longest prompt (`max_model_len`, tokens; 0 if unknown)."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
+        self.max_model_len = 0
 
     async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
         """See `Renderer.render`."""
@@ -68,7 +69,9 @@ class EngineRenderer:
             kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
             raise kind(f"/tokenize answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
         try:
-            return ids.pack(msgspec.json.decode(answer.body, type=_Tokenized).tokens)
+            told = msgspec.json.decode(answer.body, type=_Tokenized)
+            self.max_model_len = told.max_model_len or self.max_model_len
+            return ids.pack(told.tokens)
         except (msgspec.DecodeError, OverflowError) as why:
             raise RenderError(f"/tokenize gave no token ids: {why}") from why
 
@@ -87,6 +90,7 @@ class EngineRenderer:
 
 class _Tokenized(msgspec.Struct):
     tokens: list[int]
+    max_model_len: int | None = None
 
 
 class _Read(msgspec.Struct):

@@ -13,7 +13,7 @@ from tokencache.testing.generation import LogprobsMode, Step, generate
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from tokencache.testing.books import BookEntry
     from tokencache.testing.chat_request import ChatRequest
@@ -41,6 +41,8 @@ class Completion:
     created: int = field(default_factory=lambda: int(time.time()))
     mode: LogprobsMode = "raw_logprobs"
     extras: Extras = field(default_factory=Extras)
+    halted: Callable[[int], bool] | None = None
+    """Asked with the number of tokens so far whether the engine aborts the reply here."""
     versions: dict[int, list[str]] = field(default_factory=dict)
     """Of each choice the weights that sampled each token."""
 
@@ -51,6 +53,9 @@ class Completion:
         seed = f"{self.speech.seed}:{self.call}:{index}"
         chunk = max(self.chunk_tokens, request.stream_interval)
         for step in generate(ids, request, self.tokenizer, max_tokens=self.max_tokens, seed=seed, chunk=chunk, mode=self.mode):
+            if self.halted is not None and self.halted(len(entry.completion_ids)):
+                yield Step(finish_reason="abort")
+                return
             self.versions.setdefault(index, []).extend([self.extras.version] * len(step.ids))
             entry.completion_ids.extend(step.ids)
             entry.logprobs.extend(token.logprob for token in step.tokens)
@@ -87,7 +92,7 @@ class Completion:
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
             entry.finish_reason = choice["finish_reason"]
             choice["routed_experts"] = self.extras.routed(len(self.prompt_ids) + len(tokens))
-            choices.append(choice | self.extras.of_choice(self.request, self.versions[index]))
+            choices.append(choice | self.extras.of_choice(self.request, self.versions.get(index, ())))
         reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompt_ids)
         return reply | self.extras.of_reply()
 
@@ -119,7 +124,7 @@ class Completion:
         entry.finish_reason = reason
         chunk = wire.delta_chunk(request, self.created, index, delta, step, finish_reason=reason)
         if chunk is not None and reason is not None:
-            chunk["choices"][0] |= self.extras.of_choice(request, self.versions[index])
+            chunk["choices"][0] |= self.extras.of_choice(request, self.versions.get(index, ()))
         if chunk is not None and request.continuous_usage:
             chunk["usage"] = wire.usage(len(self.prompt_ids), len(entry.completion_ids), self._reasoning(entry))
         return chunk

@@ -31,7 +31,7 @@ async def stream_reply(http: web.Request, completion: Completion | TextCompletio
         if fault is not None and fault.kind is FaultKind.STALL:
             if _FINISHES in data:
                 await asyncio.Event().wait()
-        elif fault is not None and fault.kind is not FaultKind.TRUNCATED and sent >= fault.after:
+        elif fault is not None and fault.kind not in {FaultKind.TRUNCATED, FaultKind.ABORT} and sent >= fault.after:
             completion.abort()
             if fault.kind is FaultKind.CLOSE:
                 _hang_up(http)

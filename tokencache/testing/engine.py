@@ -95,6 +95,8 @@ class SimulatedEngine:
         """Bodies of the text completion requests received."""
         self.tokenizations: list[dict[str, Any]] = []
         """Bodies of the /tokenize requests received."""
+        self._paused = False
+        self._pauses = 0
         self._calls = itertools.count()
         self._news = asyncio.Event()
         self._started = int(time.time())
@@ -118,6 +120,14 @@ class SimulatedEngine:
         async with asyncio.timeout(seconds):
             while not condition():
                 await self._news.wait()
+
+    def pause(self) -> None:
+        """As `/pause?mode=abort` of vLLM 0.33: what is being generated is aborted, and who asks gets 503 until `resume`."""
+        self._paused, self._pauses = True, self._pauses + 1
+
+    def resume(self) -> None:
+        """Take calls again."""
+        self._paused = False
 
     def _tell(self) -> None:
         """Wake up everyone who waits for news."""
@@ -225,12 +235,16 @@ class SimulatedEngine:
         fault = self._next_fault(route, body)
         if fault is not None and (fault.kind in (FaultKind.STATUS, FaultKind.HANG) or (fault.kind is FaultKind.CLOSE and not fault.after)):
             return await fail_request(http, fault)
+        if self._paused:
+            raise Refusal("The engine is paused.", kind="ServiceUnavailableError", status=503)
         try:
             completion = begin(body, http.headers)
         except Refusal as refusal:
             if refusal.by_engine and body.get("stream"):
                 return await stream_refusal(http, refusal)
             raise
+        if isinstance(completion, Completion):
+            completion.halted = self._halting(fault)
         try:
             if completion.request.stream:
                 return await stream_reply(http, completion, fault)
@@ -243,6 +257,11 @@ class SimulatedEngine:
         if fault is not None and fault.kind is FaultKind.TRUNCATED:
             raw = raw[: len(raw) // 2]
         return web.Response(body=raw, content_type="application/json", headers=completion.extras.headers)
+
+    def _halting(self, fault: Fault | None) -> Callable[[int], bool]:
+        pauses = self._pauses
+        after = fault.after if fault is not None and fault.kind is FaultKind.ABORT else None
+        return lambda tokens: self._pauses > pauses or (after is not None and tokens >= after)
 
     def _manner(self) -> dict[str, Any]:
         """How a completion goes out."""

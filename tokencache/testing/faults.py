@@ -27,6 +27,8 @@ class FaultKind(enum.Enum):
     """An error object within a stream, then `[DONE]`: how vLLM reports a failure after status 200 went out."""
     CLOSE = "close"
     """The connection is torn down."""
+    ABORT = "abort"
+    """The engine ends the reply by itself (`finish_reason: "abort"`), as when its weights are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Fault:
     body: bytes = b""
     content_type: str = "application/json"
     after: int = 0
-    """Chunks of the stream that still go out: the role chunk is the first."""
+    """Chunks of the stream that still go out: the role chunk is the first. Of an abort: tokens that were sampled."""
     path: str = "/v1/chat/completions"
     """The route that fails; a fault waits in the queue for a request to this route."""
 
@@ -77,6 +79,11 @@ class Fault:
     def close(cls, after: int = 0, *, path: str | None = None) -> Fault:
         """Tear the connection down, before any answer or after so many chunks of a stream."""
         return cls(FaultKind.CLOSE, after=after, path=path or cls._chat())
+
+    @classmethod
+    def abort(cls, after: int) -> Fault:
+        """Abort the reply after so many tokens."""
+        return cls(FaultKind.ABORT, after=after)
 
     @staticmethod
     def _chat() -> str:

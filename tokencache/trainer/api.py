@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from tokencache.dialects.chat.sampling import check_policy
-from tokencache.engines.engine import Engine
+from tokencache.engines.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.habits import Habits
 from tokencache.proxy.ledger import Ledger
@@ -42,7 +42,7 @@ DRIFT_LIMIT = 10.0
 _ENCODER = msgspec.json.Encoder()
 
 
-def trainer_routes(app: web.Application, ledger: Ledger, habits: Habits, engine: Engine, *, admin_key: str | None) -> None:
+def trainer_routes(app: web.Application, ledger: Ledger, habits: Habits, engine: Pool, *, admin_key: str | None) -> None:
     """Add the trainer's routes to an application."""
     guard, press = Guard(admin_key), Press()
     api = _Api(ledger, habits, press, Meter(engine, press, limit=DRIFT_LIMIT))

@@ -243,12 +243,11 @@ def _anchors(homes: dict[str, _Home], sound: Collection[Sequence]) -> Iterator[B
 
 
 def _strays(s: Sequence, span: Range, home: _Home) -> int | None:
-    """Find the first token of an anchor that its turn did not sample; where the template ends a turn otherwise, the last is its."""
+    """Find the first token of an anchor that its turn did not sample."""
     stands, said = s.token_ids[slice(*span)], home.sequence.token_ids[slice(*home.turn.completion)]
     if len(stands) > len(said):
         return span[0] + len(said)
-    sure = len(stands) - 1 if len(stands) == len(said) else len(stands)
-    return next((span[0] + i for i in range(sure) if stands[i] != said[i]), None)
+    return next((span[0] + i for i, (a, b) in enumerate(zip(stands, said, strict=False)) if a != b), None)
 
 
 def _once(trajectory: Trajectory) -> Iterator[Break]:

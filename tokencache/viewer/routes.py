@@ -9,7 +9,7 @@ from pathlib import PurePath
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from tokencache.engines.engine import Engine
+from tokencache.engines.pool import Pool
 from tokencache.proxy.ledger import Ledger
 from tokencache.trainer.browse.routes import browse_routes
 
@@ -23,7 +23,7 @@ _HEADERS = {
 }
 
 
-def viewer_routes(app: web.Application, ledger: Ledger, engine: Engine, *, admin_key: str | None) -> None:
+def viewer_routes(app: web.Application, ledger: Ledger, engine: Pool, *, admin_key: str | None) -> None:
     """Add the viewer to an application: the page, and the routes of what it shows."""
     browse_routes(app, ledger, engine, admin_key=admin_key)
     app.router.add_get(UI.rstrip("/"), _to_page)

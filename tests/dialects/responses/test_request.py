@@ -423,6 +423,21 @@ async def test_whatever_comes_is_read_or_refused(members):
     assert isinstance(meant.speaker.documents(), dict)
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": []},
+        {"type": "function", "name": ["bash"]},
+        {"type": "allowed_tools", "mode": [], "tools": []},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": {}}]},
+    ],
+)
+async def test_a_choice_of_no_kind_is_refused(choice):
+    tools = [{"type": "function", "name": "bash", "parameters": {}}]
+    with pytest.raises(HarnessError, match="tool_choice"):
+        await Session().ask({"model": "m", "input": "x", "tools": tools, "tool_choice": choice})
+
+
 @settings(max_examples=200, deadline=None)
 @given(JSON)
 async def test_any_json_for_a_body(value):

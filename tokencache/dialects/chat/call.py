@@ -11,8 +11,9 @@ import msgspec
 
 from tokencache.core.chain import Conversation, converse, extend
 from tokencache.core.rules import Leniency
+from tokencache.dialects import gym
 from tokencache.dialects.body import entries_of, fields_of, member, model_of, value_of
-from tokencache.dialects.chat.growth import Bodies, Known, split_whole
+from tokencache.dialects.chat.growth import Bodies, Known, Split, split_whole
 from tokencache.dialects.chat.messages import ReadMessage, with_stand_ins
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
 from tokencache.errors import HarnessError
@@ -57,6 +58,7 @@ class ChatCall(msgspec.Struct):
         dialect: the dialect in which the harness asked.
         handle: what its reply carries for the harness to echo; `""` if the dialect has no place for it.
         handles: places of assistant's messages that came back with a handle, and that handle.
+        echoes: places of messages that came back with token ids, and those ids (`gym`); of a history that grew, the new ones.
         left_out: rules by which the codec left something of the request out.
         replaced: what the harness had asked for where the session's policy put something else (`sampling.pin`).
         harness: the adapter whose habits are forgiven in this session, `""` if none; `leniency` says what they are.
@@ -79,6 +81,7 @@ class ChatCall(msgspec.Struct):
     dialect: str = "chat"
     handle: str = ""
     handles: Mapping[int, str] = {}
+    echoes: Mapping[int, gym.Echo] = {}
     left_out: tuple[str, ...] = ()
     replaced: Mapping[str, Any] = {}
     harness: str = ""
@@ -123,8 +126,11 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
     Raises:
         HarnessError: it is no JSON object, a member has the wrong type, or it brings token ids of its own.
     """
-    split = bodies.split(session, body) or split_whole(body)
-    fields, raw_messages = split.fields, split.entries
+    split, echoes = _without_echoes(bodies.split(session, body) or split_whole(body))
+    fields, raw_messages = dict(split.fields), split.entries
+    fields.pop(gym.PREFIX, None)
+    if split.echoed:
+        fields["messages"] = Raw(b"[" + b",".join(raw_messages) + b"]")
     tools = fields.get("tools")
     if tools is not None and bytes(tools)[:1] not in {b"[", b"n"}:
         raise HarnessError("'tools' must be a list", param="tools")
@@ -147,6 +153,7 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
         shows_ids=member(fields, "return_token_ids", (bool,), False),
         shows_logprobs=member(fields, "logprobs", (bool,), False),
         shows_reasoning=member(fields, "include_reasoning", (bool,), True),
+        echoes=echoes,
     )
     known = split.known
     try:
@@ -164,8 +171,16 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
     call.media = (known is not None and known.media) or any(r.message.media for r in new)
     call.malformed = (known is not None and known.malformed) or any(r.malformed for r in new)
     call.plain = _plain_reason(call)
-    bodies.remember(session, body, split, Known(scope, seen, call.conversation, call.media, call.malformed))
+    bodies.remember(session, body, split, Known(scope, seen, call.conversation, call.media, call.malformed, split.echoed))
     return call
+
+
+def _without_echoes(split: Split) -> tuple[Split, dict[int, gym.Echo]]:
+    """Take token ids that came back with the messages out of them."""
+    entries, echoes = gym.take_all(split.entries, split.old)
+    if entries is split.entries or entries == split.entries:
+        return split, echoes
+    return msgspec.structs.replace(split, entries=entries, echoed=True), echoes
 
 
 def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:

@@ -27,22 +27,30 @@ MEMORY = 256 * 2**20
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What was read of a body: its messages, the conversation they make under `scope`, and what is said of them all."""
+    """What was read of a body: its messages, the conversation they make under `scope`, and what is said of them all.
+
+    `echoed` is whether token ids came with one of its messages (`gym`), and were taken out.
+    """
 
     scope: bytes
     read: list[ReadMessage]
     conversation: Conversation
     media: bool
     malformed: bool
+    echoed: bool = False
 
 
 class Split(msgspec.Struct, frozen=True):
-    """A body taken apart: its members, its raw messages, and what is `known` of the first `old` of them."""
+    """A body taken apart: its members, its raw messages, and what is `known` of the first `old` of them.
+
+    `echoed` is whether `entries` lack the token ids that came with them in the body.
+    """
 
     fields: dict[str, Raw]
     entries: list[bytes]
     old: int = 0
     known: Known | None = None
+    echoed: bool = False
 
 
 def split_whole(body: bytes) -> Split:
@@ -111,7 +119,7 @@ class Bodies:
             return None
         end = at + len(bytes(behind["messages"])) - 1
         fields = {**held.leading, **behind, "messages": Raw(body[held.start : end])}
-        return Split(fields, [*held.entries, *new], len(held.entries), held.known)
+        return Split(fields, [*held.entries, *new], len(held.entries), held.known, held.known.echoed)
 
     def remember(self, session: str, body: bytes, split: Split, known: Known) -> None:
         """Keep what was read of a body for the session's next one; a body without a session is not kept."""

@@ -117,10 +117,11 @@ async def _call(asked: Asked) -> Spoken:
         names=request.offer.names,
         thoughts=member(request.fields, "include_reasoning", (bool,), True),
         sealed=SEALED in member(request.fields, "include", (list,), []),
+        summaries=asked.token_ids,
         keep=keep,
     )
     left_out = ("items-merged",) if request.talk.merged else ()
-    return Spoken(body=request.body(), speaker=speaker, handles=request.talk.handles, left_out=left_out)
+    return Spoken(body=request.body(), speaker=speaker, handles=request.talk.handles, echoes=request.talk.echoes, left_out=left_out)
 
 
 async def _read(asked: Asked) -> _Request:
@@ -129,7 +130,7 @@ async def _read(asked: Asked) -> _Request:
     shown = members_shown(fields)
     instructions = member(fields, "instructions", (str,), None)
     handle, history = await _previous(asked, fields)
-    new = items_of(fields, needed=not handle)
+    new, echoes = items_of(fields, needed=not handle)
     items = await Library(asked.documents).referred(new)
     talk = Talk()
     if instructions:
@@ -137,7 +138,7 @@ async def _read(asked: Asked) -> _Request:
     for i, (_, item) in enumerate(history):
         talk.add(item, f"previous[{i}]")
     for i, (_, item) in enumerate(items):
-        talk.add(item, f"input[{i}]")
+        talk.add(item, f"input[{i}]", echoes.get(i))
     talk.close()
     offer = read_tools(shown["tools"])
     return _Request(

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.dialect import HANDLE
+from tokencache.dialects.gym import Echo
 from tokencache.errors import HarnessError
 
 Item = tuple[bytes, Any]
@@ -54,19 +55,21 @@ def flat_name(name: str, namespace: str | None) -> str:
 class Talk:
     """The chat messages of a list of items: add them in order, then `close`.
 
-    `messages` are chat messages, `handles` the places of those (the assistant's) that came back with a handle; `merged`
-    says that several items became one message.
+    `messages` are chat messages, `handles` the places of those (the assistant's) that came back with a handle, `echoes` of those
+    that came back with token ids; `merged` says that several items became one message.
     """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.handles: dict[int, str] = {}
+        self.echoes: dict[int, Echo] = {}
         self.merged = False
         self._reply: dict[str, list[Any]] = {}  # the assistant's message under way
         self._handle = self._last = ""
+        self._echo: Echo | None = None
 
-    def add(self, item: Any, path: str) -> None:
-        """Read one item; `path` says where it stood.
+    def add(self, item: Any, path: str, echo: Echo | None = None) -> None:
+        """Read one item; `path` says where it stood, `echo` are the token ids that came back with it.
 
         Raises:
             HarnessError: it is malformed, or of a type that is not supported.
@@ -92,6 +95,8 @@ class Talk:
                 self._say({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": content})
             case _:
                 raise HarnessError(f"'{path}': items of type {kind!r} are not supported", param=path)
+        if self._reply:  # the last item of a reply carries its ids
+            self._echo = echo or self._echo
 
     def close(self) -> None:
         """End the assistant's message that is under way."""
@@ -107,6 +112,8 @@ class Talk:
             message["tool_calls"] = reply["tool_calls"]
         if self._handle:
             self.handles[len(self.messages)] = self._handle
+        if self._echo is not None:
+            self.echoes[len(self.messages)] = self._echo
         self.messages.append(message)
 
     def _say(self, message: dict[str, Any]) -> None:
@@ -125,7 +132,7 @@ class Talk:
         self.merged = self.merged or bool(self._reply)
         if not self._reply:
             self._reply = {"reasoning": [], "content": [], "tool_calls": []}
-            self._handle = ""
+            self._handle, self._echo = "", None
         self._handle = self._handle or handle
         self._last = kind
         return self._reply

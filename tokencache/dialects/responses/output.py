@@ -21,19 +21,24 @@ class Tell(Protocol):
 
 
 class Item:
-    """An output item under way, at `place` in the output."""
+    """An output item under way, at `place` in the output. `tokens` are the members with a reply's ids, on its last item (`gym`)."""
 
     prefix = ""
 
     def __init__(self, handle: str, place: int, tell: Tell) -> None:
         self.id = item_id(self.prefix, handle, place)
         self.status = "in_progress"
+        self.tokens: dict[str, Any] = {}
         self._place = place
         self._tell = tell
         self._pieces: list[str] = []
 
     def shown(self) -> dict[str, Any]:
         """The item as it stands."""
+        return {**self.kept(), **self.tokens}
+
+    def kept(self) -> dict[str, Any]:
+        """The same without its tokens: they are kept with the turn."""
         return {"id": self.id, **self._shape("".join(self._pieces))}
 
     def begin(self) -> None:
@@ -69,16 +74,22 @@ class Item:
 
 
 class Reasoning(Item):
-    """What the model thought. `sealed` is whether it brings an `encrypted_content`: our handle."""
+    """What the model thought.
+
+    `sealed` is whether it brings an `encrypted_content`: our handle; `summarised` whether its text is its summary, too: NeMo Gym's
+    model server has it there, and nowhere else.
+    """
 
     prefix = "rs"
 
-    def __init__(self, handle: str, place: int, tell: Tell, *, sealed: bool) -> None:
+    def __init__(self, handle: str, place: int, tell: Tell, *, sealed: bool, summarised: bool) -> None:
         super().__init__(handle, place, tell)
         self._seal = {"encrypted_content": handle} if sealed else {}
+        self._summarised = summarised
 
     def _shape(self, text: str) -> dict[str, Any]:
-        return {"type": "reasoning", "summary": [], "content": [_thought(text)] if text else [], **self._seal}
+        summary = [{"type": "summary_text", "text": text}] if text and self._summarised else []
+        return {"type": "reasoning", "summary": summary, "content": [_thought(text)] if text else [], **self._seal}
 
     def _opening(self) -> None:
         self._about("content_part.added", content_index=0, part=_thought(""))

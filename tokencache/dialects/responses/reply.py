@@ -30,8 +30,8 @@ class ResponsesSpeaker:
     """Says one reply.
 
     `members` are those of the response that are known from the request, and `names` how the harness calls its tools.
-    `thoughts` says whether reasoning is shown, `sealed` whether it brings an `encrypted_content`. `keep` makes of the
-    whole response the documents that are to be kept.
+    `thoughts` says whether reasoning is shown, `sealed` whether it brings an `encrypted_content`, `summaries` whether it is its own
+    summary. `keep` makes of the whole response the documents that are to be kept.
     """
 
     def __init__(
@@ -43,10 +43,12 @@ class ResponsesSpeaker:
         names: dict[str, ToolName],
         thoughts: bool,
         sealed: bool,
+        summaries: bool,
         keep: Callable[[dict[str, Any]], dict[str, bytes]],
     ) -> None:
         self._handle, self._model, self._members, self._names = handle, model, members, names
-        self._thoughts, self._sealed, self._keep = thoughts, sealed, keep
+        self._thoughts, self._keep = thoughts, keep
+        self._reasoning = {"sealed": sealed, "summarised": summaries}
         self._said = bytearray()
         self._number = 0  # of the next event
         self._created: int | None = None
@@ -87,7 +89,7 @@ class ResponsesSpeaker:
 
     def documents(self) -> dict[str, bytes]:
         """Give out what is to be kept: of a reply that came to its end."""
-        return self._keep(self._response()) if self._status in {"completed", "incomplete"} else {}
+        return self._keep(self._response([item.kept() for item in self._items])) if self._status in {"completed", "incomplete"} else {}
 
     def _hear(self, heard: Heard) -> None:
         if self._status != "in_progress":
@@ -110,13 +112,15 @@ class ResponsesSpeaker:
     def _choice(self, choice: Choice) -> None:
         said = choice.said
         if said.thought and self._thoughts:
-            self._into(Reasoning, sealed=self._sealed).grow(said.thought)
+            self._into(Reasoning, **self._reasoning).grow(said.thought)
         if said.content:
             self._into(Text).grow(said.content)
         for index, call in said.called():
             self._call(index, call)
         if choice.finish_reason is not None:
             self._finish = choice.finish_reason
+            if said.tokens:
+                (self._items[-1] if self._items else self._begin(Text)).tokens = said.tokens
             self._close("incomplete" if self._finish in _INCOMPLETE else "completed")
 
     def _into(self, kind: type[Item], **more: Any) -> Item:
@@ -163,7 +167,7 @@ class ResponsesSpeaker:
         self._said += self._event("error", {"code": "server_error", "message": message, "param": None})
         self._tell("failed", response=self._response())
 
-    def _response(self) -> dict[str, Any]:
+    def _response(self, output: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         cut = self._status == "incomplete"
         return {
             "id": f"resp_{self._handle}",
@@ -173,7 +177,7 @@ class ResponsesSpeaker:
             "error": self._error,
             "incomplete_details": {"reason": _INCOMPLETE[self._finish or ""]} if cut else None,
             "model": self._model,
-            "output": [item.shown() for item in self._items],
+            "output": [item.shown() for item in self._items] if output is None else output,
             "usage": _usage_of(self._usage) if self._usage is not None else None,
             **self._members,
         }

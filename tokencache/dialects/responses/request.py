@@ -13,6 +13,7 @@ import msgspec
 
 from tokencache.dialects import lenient
 from tokencache.dialects.body import entries_of, fields_of, member
+from tokencache.dialects.gym import Echo, take_all
 from tokencache.dialects.responses.items import Item
 from tokencache.dialects.responses.tools import Choice
 from tokencache.errors import HarnessError
@@ -113,23 +114,25 @@ def members_shown(fields: dict[str, Raw]) -> dict[str, Any]:
     return {name: member(fields, name, kinds, default) for name, (kinds, default) in _SHOWN.items()}
 
 
-def items_of(fields: dict[str, Raw], *, needed: bool) -> list[Item]:
+def items_of(fields: dict[str, Raw], *, needed: bool) -> tuple[list[Item], dict[int, Echo]]:
     """Read `input`; a text is a message of the user's. Without any the list is empty, unless one is `needed`.
+
+    Token ids that came back with an item are taken out of it: they are the second of what is returned, by its place.
 
     Raises:
         HarnessError: it is neither a text nor a list.
     """
     raw = fields.get("input", Raw(b"null"))
     if bytes(raw) == b"null" and not needed:
-        return []
+        return [], {}
     if bytes(raw)[:1] == b'"':
         message = {"type": "message", "role": "user", "content": member(fields, "input", (str,), "")}
-        return [(lenient.write(message), message)]
+        return [(lenient.write(message), message)], {}
     try:
-        raws = entries_of(raw)
+        raws, echoes = take_all(entries_of(raw), 0)
     except (ValueError, RecursionError):
         raise HarnessError("'input' must be a string or a list of items", param="input") from None
-    return [(entry, _decoded(entry, f"input[{i}]")) for i, entry in enumerate(raws)]
+    return [(entry, _decoded(entry, f"input[{i}]")) for i, entry in enumerate(raws)], echoes
 
 
 def chat_request(

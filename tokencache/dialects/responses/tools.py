@@ -87,13 +87,13 @@ def choose(offer: Offer, wanted: Any) -> Choice:
         allowed = wanted.get("tools")
         if not isinstance(allowed, list):
             raise HarnessError("'tool_choice.tools' must be a list", param="tool_choice")
-        of_ours = [entry for entry in allowed if not isinstance(entry, dict) or entry.get("type") not in offer.hosted]
+        of_ours = [entry for entry in allowed if not isinstance(entry, dict) or str(entry.get("type")) not in offer.hosted]
         flat = {_chosen(offer, entry) for entry in of_ours}
         shown = [tool for tool in shown if tool["function"]["name"] in flat]
         mode = wanted.get("mode", "auto")
     if isinstance(mode, dict):
         return Choice(shown, {"type": "function", "function": {"name": _chosen(offer, mode)}})
-    if mode not in {"auto", "none", "required"}:
+    if not isinstance(mode, str) or mode not in {"auto", "none", "required"}:
         raise HarnessError("'tool_choice' must be 'auto', 'none', 'required' or an object", param="tool_choice")
     if not shown:
         if mode == "required":
@@ -104,11 +104,11 @@ def choose(offer: Offer, wanted: Any) -> Choice:
 
 def _chosen(offer: Offer, entry: Any) -> str:
     """The flat name of a tool that is referred to."""
-    if not isinstance(entry, dict) or entry.get("type") not in {"function", "custom"}:
-        kind = entry.get("type") if isinstance(entry, dict) else entry
+    kind = entry.get("type") if isinstance(entry, dict) else entry
+    if not isinstance(entry, dict) or not isinstance(kind, str) or kind not in {"function", "custom"}:
         raise HarnessError(f"'tool_choice': tools of type {kind!r} cannot be chosen here", param="tool_choice")
     name = entry.get("name")
-    found = [flat for flat, tool in offer.names.items() if name in {flat, tool.name}]
+    found = [flat for flat, tool in offer.names.items() if isinstance(name, str) and name in {flat, tool.name}]
     exact = [flat for flat in found if flat == name] or found
     if len(exact) != 1:
         raise HarnessError(f"'tool_choice': {name!r} is not in 'tools', or is there more than once", param="tool_choice")

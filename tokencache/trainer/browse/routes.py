@@ -19,7 +19,7 @@ from aiohttp import web
 
 from tokencache.core.lineage import lines
 from tokencache.core.turn import Turn
-from tokencache.engines.engine import Engine
+from tokencache.engines.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.store.contract import SessionInfo
@@ -42,7 +42,7 @@ _AROUND = 4
 """Tokens either side of a window that are read with it: a character may reach across its edge."""
 
 
-def browse_routes(app: web.Application, ledger: Ledger, engine: Engine, *, admin_key: str | None) -> None:
+def browse_routes(app: web.Application, ledger: Ledger, engine: Pool, *, admin_key: str | None) -> None:
     """Add the routes to an application."""
     guard, browse = Guard(admin_key), _Browse(ledger, engine)
     app.router.add_get(BASE + "/summaries", guard(browse.summaries))
@@ -54,7 +54,7 @@ def browse_routes(app: web.Application, ledger: Ledger, engine: Engine, *, admin
 
 
 class _Browse:
-    def __init__(self, ledger: Ledger, engine: Engine) -> None:
+    def __init__(self, ledger: Ledger, engine: Pool) -> None:
         self._store = ledger.store
         self._ledger = ledger
         self._reader = Reader(ledger)

@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 
 from tokencache.core import ids
-from tokencache.engines.engine import Engine, Model
+from tokencache.engines.engine import Model
+from tokencache.engines.pool import Pool
 from tokencache.errors import EngineError
 from tokencache.render.renderer import RenderError
 
@@ -40,7 +41,7 @@ class Unread(Exception):  # noqa: N818 - no error: the ids are shown without a t
 class TokenTexts:
     """Reads single tokens through an engine, one request at a time."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Pool) -> None:
         self._engine = engine
         self._lock = asyncio.Lock()
         self._known: dict[tuple[str, Piece], str] = {}

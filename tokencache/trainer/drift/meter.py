@@ -23,7 +23,8 @@ from tokencache.core.lineage import lines
 from tokencache.core.turn import Turn, rebuild
 from tokencache.dialects.chat.messages import read_message, with_stand_ins
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.engines.engine import Engine, Model
+from tokencache.engines.engine import Model
+from tokencache.engines.pool import Pool
 from tokencache.errors import EngineError, HarnessError
 from tokencache.render.renderer import RenderError, TemplateRefusedError
 from tokencache.trainer.press import Press
@@ -59,7 +60,7 @@ def wanted(turns: Sequence[Turn], mode: Mode) -> list[Turn]:
 class Meter:
     """Measures; `limit` is in seconds, for all of a session's turns together."""
 
-    def __init__(self, engine: Engine, press: Press, *, limit: float) -> None:
+    def __init__(self, engine: Pool, press: Press, *, limit: float) -> None:
         self._engine = engine
         self._press = press
         self._limit = limit

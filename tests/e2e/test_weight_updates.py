@@ -1,0 +1,128 @@
+"""A real vLLM that is paused under running calls, as for new weights, and restarted between two turns.
+
+`/pause` and `/resume` are routes of vLLM's development mode, which trainers run it in.
+"""
+
+import asyncio
+import contextlib
+
+import pytest
+from conftest import MAX_MODEL_LEN, proxying
+from rig.model import make_model
+from rig.server import VllmServer
+
+from tokencache.core import invariants
+from tokencache.store.memory import MemoryStore
+from tokencache.testing.tokenizer import build_tokenizer
+
+LONG = "<think>\nI count.\n</think>\n\n" + ", ".join(str(n) for n in range(1000, 1400)) + "."
+EPISODES = {"count": ["<think>\nSmall first.\n</think>\n\nOne, two.", LONG, "<think>\nok\n</think>\n\nThree."]}
+MODES = ("abort", "wait", "keep")
+SECONDS = 150
+
+
+@pytest.fixture
+def server(servers, tmp_path_factory):
+    """A server in development mode."""
+
+    def start():
+        tokenizer = tmp_path_factory.mktemp("tokenizer")
+        build_tokenizer().save(tokenizer)
+        model = make_model(tokenizer, tmp_path_factory.mktemp("model"))
+        made = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=tmp_path_factory.mktemp("vllm"))
+        environment = made.environment
+        made.environment = lambda: environment() | {"VLLM_SERVER_DEV_MODE": "1"}
+        return made
+
+    return servers.keep("development mode", start)
+
+
+@contextlib.asynccontextmanager
+async def rollout(server, **settings):
+    """A proxy before the server, and a session with one turn behind it that asks for the long one next."""
+    async with proxying(server.url, MemoryStore(), hold=SECONDS, **settings) as proxied:
+        proxied.store = proxied.proxy.store
+        harness = proxied.harness("s").say("EPISODE:count")
+        await harness.turn()
+        yield proxied, harness
+
+
+async def sampled(proxied):
+    """How many tokens the engine has sampled since it was started."""
+    async with proxied.http.get(f"{proxied.vllm}/metrics") as answer:
+        (line,) = [line for line in (await answer.text()).splitlines() if line.startswith("vllm:generation_tokens_total{")]
+    return float(line.rpartition(" ")[2])
+
+
+async def told(proxied, path):
+    async with proxied.http.post(proxied.vllm + path) as answer:
+        assert answer.status == 200, await answer.text()
+
+
+async def paused(proxied, mode, asked):
+    """Make a call, pause the engine in the middle of it, and let it go on; what the call came to."""
+    before = await sampled(proxied)
+    call = asyncio.create_task(asked)
+    while await sampled(proxied) < before + 20:
+        assert not call.done()
+        await asyncio.sleep(0.01)
+    await told(proxied, f"/pause?mode={mode}")
+    await told(proxied, "/resume")
+    return await call
+
+
+async def recorded(proxied):
+    async with proxied.http.get(f"{proxied.url}/tokencache/v1/sessions/s/trajectories") as answer:
+        exported = await answer.json()
+    turns = await proxied.store.turns("s")
+    tokens = await proxied.store.tokens("s", [turn.id for turn in turns])
+    assert not invariants.audit(turns, tokens, session="s")
+    return exported, turns
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("whole", [False, True], ids=["as it comes", "whole replies"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_call_that_is_under_way_when_the_weights_change(server, figures, mode, stream, whole):
+    async with rollout(server, whole_replies=whole) as (proxied, harness):
+        async with asyncio.timeout(SECONDS):
+            reply = await paused(proxied, mode, harness.turn(stream=stream))
+        exported, turns = await recorded(proxied)
+        cut = [turn for turn in turns if "engine-aborted" in turn.marks]
+        shown = mode == "abort" and stream and not whole
+        assert reply.finish_reason == ("abort" if shown else "stop")
+        assert len(cut) == (1 if mode == "abort" else 0)
+        assert all(turn.finish_reason == "abort" and turn.completion_tokens for turn in cut)
+        assert [turn.parent for turn in turns] == [None] + [turns[0].id] * (len(turns) - 1)
+        assert exported["complete"]
+        last = await harness.turn()
+        assert last.extends(reply)
+        figures.append(f"/pause?mode={mode}, stream={stream}, whole_replies={whole}: {[t.completion_tokens for t in turns]} tokens")
+
+
+async def test_a_call_that_comes_while_the_engine_is_paused(server, figures):
+    async with rollout(server) as (proxied, harness):
+        await told(proxied, "/pause?mode=abort")
+        call = asyncio.create_task(harness.turn())
+        done, _ = await asyncio.wait({call}, timeout=2)  # either it queues in the engine, or the proxy holds it
+        assert not done
+        await told(proxied, "/resume")
+        assert (await call).finish_reason == "stop"
+        exported, turns = await recorded(proxied)
+        assert [turn.match for turn in turns] == ["root", "continue"]
+        figures.append(f"asked while paused: {[incident['kind'] for incident in exported['incidents']] or 'the engine let it wait'}")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_an_engine_that_is_restarted_between_two_turns(server, stream):
+    async with rollout(server) as (proxied, harness):
+        (before,) = harness.replies
+        await asyncio.to_thread(server.stop)
+        call = asyncio.create_task(harness.turn(stream=stream))
+        await asyncio.to_thread(server.__enter__)
+        reply = await call
+        exported, turns = await recorded(proxied)
+        assert [turn.match for turn in turns] == ["root", "continue"]
+        assert exported["complete"]
+        assert reply.extends(before)
+        assert "held" in [incident["kind"] for incident in exported["incidents"]]

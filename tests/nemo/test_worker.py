@@ -1,0 +1,32 @@
+"""The documented edge cases of NeMo RL's splice, as vectors for the server that stands for its worker."""
+
+import pytest
+
+from tests.nemo.worker import splice
+
+EOS = 2
+
+
+@pytest.mark.parametrize(
+    ("prefix", "template_prefix", "template", "spliced"),
+    [
+        # an empty prefix changes nothing
+        ([], [1, EOS], [1, EOS, 3], [1, EOS, 3]),
+        # the model's own tokens up to the end of its turn, the template's behind it
+        ([11, 40, 220, 17, EOS], [11, 40, 1001, EOS], [11, 40, 1001, EOS, 21, 22, 40], [11, 40, 220, 17, EOS, 21, 22, 40]),
+        # a truncated turn: the template's end of turn closes it
+        ([11, 40, 220], [11, 40, 220, EOS], [11, 40, 220, EOS, 21], [11, 40, 220, EOS, 21]),
+        # several ends of turn: the one behind the last assistant's message counts
+        ([5, EOS, 6, EOS, 7, EOS], [5, EOS, 6, EOS, 9, EOS], [5, EOS, 6, EOS, 9, EOS, 8, EOS], [5, EOS, 6, EOS, 7, EOS, 8, EOS]),
+        # reasoning that the template strips once a user speaks shifts places, not counts
+        ([5, EOS, 90, 91, 7, EOS], [5, EOS, 90, 91, 7, EOS], [5, EOS, 7, EOS, 8, EOS, 4], [5, EOS, 90, 91, 7, EOS, 8, EOS, 4]),
+    ],
+)
+def test_vectors(prefix, template_prefix, template, spliced):
+    assert splice(prefix, template_prefix, template, EOS) == spliced
+
+
+@pytest.mark.parametrize(("template_prefix", "template"), [([1, 3], [1, 3, 4]), ([1, EOS, EOS], [1, EOS, 4])])
+def test_without_its_end_of_turn_there_is_no_place(template_prefix, template):
+    with pytest.raises(AssertionError, match="EOS token"):
+        splice([9], template_prefix, template, EOS)

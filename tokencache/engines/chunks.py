@@ -1,0 +1,87 @@
+"""A whole reply as the chunks in which vLLM would have streamed it, for engines that do not stream.
+
+A choice's chunks: its role (and the prompt's ids), its reasoning, its text, its calls (each named first,
+its arguments behind), and its end, which here has all its ids and log probabilities: they need not line up with the text in vLLM's own
+streams either. Then the usage, if it was asked for. Written as vLLM 0.32 writes them, nulls and all.
+"""
+
+from typing import Any
+
+import msgspec
+
+from tokencache.dialects.body import member
+
+Raw = msgspec.Raw
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
+_CALLS = msgspec.json.Decoder(list[dict[str, Any]])
+_NULL = Raw(b"null")
+_NOTHING = frozenset({b"null", b'""'})
+_ENCODER = msgspec.json.Encoder()
+_HEAD = ("id", "object", "created", "model")
+_OF_CHOICE = ("token_ids", "weight_versions")
+
+
+def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
+    """Say a whole chat completion as chunks, each its JSON; `asked` are the request's members.
+
+    An error in the place of a completion is one chunk, as it would be in a stream.
+
+    Raises:
+        ValueError: it is no chat completion.
+    """
+    try:
+        fields = _FIELDS.decode(body)
+        if "choices" not in fields and "error" in fields:
+            return [body]
+        choices = _CHOICES.decode(fields["choices"])
+        head: dict[str, Any] = {name: fields[name] for name in _HEAD if name in fields}
+        head["object"] = "chat.completion.chunk"
+        begun = [_begin(choice, fields) for choice in choices]
+        said = [chunk for choice in choices for chunk in _choice(choice)]
+        usage = _FIELDS.decode(fields["usage"]) if bytes(fields.get("usage", _NULL)) != b"null" else {}
+    except (msgspec.DecodeError, KeyError, RecursionError) as why:
+        raise ValueError(f"no chat completion: {why}") from why
+    usage = {name: count for name, count in usage.items() if bytes(count) != b"null"}  # nulls are spelled out in whole replies only
+    chunks = [{**head, **more} for more in [*begun, *said]]
+    counted = member(asked, "stream_options", (dict,), {}).get("include_usage")
+    fingerprint = {"system_fingerprint": fields["system_fingerprint"]} if "system_fingerprint" in fields else {}
+    if counted:
+        chunks.append({**head, "choices": [], "usage": usage})
+    if chunks:
+        chunks[-1] |= fingerprint
+    return [_ENCODER.encode(chunk) for chunk in chunks]
+
+
+def _begin(choice: dict[str, Raw], fields: dict[str, Raw]) -> dict[str, Any]:
+    role = _FIELDS.decode(choice["message"]).get("role", Raw(b'"assistant"'))
+    begun = {"index": choice.get("index", 0), "delta": {"role": role, "content": ""}, "logprobs": None, "finish_reason": None}
+    return {"choices": [begun], "prompt_token_ids": fields.get("prompt_token_ids", _NULL)}
+
+
+def _choice(choice: dict[str, Raw]) -> list[dict[str, Any]]:
+    index = choice.get("index", 0)
+    deltas = _deltas(_FIELDS.decode(choice["message"]))
+    pieces: list[dict[str, Any]] = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+    end: dict[str, Any] = {
+        "index": index,
+        "delta": {},
+        "logprobs": choice.get("logprobs", _NULL),
+        "finish_reason": choice.get("finish_reason", _NULL),
+        "stop_reason": choice.get("stop_reason", _NULL),
+        **{name: choice[name] for name in _OF_CHOICE if name in choice},
+    }
+    return [{"choices": [piece]} for piece in [*pieces, end]]
+
+
+def _deltas(message: dict[str, Raw]) -> list[dict[str, Any]]:
+    words = [name for name in ("reasoning", "reasoning_content", "content") if bytes(message.get(name, _NULL)) not in _NOTHING]
+    deltas: list[dict[str, Any]] = [{name: message[name]} for name in words]
+    calls = message.get("tool_calls", _NULL)
+    for index, call in enumerate(_CALLS.decode(calls) if bytes(calls) != b"null" else ()):
+        function = call.get("function") or {}
+        named = {"id": call.get("id"), "type": call.get("type", "function"), "index": index}
+        deltas.append({"tool_calls": [{**named, "function": {"name": function.get("name"), "arguments": ""}}]})
+        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": function.get("arguments") or ""}}]})
+    return deltas

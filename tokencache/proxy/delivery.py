@@ -1,0 +1,192 @@
+"""Delivery: what the harness hears of a reply, and when.
+
+Of a stream everything is passed on at once up to the event with which the last choice is finished; that one, and what follows it, is
+*held* until the turn stands in the store. Before anything was sampled nothing of it is said either: up to there the call can
+still be made again. A whole reply of an engine that does not stream is *recited* to a harness that wants a stream, in the
+chunks in which it would have come, all at once.
+
+While nothing comes, something is said that says nothing: harnesses and the proxies before them hang up on silence.
+"""
+
+import asyncio
+import contextlib
+import logging
+
+import aiohttp
+from aiohttp import web
+
+from tokencache.dialects import gym
+from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.dialect import EVENTS
+from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
+from tokencache.engines.chunks import as_chunks
+from tokencache.engines.driver import Driver
+from tokencache.engines.reply import Reply
+from tokencache.proxy.exchange import Exchange
+from tokencache.proxy.hold import Hold
+from tokencache.proxy.record import ABORTED, BROKE
+from tokencache.proxy.relay import open_response
+
+log = logging.getLogger(__name__)
+
+LEFT = "the harness closed the connection"
+_BAD_GATEWAY = 502
+
+
+class Delivery:
+    """One reply on its way to its harness.
+
+    Attributes:
+        ended: the engine said that it has said everything.
+        dropped: the engine aborted the reply before the harness was shown anything of it: it never will be.
+    """
+
+    def __init__(self, request: web.Request, call: ChatCall, exchange: Exchange, reply: Reply, hold: Hold) -> None:
+        self._request, self._call, self._exchange, self._reply, self._hold = request, call, exchange, reply, hold
+        self._speaker = exchange.speaker
+        self._as_is = exchange.refuse is None
+        self.ended = False
+        self.dropped = False
+        self._over = False  # the reply is: what follows waits for the store
+        self._silent = True
+        self._shown = False  # the harness was shown something of the reply
+        self._unsaid: list[tuple[bytes, bytes, int]] = []
+
+    @property
+    def left(self) -> bool:
+        """Whether the harness has gone."""
+        return self._request.transport is None or self._request.transport.is_closing()
+
+    def break_off(self) -> None:
+        """Break off as the engine did: a direct client would have seen its connection end in mid-answer."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    def recites(self, driver: Driver) -> bool:
+        """Whether a whole reply is to be said as a stream: the harness asked for one, and the engine gives none."""
+        return self._call.stream and not driver.streams and self._call.dialect != "completions"
+
+    def take(self, body: bytes, driver: Driver) -> bytes:
+        """Take note of a whole reply.
+
+        Returns:
+            What of it the harness may see: without what is too long to look at, unless it asked for just that.
+        """
+        body = driver.read(self._reply.without_experts(body))
+        brief = self._reply.take(body)
+        self._look_whether_dropped()
+        return body if self._call.shows_ids else brief
+
+    def whole(self, body: bytes) -> bytes:
+        """Say a whole reply."""
+        return self._speaker.body(self._with_tokens(body))
+
+    def recited(self, body: bytes) -> bytes:
+        """Say a whole reply as a stream; what is none as an error in one."""
+        try:
+            chunks = as_chunks(body, self._call.fields)
+        except ValueError as why:
+            return self._speaker.failed(_BAD_GATEWAY, str(why))
+        told = [self._with_tokens(chunk) for chunk in chunks]
+        return b"".join([*[self._speaker.chunk(event_of(chunk), chunk, self._counted) for chunk in told], self._speaker.end()])
+
+    async def follow(self, answer: aiohttp.ClientResponse) -> tuple[bytes, tuple[str, str] | None]:
+        """Pass a stream on as it comes.
+
+        Returns:
+            What is to wait for the store; and how the stream was cut off and why, `None` if it was not.
+        """
+        response = self._hold.opened or await self._opened(answer)
+        waking = asyncio.create_task(self._break_silence(response))
+        try:
+            return await self._pass_on(answer, response)
+        finally:
+            waking.cancel()
+
+    async def finish(self, response: web.StreamResponse, held: bytes, *, cut: bool = False) -> web.StreamResponse:
+        """Say what waited, and end the stream, or break it off."""
+        with contextlib.suppress(ConnectionError):  # the harness may leave even now; its turn is recorded
+            await response.write(held)
+            if not cut:
+                await response.write_eof()
+        if cut:
+            self.break_off()
+        return response
+
+    async def _opened(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        response = open_response(answer, drop=frozenset({"content-length"}))
+        if self._exchange.media_type != EVENTS:
+            response.headers["Content-Type"] = self._exchange.media_type
+        await response.prepare(self._request)
+        self._hold.opened = response
+        return response
+
+    async def _pass_on(self, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> tuple[bytes, tuple[str, str] | None]:
+        splitter, held = EventSplitter(), bytearray()
+        try:
+            async for chunk in answer.content.iter_any():
+                shown = bytearray()
+                for event in splitter.feed(chunk):
+                    kept = self._event(event)
+                    (held if self._over else shown).extend(kept)
+                if shown:
+                    self._silent = False
+                    await response.write(bytes(shown))
+        except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
+            # On which side? aiohttp's errors of a write and of a read look alike.
+            broke = (ABORTED, LEFT) if self.left else (BROKE, f"{type(why).__name__}: {why}")
+        except Exception as why:  # a codec of ours cannot say it: what was sampled is recorded all the same
+            log.exception("the reply cannot be said")
+            broke = ("internal-error", f"{type(why).__name__}: {why}")
+        else:
+            return self._lead() + bytes(held) + (splitter.rest if self._as_is else b""), None
+        return self._lead() + bytes(held), broke
+
+    def _event(self, event: bytes) -> bytes:
+        """Take note of one event; what the harness is to see of it."""
+        data = data_of(event)
+        if self.dropped:
+            return b""
+        if data is None:
+            return event if self._as_is else b""  # a comment of the engine's is for who speaks to it
+        if data == DONE:
+            self._over = self.ended = True
+            return self._lead() + self._speaker.end()
+        data = self._reply.without_experts(data)
+        brief = self._reply.take(data)
+        self._over = self._over or self._reply.finished or bool(self._reply.error)
+        shown = data if self._call.shows_ids else brief
+        told = self._with_tokens(shown)
+        if self._shown:
+            return self._speaker.chunk(event if told is shown else event_of(told), told, self._counted)
+        self._unsaid.append((event if told is shown else event_of(told), told, self._counted))
+        if not (self._reply.begun or self._reply.error):
+            return b""  # until something was sampled the call can still be made again
+        self._look_whether_dropped()
+        return b"" if self.dropped else self._lead()
+
+    @property
+    def _counted(self) -> int:
+        """How many tokens the prompt has, for a codec to say; counting them costs."""
+        return 0 if self._as_is else self._reply.prompt_tokens
+
+    def _lead(self) -> bytes:
+        """Say what has not been said yet."""
+        self._shown = True
+        unsaid, self._unsaid = self._unsaid, []
+        return b"".join([self._speaker.chunk(*chunk) for chunk in unsaid])
+
+    def _look_whether_dropped(self) -> None:
+        self.dropped = not self._shown and self._reply.aborted and self._hold.may_repeat
+
+    def _with_tokens(self, data: bytes) -> bytes:
+        """What the harness is to see, with the ids on its messages if it is to have them there."""
+        return gym.with_tokens(data, self._reply.prompt, self._reply.choices) if self._exchange.token_ids else data
+
+    async def _break_silence(self, response: web.StreamResponse) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(self._exchange.keep_alive)
+                if self._silent:
+                    await response.write(self._speaker.keep_alive())
+                self._silent = True
