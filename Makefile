@@ -18,7 +18,7 @@ E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspa
 PYTEST_E2E = $(BIN)/pytest -o addopts="-q --strict-markers --strict-config"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lint test e2e e2e-engine e2e-harnesses e2e-versions consumers bench clean
+.PHONY: help install demo lint lint-deploy test e2e e2e-engine e2e-harnesses e2e-versions consumers bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -39,7 +39,13 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-test: lint ## lint, then all tests but the end-to-end ones
+lint-deploy: $(STAMP) ## the Dockerfile, the compose file, the manifests
+	$(BIN)/hadolint Dockerfile
+	TOKENCACHE_ADMIN_KEY=none $(BIN)/docker-compose --profile '*' config --quiet
+	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: disable}}' docker-compose.yml deploy
+	$(BIN)/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*/*.yaml))
+
+test: lint lint-deploy ## lint, then all tests but the end-to-end ones
 	$(BIN)/pytest
 
 e2e: e2e-engine ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time

@@ -1,0 +1,44 @@
+# syntax=docker/dockerfile:1
+
+# The proxy, without what built it: one stage makes the wheel and installs it into a virtual environment, the other one is Python
+# and that environment. It runs as nobody in particular, writes no file, and may have a read-only root.
+#
+#     docker build --tag tokencache .
+#     docker run --read-only --publish 8100:8100 --env TOKENCACHE_UPSTREAM=http://engine:8000 --env TOKENCACHE_ADMIN_KEY tokencache
+#
+# Extras of the package that the proxy needs: --build-arg EXTRAS=local,experts
+
+ARG PYTHON=3.11-slim-bookworm
+
+FROM python:${PYTHON} AS build
+ARG EXTRAS=""
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY harness_adapters harness_adapters
+COPY tokencache tokencache
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && python -m venv --without-pip /opt/tokencache \
+    && pip --python /opt/tokencache install --no-cache-dir "$(ls /wheels/*.whl)${EXTRAS:+[${EXTRAS}]}"
+
+FROM python:${PYTHON}
+LABEL org.opencontainers.image.title="tokencache" \
+    org.opencontainers.image.description="A session-aware reverse proxy in front of vLLM that keeps the exact tokens of agents" \
+    org.opencontainers.image.licenses="Apache-2.0"
+RUN python -m pip uninstall --yes --quiet setuptools wheel pip
+COPY --from=build /opt/tokencache /opt/tokencache
+COPY --chmod=755 deploy/health.py /usr/local/bin/tokencache-health
+# Bytecode is compiled when the package is installed, and written by nobody later. A container's loopback is of no use to others.
+# (The linter takes every name that begins with TOKEN for a secret.)
+# hadolint ignore=DL3064
+ENV PATH=/opt/tokencache/bin:${PATH} \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    TOKENCACHE_HOST=0.0.0.0 \
+    TOKENCACHE_PORT=8100
+USER 65532:65532
+WORKDIR /
+EXPOSE 8100
+# Alive, not ready: what replaces an unhealthy container must not do so because an engine is being restarted.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 CMD ["tokencache-health", "/healthz"]
+ENTRYPOINT ["tokencache"]
+CMD ["serve"]

@@ -1,0 +1,114 @@
+"""What the files of the deployment say: compose file, image, manifests, rules, dashboard, and the tables of the pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import promql_parser
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+MONITORING = DEPLOY / "monitoring"
+OPERATIONS = ROOT / "docs/operations.md"
+KEY = "an-admin-key"
+
+
+def compose(**environment: str) -> dict[str, Any]:
+    """The compose file as `docker compose` reads it; `environment` is the shell's."""
+    shell = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", **environment}
+    program = Path(sys.executable).with_name("docker-compose")
+    command = [program, "--profile", "*", "--env-file", os.devnull, "config", "--format", "json"]
+    done = subprocess.run(command, cwd=ROOT, env=shell, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr)
+    return json.loads(done.stdout)
+
+
+@cache
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions: word and arguments, continuation lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    whole = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(word, arguments) for word, _, arguments in (line.partition(" ") for line in whole.splitlines() if line)]
+
+
+def final_stage() -> list[tuple[str, str]]:
+    """The instructions that make the image itself."""
+    begins = max(n for n, (word, _) in enumerate(instructions()) if word == "FROM")
+    return instructions()[begins:]
+
+
+def image_environment() -> dict[str, str]:
+    """The variables that the image sets."""
+    said = [pair for word, arguments in final_stage() if word == "ENV" for pair in shlex.split(arguments)]
+    return dict(pair.split("=", 1) for pair in said)
+
+
+def image_list(word: str) -> list[str]:
+    """An instruction's JSON list, such as ENTRYPOINT's."""
+    return json.loads(next(arguments for said, arguments in final_stage() if said == word))
+
+
+@cache
+def manifests(folder: str) -> list[dict[str, Any]]:
+    """The objects that a kustomization lists as its resources."""
+    listed = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())["resources"]
+    return [thing for name in listed for thing in yaml.safe_load_all((DEPLOY / folder / name).read_text())]
+
+
+def pods(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and specification of each pod that the manifests make."""
+    for thing in manifests(folder):
+        if "template" in thing.get("spec", {}):
+            yield thing["metadata"]["name"], thing["spec"]["template"]["spec"]
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def rules() -> list[dict[str, Any]]:
+    """All rules, recording and alerting."""
+    (rule,) = [thing for thing in manifests("monitoring") if thing["kind"] == "PrometheusRule"]
+    return [one for group in rule["spec"]["groups"] for one in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    return json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+
+
+def dashboard_queries() -> list[str]:
+    """The dashboard's queries, with values for Grafana's own variables."""
+    said = [target["expr"] for panel in panels() for target in panel.get("targets", ())]
+    return [query.replace("$__rate_interval", "1m").replace("$job", ".*") for query in said]
+
+
+def selected(query: str) -> list[tuple[str, dict[str, str]]]:
+    """Parse a query; return what it selects: names of series, each with its label matchers."""
+    found = []
+
+    def look(part: promql_parser.Expr) -> None:
+        if isinstance(part, promql_parser.VectorSelector):
+            found.append((part.name, {matcher.name: matcher.value for matcher in part.matchers.matchers}))
+
+    promql_parser.walk(promql_parser.parse(query), pre_visit=look)
+    return found
+
+
+def table(page: Path, heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading of a page."""
+    section = page.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]

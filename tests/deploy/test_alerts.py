@@ -1,0 +1,43 @@
+"""Alerts ring when they should, as Prometheus itself evaluates them; and the page's one-liner makes its rule file."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy import reading
+
+CASES = Path(__file__).with_name("alerts.test.yaml")
+
+
+@pytest.fixture
+def rule_file(tmp_path):
+    """The rule file that the kustomization's one-liner makes."""
+    said = (reading.MONITORING / "kustomization.yaml").read_text()
+    line = re.search(r"^#\s+(sed .*) > tokencache-rules\.yml$", said, re.MULTILINE)[1]
+    made = subprocess.run(line, shell=True, cwd=reading.ROOT, check=True, capture_output=True, timeout=30)  # noqa: S602 - it is to be pasted
+    (tmp_path / "rules.yml").write_bytes(made.stdout)
+    return tmp_path / "rules.yml"
+
+
+def test_the_rule_file_is_the_specification(rule_file):
+    (rule,) = [thing for thing in reading.manifests("monitoring") if thing["kind"] == "PrometheusRule"]
+    assert yaml.safe_load(rule_file.read_text()) == rule["spec"]
+
+
+def test_every_alert_is_tried():
+    tried = {case["alertname"] for test in yaml.safe_load(CASES.read_text())["tests"] for case in test["alert_rule_test"]}
+    assert tried == {rule["alert"] for rule in reading.rules() if "alert" in rule}
+
+
+def test_alerts_ring(rule_file):
+    if shutil.which("promtool") is None:
+        pytest.skip("no promtool on this machine: it comes with Prometheus (Debian: prometheus)")
+    shutil.copy(CASES, rule_file.parent)
+    done = subprocess.run(
+        ["promtool", "test", "rules", CASES.name], cwd=rule_file.parent, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

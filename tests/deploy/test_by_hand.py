@@ -1,0 +1,200 @@
+"""What the containers do, without containers: the very commands, environments and health checks of compose file and image.
+
+The package is built and installed as the Dockerfile does it. The proxy then runs as it does in its container: in a directory, and
+with a home, that it cannot write to, and with a limit that lets it write no file at all, as on a read-only root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Self
+
+import aiohttp
+import pytest
+
+from tests.deploy import reading
+from tests.proxy.kit import CHAT, EPISODES, HEADER, echo, results, until, user
+from tokencache.store.redis import RedisStore
+from tokencache.testing import SimulatedEngine
+from tokencache.testing.redis_server import find_binary
+from tokencache.trainer.press import LARGE
+
+SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A fresh virtual environment with the built wheel and what it needs, and nothing else."""
+    folder = tmp_path_factory.mktemp("image")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=reading.ROOT, check=True, capture_output=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=60)
+    install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "venv", "install", "--quiet", wheel]
+    subprocess.run(install, check=True, capture_output=True, timeout=300)
+    return folder / "venv" / "bin"
+
+
+@pytest.fixture
+def free_port():
+    def find():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    return find
+
+
+class Container:
+    """A service of the compose file, as a process of this machine.
+
+    `elsewhere`: texts of its command, environment and health check that are otherwise here, such as names of hosts and paths.
+    """
+
+    def __init__(self, service, *, folder: Path, path: str, elsewhere: dict[str, str], writes: bool, image=((), ())) -> None:
+        entry, variables = image
+        self._elsewhere, self._folder, self._writes = elsewhere, folder, writes
+        given = {name: value for name, value in service.get("environment", {}).items() if value is not None}
+        said = {**dict(variables), **given}
+        self._environment = {name: self._here(value) for name, value in said.items()} | {"PATH": path, "HOME": str(folder)}
+        self._command = [self._here(word) for word in (*entry, *service["command"])]
+        self._check = service["healthcheck"]["test"]
+        self.process: asyncio.subprocess.Process | None = None
+
+    def _here(self, text: str) -> str:
+        for there, here in self._elsewhere.items():
+            text = text.replace(there, here)
+        return text
+
+    def _limit(self) -> None:
+        if not self._writes:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    async def _start(self, *command: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=self._limit,
+        )
+
+    async def __aenter__(self) -> Self:
+        self.process = await self._start(*self._command)
+        return self
+
+    async def __aexit__(self, *why: object) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.communicate()
+
+    async def well(self) -> bool:
+        """Ask as the container's health check does."""
+        assert self.process.returncode is None, (await self.process.communicate())[0].decode()
+        kind, *words = self._check
+        words = [self._here(word) for word in words]
+        asked = await self._start(*(words if kind == "CMD" else ("sh", "-c", *words)))
+        await asyncio.wait_for(asked.communicate(), SECONDS)
+        return asked.returncode == 0
+
+    async def ended(self) -> tuple[int | None, str]:
+        """Wait for its end; returns its exit code, and all that it printed."""
+        printed, _ = await asyncio.wait_for(self.process.communicate(), SECONDS)
+        return self.process.returncode, printed.decode()
+
+
+@pytest.mark.redis
+async def test_the_containers_commands(installed, free_port, tmp_path):
+    services = reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]
+    if (binary := find_binary()) is None:
+        pytest.skip("no redis-server on this machine")
+    tools, data, nowhere = str(Path(binary).parent), tmp_path / "data", tmp_path / "nowhere"
+    data.mkdir()
+    nowhere.mkdir(mode=0o555)
+    redis_port, port = str(free_port()), str(free_port())
+    redis_here = {"redis-cli": f"redis-cli -p {redis_port}"}
+    store = RedisStore(f"redis://127.0.0.1:{redis_port}/0")
+    engine = SimulatedEngine(episodes={**EPISODES, "slow": EPISODES["talk"], "long": EPISODES["talk"]}, seed=7, token_delay=0.01)
+    services["redis"]["command"] += ["--port", redis_port, "--bind", "127.0.0.1"]
+
+    def redis():
+        return Container(services["redis"], folder=data, path=f"{tools}:{os.environ['PATH']}", elsewhere=redis_here, writes=True)
+
+    async with engine.serve() as up, redis() as kept:
+        await until(kept.well, SECONDS)
+        here = {
+            "redis:6379": f"127.0.0.1:{redis_port}",
+            "http://engine:8000": up,
+            reading.image_environment()["TOKENCACHE_PORT"]: port,
+            "tokencache-health": str(reading.DEPLOY / "health.py"),
+            "/opt/tokencache/bin": str(installed),
+        }
+        image = reading.image_list("ENTRYPOINT"), reading.image_environment()
+        path = f"{installed}:/usr/local/bin:/usr/bin:/bin"
+        made = Container(services["tokencache"], folder=nowhere, path=path, elsewhere=here, writes=False, image=image)
+        async with made as proxy, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            await until(proxy.well, SECONDS)
+            await _calls(http)
+            code, printed = await _stopped_in_mid_stream(proxy, http)
+        assert code == 0, printed
+        assert "calls that are under way may finish" in printed
+        assert "Traceback" not in printed
+        assert list(nowhere.iterdir()) == []
+        kept.process.kill()
+        await kept.ended()
+
+    async with redis() as again:
+        await until(again.well, SECONDS)
+        await store.open()
+        turns = {name: len(await store.turns(name)) for name in ("demo", "slow", "long")}
+        await store.close()
+    assert turns == {"demo": 2, "slow": 1, "long": 1}  # all that was said is in Redis's log
+
+
+async def _calls(http):
+    """Two turns of one session, the second continuing the first; a long one, whose export is made in another process."""
+    first = await _say(http, "demo", [user("list")])
+    await _say(http, "demo", [user("list"), echo(first), *results(first)])
+    async with http.get("/tokencache/v1/sessions/demo/trajectories") as refused:
+        assert refused.status == 401
+    (sequence,) = (await _exported(http, "demo"))["sequences"]
+    assert [turn["match"] for turn in sequence["turns"]] == ["root", "continue"]
+    await _say(http, "long", [user("naïve café " * (LARGE // 4))])
+    (sequence,) = (await _exported(http, "long"))["sequences"]
+    assert len(sequence["token_ids"]) > LARGE
+
+
+async def _say(http, session, messages):
+    async with http.post(CHAT, json={"model": "sim", "messages": messages}, headers={HEADER: session}) as answer:
+        assert answer.status == 200, await answer.text()
+        return (await answer.json())["choices"][0]["message"]
+
+
+async def _exported(http, session):
+    headers = {"Authorization": f"Bearer {reading.KEY}"}
+    async with http.get(f"/tokencache/v1/sessions/{session}/trajectories", headers=headers) as answer:
+        assert answer.status == 200
+        return await answer.json()
+
+
+async def _stopped_in_mid_stream(proxy, http):
+    """Stop the proxy while it streams; the stream goes on to its end."""
+    body = {"model": "sim", "messages": [user("count")], "stream": True}
+    async with http.post(CHAT, json=body, headers={HEADER: "slow"}) as answer:
+        beginning = await answer.content.readuntil(b"\n\n")
+        proxy.process.send_signal(signal.SIGTERM)
+        events = [event for event in (beginning + await answer.read()).decode().split("\n\n") if event]
+    assert events[-1] == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]][-1] == "stop"
+    return await proxy.ended()
