@@ -9,6 +9,7 @@ import json
 import pytest
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, until, user
+from tokencache import metrics
 from tokencache.store.contract import StoreError
 from tokencache.store.memory import MemoryStore
 
@@ -219,3 +220,14 @@ async def test_a_session_deleted_while_a_call_is_open(store):
         exported = await rig.check()
         assert exported["complete"], exported["incidents"]
         assert [len(s["turns"]) for s in exported["sequences"]] == [1, 1]
+
+
+async def test_what_the_store_could_not_take_is_counted(store):
+    def counted():
+        return metrics.REGISTRY.get_sample_value("tokencache_incidents_total", {"kind": "store-error"}) or 0.0
+
+    before = counted()
+    async with proxied(store=store) as rig:
+        store.broken = {"commit"}
+        await rig.say("s", [user("hello")])
+        assert counted() == before + 1

@@ -22,6 +22,7 @@ from tokencache import metrics
 from tokencache.core.match import DISAGREED
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.dialect import EVENTS, refusal
+from tokencache.engines.completions import PATH, TokenPrompts
 from tokencache.engines.driver import Driver, Exact
 from tokencache.engines.engine import Engine, Model
 from tokencache.engines.reply import Reply
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _ENDED = "the engine's stream ended before the reply did"
 _REFUSED = frozenset({400, 422})
+NO_WAY = "not-for-completions"
+"""Text completions cannot be asked for what this call asks, or it cannot be found out: chat can."""
 PlanFor = Callable[[Engine, str, ChatCall, Sequence[bytes], Begun | None], Awaitable[tuple[Plan, Model | None]]]
 
 
@@ -69,8 +72,9 @@ class Call:
         self._delivery = Delivery(request, call, exchange, self._reply, hold)
         self._outcome: Outcome
         self._driver: Driver
+        self._detour: TokenPrompts | None = None  # the way on which the reply comes back
         self._ending = False  # its end is being written to the store
-        self._started = time.time()
+        self._started = self._asking = time.time()
 
     async def run(self) -> web.StreamResponse | None:
         """Serve the call to its last byte; `None` if the engine aborted it before anything was shown: to be made again."""
@@ -126,8 +130,9 @@ class Call:
             EngineError: the engine cannot be reached, or not now.
         """
         self._sent = False
+        began, self._asking = self._asking or time.time(), 0.0  # what it waited for another engine is not what planning costs
         self._outcome.plan, self._outcome.model = await self._plan(engine, self._session, self._call, self._keys, self._begun)
-        metrics.OVERHEAD.labels("before").observe(time.time() - self._started)
+        metrics.OVERHEAD.labels("before").observe(time.time() - began)
         self._sent, self._driver = True, engine.driver
         try:
             async with self._hold.awake() if self._delivery.recites(self._driver) else contextlib.nullcontext():
@@ -157,7 +162,13 @@ class Call:
 
     async def _send(self, engine: Engine) -> aiohttp.ClientResponse:
         plan = self._outcome.plan
-        answer = await self._post(engine, plan.exact)
+        detour, written = self._driver.detour, None
+        if detour is not None and plan.exact is not None:
+            written = await detour.body(engine.upstream, self._call, plan.exact, self._exchange.headers)
+            if written is None:
+                plan = self._outcome.plan = Plan(match="plain", reason=NO_WAY, near=plan.near)
+        self._detour = detour if written is not None else None
+        answer = await self._post(engine, plan.exact, written)
         if plan.exact is None or answer.status not in _REFUSED:
             return answer
         # An engine that refuses has sampled nothing. Perhaps it refuses the ids, which is our doing: ask as the harness did.
@@ -165,16 +176,41 @@ class Call:
         answer.close()
         log.warning("session %s call %s: the engine refused the spliced prompt: %s", self._session, self._id, why)
         self._outcome.plan = Plan(match="plain", reason="engine-refused-ids", near=plan.near)
+        self._detour = None
         answer = await self._post(engine, None)
         if answer.status == _OK:  # so it was the ids: another vocabulary may stand there than was probed
             engine.doubt("it refused the ids that it was sent")
         return answer
 
-    async def _post(self, engine: Engine, exact: Exact | None) -> aiohttp.ClientResponse:
+    async def _post(self, engine: Engine, exact: Exact | None, detour: bytes | None = None) -> aiohttp.ClientResponse:
+        """Send the call, or what was written for the detour of its driver."""
         exchange = self._exchange
         self._posts += 1
         headers = request_id(exchange.headers, self._id, self._posts)
+        if detour is not None:
+            return await engine.upstream.send("POST", PATH, headers=headers, body=detour)
         return await engine.upstream.send("POST", exchange.path, headers=headers, body=exchange.write(self._driver, exact))
+
+    async def _parsed(self, body: bytes) -> tuple[bytes, str]:
+        """Make a chat completion of what came by a detour; and say why it has no words, if so.
+
+        If the harness leaves meanwhile, the tokens are there to be recorded.
+        """
+        if self._detour is None:
+            return body, ""
+        work = asyncio.ensure_future(self._detour.parsed(self._hold.engine.upstream, self._call.fields, body, self._exchange.headers))
+        try:
+            async with self._hold.awake():
+                return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self._ending = True
+            self._ledger.detach(asyncio.create_task(self._gone_while_parsed(work)))
+            raise
+
+    async def _gone_while_parsed(self, work: "asyncio.Future[tuple[bytes, str]]") -> None:
+        self._delivery.take((await work)[0], self._driver)
+        self._outcome.broke, self._outcome.detail = ABORTED, LEFT
+        await self._record()
 
     async def _refused(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Pass an engine's refusal on as it is; nothing was sampled."""
@@ -190,11 +226,15 @@ class Call:
         body = await self._read(answer)
         if body is None:
             return web.Response()
+        body, unsaid = await self._parsed(body)
         delivery = self._delivery
         body = delivery.take(body, self._driver)
         if delivery.dropped:
             await self._drop()
             return None
+        if unsaid:  # the tokens were sampled, and nobody can say what they mean
+            await self._end(self._record())
+            raise EngineError(unsaid)
         recites = delivery.recites(self._driver)
         try:
             said = delivery.recited(body) if recites else delivery.whole(body)

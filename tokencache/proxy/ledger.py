@@ -62,8 +62,9 @@ class Ledger:
             _count(entry.turn.match, entry.turn.reason, entry.turn.prompt_tokens, entry.turn.completion_tokens, entry.turn.forgiven)
         for rule in outcome.call.left_out:
             metrics.FORGIVEN.labels(rule).inc()
+        _tally(recorded.incidents)
         if begun is None:
-            self._owe(outcome.session, [*recorded.incidents, _lost(outcome.call_id)])
+            self._lose(outcome, recorded)
             return
         try:
             if recorded.entries:
@@ -78,11 +79,9 @@ class Ledger:
                 await self._experts.drop(list(outcome.experts.values()))
             return
         except StoreError as why:
-            self._owe(outcome.session, [*recorded.incidents, _lost(outcome.call_id)])
+            self._lose(outcome, recorded)
             self._failed("commit", outcome.session, outcome.call_id, why)
             return
-        for incident in recorded.incidents:
-            metrics.INCIDENTS.labels(incident.kind).inc()
         parent = outcome.plan.parent
         for entry, held in zip(recorded.entries, recorded.held, strict=True):
             self.prefixes.add(begun.life, entry.turn.id, held, instead_of=parent)
@@ -93,8 +92,7 @@ class Ledger:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        for incident in incidents:
-            metrics.INCIDENTS.labels(incident.kind).inc()
+        _tally(incidents)
         if begun is None:
             self._owe(session, list(incidents))
             return
@@ -112,8 +110,7 @@ class Ledger:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        for incident in incidents:
-            metrics.INCIDENTS.labels(incident.kind).inc()
+        _tally(incidents)
         try:
             await self.store.note(session, incidents)
         except StoreError as why:
@@ -192,6 +189,12 @@ class Ledger:
         if self._strict:
             raise why
 
+    def _lose(self, outcome: Outcome, recorded: Recorded) -> None:
+        """The store could not take what a call came to: the trainer is told when it can."""
+        lost = Incident("store-error", "the store failed; the turn of this call may not be recorded", True, outcome.call_id, at=time.time())
+        _tally([lost])
+        self._owe(outcome.session, [*recorded.incidents, lost])
+
     def _owe(self, session: str, incidents: list[Incident]) -> None:
         self._owed.setdefault(session, []).extend(incidents)
         if self._payer is None or self._payer.done():
@@ -214,8 +217,9 @@ class Ledger:
                 del self._owed[session]
 
 
-def _lost(call: str) -> Incident:
-    return Incident("store-error", "the store failed; the turn of this call may not be recorded", True, call, at=time.time())
+def _tally(incidents: Sequence[Incident]) -> None:
+    for incident in incidents:
+        metrics.INCIDENTS.labels(incident.kind).inc()
 
 
 def _count(match: str, reason: str, prompt: int, completion: int, forgiven: Sequence[str]) -> None:
