@@ -6,6 +6,8 @@ import json
 import aiohttp
 from aiohttp import web
 
+from tests.engines.listening import listening
+
 
 class Between:
     """Passes requests on to `upstream`; `change` makes another body of a route's, or refuses it with a status (an `int`)."""
@@ -19,15 +21,8 @@ class Between:
         """Serve on a free port; yields the base URL."""
         app = web.Application(client_max_size=2**28)
         app.router.add_route("*", "/{path:.*}", self._pass)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        async with aiohttp.ClientSession() as self._http:
-            try:
-                site = web.TCPSite(runner, "127.0.0.1", 0)
-                await site.start()
-                yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-            finally:
-                await runner.cleanup()
+        async with aiohttp.ClientSession() as self._http, listening(app) as url:
+            yield url
 
     async def _pass(self, request):
         raw = await request.read()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import web
 
+from tests.engines.listening import listening
 from tests.nemo.worker import TOKEN_FIELDS
 
 _MEMBERS = """
@@ -38,15 +39,8 @@ class GymServer:
         """Serve on a free port; yields the base URL."""
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/v1/chat/completions", self._chat)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        async with aiohttp.ClientSession() as self._http:
-            try:
-                site = web.TCPSite(runner, "127.0.0.1", 0)
-                await site.start()
-                yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-            finally:
-                await runner.cleanup()
+        async with aiohttp.ClientSession() as self._http, listening(app) as url:
+            yield url
 
     async def _chat(self, request):
         body = json.loads(await request.read())

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import web
 
+from tests.engines.listening import listening
+
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
@@ -56,15 +58,8 @@ class Worker:
         app = web.Application(client_max_size=2**28, middlewares=[_assertions])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        async with aiohttp.ClientSession() as self._http:
-            try:
-                site = web.TCPSite(runner, "127.0.0.1", 0)
-                await site.start()
-                yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-            finally:
-                await runner.cleanup()
+        async with aiohttp.ClientSession() as self._http, listening(app) as url:
+            yield url
 
     async def _chat(self, request):
         body = json.loads(await request.read())

@@ -15,8 +15,8 @@ Read = Callable[[bytes], Awaitable[str]]
 
 HELD_BACK = 4
 """So many tokens a parser may have held back when the last text was delivered."""
-FIRST_TOGETHER = 8
-"""So many tokens may have come in the event in which the text began: with more, where it begins is not looked for."""
+_AROUND = 3
+"""So many tokens around the place that lengths point to are looked at: a piece of a character may read as more than the whole."""
 
 
 async def kept(heard: Heard, completion: bytes, stop_ids: AbstractSet[int], read: Read) -> int | None:
@@ -34,16 +34,27 @@ async def kept(heard: Heard, completion: bytes, stop_ids: AbstractSet[int], read
             known[n] = await read(ids.head(completion, n)) if n else ""
         return known[n]
 
-    if heard.begun - heard.first > FIRST_TOGETHER:
-        return None
-    found = set()
-    for first in range(heard.first, heard.begun):
-        for n in range(heard.after, max(first, heard.after - HELD_BACK - 1), -1):
-            if await text(n) == await text(first) + heard.text:
-                found.add(n)
-                break
+    async def begins(said: str) -> bool:
+        """Whether a token begins where the text does, if this is all that was said up to its end.
+
+        So many tokens may have come in the event in which it began that not each of them can be tried: where the text
+        before it has the right length is found by halving.
+        """
+        before = len(said) - len(heard.text)
+        low, high = heard.first, heard.begun
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if len(await text(middle)) < before else (low, middle)
+        near = range(max(heard.first, low - _AROUND), min(heard.begun, low + _AROUND + 1))
+        return any([await text(first) == said[:before] for first in near])
+
+    found: dict[str, int] = {}
+    for n in range(heard.after, max(heard.first, heard.after - HELD_BACK - 1), -1):
+        said = await text(n)
+        if said not in found and said.endswith(heard.text) and await begins(said):
+            found[said] = n
     if len(found) != 1:
         return None
-    (n,) = found
+    (n,) = found.values()
     rest = ids.unpack(ids.tail(completion, n))
     return n + 1 if len(rest) == 1 and rest[0] in stop_ids else n

@@ -1,0 +1,17 @@
+"""A server for a test: on a free port, as long as the context is open."""
+
+import contextlib
+
+from aiohttp import web
+
+
+@contextlib.asynccontextmanager
+async def listening(app):
+    """Serve an application on loopback; yields the base URL."""
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
