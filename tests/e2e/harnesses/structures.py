@@ -25,10 +25,8 @@ class Structure:
     """The run's episode → its steps."""
     sequences: list
     note: str
-    heard: str = ""
-    """Words of an answer that is interrupted. A harness may end before it has written down what it heard of it."""
     unheard: list = field(default_factory=list)
-    """The sequences if that is so: the next prompt holds nothing of that answer."""
+    """The sequences if a harness ends before it has written down what it heard: the next prompt holds nothing of that answer."""
     heard_whole: list = field(default_factory=list)
     """The sequences if it had heard every token that was recorded: the next prompt extends them."""
     asked: dict = field(default_factory=dict)
@@ -137,7 +135,6 @@ STRUCTURES = {
         interrupted,
         [("root", "", 1), ("resplice", "interrupted", 1)],
         "Ctrl-C in mid-answer, then `--continue`: the answer as far as it was heard is known, token for token; a sequence begins behind it",
-        heard="Word for word",
         unheard=[("root", "", 1), ("plain", "unrecognised-reply", 1)],
         heard_whole=[("root", "", 2)],
     ),

@@ -4,6 +4,7 @@
 installed run. `$TOKENCACHE_E2E_WRITE_TABLE`: write docs/harnesses.md when all is done.
 """
 
+import json
 import os
 from collections import Counter
 
@@ -77,6 +78,36 @@ def as_delivered(through, calls):
     return list(told.items())
 
 
+def came_back(body):
+    """The words of the assistant's messages in a request of the Messages dialect; some are the harness's own."""
+    told = [message["content"] for message in json.loads(body)["messages"] if message["role"] == "assistant"]
+    blocks = [block for content in told for block in ([{"text": content}] if isinstance(content, str) else content)]
+    return [words for block in blocks if (words := (block.get("text") or block.get("thinking") or "").strip())]
+
+
+def interrupted(structure, through, calls, tokenizer):
+    """What must have come of an interrupted run, by what the harness sent back: the calls as delivered, and the sequences.
+
+    How much of the answer it had heard, and written down, is a race of its own.
+    """
+    turns = [turn for sequence in through.exported["sequences"] for turn in sequence["turns"]]
+    left = any("aborted" in turn["marks"] for turn in turns)  # not if the answer was over before the harness was
+    assert {incident["kind"] for incident in through.exported["incidents"]} == ({"client-gone"} if left else set())
+    calls = lineages.read(as_delivered(through, calls), tokenizer.decode)
+    first, second = calls
+    said = tokenizer.decode(first.sampled)
+    words = [words for words in came_back(through.run.calls[-1]["request_body"]) if words in said]
+    if second.parent is not None:  # it left right behind an event, and has heard all that was recorded
+        return calls, structure.heard_whole
+    if not words:
+        return calls, structure.unheard
+    if ("plain", "interrupt-inside-token", 1) in through.sequences:  # what it heard ends where no token does: a miss, which says so
+        return calls, [("root", "", 1), ("plain", "interrupt-inside-token", 1)]
+    heard = lineages.shared(first.prefix, second.prompt) - len(first.prompt)
+    assert words[-1] in tokenizer.decode(first.sampled[:heard])  # it stands in the next prompt with the tokens that were sampled
+    return calls, structure.sequences
+
+
 def assert_as_the_engine_says(through, calls, sequences, adapter):
     """The session is complete, falls into these sequences, and holds each call's ids as the engine wrote them down."""
     assert through.exported["complete"], through.exported["incidents"]
@@ -131,19 +162,7 @@ async def test_every_call_is_in_its_line(engine, tokenizer, name, tmp_path, figu
     shape = table.Shape(program.adapter.title, structure.note, *measured)
     table.ROWS[name] = shape
     figures.append(f"{name:<20} {len(calls):>2} calls: {table.sequences(through.sequences)} {remark(through.run.ended)}")
-    broken_off = any(step.interrupt for step in steps)
-    turns = [turn for sequence in through.exported["sequences"] for turn in sequence["turns"]]
-    left = any("aborted" in turn["marks"] for turn in turns)  # not if the answer was over before the harness was
-    kept = (left or not broken_off) and structure.heard in through.run.calls[-1]["request_body"]
-    sequences = structure.sequences if kept else structure.unheard
-    if broken_off:
-        calls = lineages.read(as_delivered(through, calls), tokenizer.decode)
-        if calls[-1].parent is not None:  # it left right behind an event, and has heard all that was recorded
-            sequences = structure.heard_whole
+    sequences = structure.sequences
+    if any(step.interrupt for step in steps):
+        calls, sequences = interrupted(structure, through, calls, tokenizer)
     assert_as_the_engine_says(through, calls, sequences, program.adapter)
-    if broken_off:
-        assert {incident["kind"] for incident in through.exported["incidents"]} == ({"client-gone"} if left else set())
-    if broken_off and kept:  # what was heard stands in the next prompt with the tokens that were sampled
-        first, second = calls
-        heard = lineages.shared(first.prefix, second.prompt) - len(first.prompt)
-        assert structure.heard in tokenizer.decode(first.sampled[:heard])
