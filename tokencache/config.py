@@ -28,7 +28,12 @@ class Settings(BaseSettings):
     )
     upstream_key: str | None = Field(None, description="API key for the engine, in place of whatever the harness sends")
     engine: EngineKind = Field(
-        "auto", description="what is upstream: vllm, nemo-rl (NeMo RL's worker) or nemo-gym (its model server); auto asks (docs/drivers.md)"
+        "auto",
+        description="what is upstream: vllm, nemo-rl (NeMo RL's worker), nemo-gym (its model server) or completions (token prompts, "
+        "parsed by derender); auto asks (docs/drivers.md)",
+    )
+    derender: str = Field(
+        "", description="base URL of a vllm launch render sidecar that parses replies for completions; none: the engine itself is asked"
     )
     tokenizer: Path | None = Field(
         None, description="folder of the model's tokenizer, to render small tails in this process (extra 'local')"

@@ -156,7 +156,7 @@ class Proxied:
 async def proxied(server):
     timeout = aiohttp.ClientTimeout(total=180)
     async with (
-        serving(Settings(upstream=server.url, port=0), MemoryStore()) as (url, proxy),
+        serving(Settings(upstream=server.url, port=0, engine="vllm"), MemoryStore()) as (url, proxy),
         aiohttp.ClientSession(timeout=timeout) as http,
     ):
         await proxy.engine.model()

@@ -46,7 +46,8 @@ On `/v1/chat/completions/batch`, which later versions refuse ids on, each conver
 On vLLM's CPU build, each version without the plugin and with it, through the proxy, with a scripted model that says everything in
 tokens that its tokenizer would not choose. *n of m*: so many follow-up turns start with all ids of the turn before, prompt and
 completion, by the engine's own echo (chat) or its own books (Messages, Responses). `required_prefix_token_ids` is asked of the engine
-directly, without the proxy, on chat, `/tokenize`, Messages and Responses.
+directly, without the proxy, on chat, `/tokenize`, Messages and Responses. The proxy is told `--engine vllm`: by
+itself it continues sessions on 0.24 to 0.26 without the plugin, too, by token prompts and derender ([drivers](drivers.md)).
 
 The table is written by `make e2e-versions VLLM_VERSIONS="0.24 0.25"` (those, if none are named), from a run of the tests in
 `tests/e2e_versions`; what was not run again keeps its line.

@@ -8,6 +8,7 @@ import pytest
 
 from tests.nemo.agents import AGENTS
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
+from tokencache.errors import EngineError
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault
 
@@ -101,6 +102,12 @@ async def test_a_sidecar_parses():
         assert [turn["match"] for turn in await rig.turns()] == ["root"] + ["continue"] * 3
         assert rig.engine.derendered == []
         await rig.check()
+
+
+async def test_an_engine_waits_for_its_sidecar():
+    with pytest.raises(EngineError, match="cannot be reached"):
+        async with before(SimulatedEngine(episodes=EPISODES, honours_ids=False), derender="http://127.0.0.1:9"):
+            pass
 
 
 async def test_the_harness_sees_what_chat_would_show():

@@ -8,6 +8,7 @@ driver        an exact prompt is said as                              ids and lo
 `vllm`        `kv_transfer_params.prompt_token_ids`, the whole of it  the members of the answer and its choices; may stream
 `nemo-rl`     `required_prefix_token_ids`, up to the last reply       the message of the answer
 `nemo-gym`    three members on the last reply in the history          the message of the answer
+`completions` the prompt of a text completion (`completions`)         its choices; the message is derender's
 ============  ======================================================  ==========================================================
 
 The rest of the proxy knows one shape, vLLM's: a driver that finds the ids elsewhere puts them there (`read`) before
@@ -16,10 +17,13 @@ we can render it, we know the whole prompt all the same, and the engine's echo i
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.upstream import Answer, Upstream
+
+if TYPE_CHECKING:
+    from tokencache.engines.completions import TokenPrompts
 
 CHAT = "/v1/chat/completions"
 _OK = 200
@@ -56,6 +60,7 @@ class Driver(Protocol):
         adds_tail: whether the engine itself puts the tail behind a history that is known up to its last reply.
         says_logprobs: whether it must say the log probabilities of that reply.
         pinned: sampling parameters that the engine insists on, whatever a harness asks; the trainer's own policy wins.
+        detour: the way of a call with an exact prompt, where chat does not take one; `None` where it does.
     """
 
     name: str
@@ -64,6 +69,7 @@ class Driver(Protocol):
     adds_tail: bool
     says_logprobs: bool
     pinned: Mapping[str, Any]
+    detour: "TokenPrompts | None"
 
     def write(self, call: ChatCall, exact: Exact | None) -> bytes:
         """Write the engine's request, around an exact prompt, or for the engine to render."""
@@ -107,6 +113,8 @@ class Asked:
         if path != CHAT:
             return await self._upstream.post(path, body)
         named = {name: value for name, value in body.items() if name != "model" or value}
+        if self._driver.detour is not None and "prompt_token_ids" in named:
+            return await self._driver.detour.question(self._upstream, named, named.pop("prompt_token_ids"))
         answer = await self._upstream.post(path, self._driver.question(named))
         return answer._replace(body=self._driver.read(answer.body)) if answer.status == _OK else answer
 

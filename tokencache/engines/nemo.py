@@ -19,7 +19,7 @@ Both answer with those three members on `choices[].message` (Gym with `return_to
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,6 +28,9 @@ from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.engines.driver import Exact, Head, last_reply
 from tokencache.engines.vllm import NOT_WHOLE, members_with_ids
+
+if TYPE_CHECKING:
+    from tokencache.engines.completions import TokenPrompts
 
 Raw = msgspec.Raw
 
@@ -56,6 +59,7 @@ class _Nemo:
 
     streams = False
     adds_tail = True
+    detour: "TokenPrompts | None" = None
 
     def __init__(self, sampling: Mapping[str, Any]) -> None:
         """Set up a driver; `sampling` is the trainer's policy for all sessions."""

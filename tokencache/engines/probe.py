@@ -19,15 +19,16 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engines.completions import TokenPrompts
 from tokencache.engines.driver import CHAT, Asked, Driver
 from tokencache.engines.logprobs import Kind, logprob_kind
-from tokencache.engines.reply import Reply
+from tokencache.engines.reply import Reply, read_ids
 from tokencache.engines.upstream import Upstream
 from tokencache.engines.vllm import Vllm
 from tokencache.errors import NOT_NOW, EngineError
-from tokencache.render.agreement import echo_of_chat
+from tokencache.render.agreement import EPISODE, TOOL, echo_of_chat
 from tokencache.render.boundary import ASK, BoundaryUnknownError, candidates
-from tokencache.render.renderer import EngineRenderer, Renderer, RenderError, TemplateRefusedError
+from tokencache.render.renderer import REFUSALS, EngineRenderer, Renderer, RenderError, TemplateRefusedError
 
 Raw = msgspec.Raw
 Level = Literal["exact", "record", "relay"]
@@ -122,6 +123,10 @@ async def probe(upstream: Upstream, renderer: EngineRenderer, model: str = "", k
         ends = await candidates(renderer, model, PLAIN_ARGS)
     except (BoundaryUnknownError, RenderError) as why:
         return msgspec.structs.replace(found, level="record", why=f"the template hides where a reply ends: {why}")
+    if driver.detour is not None:
+        doubt = await _misparses(asked, upstream, driver.detour, renderer, found.model)
+        if doubt:
+            return msgspec.structs.replace(found, level="record", why=f"derender cannot be trusted: {doubt}")
     possible = tuple([token for token in ends.possible[:_MAX_CANDIDATES] if not await _is_blank(upstream, model, token)])
     stops = tuple([token for token in possible if await _stops_at(asked, model, token)])
     return msgspec.structs.replace(found, level="exact", stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops)
@@ -206,6 +211,45 @@ async def _with_logprobs(found: Capability, asked: Asked, prompt: bytes) -> Capa
         return found
     kind, seen = await logprob_kind(asked, found.model, _ASKED, (known[0], known[-1]))
     return msgspec.structs.replace(found, logprobs=kind, logprobs_seen=seen)
+
+
+async def _misparses(asked: Asked, upstream: Upstream, detour: TokenPrompts, renderer: Renderer, model: str) -> str:
+    """Say how derender's words differ from chat's own, for a reply of the model; and from a call as the template writes it; `""` if not."""
+    request: dict[str, Any] = {"model": model, "messages": _ASKED, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+    answer = await asked.post(CHAT, request)
+    told = Reply()
+    told.take(answer.body)
+    prompt = read_ids(told.prompt)
+    if answer.status in NOT_NOW or prompt is None or 0 not in told.choices:
+        raise EngineError(f"the engine answered {answer.status}", status=answer.status)
+    ended = told.choices[0].finish_reason == "stop"
+    try:
+        sampled = told.choices[0].ids
+        said = await detour.says(upstream, request, ids.unpack(prompt), sampled[:-1] if ended else sampled)
+        theirs, ours = (reply.choices[0].message(with_reasoning=True) for reply in (told, said))
+        if [_bare(theirs.content), _bare(theirs.reasoning)] != [_bare(ours.content), _bare(ours.reasoning)]:
+            return "it splits a reply otherwise than chat does: with other parsers, perhaps"
+        request |= {"tools": TOOL, "max_tokens": 1}
+        if (await asked.post(CHAT, request)).status in REFUSALS:
+            return ""  # an engine without a parser of tool calls takes no tools
+        args = msgspec.structs.replace(PLAIN_ARGS, tools=TOOL)
+        before = await renderer.render(model, EPISODE[:1], args, generation=True)
+        behind = await renderer.render(model, EPISODE[:2], args, generation=False)
+        start = ids.common_head(before, behind)
+        said = await detour.says(upstream, request, ids.unpack(ids.head(before, start)), ids.unpack(ids.tail(behind, start)))
+    except RenderError as why:
+        return f"no tool call is there to be shown to it: {why}"
+    except EngineError as why:
+        if why.passing:
+            raise
+        return str(why)
+    calls = [(call.name, msgspec.json.decode(call.arguments)) for call in said.choices[0].message(with_reasoning=True).calls]
+    return "" if calls == [("f", {"a": "b"})] else "it does not find the tool call that the template writes"
+
+
+def _bare(text: str | None) -> str:
+    """A text without an unfinished character at its end."""
+    return (text or "").rstrip("\ufffd")
 
 
 async def _takes_later_system(renderer: Renderer, model: str) -> bool:

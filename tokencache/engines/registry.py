@@ -1,21 +1,37 @@
 """The drivers there are, in the order in which `auto` tries them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from tokencache.engines.completions import Completions
 from tokencache.engines.driver import Driver
 from tokencache.engines.nemo import NemoGym, NemoRl
+from tokencache.engines.upstream import Upstream
 from tokencache.engines.vllm import Vllm
 
-EngineKind = Literal["auto", "vllm", "nemo-rl", "nemo-gym"]
-DRIVERS: Mapping[str, Callable[[Mapping[str, Any], bool], Driver]] = {
-    "vllm": lambda _, streams: Vllm(streams=streams),
-    "nemo-rl": lambda sampling, _: NemoRl(sampling),
-    "nemo-gym": lambda sampling, _: NemoGym(sampling),
+EngineKind = Literal["auto", "vllm", "nemo-rl", "nemo-gym", "completions"]
+
+
+class Ways(NamedTuple):
+    """What drivers are made with.
+
+    `sampling` is the policy for all sessions; `streams` whether streams may be asked for; `parser` who answers derender, the engine
+    itself if it is `None`.
+    """
+
+    sampling: Mapping[str, Any]
+    streams: bool = True
+    parser: Upstream | None = None
+
+
+DRIVERS: Mapping[str, Callable[[Ways], Driver]] = {
+    "vllm": lambda ways: Vllm(streams=ways.streams),
+    "nemo-rl": lambda ways: NemoRl(ways.sampling),
+    "nemo-gym": lambda ways: NemoGym(ways.sampling),
+    "completions": lambda ways: Completions(ways.parser),
 }
-"""Each is made with the sampling policy for all sessions, and with whether it may be asked for streams."""
 
 
-def drivers(kind: EngineKind, sampling: Mapping[str, Any], *, streams: bool = True) -> list[Driver]:
+def drivers(kind: EngineKind, ways: Ways) -> list[Driver]:
     """The drivers to try for `--engine`, in order."""
-    return [make(sampling, streams) for name, make in DRIVERS.items() if kind in {"auto", name}]
+    return [make(ways) for name, make in DRIVERS.items() if kind in {"auto", name}]

@@ -7,12 +7,15 @@ and the Rust frontend ignore the member without a word: the probe finds out, and
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.driver import Exact, Head
+
+if TYPE_CHECKING:
+    from tokencache.engines.completions import TokenPrompts
 
 Raw = msgspec.Raw
 
@@ -33,6 +36,7 @@ class Vllm:
     adds_tail = False
     says_logprobs = False
     pinned: Mapping[str, Any] = {}
+    detour: "TokenPrompts | None" = None
 
     def __init__(self, *, streams: bool = True) -> None:
         """Set up a driver; without `streams` all replies are asked for whole."""

@@ -25,7 +25,7 @@ from tokencache.engines.engine import Engine
 from tokencache.engines.health import Watch
 from tokencache.engines.pool import Pool
 from tokencache.engines.probe import Capability
-from tokencache.engines.registry import drivers
+from tokencache.engines.registry import Ways, drivers
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.caller import CHAT, COMPLETIONS, Caller, Visit
@@ -60,7 +60,8 @@ class Proxy:
         self.store = store or open_store(settings.store, ttl_seconds=settings.store_ttl, timeout_seconds=settings.store_timeout)
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
         upstreams = [Upstream(url, key=settings.upstream_key) for url in names_in(settings.upstream)]
-        kinds = drivers(settings.engine, settings.sampling, streams=not settings.whole_replies)
+        self._parser = Upstream(settings.derender) if settings.derender else None
+        kinds = drivers(settings.engine, Ways(settings.sampling, streams=not settings.whole_replies, parser=self._parser))
         self.pool = Pool(
             [Engine(upstream, local=local, on_probe=partial(_note_level, upstream.url), kinds=kinds) for upstream in upstreams]
         )
@@ -99,9 +100,13 @@ class Proxy:
 
     async def _running(self, _app: web.Application) -> AsyncIterator[None]:
         await self.store.open()
+        if self._parser is not None:
+            await self._parser.open()
         async with self.pool.open():
             yield
             await self.ledger.close()
+        if self._parser is not None:
+            await self._parser.close()
         await self.store.close()
 
     async def _any(self, request: web.Request) -> web.StreamResponse:

@@ -22,7 +22,7 @@ from tokencache import metrics
 from tokencache.core.match import DISAGREED
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.dialect import EVENTS, refusal
-from tokencache.engines.completions import PATH, TokenPrompts
+from tokencache.engines.completions import PATH, Parsed, TokenPrompts
 from tokencache.engines.driver import Driver, Exact
 from tokencache.engines.engine import Engine, Model
 from tokencache.engines.reply import Reply
@@ -164,7 +164,8 @@ class Call:
         plan = self._outcome.plan
         detour, written = self._driver.detour, None
         if detour is not None and plan.exact is not None:
-            written = await detour.body(engine.upstream, self._call, plan.exact, self._exchange.headers)
+            longest = self._outcome.model.capability.max_model_len if self._outcome.model is not None else 0
+            written = await detour.body(engine.upstream, self._call, plan.exact, longest, self._exchange.headers)
             if written is None:
                 plan = self._outcome.plan = Plan(match="plain", reason=NO_WAY, near=plan.near)
         self._detour = detour if written is not None else None
@@ -191,14 +192,15 @@ class Call:
             return await engine.upstream.send("POST", PATH, headers=headers, body=detour)
         return await engine.upstream.send("POST", exchange.path, headers=headers, body=exchange.write(self._driver, exact))
 
-    async def _parsed(self, body: bytes) -> tuple[bytes, str]:
+    async def _parsed(self, body: bytes) -> Parsed:
         """Make a chat completion of what came by a detour; and say why it has no words, if so.
 
         If the harness leaves meanwhile, the tokens are there to be recorded.
         """
         if self._detour is None:
-            return body, ""
-        work = asyncio.ensure_future(self._detour.parsed(self._hold.engine.upstream, self._call.fields, body, self._exchange.headers))
+            return Parsed(body)
+        upstream, headers = self._hold.engine.upstream, self._exchange.headers
+        work = asyncio.ensure_future(self._detour.parsed(upstream, self._call.safe_fields(), body, headers))
         try:
             async with self._hold.awake():
                 return await asyncio.shield(work)
@@ -207,7 +209,7 @@ class Call:
             self._ledger.detach(asyncio.create_task(self._gone_while_parsed(work)))
             raise
 
-    async def _gone_while_parsed(self, work: "asyncio.Future[tuple[bytes, str]]") -> None:
+    async def _gone_while_parsed(self, work: "asyncio.Future[Parsed]") -> None:
         self._delivery.take((await work)[0], self._driver)
         self._outcome.broke, self._outcome.detail = ABORTED, LEFT
         await self._record()
@@ -226,13 +228,14 @@ class Call:
         body = await self._read(answer)
         if body is None:
             return web.Response()
-        body, unsaid = await self._parsed(body)
+        body, unsaid, _ = await self._parsed(body)
         delivery = self._delivery
         body = delivery.take(body, self._driver)
         if delivery.dropped:
             await self._drop()
             return None
         if unsaid:  # the tokens were sampled, and nobody can say what they mean
+            self._hold.engine.doubt(unsaid)
             await self._end(self._record())
             raise EngineError(unsaid)
         recites = delivery.recites(self._driver)

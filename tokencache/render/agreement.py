@@ -23,11 +23,11 @@ from tokencache.render.renderer import REFUSALS, Renderer, RenderError, Template
 
 Raw = msgspec.Raw
 
-_TOOL = Raw(
+TOOL = Raw(
     b'[{"type":"function","function":{"name":"f","description":"d",'
     b'"parameters":{"type":"object","properties":{"a":{"type":"string"}},"required":["a"]}}}]'
 )
-_EPISODE = (
+EPISODE = (
     ASK,
     (
         b'{"role":"assistant","content":null,"tool_calls":'
@@ -71,7 +71,7 @@ async def agrees(asked: Asks, renderer: Renderer, model: str, args: RenderArgs) 
         if not await _alike(asked, renderer, model, args, [ASK]):
             return False
         try:
-            return await _alike(asked, renderer, model, args, _EPISODE)
+            return await _alike(asked, renderer, model, args, EPISODE)
         except TemplateRefusedError:
             return True
     except TemplateRefusedError:
@@ -87,7 +87,7 @@ async def agrees(asked: Asks, renderer: Renderer, model: str, args: RenderArgs) 
 
 
 async def _alike(asked: Asks, renderer: Renderer, model: str, args: RenderArgs, messages: Sequence[bytes]) -> bool:
-    offered = msgspec.structs.replace(args, tools=_TOOL) if args.tools is not None else args
+    offered = msgspec.structs.replace(args, tools=TOOL) if args.tools is not None else args
     rendered = await renderer.render(model, messages, offered, generation=True)
     body: dict[str, Any] = {**args.members, **args.chat, "model": model, "messages": Raw(b"[" + b",".join(messages) + b"]")}
     if offered.tools is not None:

@@ -28,6 +28,7 @@ from tokencache.testing.chat_request import check_types, read_chat_request, read
 from tokencache.testing.completion import Completion
 from tokencache.testing.conversation import has_media, prompt_ids
 from tokencache.testing.delivery import empty_answer, fail_request, json_answer, refuse, stream_refusal, stream_reply
+from tokencache.testing.derender import derendered, rendered
 from tokencache.testing.extras import Extras
 from tokencache.testing.faults import Fault, FaultKind
 from tokencache.testing.refusals import Refusal, room_for_reply, schema_refusal, senseless, unknown_model
@@ -57,6 +58,7 @@ class SimulatedEngine:
         drift: float = 0.3,
         max_model_len: int = 131072,
         honours_ids: bool = True,
+        derenders: bool = False,
         strict_arguments: bool = False,
         token_delay: float = 0.0,
         chunk_tokens: int = 1,
@@ -70,7 +72,8 @@ class SimulatedEngine:
 
         `episodes`: name to replies, see `speech`. `drift`: probability of each token to be said in two pieces.
         `max_model_len`: tokens. `honours_ids`: false for vLLM before 0.27, which ignores supplied prompt ids without a
-        word. `strict_arguments`: refuse history whose tool-call arguments are not JSON, as older releases did.
+        word. `derenders`: whether it answers `derender` and `render`, as vLLM does with `--enable-scale-out`.
+        `strict_arguments`: refuse history whose tool-call arguments are not JSON, as older releases did.
         `token_delay`: seconds. `logprobs_mode`: as vLLM's option. `weight_versions`: how it says them, see `extras`;
         `routed_experts`: its layers and the experts chosen in each, of which it then tells. `choose_fault`: asked with route and
         body for each request, before the queue `faults`.
@@ -78,7 +81,7 @@ class SimulatedEngine:
         self.tokenizer = build_tokenizer()
         self.model, self.version = model, version
         self.max_model_len = max_model_len
-        self.honours_ids = honours_ids
+        self.honours_ids, self.derenders = honours_ids, derenders
         self.strict_arguments = strict_arguments
         self.token_delay, self.chunk_tokens = token_delay, chunk_tokens
         self.logprobs_mode: LogprobsMode = logprobs_mode
@@ -93,6 +96,8 @@ class SimulatedEngine:
         """Headers of the same requests."""
         self.completions: list[dict[str, Any]] = []
         """Bodies of the text completion requests received."""
+        self.derendered: list[dict[str, Any]] = []
+        """Bodies of the derender requests received."""
         self.tokenizations: list[dict[str, Any]] = []
         """Bodies of the /tokenize requests received."""
         self._paused = False
@@ -143,6 +148,8 @@ class SimulatedEngine:
             web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
             web.post(_CHAT, self._chat), web.post(_TEXT, self._complete),
         ])  # fmt: skip
+        if self.derenders:
+            app.add_routes([web.post(f"{_CHAT}/derender", self._derender), web.post(f"{_CHAT}/render", self._render_only)])
         return app
 
     async def _version(self, _: web.Request) -> web.Response:
@@ -186,6 +193,24 @@ class SimulatedEngine:
                     f"body.tokens.{i}", "greater_than_equal", "Input should be greater than or equal to 0", token, {"ge": 0}
                 )
         return json_answer({"prompt": self.tokenizer.decode(tokens)})
+
+    async def _derender(self, http: web.Request) -> web.StreamResponse:
+        body = read_json(await http.read(), http.content_type)
+        self.derendered.append(body)
+        self._tell()
+        if (fault := self._next_fault(f"{_CHAT}/derender", body)) is not None:
+            return await fail_request(http, fault)
+        self._check_model(body)
+        request = read_chat_request(body["chat_request"], http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
+        return json_answer(derendered(request, body["generate_response"], self.tokenizer))
+
+    async def _render_only(self, http: web.Request) -> web.StreamResponse:
+        body = read_json(await http.read(), http.content_type)
+        if (fault := self._next_fault(f"{_CHAT}/render", body)) is not None:
+            return await fail_request(http, fault)
+        self._check_model(body)
+        request = read_chat_request(body, http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
+        return json_answer(rendered(request, self._render(body, request.template_arguments), self.max_model_len))
 
     def _check_model(self, body: Mapping[str, Any]) -> None:
         if body.get("model") not in (None, self.model):

@@ -108,6 +108,12 @@ class ChatCall(msgspec.Struct):
             return self.raw_messages
         return [with_stand_ins(raw) if seen.malformed else raw for raw, seen in zip(self.raw_messages, self.read, strict=True)]
 
+    def safe_fields(self) -> dict[str, Raw]:
+        """The members of the request, with the messages that an engine will take."""
+        if not self.malformed:
+            return self.fields
+        return {**self.fields, "messages": Raw(b"[" + b",".join(self.safe_messages()) + b"]")}
+
     def as_written(self) -> tuple[RenderArgs, bool]:
         """How the engine renders this call if no ids are supplied: the arguments, and whether a reply is opened behind them.
 
