@@ -72,9 +72,11 @@ def test_media_stay_out_of_the_store():
     reply.take(json.dumps({"choices": [choice], "prompt_token_ids": [1, 2]}).encode())
     plan = Plan(match="plain", reason=call.plain)
     outcome = Outcome(session="s", life="l", call_id="c", call=call, plan=plan, reply=reply, model=None, started=0.0)
-    (entry,) = outcome.record(Prefixes(MemoryStore(), max_bytes=1000)).entries
+    recorded = outcome.record(Prefixes(MemoryStore(), max_bytes=1000))
+    (entry,), (held,) = recorded.entries, recorded.held
     assert entry.turn.marks == ("media",)
     assert entry.context == b""
+    assert held.chain == ()  # and no later call can rest on them
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])

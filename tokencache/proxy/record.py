@@ -204,7 +204,8 @@ class Outcome(msgspec.Struct, kw_only=True):
                 keys = keys_of_turn(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
             elif self._cut_short(choice):
                 keys = keys_of_aborted(call.conversation)
-        held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))), call.chain)
+        chain = () if call.media else call.chain  # of a call whose messages are not kept none can be shared
+        held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))), chain)
         return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(plan, turn.context_shared)), held
 
     def _context(self, plan: Plan, shared: int) -> bytes:
