@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokencache.core.canonical import Message
-from tokencache.core.context import Context, added, pack_context, unpack_context, whole_context
+from tokencache.core.context import Context, added, pack_context, unpack_context, whole_context, whole_contexts
 from tokencache.core.turn import Turn
 
 from .settings import MANY
@@ -36,6 +36,7 @@ def test_every_context_is_put_together_again(steps):
         whole = Context(own) if kept else Context(own, Raw(b"[%d]" % n), {"m": Raw(b"1")}, {"k": n})
         packed[name] = pack_context(whole, turns[f"t{base % len(wanted)}"].served if kept and n % 2 else None)
         wanted.append([*earlier[:kept], *own])
+    together = whole_contexts(list(turns.values()), packed)
     for n, messages in enumerate(wanted):
         whole = whole_context(f"t{n}", turns, packed)
         assert list(map(bytes, whole.messages)) == list(map(bytes, messages))
@@ -45,6 +46,7 @@ def test_every_context_is_put_together_again(steps):
         assert bytes(whole.tools) == b"[%d]" % first
         assert whole.kwargs == {"k": first}
         assert bytes(whole.members["m"]) == b"1"
+        assert whole == together[f"t{n}"]
         assert list(added(whole, turns[f"t{n}"])) == list(whole.messages)[turns[f"t{n}"].context_shared :]
 
 

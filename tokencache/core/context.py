@@ -94,19 +94,43 @@ def whole_context(turn: str, turns: Mapping[str, Turn], packed: Mapping[str, byt
         KeyError: a turn that it rests on is missing, or its context is.
         ValueError: the records are torn.
     """
-    line: list[tuple[Turn, Context]] = []
-    at: str | None = turn
-    while at is not None:
-        record = turns[at]
-        at = record.context_base
-        line.append((record, unpack_context(packed[record.id], turns[at].served if at is not None else None)))
-    messages: list[Raw] = []
-    for record, own in reversed(line):
-        if record.context_shared > len(messages):
-            raise ValueError(f"turn {record.id}: shares {record.context_shared} of {len(messages)} messages")
-        messages = [*messages[: record.context_shared], *own.messages]
-    first = line[-1][1]
-    return Context(messages, first.tools, first.members, first.kwargs)
+    line = [turns[turn]]
+    while line[-1].context_base is not None:
+        line.append(turns[line[-1].context_base])
+    whole: dict[str, Context] = {}
+    for record in reversed(line):
+        whole[record.id] = _upon(record, turns, packed, whole)
+    return whole[turn]
+
+
+def whole_contexts(turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, Context]:
+    """Put the contexts of all turns together, given in the order they were recorded; none for a turn that keeps none.
+
+    Each is read once, however many rest on it.
+
+    Raises:
+        KeyError: a turn that one rests on is missing, or its context is.
+        ValueError: the records are torn.
+    """
+    lookup = {turn.id: turn for turn in turns}
+    whole: dict[str, Context] = {}
+    for turn in turns:
+        if packed.get(turn.id):
+            whole[turn.id] = _upon(turn, lookup, packed, whole)
+    return whole
+
+
+def _upon(turn: Turn, turns: Mapping[str, Turn], packed: Mapping[str, bytes], whole: Mapping[str, Context]) -> Context:
+    """A turn's own context upon that of its base, which is whole already."""
+    if turn.context_base is None:
+        base, own = Context(), unpack_context(packed[turn.id])
+        whose = own
+    else:
+        base = whose = whole[turn.context_base]
+        own = unpack_context(packed[turn.id], turns[turn.context_base].served)
+    if turn.context_shared > len(base.messages):
+        raise ValueError(f"turn {turn.id}: shares {turn.context_shared} of {len(base.messages)} messages")
+    return Context([*base.messages[: turn.context_shared], *own.messages], whose.tools, whose.members, whose.kwargs)
 
 
 def added(context: Context, turn: Turn) -> Sequence[Raw]:

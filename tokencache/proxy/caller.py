@@ -100,8 +100,9 @@ class Caller:
         call = read_chat(await visit.request.read(), self._bodies, visit.session, served=self._served(visit))
         call.harness, call.leniency = visit.harness, visit.leniency
         call.replaced = self._pin(visit, call.fields)
-        exchange = Exchange(visit.origin.path, visit.headers, partial(_written, call), ChatPresenter(call), self._keep_alive)
-        return await self._run(visit, call, exchange._replace(token_ids=self._token_ids))
+        path, write = visit.origin.path, partial(_written, call)
+        exchange = Exchange(path, visit.headers, write, ChatPresenter(call), self._keep_alive, token_ids=self._token_ids)
+        return await self._run(visit, call, exchange)
 
     async def complete(self, visit: Visit) -> web.StreamResponse:
         """Serve a text completion: in its own format, recorded unless it cannot be recorded truthfully.
@@ -148,8 +149,8 @@ class Caller:
             return dialect.error(status, *refusal(status, body))
 
         write = partial(_written, call)
-        exchange = Exchange(CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type)
-        return await self._run(visit, call, exchange._replace(token_ids=self._token_ids))
+        exchange = Exchange(CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type, self._token_ids)
+        return await self._run(visit, call, exchange)
 
     async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
         """Read a chat request that a codec has written, `known_as` in what is remembered of bodies, so that the template takes it."""

@@ -34,6 +34,7 @@ from tokencache.trainer.formats.registry import format_named
 from tokencache.trainer.guard import Guard
 from tokencache.trainer.press import Press
 from tokencache.trainer.reader import Reader, no_session
+from tokencache.trainer.rollout import incidents_of, is_complete
 
 BASE = "/tokencache/v1"
 ONE = BASE + "/sessions/{session}"
@@ -133,16 +134,16 @@ class _Api:
         return answer({**msgspec.to_builtins(binding), "key": key}, status=201)
 
     def _object(self, info: SessionInfo) -> dict[str, Any]:
-        incidents = [*info.incidents, *self._ledger.owed(info.id)]
+        owed = self._ledger.owed(info.id)
         return {
             "session": info.id,
             "created": info.created,
             "used": info.used,
             "sealed": info.sealed,
             "turns": info.turns,
-            "complete": not info.open_calls and not any(incident.hole for incident in incidents),
+            "complete": is_complete(incidents_of(info, owed)),
             "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
-            "incidents": [incident_object(incident) for incident in incidents],
+            "incidents": [incident_object(incident) for incident in (*info.incidents, *owed)],
         }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tokencache.core.context import Context, whole_context
+from tokencache.core.context import Context, whole_contexts
 from tokencache.core.drift import Drift, Step, breaks
 from tokencache.core.lineage import TokenSequence, sequences
 from tokencache.core.turn import Tokens, Turn
@@ -108,19 +108,19 @@ def rollout(records: Records) -> Rollout:
     not raised: the trainer must see that the session is incomplete.
     """
     info, turns = records.info, records.turns
-    incidents = [*info.incidents, *records.owed, *(open_call(call.call, call.since) for call in info.open_calls)]
+    incidents = incidents_of(info, records.owed)
     built: list[TokenSequence] = []
     contexts: dict[str, Context] = {}
     try:
         built = sequences(turns, records.tokens)
-        contexts = _contexts(turns, records.contexts)
+        contexts = whole_contexts(turns, records.contexts)
     except (KeyError, ValueError) as why:
         incidents.append(Incident("torn-record", f"{type(why).__name__}: {why}", hole=True, at=time.time()))
     trainable = [sequence.trainable for sequence in built]
     total = sum(trainable)
     return Rollout(
         session=info.id,
-        complete=not any(incident.hole for incident in incidents),
+        complete=is_complete(incidents),
         sealed=info.sealed,
         created=info.created,
         incidents=tuple(incidents),
@@ -132,14 +132,18 @@ def rollout(records: Records) -> Rollout:
     )
 
 
-def open_call(call: str, since: float) -> Incident:
-    """The incident that a call which is under way stands for."""
+def incidents_of(info: SessionInfo, owed: Sequence[Incident]) -> list[Incident]:
+    """All there is to say about a session; a call that is under way, or whose proxy died, counts as an incident."""
+    return [*info.incidents, *owed, *(_open(call.call, call.since) for call in info.open_calls)]
+
+
+def is_complete(incidents: Sequence[Incident]) -> bool:
+    """Whether nothing is missing of a session of which this is all there is to say."""
+    return not any(incident.hole for incident in incidents)
+
+
+def _open(call: str, since: float) -> Incident:
     return Incident("call-open", "the call has begun and not ended: it is under way, or its proxy died", hole=True, call=call, at=since)
-
-
-def _contexts(turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, Context]:
-    lookup = {turn.id: turn for turn in turns}
-    return {turn.id: whole_context(turn.id, lookup, packed) for turn in turns if packed.get(turn.id)}
 
 
 def _figures(turns: Sequence[Turn], built: Sequence[TokenSequence], incidents: Sequence[Incident], records: Records) -> Figures:

@@ -6,6 +6,7 @@ trainer is given (`core.lineage.lines`), and so are the figures (`trainer.rollou
 
 from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from tokencache.core.lineage import lines
 from tokencache.core.turn import Turn
 from tokencache.store.contract import Incident, SessionInfo
 from tokencache.trainer.formats.native import incident_object
-from tokencache.trainer.rollout import open_call
+from tokencache.trainer.rollout import incidents_of, is_complete
 
 _PREVIEW = 160
 """Characters of a reply that stand beside its turn."""
@@ -22,20 +23,21 @@ _PREVIEW = 160
 
 def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) -> dict[str, Any]:
     """Write a session's outline as JSON values; `owed` are incidents that the store could not take yet."""
-    incidents = [*info.incidents, *owed, *(open_call(call.call, call.since) for call in info.open_calls)]
+    incidents = incidents_of(info, owed)
     found = lines(turns)
     number = {line[0].id: n for n, line in enumerate(found)}
     place = {turn.id: n for n, line in enumerate(found) for turn in line}
+    parents = {turn.parent for turn in turns}
     return {
         "session": info.id,
         "created": info.created,
         "used": info.used,
         "sealed": info.sealed,
-        "complete": not any(incident.hole for incident in incidents),
+        "complete": is_complete(incidents),
         "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
         "incidents": [incident_object(incident) for incident in incidents],
         "figures": _figures(turns, found, incidents),
-        "sequences": [_sequence(number[line[0].id], line, place, turns) for line in found],
+        "sequences": [_sequence(number[line[0].id], line, place, parents) for line in found],
         "turns": _turns(turns, place),
     }
 
@@ -60,9 +62,8 @@ def _figures(turns: Sequence[Turn], found: Sequence[Sequence[Turn]], incidents: 
     }
 
 
-def _sequence(number: int, line: Sequence[Turn], place: dict[str, int], turns: Sequence[Turn]) -> dict[str, Any]:
+def _sequence(number: int, line: Sequence[Turn], place: dict[str, int], parents: AbstractSet[str | None]) -> dict[str, Any]:
     first, last = line[0], line[-1]
-    parents = {turn.parent for turn in turns}
     from_turn = first.parent or first.origin
     return {
         "number": number,

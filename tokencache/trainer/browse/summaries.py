@@ -13,6 +13,7 @@ import msgspec
 
 from tokencache.proxy.ledger import Ledger
 from tokencache.store.contract import SessionInfo
+from tokencache.trainer.rollout import incidents_of, is_complete
 
 State = Literal["any", "live", "incomplete", "complete", "incidents", "sealed"]
 STATES: tuple[str, ...] = get_args(State)
@@ -81,17 +82,17 @@ class Summaries:
             return self._known
 
     def _summary(self, info: SessionInfo) -> Summary:
-        incidents = [*info.incidents, *self._ledger.owed(info.id)]
+        owed = self._ledger.owed(info.id)
         return Summary(
             session=info.id,
             created=info.created,
             used=info.used,
             sealed=info.sealed,
-            complete=not info.open_calls and not any(incident.hole for incident in incidents),
+            complete=is_complete(incidents_of(info, owed)),
             turns=info.turns,
             open_calls=len(info.open_calls),
             since=min((call.since for call in info.open_calls), default=None),
-            incidents=dict(Counter(incident.kind for incident in incidents)),
+            incidents=dict(Counter(incident.kind for incident in (*info.incidents, *owed))),
         )
 
 
