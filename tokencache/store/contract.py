@@ -11,7 +11,7 @@ shows in `SessionInfo.open_calls`: no crash can hide a hole.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -29,6 +29,18 @@ class SessionSealedError(Exception):
 
 class SessionGoneError(Exception):
     """The session was deleted, or deleted and begun anew, since the call began; what was to be written is dropped."""
+
+
+class SessionDeletedError(Exception):
+    """The session was deleted a short while ago: its name takes no calls until its tombstone has gone, or is lifted."""
+
+
+class StoreFullError(Exception):
+    """The store is at its bound: it takes no new sessions. Those that are there go on."""
+
+
+Join = Literal["never", "left", "any"]
+"""Which call in flight a call may join that asks for the same: none, one whose asker has left, any."""
 
 
 class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -68,18 +80,35 @@ class Entry(msgspec.Struct, frozen=True):
     context: bytes = b""
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """What `begin` found: hits aligned with the wanted keys, and the life of the session that the call belongs to."""
+class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A call that began and has not ended; `since` in seconds since the epoch.
 
-    life: str
-    hits: list[list[Hit]]
-
-
-class OpenCall(msgspec.Struct, frozen=True):
-    """A call that began and has not ended; `since` in seconds since the epoch."""
+    `asked` is the imprint of what it asks (16 bytes; `b""`: it is joined by nobody), `replica` who serves it. `left` says that its
+    asker has gone, `wanted` that another call waits for its reply.
+    """
 
     call: str
     since: float
+    asked: bytes = b""
+    replica: str = ""
+    left: bool = False
+    wanted: bool = False
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """What `begin` found: hits aligned with the wanted keys, and the life of the session that the call belongs to.
+
+    `twin` is a call in flight that asks for the same and may be joined: then nothing was opened, and it knows that it is wanted.
+    `calls` is how many calls the session has seen with this one, `tokens` how many were sampled in its recorded turns, `created` when it
+    began (seconds since the epoch).
+    """
+
+    life: str
+    hits: list[list[Hit]]
+    twin: OpenCall | None = None
+    calls: int = 0
+    tokens: int = 0
+    created: float = 0.0
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
@@ -106,15 +135,32 @@ class Store(Protocol):
     async def ping(self) -> None:
         """Return if the store can be reached and written to."""
 
-    async def begin(self, session: str, call: str, keys: Sequence[bytes]) -> Begun:
+    async def secret(self) -> bytes:
+        """Read this deployment's secret: 32 random bytes, made by whoever opened the store first, the same for all replicas."""
+
+    async def begin(
+        self, session: str, call: str, keys: Sequence[bytes], *, asked: bytes = b"", replica: str = "", join: Join = "never"
+    ) -> Begun:
         """Open a call, creating the session if need be, and look up `keys` in the order given.
 
         The look-up ends behind the first known key that begins with `c` (a chain key: the deepest match); later keys
-        come back without hits. One round trip.
+        come back without hits. One round trip. `asked` and `replica` are those of `OpenCall`; where `join` allows it and a call in
+        flight has the same imprint, that one is the `twin`, and nothing is opened.
 
         Raises:
             SessionSealedError: the session takes no more calls; nothing was opened.
+            SessionDeletedError: the same, of a session that was deleted.
+            StoreFullError: the session is new, and there is no room for it.
         """
+
+    async def linger(self, session: str, call: str) -> bool:
+        """Say of an open call that its asker has left; true if another call waits for its reply by now."""
+
+    async def beat(self, replica: str, seconds: float) -> None:
+        """Say that a replica lives, and will for so many seconds."""
+
+    async def living(self, replicas: Sequence[str]) -> set[str]:
+        """Say which of the named replicas live."""
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
         """Look up all `keys`, to the last one; nothing is opened or created."""
@@ -152,7 +198,10 @@ class Store(Protocol):
         """
 
     async def note(self, session: str, incidents: Sequence[Incident]) -> None:
-        """Add incidents to a session, creating it if need be: a call may have been lost before it could begin."""
+        """Add incidents to a session, creating it if need be: a call may have been lost before it could begin.
+
+        They are dropped if the session was deleted.
+        """
 
     def sessions(self) -> AsyncIterator[SessionInfo]:
         """Iterate over all sessions, in no order."""
@@ -180,8 +229,14 @@ class Store(Protocol):
     async def seal(self, session: str) -> bool:
         """Let a session take no more calls; calls that are open may still commit. False if there is none."""
 
-    async def delete(self, session: str) -> bool:
-        """Forget a session; a late commit cannot bring it back. False if there was none."""
+    async def delete(self, session: str, *, reuse: bool = False) -> bool:
+        """Forget a session; a late commit cannot bring it back. False if there was none.
+
+        A tombstone turns away calls that come late, for a while; not if its name is to be used again (`reuse`).
+        """
+
+    async def lift(self, session: str) -> None:
+        """Let the name of a deleted session be used again."""
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         """Read documents of a session, `None` where there is none. One round trip."""
@@ -194,3 +249,6 @@ class Store(Protocol):
 
     async def binding_of_key(self, key: str) -> Binding | None:
         """Look up what an API key (its hash) stands for."""
+
+    async def unbind_key(self, key: str) -> bool:
+        """Let an API key (its hash) stand for nothing; false if it did not stand for anything."""

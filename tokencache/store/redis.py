@@ -56,6 +56,7 @@ from tokencache.store.contract import (
     Binding,
     Entry,
     Incident,
+    Join,
     OpenCall,
     SessionGoneError,
     SessionInfo,
@@ -121,7 +122,9 @@ class RedisStore:
         """See `Store.ping`."""
         await self._ask("ping", lambda: self._redis.set(self._prefix + b":ping", b"1", ex=60))
 
-    async def begin(self, session: str, call: str, keys: Sequence[bytes]) -> Begun:
+    async def begin(
+        self, session: str, call: str, keys: Sequence[bytes], *, asked: bytes = b"", replica: str = "", join: Join = "never"
+    ) -> Begun:
         """See `Store.begin`."""
         reply = await self._run("BEGIN", session, self._ttl, secrets.token_hex(8), text(call), *pack_keys(keys))
         if reply == 0:

@@ -1,0 +1,52 @@
+"""A whole chat completion, written by us: where a reply is said again, or where one ends an episode that the engine had no part in.
+
+Members as vLLM 0.32 writes them; what is said of it in another dialect, or as a stream, is made of this like of the engine's own.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tokencache.core.canonical import Message
+
+
+class WholeChoice(NamedTuple):
+    """One choice: its place, its message, how it ended."""
+
+    index: int
+    message: Message
+    finish_reason: str | None = "stop"
+    stop_reason: int | str | None = None
+
+
+def whole_reply(
+    *, call: str, created: float, model: str, choices: Sequence[WholeChoice], prompt_tokens: int, completion_tokens: int
+) -> bytes:
+    """Write a chat completion (JSON); `created` in seconds since the epoch, `call` makes its id."""
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens, "completion_tokens": completion_tokens}
+    return msgspec.json.encode(
+        {
+            "id": f"chatcmpl-{call}",
+            "object": "chat.completion",
+            "created": int(created),
+            "model": model,
+            "choices": [_choice(one) for one in choices],
+            "usage": usage,
+        }
+    )
+
+
+def _choice(one: WholeChoice) -> dict[str, Any]:
+    said = one.message
+    calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in said.calls]
+    message: dict[str, Any] = {"role": "assistant", "content": said.content, "tool_calls": calls}
+    if said.reasoning is not None:
+        message["reasoning"] = said.reasoning
+    return {
+        "index": one.index,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": one.finish_reason,
+        "stop_reason": one.stop_reason,
+    }
