@@ -14,7 +14,7 @@ from tokencache.core.canonical import Message
 class WholeChoice(NamedTuple):
     """One choice: its place, its message, how it ended."""
 
-    index: int
+    place: int
     message: Message
     finish_reason: str | None = "stop"
     stop_reason: int | str | None = None
@@ -44,7 +44,7 @@ def _choice(one: WholeChoice) -> dict[str, Any]:
     if said.reasoning is not None:
         message["reasoning"] = said.reasoning
     return {
-        "index": one.index,
+        "index": one.place,
         "message": message,
         "logprobs": None,
         "finish_reason": one.finish_reason,
