@@ -1,16 +1,18 @@
 """All stores keep the contract; and the suite notices a store that does not."""
 
 import asyncio
+from secrets import token_bytes
 from types import MappingProxyType
 
 import fakeredis
 import pytest
+from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from tokencache.core.turn import Prefix
 from tokencache.store import conformance
 from tokencache.store.conformance import CHECKS, check_replicas
-from tokencache.store.contract import Begun, SessionSealedError
+from tokencache.store.contract import Begun, OpenCall, SessionSealedError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.testing.redis_server import RealRedis, find_binary
@@ -66,8 +68,8 @@ async def test_a_cluster_node_takes_it_all():
 
 
 class ReadsOn(MemoryStore):
-    async def begin(self, session, call, keys):
-        return Begun((await super().begin(session, call, [])).life, await self.find(session, keys))
+    async def begin(self, session, call, keys, **asked):
+        return Begun((await super().begin(session, call, [], **asked)).life, await self.find(session, keys))
 
 
 class ForgetsChildren(MemoryStore):
@@ -85,16 +87,17 @@ class TakesLateCommits(MemoryStore):
 class RevivesTheDead(MemoryStore):
     async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
         if session not in self._sessions:
+            self._gone.clear()
             life = (await self.begin(session, call, [])).life
         await super().commit(session, life, call, entries, incidents, documents=documents)
 
 
 class OpensThenRefuses(MemoryStore):
-    async def begin(self, session, call, keys):
+    async def begin(self, session, call, keys, **asked):
         try:
-            return await super().begin(session, call, keys)
+            return await super().begin(session, call, keys, **asked)
         except SessionSealedError:
-            self._sessions[session].calls[call] = 1.0
+            self._sessions[session].calls[call] = OpenCall(call, 1.0)
             raise
 
 
@@ -143,7 +146,8 @@ class DropsIncidents(MemoryStore):
 
 class NamesAKeyOnce(MemoryStore):
     async def bind_key(self, key, binding):
-        self._keys.setdefault(key, binding)
+        if key not in self._keys:
+            await super().bind_key(key, binding)
 
 
 class KeepsTheFirst(MemoryStore):
@@ -158,10 +162,92 @@ class SharesKeys(MemoryStore):
         return [[hit for hits in under for hit in hits] for under in zip(*found, strict=True)] if found else [[] for _ in keys]
 
 
+class NotesTheDead(MemoryStore):
+    async def note(self, session, incidents):
+        self._gone.clear()
+        await super().note(session, incidents)
+
+
+class ForgetsTombstones(MemoryStore):
+    async def delete(self, session, *, reuse=False):
+        return await super().delete(session, reuse=True)
+
+
+class KeepsTombstones(MemoryStore):
+    async def lift(self, session):
+        pass
+
+
+class JoinsAnybody(MemoryStore):
+    async def begin(self, session, call, keys, *, asked=b"", replica="", join="never"):
+        return await super().begin(session, call, keys, asked=asked, replica=replica, join="any" if join == "left" else join)
+
+
+class OpensTwins(MemoryStore):
+    async def begin(self, session, call, keys, *, asked=b"", replica="", join="never"):
+        begun = await super().begin(session, call, keys, asked=asked, replica=replica, join=join)
+        if begun.twin:
+            self._sessions[session].calls[call] = OpenCall(call, 1.0)
+        return begun
+
+
+class LooksThenOpens(MemoryStore):
+    async def begin(self, session, call, keys, *, asked=b"", replica="", join="never"):
+        info = await self.session(session)
+        await asyncio.sleep(0)
+        known = {one.asked for one in info.open_calls} if info else set()
+        return await super().begin(session, call, keys, asked=asked, replica=replica, join=join if asked in known else "never")
+
+
+class WantsNothing(MemoryStore):
+    async def linger(self, session, call):
+        await super().linger(session, call)
+        return False
+
+
+class CountsCommitsOnly(MemoryStore):
+    async def begin(self, session, call, keys, **asked):
+        begun = await super().begin(session, call, keys, **asked)
+        return replace(begun, calls=len(await self.turns(session)))
+
+
+class LivesForever(MemoryStore):
+    async def beat(self, replica, seconds):
+        await super().beat(replica, 3600)
+
+
+class MakesSecrets(MemoryStore):
+    async def secret(self, known=b""):
+        return token_bytes(32)
+
+
+class TakesAnySecret(MemoryStore):
+    async def secret(self, known=b""):
+        self._secret = known or self._secret
+        return await super().secret()
+
+
+class NeverGivesUp(MemoryStore):
+    async def want(self, session, call, *, given_up=False):
+        await super().want(session, call)
+
+
 BROKEN = [
+    (NotesTheDead, conformance.check_delete),
+    (ForgetsTombstones, conformance.check_delete),
+    (KeepsTombstones, conformance.check_reuse),
+    (JoinsAnybody, conformance.check_twins),
+    (OpensTwins, conformance.check_twins),
+    (LooksThenOpens, conformance.check_joining_at_once),
+    (WantsNothing, conformance.check_lingering),
+    (CountsCommitsOnly, conformance.check_figures),
+    (LivesForever, conformance.check_beats),
+    (MakesSecrets, conformance.check_secret),
+    (TakesAnySecret, conformance.check_secret),
+    (NeverGivesUp, conformance.check_giving_up),
     (ReadsOn, conformance.check_look_up),
     (ForgetsChildren, conformance.check_continued),
-    (TakesLateCommits, conformance.check_delete),
+    (TakesLateCommits, conformance.check_reuse),
     (RevivesTheDead, conformance.check_delete),
     (OpensThenRefuses, conformance.check_seal),
     (LeavesCallsOpen, conformance.check_open_calls),

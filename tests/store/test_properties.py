@@ -2,14 +2,16 @@
 
 import asyncio
 
+import fakeredis
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tokencache.core.invariants import audit
 from tokencache.core.lineage import sequences
 from tokencache.store.conformance import build
-from tokencache.store.contract import Entry, Incident
+from tokencache.store.contract import Entry, Incident, SessionDeletedError, SessionGoneError, SessionSealedError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 
@@ -55,7 +57,7 @@ async def read(store, built):
 
 async def compare(store, built):
     memory = MemoryStore()
-    await store.delete("s")
+    await store.delete("s", reuse=True)
     for one in (memory, store):
         await write(one, built)
     wanted, got = await read(memory, built), await read(store, built)
@@ -63,6 +65,80 @@ async def compare(store, built):
         assert got[what] == wanted[what], what
     assert [prefix.ids for prefix in got["prefixes"]] == [one.prefix for one in built]
     assert audit(got["turns"], got["tokens"]) == []
+
+
+NAMES = st.sampled_from(["s", "t"])
+CALLS = st.sampled_from(["k1", "k2", "k3", "k4"])
+JOINS = st.sampled_from(["never", "left", "any"])
+STEPS = st.one_of(
+    st.tuples(st.just("begin"), NAMES, CALLS, st.sampled_from([b"", b"x" * 16, b"y" * 16]), JOINS),
+    st.tuples(st.sampled_from(["linger", "settle", "commit"]), NAMES, CALLS),
+    st.tuples(st.sampled_from(["delete", "reuse", "lift", "seal", "note"]), NAMES),
+)
+
+
+async def step(store, lives, what, session, *rest):
+    """Do one thing, and tell all that can be seen of it, but times and lives."""
+    try:
+        match what:
+            case "begin":
+                call, asked, join = rest
+                begun = await store.begin(session, call, [b"c1"], asked=asked, replica=f"r {call}", join=join)
+                lives[session, call] = begun.life
+                return replace(begun, life="", created=0.0, twin=begun.twin and replace(begun.twin, since=0.0))
+            case "commit" | "settle":
+                life, entry = lives.get((session, rest[0]), "none"), build("a", keys=(b"c1",)).entry
+                return await (store.commit(session, life, rest[0], [entry]) if what == "commit" else store.settle(session, life, rest[0]))
+            case "reuse":
+                return await store.delete(session, reuse=True)
+            case "note":
+                return await store.note(session, [Incident("x")])
+            case _:
+                return await getattr(store, what)(session, *rest)
+    except (SessionSealedError, SessionGoneError, SessionDeletedError) as why:
+        return type(why)
+
+
+async def state(store, session):
+    info = await store.session(session)
+    return info and (info.sealed, info.turns, info.incidents, [replace(call, since=0.0) for call in info.open_calls])
+
+
+async def live(stores, steps):
+    """The same steps on memory, and on the other stores in turns, which are clients of one database: all see the same."""
+    memory, lives, other_lives = MemoryStore(), {}, {}
+    for session in ("s", "t"):
+        await stores[0].delete(session, reuse=True)
+    for n, one in enumerate(steps):
+        assert await step(stores[n % len(stores)], other_lives, *one) == await step(memory, lives, *one), one
+        for session in ("s", "t"):
+            assert await state(stores[-1 - n % len(stores)], session) == await state(memory, session), one
+
+
+@settings(derandomize=True, deadline=None, max_examples=150, database=None)
+@given(steps=st.lists(STEPS, max_size=25))
+def test_lives_in_fakeredis_are_as_in_memory(fake_store, steps):
+    async def run():
+        server = fakeredis.FakeServer()
+        stores = [fake_store(server), fake_store(server)]
+        await live(stores, steps)
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.redis
+@settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=st.lists(STEPS, max_size=40))
+def test_lives_in_redis_are_as_in_memory(redis_server, steps):
+    async def run():
+        stores = [RedisStore(redis_server.url, prefix="lives") for _ in range(2)]
+        await live(stores, steps)
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())
 
 
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)

@@ -8,8 +8,9 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
 from tokencache.store.conformance import build, record
-from tokencache.store.contract import Binding, Incident, SessionGoneError, SessionSealedError, StoreError
+from tokencache.store.contract import Binding, Incident, SessionDeletedError, SessionGoneError, SessionSealedError, StoreError
 from tokencache.store.redis import RedisStore
+from tokencache.store.redis.store import HASHES
 from tokencache.testing.redis_server import RealRedis
 
 pytestmark = pytest.mark.redis
@@ -38,21 +39,31 @@ def sent(monkeypatch):
     send = AbstractConnection.send_packed_command
 
     async def counting(self, command, *args, **kwargs):
-        counted.append(b"".join(command) if isinstance(command, list) else command)
+        whole = b"".join(command) if isinstance(command, list) else command
+        if not any(word in whole for word in (b"INFO", b"DBSIZE")):  # asked in the background
+            counted.append(whole)
         return await send(self, command, *args, **kwargs)
 
     monkeypatch.setattr(AbstractConnection, "send_packed_command", counting)
     return counted
 
 
-async def test_every_operation_is_one_round_trip(store, sent):
+async def test_every_operation_is_one_round_trip(store, redis, sent):
+    for script in HASHES:
+        await redis.script_load(script)  # as after the first of each kind
     begun = await store.begin("s", "k", [b"c1", b"r1"])
     first = build("a", keys=(b"c1", b"r1"))
     operations = [
         lambda: store.commit(
             "s", begun.life, "k", [first.entry, build("b", first).entry], [Incident("x")], documents={"d": b"1", "e": b"2"}
         ),
-        lambda: store.begin("s", "k", [b"c0", b"c1", b"r1"]),
+        lambda: store.begin("s", "k", [b"c0", b"c1", b"r1"], asked=b"same", replica="r"),
+        lambda: store.begin("s", "k2", [b"c0", b"c1", b"r1"], asked=b"same", replica="r", join="any"),
+        lambda: store.linger("s", "k"),
+        lambda: store.want("s", "k"),
+        lambda: store.beat("r", 5),
+        lambda: store.living(["r", "r2"]),
+        store.secret,
         lambda: store.prefix("s", "b"),
         lambda: store.find("s", [b"c1"] * 50),
         lambda: store.settle("s", begun.life, "k", [Incident("x")]),
@@ -65,8 +76,10 @@ async def test_every_operation_is_one_round_trip(store, sent):
         lambda: store.forget("s", "d"),
         lambda: store.bind_key("k", Binding("s")),
         lambda: store.binding_of_key("k"),
+        lambda: store.unbind_key("k"),
         store.ping,
         lambda: store.delete("s"),
+        lambda: store.lift("s"),
     ]
     for operation in operations:
         sent.clear()
@@ -74,13 +87,13 @@ async def test_every_operation_is_one_round_trip(store, sent):
         assert len(sent) == 1, sent
 
 
-async def test_scripts_are_sent_again_after_the_server_forgot_them(store, redis, sent):
+async def test_scripts_are_sent_to_a_server_that_does_not_know_them(store, redis, sent):
     begun = await store.begin("s", "k", [])
     await redis.script_flush()
     await store.commit("s", begun.life, "k", [build("a").entry])
     sent.clear()
     await store.prefix("s", "a")
-    assert len(sent) == 3
+    assert len(sent) == 2
     sent.clear()
     await store.prefix("s", "a")
     assert len(sent) == 1
@@ -90,7 +103,10 @@ async def test_a_session_is_one_key_that_use_renews(store, redis):
     life = await record(store, "s", build("a"))
     assert await redis.keys("*{s}*") == [b"tokencache:{s}"]
     uses = [
-        lambda: store.begin("s", "k", []),
+        lambda: store.begin("s", "k", [], asked=b"same"),
+        lambda: store.begin("s", "k2", [], asked=b"same", join="any"),
+        lambda: store.linger("s", "k"),
+        lambda: store.want("s", "k"),
         lambda: store.commit("s", life, "k", [build("b").entry]),
         lambda: store.settle("s", life, "k"),
         lambda: store.note("s", [Incident("x")]),
@@ -112,11 +128,25 @@ async def test_a_bound_key_lives_as_long_as_it_is_used(store, redis):
     assert 60_000 < await redis.pttl("tokencache:key:h") <= WEEK
 
 
-async def test_all_that_is_written_expires(store, redis):
-    await store.ping()
+async def test_all_but_what_a_deployment_shares_expires(store, redis):
+    await store.secret()
+    await store.beat("r", 60)
+    await record(store, "gone", build("a"))
+    await store.delete("gone")
     await store.bind_key("h", Binding("s"))
     await record(store, "s", build("a", keys=(b"c1",)))
-    assert all([await redis.pttl(key) > 0 for key in await redis.keys("*")])
+    stays = {key for key in await redis.keys("*") if await redis.pttl(key) == -1}
+    assert stays == {b"tokencache:schema", b"tokencache:secret"}
+    assert 0 < await redis.pttl("tokencache:{gone}") <= 3_600_000
+
+
+async def test_a_tombstone_stands_for_its_time(store, redis):
+    await record(store, "s", build("a"))
+    await store.delete("s")
+    with pytest.raises(SessionDeletedError):
+        await store.begin("s", "k", [])
+    await redis.pexpireat("tokencache:{s}", 1)
+    assert (await store.begin("s", "k", [])).calls == 1
 
 
 async def test_a_call_that_outlives_its_session_writes_nothing(store, redis):
@@ -170,20 +200,28 @@ def loses_replies(store, monkeypatch):
     return lost
 
 
-async def test_a_commit_whose_reply_was_lost_is_done_once(store, loses_replies):
-    begun = await store.begin("s", "k", [])
+async def test_what_was_done_and_not_answered_is_done_once(store, loses_replies):
+    begun = await store.begin("s", "k", [], asked=b"same", join="any")
+    assert (begun.twin, begun.calls) == (None, 1)
+    assert (await store.begin("s", "k2", [], asked=b"same", join="any")).twin.call == "k"
     entry = build("a", keys=(b"c1",)).entry
     await store.commit("s", begun.life, "k", [entry], [Incident("x")])
-    assert loses_replies == {"BEGIN", "COMMIT"}
+    await store.note("s", [Incident("y"), Incident("y")])
+    await store.note("s", [Incident("y")])
     info = await store.session("s")
-    assert (info.turns, info.open_calls, len(info.incidents)) == (1, (), 1)
+    assert (info.turns, info.open_calls) == (1, ())
+    assert [incident.kind for incident in info.incidents] == ["x", "y", "y", "y"]
     assert [hit.turn.id for hit in (await store.find("s", [b"c1"]))[0]] == ["a"]
+    assert (await store.begin("s", "k3", [])).tokens == entry.turn.completion_tokens
+    assert len(loses_replies) == 5
 
 
-async def test_a_note_is_not_sent_twice(store, loses_replies):
-    with pytest.raises(StoreError):
-        await store.note("s", [Incident("x")])
-    assert len((await store.session("s")).incidents) == 1
+async def test_a_deletion_is_not_sent_twice(store, loses_replies):
+    """What it would say the second time is not so: that there was no such session."""
+    await store.note("s", [])
+    with pytest.raises(StoreError, match=r"delete: Connection closed"):
+        await store.delete("s")
+    assert await store.session("s") is None
 
 
 async def test_a_broken_connection_is_replaced(store, redis):
@@ -207,6 +245,7 @@ async def test_a_call_given_up_does_not_leave_its_reply_to_the_next(store):
 async def test_a_full_server_refuses_whole_commits(store, redis):
     life = await record(store, "s", build("a", keys=(b"c1",)))
     await store.begin("s", "k", [])
+    await record(store, "d", build("a"))
     entries = [build("b", keys=(b"c1",)).entry, build("c", build("a")).entry]
     await redis.config_set("maxmemory", 1)
     try:
@@ -227,25 +266,53 @@ async def test_a_full_server_refuses_whole_commits(store, redis):
         assert (info.turns, info.incidents, info.sealed, [call.call for call in info.open_calls]) == (1, (), False, ["k"])
         assert [(hit.turn.id, hit.continued) for hit in (await store.find("s", [b"c1"]))[0]] == [("a", False)]
         assert await store.session("t") is None
+        assert await store.delete("d") is True  # where memory is short, deleting is what helps
+        with pytest.raises(SessionDeletedError):
+            await store.begin("d", "k", [])
     finally:
         await redis.config_set("maxmemory", 0)
     await store.commit("s", life, "k", entries)
     assert [turn.id for turn in await store.turns("s")] == ["a", "b", "c"]
 
 
-async def test_a_server_that_became_a_replica_is_left(store, redis, redis_server):
+async def test_a_server_that_is_a_replica_for_a_moment_costs_nothing(store, redis, redis_server, monkeypatch):
+    """As in a failover: what it refuses is asked again, and done when there is a primary."""
     begun = await store.begin("s", "k", [])
+    refused, run = asyncio.Event(), store._link.run
+    seen = []
+
+    async def watching(*command):
+        try:
+            return await run(*command)
+        except exceptions.ResponseError as why:
+            seen.append(str(why))
+            if len(seen) >= 3:
+                refused.set()
+            raise
+
+    monkeypatch.setattr(store._link, "run", watching)
     await redis.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
+    calls = (store.begin("s", "k2", []), store.commit("s", begun.life, "k", [build("a").entry]), store.ping())
+    waiting = asyncio.gather(*calls)
     try:
-        for refused in (store.begin("s", "k2", []), store.commit("s", begun.life, "k", [build("a").entry]), store.ping()):
-            with pytest.raises(StoreError, match=r"read only|READONLY"):
-                await refused
-        assert not store._redis.connection_pool._available_connections or not any(
-            connection.is_connected for connection in store._redis.connection_pool._available_connections
-        )
+        await asyncio.wait_for(refused.wait(), 60)
     finally:
         await redis.execute_command("REPLICAOF", "NO", "ONE")
-    await store.commit("s", begun.life, "k", [build("a").entry])
+    await waiting
+    assert all("READONLY" in one or "read only" in one for one in seen)
+    info = await store.session("s")
+    assert (info.turns, [call.call for call in info.open_calls]) == (1, ["k2"])
+
+
+async def test_a_server_that_stays_a_replica_is_no_store(redis, redis_server):
+    store = RedisStore(redis_server.url, timeout_seconds=0.3)
+    await redis.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
+    try:
+        with pytest.raises(StoreError, match=r"read only|READONLY"):
+            await store.begin("s", "k", [])
+    finally:
+        await redis.execute_command("REPLICAOF", "NO", "ONE")
+        await store.close()
 
 
 async def test_a_password_is_never_said():

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from redis import exceptions
 
 from tokencache.store.conformance import build, record
 from tokencache.store.contract import Binding, Incident, SessionGoneError, StoreError
@@ -40,22 +41,39 @@ def operations(store, life):
         "sessions": lambda: anext(store.sessions()),
         "turns": lambda: store.turns("s"),
         "tokens": lambda: store.tokens("s", ["a"]),
+        "linger": lambda: store.linger("s", "k"),
+        "want": lambda: store.want("s", "k"),
+        "beat": lambda: store.beat("r", 5),
+        "living": lambda: store.living(["r"]),
+        "secret": store.secret,
+        "contexts": lambda: store.contexts("s", ["a"]),
         "seal": lambda: store.seal("s"),
         "delete": lambda: store.delete("s"),
+        "lift": lambda: store.lift("s"),
         "documents": lambda: store.documents("s", ["d"]),
         "forget": lambda: store.forget("s", "d"),
         "bind_key": lambda: store.bind_key("h", Binding("s")),
         "binding_of_key": lambda: store.binding_of_key("h"),
+        "unbind_key": lambda: store.unbind_key("h"),
     }
 
 
 async def all_fail(store, life):
-    store._timeout = 0.3
-    for name, operation in operations(store, life).items():
-        async with asyncio.timeout(LIMIT):
-            with pytest.raises(StoreError, match=f"redis: {name}: "):
+    """The first takes all its time; then it is known, and the others are told at once, however long they may take."""
+    async with asyncio.timeout(LIMIT):
+        store._asker.timeout = 0.3
+        with pytest.raises(StoreError, match="redis: ping: no answer within"):
+            await store.ping()
+        store._asker.timeout = 10 * LIMIT
+        for name, operation in operations(store, life).items():
+            with pytest.raises(StoreError, match=f"redis: {name}: not asked"):
                 await operation()
-    store._timeout = LIMIT
+    store._asker.timeout = LIMIT
+
+
+async def answers_again(store):
+    """Wait until the store has seen that its server is back, without being asked for anything."""
+    await asyncio.wait_for(store._asker._probe, LIMIT)
 
 
 async def test_a_killed_server_and_its_empty_successor(server, store):
@@ -64,6 +82,7 @@ async def test_a_killed_server_and_its_empty_successor(server, store):
     await all_fail(store, life)
     server.start()
     async with asyncio.timeout(LIMIT):
+        await answers_again(store)
         assert await store.session("s") is None
         with pytest.raises(SessionGoneError):
             await store.commit("s", life, "k", [build("b").entry])
@@ -73,19 +92,89 @@ async def test_a_killed_server_and_its_empty_successor(server, store):
         assert [turn.id for turn in await store.turns("s")] == ["a"]
 
 
+async def test_a_server_that_is_back_in_time_costs_nothing(store, server):
+    """Whatever is asked while it restarts is done when it is up: also what may not be done twice."""
+    life = await record(store, "s", build("a"))
+    server.kill()
+    asked = {name: asyncio.create_task(operation()) for name, operation in operations(store, life).items() if name != "sessions"}
+    for _ in range(100):
+        await asyncio.sleep(0)
+    server.start()
+    done = dict(zip(asked, await asyncio.gather(*asked.values(), return_exceptions=True), strict=True))
+    assert [name for name, result in done.items() if isinstance(result, StoreError)] == []
+    assert {type(done[name]) for name in ("commit", "settle")} == {SessionGoneError}  # nothing was saved
+
+
+async def test_a_server_that_loads_its_data_is_waited_for(server):
+    """LOADING: it is there, and answers nothing yet."""
+    store = RedisStore(server.url, timeout_seconds=LIMIT)
+    await store.open()
+    refused = []
+    run = store._link.run
+
+    async def loading(*command):
+        if len(refused) < 3:
+            refused.append(command[0])
+            raise exceptions.BusyLoadingError("Redis is loading the dataset in memory")
+        return await run(*command)
+
+    store._link.run = loading
+    assert await store.delete("none") is False
+    assert refused == ["EVALSHA"] * 3
+    await store.close()
+
+
+async def test_a_probe_that_is_refused_was_answered(server):
+    """Whatever a server says, it is there: what is asked next learns what it refuses."""
+    store = RedisStore(server.url, timeout_seconds=0.3)
+    await store.open()
+    server.pause()
+    with pytest.raises(StoreError, match="no answer within"):
+        await store.ping()
+    run = store._link.run
+
+    async def refusing(*command):
+        await run(*command)
+        raise exceptions.NoPermissionError("no permissions")
+
+    store._link.run = refusing
+    server.resume()
+    await answers_again(store)
+    with pytest.raises(StoreError, match="no permissions"):
+        await store.ping()
+    await store.close()
+
+
+async def test_one_slow_operation_is_not_a_server_that_hangs(server, store):
+    """A long script takes all its time; others are answered before and after, and nobody is turned away."""
+    slow = store._asker.ask("slow", lambda _: asyncio.sleep(LIMIT))
+    store._asker.timeout = 0.5
+    waiting = asyncio.create_task(slow)
+    await asyncio.sleep(0)
+    await store.ping()
+    with pytest.raises(StoreError, match="slow: no answer"):
+        await waiting
+    await store.ping()
+
+
 async def test_a_server_that_hangs(server, store):
     life = await record(store, "s", build("a", keys=(b"c1",)))
     server.pause()
     try:
-        await all_fail(store, life)
-        store._timeout = 0.3
+        store._asker.timeout = 0.3
         async with asyncio.timeout(LIMIT):
             results = await asyncio.gather(*(store.begin("s", f"k{n}", []) for n in range(100)), return_exceptions=True)
         assert {type(result) for result in results} == {StoreError}
+        store._asker.timeout = 10 * LIMIT
+        async with asyncio.timeout(LIMIT):
+            for name, operation in operations(store, life).items():
+                with pytest.raises(StoreError, match=f"redis: {name}: not asked"):
+                    await operation()
     finally:
         server.resume()
-    store._timeout = LIMIT
-    assert await store.delete("s") in {True, False}  # what was sent meanwhile may be done by now, the deletion too
+    store._asker.timeout = LIMIT
+    await answers_again(store)
+    assert await store.delete("s", reuse=True) in {True, False}  # what was sent meanwhile may be done by now, the deletion too
     await record(store, "s", build("a", keys=(b"c1",)))
     for _ in range(10):  # no reply of the past is taken for one of now
         assert [turn.id for turn in await store.turns("s")] == ["a"]

@@ -6,6 +6,7 @@ from array import array
 from pydoc_data.topics import topics
 
 import msgspec
+from redis.asyncio import Redis
 
 from tokencache.core import ids
 from tokencache.core.canonical import Call, Message
@@ -77,8 +78,9 @@ async def test_what_a_token_costs(redis_server):
         begun = await store.begin("size", entry.turn.call, [])
         await store.commit("size", begun.life, entry.turn.call, [entry])
     used = 0
-    async for key in store._redis.scan_iter("tokencache:{size}*"):
-        used += await store._redis.memory_usage(key, samples=0)
+    async with Redis.from_url(redis_server.url) as client:
+        async for key in client.scan_iter("tokencache:{size}*"):
+            used += await client.memory_usage(key, samples=0)
     per_token = used / (TURNS * (TAIL + COMPLETION))
     head = sum(len(pack(entry.turn)) for entry in entries) / TURNS
     print(f"{used} bytes, {per_token:.2f} per token; a head is {head:.0f} bytes")

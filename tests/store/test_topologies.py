@@ -1,0 +1,225 @@
+"""Real servers of every kind: Valkey, a user with few rights, TLS, a primary that Sentinels watch, a cluster; and failovers."""
+
+import asyncio
+import contextlib
+import ssl
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import trustme
+
+from tokencache.store import open_store
+from tokencache.store.conformance import CHECKS, build, check_replicas, record
+from tokencache.store.contract import StoreError
+from tokencache.testing.redis_groups import SERVICE, asked, cluster, wait, watched_primary
+from tokencache.testing.redis_server import RealRedis, find_binary, find_valkey
+
+pytestmark = [pytest.mark.redis, pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")]
+LIMIT = 60
+USER = (
+    "on >PASSWORD ~tokencache:* resetchannels -@all +select +client +eval +evalsha +time +get +set +getex "
+    "+mget +unlink +pexpire +hget +hset +hmget +hdel +hincrby +scan +dbsize +info"
+)
+"""The rights that docs/store.md names."""
+IN_A_CLUSTER = "+cluster +command"
+
+
+@contextlib.asynccontextmanager
+async def opened(url, **settings):
+    store = open_store(url, **{"timeout_seconds": LIMIT} | settings)
+    try:
+        await store.open()
+        yield store
+    finally:
+        await store.close()
+
+
+async def keeps_the_contract(url, **settings):
+    async with opened(url, **settings) as store, opened(url, **settings) as other:
+        for check in CHECKS:
+            await check(store)
+        await check_replicas(store, other)
+
+
+@pytest.mark.skipif(find_valkey() is None, reason="no valkey-server on this machine")
+async def test_valkey():
+    with RealRedis(binary=find_valkey()) as server:
+        assert asked(server, "INFO", "server")["server_name"] == "valkey"
+        await keeps_the_contract(server.url.replace("redis://", "valkey://"))
+
+
+async def test_a_user_with_few_rights(caplog):
+    with RealRedis() as server:
+        asked(server, "ACL", "SETUSER", "proxy", *(right.replace("PASSWORD", "p@ss word") for right in USER.split()))
+        await keeps_the_contract(f"redis://proxy:{quote('p@ss word')}@127.0.0.1:{server.port}/0")
+        assert caplog.text == ""
+        asked(server, "ACL", "SETUSER", "proxy", "-info")
+        async with opened(f"redis://proxy:{quote('p@ss word')}@127.0.0.1:{server.port}/0") as store:
+            assert "NOBODY KNOWS WHETHER SESSIONS MAY BE LOST" in caplog.text
+            await record(store, "s", build("a"))
+        asked(server, "ACL", "SETUSER", "proxy", "-hset")
+        with pytest.raises(StoreError, match=r"can't run this command|no permissions|NOPERM") as error:
+            async with opened(f"redis://proxy:{quote('p@ss word')}@127.0.0.1:{server.port}/0") as store:
+                await store.begin("t", "k", [])
+        assert "p@ss" not in str(error.value)
+
+
+@contextlib.asynccontextmanager
+async def secured(server, context):
+    """A server behind TLS, as behind a terminator: neither wheel ships one that speaks it itself."""
+    links = set()
+
+    async def pass_on(reader, writer):
+        try:
+            while part := await reader.read(65_536):
+                writer.write(part)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def serve(reader, writer):
+        links.add(asyncio.current_task())
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.gather(pass_on(reader, up_writer), pass_on(up_reader, writer))
+
+    front = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    try:
+        yield front.sockets[0].getsockname()[1]
+    finally:
+        front.close()
+        for link in links:
+            link.cancel()
+        await asyncio.gather(*links, return_exceptions=True)
+
+
+async def test_tls_both_ways(tmp_path):
+    authority, stranger = trustme.CA(), trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1", "localhost").configure_cert(context)
+    authority.configure_trust(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    ours = authority.issue_cert("proxy")
+    ours.private_key_and_cert_chain_pem.write_to_path(tmp_path / "me.pem")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    stranger.cert_pem.write_to_path(tmp_path / "stranger.pem")
+    mine = f"ssl_certfile={tmp_path}/me.pem&ssl_keyfile={tmp_path}/me.pem"
+    with RealRedis() as server:
+        async with secured(server, context) as port:
+            await keeps_the_contract(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path}/ca.pem&{mine}")
+            for wrong in (mine, f"ssl_ca_certs={tmp_path}/stranger.pem&{mine}", f"ssl_ca_certs={tmp_path}/ca.pem"):
+                with pytest.raises(StoreError):
+                    async with opened(f"rediss://127.0.0.1:{port}/0?{wrong}", timeout_seconds=1):
+                        pass
+            with pytest.raises(StoreError):
+                async with opened(f"redis://127.0.0.1:{port}/0", timeout_seconds=1):
+                    pass
+
+
+def sentinel_url(sentinel, db=0):
+    with RealRedis() as gone:
+        silent = gone.port
+    return f"redis+sentinel://127.0.0.1:{silent},127.0.0.1:{sentinel.port}/{SERVICE}/{db}"
+
+
+@pytest.mark.parametrize("end", ["kill", "pause"])
+async def test_a_failover_that_sentinels_see_costs_nothing(end):
+    """A primary dies, or hangs; what is asked meanwhile is answered by the next one, and what was recorded is there."""
+    with watched_primary() as (primary, replica, sentinel):
+        # one that hangs is noticed by its silence only: the operations that it holds fail, and none after the failover
+        limit = LIMIT if end == "kill" else 1.0
+        async with opened(sentinel_url(sentinel), timeout_seconds=limit) as store:
+            life = await record(store, "s", build("a", keys=(b"ca",)))
+            await store.begin("s", "open", [])
+            asked(primary, "WAIT", 1, 5000)
+            getattr(primary, end)()
+            if end == "pause":
+                with pytest.raises(StoreError):
+                    await store.ping()
+                named = ("SENTINEL GET-MASTER-ADDR-BY-NAME", SERVICE)
+                wait(lambda: asked(sentinel, *named)[1] == replica.port)
+                if store._asker._probe is not None:
+                    await asyncio.wait_for(store._asker._probe, LIMIT)
+            begun = await store.begin("s", "k", [b"ca"])
+            assert (begun.life, [hit.turn.id for hit in begun.hits[0]]) == (life, ["a"])
+            await store.commit("s", life, "open", [build("b", build("a")).entry])
+            assert asked(replica, "INFO", "replication")["role"] == "master"
+            assert [turn.id for turn in await store.turns("s")] == ["a", "b"]
+
+
+async def test_sentinel_keeps_the_contract():
+    with watched_primary() as (_, _, sentinel):
+        await keeps_the_contract(sentinel_url(sentinel, 3))
+
+
+async def test_no_sentinel_knows_the_service():
+    with watched_primary() as (_, _, sentinel), pytest.raises(StoreError, match="no Sentinel that answers names a primary for 'other'"):
+        async with opened(sentinel_url(sentinel).replace(f"/{SERVICE}", "/other"), timeout_seconds=1):
+            pass
+
+
+def cluster_url(nodes):
+    return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+
+
+async def test_a_cluster_keeps_the_contract():
+    with cluster() as nodes:
+        await keeps_the_contract(cluster_url(nodes[:2]))
+        async with opened(cluster_url(nodes[:1])) as store:
+            for n in range(60):
+                await store.note(f"only {n}", [])
+            listed = [info.id async for info in store.sessions() if info.id.startswith("only ")]
+            assert sorted(listed) == sorted(f"only {n}" for n in range(60))
+        assert all(asked(node, "DBSIZE") >= 10 for node in nodes)
+        for node in nodes:
+            asked(node, "SCRIPT", "FLUSH")
+        async with opened(cluster_url(nodes)) as store:
+            assert (await store.session("only 1")).turns == 0
+
+
+async def test_a_user_with_few_rights_in_a_cluster(caplog):
+    with cluster() as nodes:
+        for node in nodes:
+            asked(node, "ACL", "SETUSER", "proxy", *USER.split(), *IN_A_CLUSTER.split())
+        await keeps_the_contract(cluster_url(nodes).replace("://", "://proxy:PASSWORD@"))
+        assert caplog.text == ""
+
+
+def test_the_rights_are_those_of_the_page():
+    page = " ".join((Path(__file__).parents[2] / "docs" / "store.md").read_text().split())
+    assert f"ACL SETUSER proxy {USER}" in page
+    assert IN_A_CLUSTER in page
+
+
+async def test_a_session_that_moves_to_another_node_is_followed():
+    with cluster() as nodes:
+        async with opened(cluster_url(nodes)) as store:
+            life = await record(store, "s", build("a"))
+            slot = asked(nodes[0], "CLUSTER KEYSLOT", "{s}")
+            source = next(node for node in nodes if asked(node, "CLUSTER COUNTKEYSINSLOT", slot))
+            target = next(node for node in nodes if node is not source)
+            ids = {node: asked(node, "CLUSTER MYID").decode() for node in (source, target)}
+            asked(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+            asked(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+            asked(source, "MIGRATE", "127.0.0.1", target.port, "tokencache:{s}", 0, 5000)
+            await store.begin("s", "asked", [])  # ASK: not moved yet, but there
+            for node in nodes:
+                asked(node, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+            await store.commit("s", life, "asked", [build("b").entry])  # MOVED
+            assert [turn.id for turn in await store.turns("s")] == ["a", "b"]
+
+
+async def test_a_node_that_dies_is_replaced_by_its_replica():
+    with cluster(3, replicas=1) as nodes:
+        async with opened(cluster_url(nodes[1:])) as store:
+            slots = range(16_384 // 3)
+            name = next(f"s{n}" for n in range(1000) if asked(nodes[0], "CLUSTER KEYSLOT", f"{{s{n}}}") in slots)
+            life = await record(store, name, build("a"))
+            await store.begin(name, "k", [])
+            asked(nodes[0], "WAIT", 1, 5000)
+            nodes[0].kill()
+            await store.commit(name, life, "k", [build("b").entry])
+            assert [turn.id for turn in await store.turns(name)] == ["a", "b"]
+            assert asked(nodes[3], "INFO", "replication")["role"] == "master"

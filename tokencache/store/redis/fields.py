@@ -1,0 +1,142 @@
+"""Fields: how a session's name becomes a key, and its records the fields of a hash, and back.
+
+The fields are listed in `tokencache.store.redis`; what stands in a record is `packing`'s.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import unquote
+
+from tokencache.core.match import Hit
+from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
+from tokencache.store.contract import Begun, Entry, OpenCall, StoreError
+from tokencache.store.packing import Piece, pack, pack_tokens, text, unpack, unpack_tokens, untext
+
+_GLOB = re.compile(rb"[*?\[\]\\]")
+_CALL_HEAD = 33
+_LEFT, WANTED, GIVEN_UP = 1, 2, 4
+
+
+class Keys:
+    """The keys of a deployment: all begin with its prefix, and those of a session hash to one slot of a cluster."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = text(prefix)
+        self._start = self._prefix + b":{"
+        self.pattern = _GLOB.sub(rb"\\\g<0>", self._start) + b"*}"
+        self.schema = self._prefix + b":schema"
+        self.secret = self._prefix + b":secret"
+
+    def session(self, session: str) -> bytes:
+        """The hash of a session. All of its name, and nothing else, is the key's hash tag."""
+        return self._start + _escape(session) + b"}"
+
+    def name(self, key: bytes) -> str:
+        """The session that a key belongs to."""
+        return unquote(key[len(self._start) : -1], errors="surrogatepass")
+
+    def binding(self, key: str) -> bytes:
+        """What an API key stands for."""
+        return b"%s:key:%s" % (self._prefix, text(key))
+
+    def replica(self, replica: str) -> bytes:
+        """That a replica lives. All of them lie in one slot: they are read together."""
+        return b"%s:alive:{replicas}:%s" % (self._prefix, text(replica))
+
+
+def _escape(session: str) -> bytes:
+    return text(session).replace(b"%", b"%25").replace(b"}", b"%7D")
+
+
+def turn_field(turn: str) -> bytes:
+    """The field that says a turn's number."""
+    return b"#" + text(turn)
+
+
+def document_field(name: str) -> bytes:
+    """The field of a document."""
+    return b"D" + text(name)
+
+
+def pack_entry(entry: Entry) -> list[bytes | int]:
+    """Write an entry as the arguments of COMMIT."""
+    turn = entry.turn
+    parent = b"" if turn.parent is None else turn_field(turn.parent)
+    keys = [b"=" + key for key in entry.keys]
+    packed = pack_tokens(turn, entry.tokens)
+    return [turn_field(turn.id), parent, pack(turn), packed, entry.tokens.logprobs, entry.context, len(keys), *keys]
+
+
+def unpack_begun(reply: Sequence[Any], count: int) -> Begun:
+    """Read what BEGIN answered to `count` keys."""
+    life, calls, tokens, created, twin = reply[:5]
+    found = unpack_calls(twin)
+    return Begun(life.decode(), unpack_hits(reply[5:], count), found[0] if found else None, calls, tokens, float(created))
+
+
+def unpack_hits(flat: Sequence[Any], count: int) -> list[list[Hit]]:
+    """Read positions and heads, aligned with `count` keys."""
+    found: list[list[Hit]] = [[] for _ in range(count)]
+    for position, head in zip(flat[::2], flat[1::2], strict=True):
+        found[position].append(Hit(unpack(head[1:], Turn), head[:1] == b"+"))
+    return found
+
+
+def unpack_calls(packed: bytes) -> tuple[OpenCall, ...]:
+    """Read the open calls that stand one behind the other."""
+    calls = []
+    while packed:
+        flags, asked, replica, named = (int(packed[start:stop]) for start, stop in ((17, 18), (18, 23), (23, 28), (28, _CALL_HEAD)))
+        ends = _CALL_HEAD + asked, _CALL_HEAD + asked + replica, _CALL_HEAD + asked + replica + named
+        calls.append(
+            OpenCall(
+                call=untext(packed[ends[1] : ends[2]]),
+                since=float(packed[:17]),
+                asked=packed[_CALL_HEAD : ends[0]],
+                replica=untext(packed[ends[0] : ends[1]]),
+                left=bool(flags & _LEFT),
+                wanted=bool(flags & WANTED),
+                given_up=bool(flags & GIVEN_UP),
+            )
+        )
+        packed = packed[ends[2] :]
+    return tuple(calls)
+
+
+def unpack_prefix(turn: str, reply: Sequence[bytes]) -> Prefix:
+    """Rebuild a turn's prefix from its own ids and those of all its bases.
+
+    Raises:
+        KeyError: there is no such turn.
+    """
+    line: dict[str, tuple[Turn, Tokens]] = {}
+    at: str | None = turn
+    for piece in map(unpack_tokens, reply):
+        if at is not None:
+            line[at] = (_lengths(at, piece), piece.tokens)
+            at = piece.base
+    return rebuild(line, turn)
+
+
+def _lengths(turn: str, piece: Piece) -> Turn:
+    """As much of a turn as `rebuild` needs."""
+    return Turn(
+        id=turn,
+        call="",
+        match="root",
+        base=piece.base,
+        shared=piece.shared,
+        prompt_tokens=piece.prompt_tokens,
+        completion_tokens=piece.completion_tokens,
+    )
+
+
+@contextmanager
+def reading(session: str) -> Iterator[None]:
+    """Say of what cannot be read that the session is torn."""
+    try:
+        yield
+    except (ValueError, IndexError, TypeError) as why:
+        raise StoreError(f"redis: session {session} is torn: {why}") from None

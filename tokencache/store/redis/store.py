@@ -1,0 +1,304 @@
+"""The Redis store itself: each operation as a script or a command, and what its answer means."""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+from redis import exceptions
+from redis.asyncio import Redis
+
+from tokencache.core.match import Hit
+from tokencache.core.turn import Prefix, Tokens, Turn
+from tokencache.store.contract import (
+    Begun,
+    Binding,
+    Entry,
+    Incident,
+    Join,
+    SessionDeletedError,
+    SessionGoneError,
+    SessionInfo,
+    SessionSealedError,
+    StoreError,
+    StoreFullError,
+)
+from tokencache.store.packing import pack, pack_keys, text, unpack, unpack_tokens
+from tokencache.store.redis import fields, lua_reading, lua_writing
+from tokencache.store.redis.asking import Asker
+from tokencache.store.redis.connecting import CONNECTIONS, Link, OneServer, connect
+from tokencache.store.redis.fields import document_field, reading, turn_field
+from tokencache.store.redis.room import Room, scan
+
+SCHEMA = 1
+"""The version of what is stored. A store of another version is not touched."""
+Argument = bytes | str | int
+AT_ONCE = CONNECTIONS // 4
+HASHES = {
+    script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+    for module in (lua_reading, lua_writing)
+    for name, script in vars(module).items()
+    if name.isupper() and isinstance(script, str)
+}
+"""The scripts, each with the name by which a server that has seen it knows it. One that has not is sent it, in a second round trip."""
+
+
+class RedisStore:
+    """Sessions in Redis 6.2 or newer, or Valkey; one server, Sentinels or a cluster.
+
+    Args:
+        url: where it is (`tokencache.store.redis.url`).
+        prefix: what all keys begin with.
+        ttl_seconds: after how many seconds an unused session is forgotten.
+        timeout_seconds: how long any one operation may take.
+        tombstone_seconds: for how long the calls of a deleted session are turned away.
+        max_sessions: how many sessions there may be; 0: no bound.
+        max_bytes: how many bytes a server may use before new sessions are refused; 0: nine tenths of its `maxmemory`.
+        may_evict: take a server that drops sessions when its memory is full.
+        client: use this one instead of connecting to `url`; it is closed with the store.
+
+    Raises:
+        ValueError: the URL cannot be read.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = "tokencache",
+        ttl_seconds: float = 7 * 86400,
+        timeout_seconds: float = 5.0,
+        tombstone_seconds: float = 3600.0,
+        max_sessions: int = 0,
+        max_bytes: int = 0,
+        may_evict: bool = False,
+        client: Redis | None = None,
+    ) -> None:
+        self._keys = fields.Keys(prefix)
+        self._ttl = max(1, int(ttl_seconds * 1000))
+        self._tombstone = max(1, int(tombstone_seconds * 1000))
+        said: Sequence[str] = ()
+        self._link: Link
+        if client is None:
+            self._link, said = connect(url, timeout_seconds)
+        else:
+            self._link = OneServer(client)
+        self._asker = Asker(self._link, timeout_seconds, ("GET", self._keys.schema), said)
+        self._room = Room(self._asker, self._link, self._keys.pattern, max_sessions=max_sessions, max_bytes=max_bytes, may_evict=may_evict)
+
+    async def open(self) -> None:
+        """See `Store.open`."""
+        await self.ping()
+        await self._room.open()
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        await self._room.close()
+        await self._asker.close()
+        await self._link.close()
+
+    async def ping(self) -> None:
+        """See `Store.ping`."""
+        held = await self._asker.ask("ping", lambda _: self._send(lua_writing.SCHEMA, [self._keys.schema], str(SCHEMA)))
+        if held != str(SCHEMA).encode():
+            raise StoreError(
+                f"redis: what is stored has the form {held.decode(errors='replace')[:20]!r}, and this tokencache knows form {SCHEMA}: "
+                "run the version that wrote it, or use another database (docs/store.md)"
+            )
+
+    async def secret(self, known: bytes = b"") -> bytes:
+        """See `Store.secret`."""
+        made = known or secrets.token_bytes(32)
+        held: bytes = await self._asker.ask("secret", lambda _: self._send(lua_writing.KEEP, [self._keys.secret], made))
+        return held
+
+    async def begin(
+        self, session: str, call: str, keys: Sequence[bytes], *, asked: bytes = b"", replica: str = "", join: Join = "never"
+    ) -> Begun:
+        """See `Store.begin`."""
+        args: list[Argument] = [
+            self._ttl,
+            secrets.token_hex(8),
+            int(bool(self._room.full)),
+            join[0],
+            asked,
+            text(replica),
+            text(call),
+            *pack_keys(keys),
+        ]
+        reply = await self._script("begin", lua_writing.BEGIN, [self._keys.session(session)], *args)
+        if isinstance(reply, int):
+            raise {
+                lua_writing.SEALED: SessionSealedError(session),
+                lua_writing.DELETED: SessionDeletedError(session),
+                lua_writing.FULL: StoreFullError(self._room.full),
+            }[reply]
+        with reading(session):
+            return fields.unpack_begun(reply, len(keys))
+
+    async def linger(self, session: str, call: str) -> bool:
+        """See `Store.linger`."""
+        return bool(await self._script("linger", lua_writing.LINGER, [self._keys.session(session)], self._ttl, text(call)))
+
+    async def want(self, session: str, call: str, *, given_up: bool = False) -> None:
+        """See `Store.want`."""
+        flag = fields.GIVEN_UP if given_up else fields.WANTED
+        await self._script("want", lua_writing.WANT, [self._keys.session(session)], self._ttl, text(call), flag)
+
+    async def beat(self, replica: str, seconds: float) -> None:
+        """See `Store.beat`."""
+        await self._command("beat", "SET", self._keys.replica(replica), b"1", "PX", max(1, int(seconds * 1000)))
+
+    async def living(self, replicas: Sequence[str]) -> set[str]:
+        """See `Store.living`."""
+        if not replicas:
+            return set()
+        held = await self._command("living", "MGET", *map(self._keys.replica, replicas))
+        return {replica for replica, beat in zip(replicas, held, strict=True) if beat is not None}
+
+    async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
+        """See `Store.find`."""
+        reply = await self._script("find", lua_reading.FIND, [self._keys.session(session)], *pack_keys(keys))
+        with reading(session):
+            return fields.unpack_hits(reply, len(keys))
+
+    async def prefix(self, session: str, turn: str) -> Prefix:
+        """See `Store.prefix`."""
+        reply = await self._script("prefix", lua_reading.PREFIX, [self._keys.session(session)], turn_field(turn))
+        with reading(session):
+            return fields.unpack_prefix(turn, reply)
+
+    async def commit(
+        self,
+        session: str,
+        life: str,
+        call: str,
+        entries: Sequence[Entry],
+        incidents: Sequence[Incident] = (),
+        *,
+        documents: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        """See `Store.commit`."""
+        kept = chain.from_iterable((document_field(name), data) for name, data in documents.items())
+        sampled = sum(entry.turn.completion_tokens for entry in entries)
+        packed = [sampled, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *kept]
+        await self._end("commit", session, life, call, [*packed, *map(pack, incidents)])
+
+    async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
+        """See `Store.settle`."""
+        await self._end("settle", session, life, call, [0, 0, 0, *map(pack, incidents)])
+
+    async def note(self, session: str, incidents: Sequence[Incident]) -> None:
+        """See `Store.note`."""
+        head: list[Argument] = [self._ttl, secrets.token_hex(8)]
+        tail: list[Argument] = [secrets.token_hex(4), *map(pack, incidents)]
+        await self._asker.ask("note", lambda lost: self._send(lua_writing.NOTE, [self._keys.session(session)], *head, int(lost), *tail))
+
+    async def sessions(self) -> AsyncIterator[SessionInfo]:
+        """See `Store.sessions`."""
+        seen: set[bytes] = set()  # SCAN may say a key twice
+        for run in await self._asker.ask("sessions", lambda _: self._link.primaries()):
+            cursor = 0
+            while True:
+                page = await self._asker.ask("sessions", partial(scan, run, cursor, self._keys.pattern))
+                cursor, fresh = int(page[0]), [key for key in page[1] if key not in seen]
+                seen.update(fresh)
+                for at in range(0, len(fresh), AT_ONCE):
+                    for info in await asyncio.gather(*(self.session(self._keys.name(key)) for key in fresh[at : at + AT_ONCE])):
+                        if info is not None:
+                            yield info
+                if cursor == 0:
+                    break
+
+    async def session(self, session: str) -> SessionInfo | None:
+        """See `Store.session`."""
+        reply = await self._script("session", lua_reading.SESSION, [self._keys.session(session)])
+        if not reply:
+            return None
+        created, used, sealed, turns, calls, *incidents = reply
+        with reading(session):
+            said = tuple(unpack(incident, Incident) for incident in incidents)
+            opened = fields.unpack_calls(calls or b"")
+            return SessionInfo(session, float(created), float(used), sealed is not None, int(turns or 0), opened, said)
+
+    async def turns(self, session: str) -> list[Turn]:
+        """See `Store.turns`."""
+        reply = await self._script("turns", lua_reading.TURNS, [self._keys.session(session)])
+        with reading(session):
+            return [unpack(head[1:], Turn) for head in reply]
+
+    async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
+        """See `Store.tokens`."""
+        reply = await self._script("tokens", lua_reading.TOKENS, [self._keys.session(session)], *map(turn_field, turns))
+        if len(reply) < 2 * len(turns):
+            raise KeyError(turns[len(reply) // 2])
+        with reading(session):
+            return {turn: unpack_tokens(reply[2 * n], reply[2 * n + 1]).tokens for n, turn in enumerate(turns)}
+
+    async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
+        """See `Store.contexts`."""
+        reply = await self._script("contexts", lua_reading.CONTEXTS, [self._keys.session(session)], *map(turn_field, turns))
+        if len(reply) < len(turns):
+            raise KeyError(turns[len(reply)])
+        return dict(zip(turns, reply, strict=True))
+
+    async def seal(self, session: str) -> bool:
+        """See `Store.seal`."""
+        return bool(await self._script("seal", lua_writing.SEAL, [self._keys.session(session)], self._ttl))
+
+    async def delete(self, session: str, *, reuse: bool = False) -> bool:
+        """See `Store.delete`."""
+        stands = 0 if reuse else self._tombstone
+        return bool(await self._script("delete", lua_writing.DELETE, [self._keys.session(session)], stands, again=False))
+
+    async def lift(self, session: str) -> None:
+        """See `Store.lift`."""
+        await self._script("lift", lua_writing.LIFT, [self._keys.session(session)])
+
+    async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
+        """See `Store.documents`."""
+        if not names:
+            return []
+        reply = await self._script("documents", lua_reading.DOCUMENTS, [self._keys.session(session)], *map(document_field, names))
+        return list(reply) or [None] * len(names)
+
+    async def forget(self, session: str, name: str) -> bool:
+        """See `Store.forget`."""
+        keys = [self._keys.session(session)]
+        return bool(await self._script("forget", lua_writing.FORGET, keys, document_field(name), again=False))
+
+    async def bind_key(self, key: str, binding: Binding) -> None:
+        """See `Store.bind_key`."""
+        await self._command("bind_key", "SET", self._keys.binding(key), pack(binding), "PX", self._ttl)
+
+    async def binding_of_key(self, key: str) -> Binding | None:
+        """See `Store.binding_of_key`."""
+        held = await self._command("binding_of_key", "GETEX", self._keys.binding(key), "PX", self._ttl)
+        with reading(key):
+            return None if held is None else unpack(held, Binding)
+
+    async def unbind_key(self, key: str) -> bool:
+        """See `Store.unbind_key`."""
+        return bool(await self._command("unbind_key", "UNLINK", self._keys.binding(key), again=False))
+
+    async def _end(self, operation: str, session: str, life: str, call: str, packed: Sequence[bytes | int]) -> None:
+        keys = [self._keys.session(session)]
+        head: list[Argument] = [self._ttl, text(life), text(call)]
+        if await self._asker.ask(operation, lambda lost: self._send(lua_writing.COMMIT, keys, *head, int(lost), *packed)) == 0:
+            raise SessionGoneError(session)
+
+    async def _command(self, operation: str, *command: Argument, again: bool = True) -> Any:
+        return await self._asker.ask(operation, lambda _: self._link.run(*command), again=again)
+
+    async def _script(self, operation: str, script: str, keys: Sequence[bytes], *args: Argument, again: bool = True) -> Any:
+        return await self._asker.ask(operation, lambda _: self._send(script, keys, *args), again=again)
+
+    async def _send(self, script: str, keys: Sequence[bytes], *args: Argument) -> Any:
+        try:
+            return await self._link.run("EVALSHA", HASHES[script], len(keys), *keys, *args)
+        except exceptions.NoScriptError:
+            return await self._link.run("EVAL", script, len(keys), *keys, *args)

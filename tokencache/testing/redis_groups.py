@@ -1,0 +1,86 @@
+"""Several real Redis servers for tests: a primary that Sentinels watch, and a cluster. Each is as many processes as it says."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from tokencache.testing.redis_server import START_SECONDS, RealRedis
+
+SLOTS = 16_384
+SERVICE = "tokencache"
+
+
+class RealSentinel(RealRedis):
+    """A Sentinel that watches one primary, and alone decides that it is down after half a second."""
+
+    def __init__(self, primary: RealRedis, binary: str | None = None) -> None:
+        super().__init__(binary=binary)
+        self._primary = primary
+
+    def _command(self, binary: str, settings: list[str]) -> list[str]:
+        config = Path(self._folder.name, "sentinel.conf")  # a Sentinel writes what it learns into its own settings
+        config.write_text(
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self._primary.port} 1\n"
+            f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 2000\n"
+        )
+        return [binary, str(config), *settings, "--sentinel"]
+
+
+def asked(server: RealRedis, *command: Any) -> Any:
+    """Ask a server something."""
+    with Redis(host="127.0.0.1", port=server.port) as client:
+        return client.execute_command(*command)
+
+
+@contextlib.contextmanager
+def watched_primary() -> Iterator[tuple[RealRedis, RealRedis, RealSentinel]]:
+    """A primary, its replica that has caught up, and a Sentinel that knows both."""
+    with RealRedis() as primary, RealRedis("--replicaof", "127.0.0.1", str(primary.port)) as replica, RealSentinel(primary) as sentinel:
+        wait(lambda: asked(replica, "INFO", "replication")["master_link_status"] == "up")
+        wait(lambda: asked(sentinel, "INFO", "sentinel")["master0"]["slaves"] == 1)
+        yield primary, replica, sentinel
+
+
+@contextlib.contextmanager
+def cluster(primaries: int = 3, *, replicas: int = 0) -> Iterator[list[RealRedis]]:
+    """A cluster whose slots are shared evenly: its primaries, then replicas, one each of the first ones."""
+    with contextlib.ExitStack() as stack:
+        settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0")
+        nodes = [stack.enter_context(RealRedis(*settings)) for _ in range(primaries + replicas)]
+        for n, node in enumerate(nodes[:primaries]):
+            asked(node, "CLUSTER ADDSLOTS", *range(n * SLOTS // primaries, (n + 1) * SLOTS // primaries))
+        for node in nodes[1:]:
+            asked(node, "CLUSTER MEET", "127.0.0.1", nodes[0].port)
+        for node in nodes:
+            wait(lambda node=node: len(asked(node, "CLUSTER NODES")) == len(nodes))  # type: ignore[misc]
+        for primary, replica in zip(nodes, nodes[primaries:], strict=False):
+            asked(replica, "CLUSTER REPLICATE", asked(primary, "CLUSTER MYID"))
+            wait(lambda replica=replica: asked(replica, "INFO", "replication").get("master_link_status") == "up")  # type: ignore[misc]
+        for node in nodes:
+            wait(lambda node=node: asked(node, "CLUSTER INFO")["cluster_state"] == "ok")  # type: ignore[misc]
+            wait(lambda node=node: _replicas_in(asked(node, "CLUSTER NODES")) == replicas)  # type: ignore[misc]
+        yield nodes
+
+
+def _replicas_in(nodes: dict[str, dict[str, Any]]) -> int:
+    return sum("slave" in node["flags"] for node in nodes.values())
+
+
+def wait(until: Callable[[], bool]) -> None:
+    """Wait until something is so.
+
+    Raises:
+        TimeoutError: it is not, for too long.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(RedisError, OSError, KeyError):
+            if until():
+                return
+        time.sleep(0.02)
+    raise TimeoutError("the servers did not find each other")
