@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from tokencache.testing.control import Orders
 from tokencache.testing.engine import SimulatedEngine
 from tokencache.testing.generation import LogprobsMode
 
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=1, help="tokens in each chunk of a stream")
     parser.add_argument("--ignore-ids", action="store_true", help="ignore supplied prompt ids, as vLLM before 0.27 does")
     parser.add_argument("--logprobs-mode", default="raw_logprobs", choices=get_args(LogprobsMode), help="what log probabilities are")
+    parser.add_argument("--journal", type=Path, help="file in which the books are kept, each token before it goes out")
+    parser.add_argument("--control", action="store_true", help="take orders for faults: POST /control/faults")
     options = parser.parse_args(arguments)
     engine = SimulatedEngine(
         episodes=json.loads(options.episodes.read_text(encoding="utf-8")) if options.episodes else None,
@@ -42,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chunk_tokens=options.chunk_tokens,
         honours_ids=not options.ignore_ids,
         logprobs_mode=options.logprobs_mode,
+        journal=options.journal,
+        orders=Orders() if options.control else None,
     )
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(engine, options.host, options.port))

@@ -45,6 +45,8 @@ class Completion:
     """Asked with the number of tokens so far whether the engine aborts the reply here."""
     versions: dict[int, list[str]] = field(default_factory=dict)
     """Of each choice the weights that sampled each token."""
+    keep: Callable[[BookEntry], None] = lambda _: None
+    """Told of an entry whenever there is something new in it, before that goes out."""
 
     def _steps(self, index: int) -> Iterator[Step]:
         """Generate choice number `index`, each token entered in the books as it comes into being."""
@@ -60,6 +62,7 @@ class Completion:
             entry.completion_ids.extend(step.ids)
             entry.logprobs.extend(token.logprob for token in step.tokens)
             entry.stop_reason = step.stop_reason
+            self.keep(entry)
             yield step
 
     def abort(self) -> None:
@@ -68,6 +71,7 @@ class Completion:
             entry.aborted = True
             if entry.finish_reason is None:
                 entry.finish_reason = "abort"
+            self.keep(entry)
 
     def _usage(self, *, whole: bool) -> dict[str, Any]:
         completion = sum(len(entry.completion_ids) for entry in self.entries)
@@ -91,6 +95,7 @@ class Completion:
             parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self.request.thinking)
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
             entry.finish_reason = choice["finish_reason"]
+            self.keep(entry)
             choice["routed_experts"] = self.extras.routed(len(self.prompt_ids) + len(tokens))
             choices.append(choice | self.extras.of_choice(self.request, self.versions.get(index, ())))
         reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompt_ids)
@@ -122,6 +127,8 @@ class Completion:
         named = isinstance(request.body.get("tool_choice"), dict)
         reason = "tool_calls" if parser.called and step.finish_reason == "stop" and not named else step.finish_reason
         entry.finish_reason = reason
+        if reason is not None:
+            self.keep(entry)
         chunk = wire.delta_chunk(request, self.created, index, delta, step, finish_reason=reason)
         if chunk is not None and reason is not None:
             chunk["choices"][0] |= self.extras.of_choice(request, self.versions.get(index, ()))

@@ -31,6 +31,7 @@ from tokencache.testing.delivery import empty_answer, fail_request, json_answer,
 from tokencache.testing.derender import derendered, rendered
 from tokencache.testing.extras import Extras
 from tokencache.testing.faults import Fault, FaultKind
+from tokencache.testing.journal import Journal
 from tokencache.testing.refusals import Refusal, room_for_reply, schema_refusal, senseless, unknown_model
 from tokencache.testing.speech import Speech
 from tokencache.testing.text_completion import TextCompletion, read_text_request
@@ -38,7 +39,9 @@ from tokencache.testing.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from pathlib import Path
 
+    from tokencache.testing.control import Orders
     from tokencache.testing.extras import VersionStyle
     from tokencache.testing.generation import LogprobsMode
 
@@ -67,6 +70,8 @@ class SimulatedEngine:
         weight_versions: VersionStyle = "",
         routed_experts: tuple[int, int] | None = None,
         choose_fault: Callable[[str, dict[str, Any]], Fault | None] | None = None,
+        journal: Path | None = None,
+        orders: Orders | None = None,
     ) -> None:
         """Set up an engine that is not serving yet.
 
@@ -76,7 +81,8 @@ class SimulatedEngine:
         `strict_arguments`: refuse history whose tool-call arguments are not JSON, as older releases did.
         `token_delay`: seconds. `logprobs_mode`: as vLLM's option. `weight_versions`: how it says them, see `extras`;
         `routed_experts`: its layers and the experts chosen in each, of which it then tells. `choose_fault`: asked with route and
-        body for each request, before the queue `faults`.
+        body for each request, before the queue `faults`. `journal`: a file in which the books are kept, too (see `journal`).
+        `orders`: take faults over HTTP (see `control`), in place of `choose_fault`.
         """
         self.tokenizer = build_tokenizer()
         self.model, self.version = model, version
@@ -87,7 +93,9 @@ class SimulatedEngine:
         self.logprobs_mode: LogprobsMode = logprobs_mode
         self.extras = Extras(weight_versions, routed_experts)
         self.speech = Speech(self.tokenizer, episodes or {}, seed, drift)
-        self.choose_fault = choose_fault
+        self.choose_fault = orders or choose_fault
+        self._orders = orders
+        self._journal = Journal(journal) if journal is not None else None
         self.faults: deque[Fault | None] = deque()
         self.books: list[BookEntry] = []
         self.requests: list[dict[str, Any]] = []
@@ -148,6 +156,8 @@ class SimulatedEngine:
             web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
             web.post(_CHAT, self._chat), web.post(_TEXT, self._complete),
         ])  # fmt: skip
+        if self._orders is not None:
+            app.add_routes(self._orders.routes())
         if self.derenders:
             app.add_routes([web.post(f"{_CHAT}/derender", self._derender), web.post(f"{_CHAT}/render", self._render_only)])
         return app
@@ -291,7 +301,8 @@ class SimulatedEngine:
     def _manner(self) -> dict[str, Any]:
         """How a completion goes out."""
         delay = {"chunk_tokens": self.chunk_tokens, "token_delay": self.token_delay}
-        return delay | {"mode": self.logprobs_mode, "extras": self.extras}
+        kept = {"keep": self._journal.keep} if self._journal is not None else {}
+        return delay | kept | {"mode": self.logprobs_mode, "extras": self.extras}
 
     def _begin_text(self, body: dict[str, Any], headers: Mapping[str, str]) -> TextCompletion:
         """Tokenize the prompts, check that there is room, open the books: one entry for each choice of each prompt."""

@@ -20,7 +20,7 @@ from tokencache.testing.generation import LogprobsMode, Step, Token, generate
 from tokencache.testing.refusals import senseless
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from tokencache.testing.books import BookEntry
     from tokencache.testing.speech import Speech
@@ -70,6 +70,8 @@ class TextCompletion:
     extras: Extras = field(default_factory=Extras)
     versions: dict[int, list[str]] = field(default_factory=dict)
     """Of each choice the weights that sampled each token."""
+    keep: Callable[[BookEntry], None] = lambda _: None
+    """Told of an entry whenever there is something new in it, before that goes out."""
 
     def _steps(self, index: int) -> Iterator[Step]:
         """Generate choice number `index`, each token entered in the books as it comes into being."""
@@ -82,6 +84,7 @@ class TextCompletion:
             entry.completion_ids.extend(step.ids)
             entry.logprobs.extend(token.logprob for token in step.tokens)
             entry.finish_reason, entry.stop_reason = step.finish_reason, step.stop_reason
+            self.keep(entry)
             yield step
 
     def abort(self) -> None:
@@ -89,6 +92,7 @@ class TextCompletion:
         for entry in self.entries:
             entry.aborted = True
             entry.finish_reason = entry.finish_reason or "abort"
+            self.keep(entry)
 
     def _usage(self) -> dict[str, Any]:
         prompt, completion = sum(map(len, self.prompts)), sum(len(entry.completion_ids) for entry in self.entries)

@@ -1,0 +1,154 @@
+"""How a harness asks and is answered, in three dialects: bodies out of its history, what it heard out of bytes.
+
+A stream counts as heard whole only where it ended as its dialect says: `[DONE]` behind a finish reason, `message_stop`,
+`response.completed`. Anything else is a call that failed, as it is to the SDKs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"cmd": {"type": "string"}, "lines": {"type": "integer"}},
+    "required": ["cmd"],
+}
+_TOOL, _WHAT = "bash", "Run a command"
+Item = dict[str, Any]
+
+
+@dataclass
+class Heard:
+    """A reply as its harness has it: text, calls (id, name, arguments as JSON text), and what goes back into the history."""
+
+    text: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+    echo: list[Item] = field(default_factory=list)
+
+
+class Chat:
+    """OpenAI's chat completions."""
+
+    name, path = "chat", "/v1/chat/completions"
+
+    def user(self, text: str) -> list[Item]:
+        return [{"role": "user", "content": text}]
+
+    def results(self, heard: Heard, text: str) -> list[Item]:
+        return [{"role": "tool", "tool_call_id": call[0], "content": text} for call in heard.calls]
+
+    def body(self, history: list[Item], *, stream: bool) -> Item:
+        tool = {"type": "function", "function": {"name": _TOOL, "description": _WHAT, "parameters": _PARAMETERS}}
+        return {"model": "sim", "messages": history, "tools": [tool], "stream": stream}
+
+    def whole(self, said: Item) -> Heard:
+        message = said["choices"][0]["message"]
+        calls = [[c["id"], c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()]
+        return self._heard(message.get("content") or "", calls)
+
+    def streamed(self, events: list[str]) -> Heard | None:
+        text, calls, finished = "", [], False
+        for event in events:
+            if event == "[DONE]":
+                return self._heard(text, calls) if finished else None
+            chunk = json.loads(event)
+            if "error" in chunk:
+                return None
+            for choice in chunk["choices"]:
+                text += choice["delta"].get("content") or ""
+                finished = finished or bool(choice.get("finish_reason"))
+                for part in choice["delta"].get("tool_calls") or ():
+                    said = part.get("function") or {}
+                    if part["index"] == len(calls):
+                        calls.append([part["id"], said.get("name") or "", ""])
+                    calls[part["index"]][2] += said.get("arguments") or ""
+        return None
+
+    def _heard(self, text: str, calls: list[list[str]]) -> Heard:
+        message: Item = {"role": "assistant", "content": text.strip()}
+        if calls:
+            message["tool_calls"] = [{"id": c[0], "type": "function", "function": {"name": c[1], "arguments": c[2]}} for c in calls]
+        return Heard(text, calls, [message])
+
+
+class Messages:
+    """Anthropic's Messages."""
+
+    name, path = "messages", "/v1/messages"
+
+    def user(self, text: str) -> list[Item]:
+        return [{"role": "user", "content": [{"type": "text", "text": text}]}]
+
+    def results(self, heard: Heard, text: str) -> list[Item]:
+        return [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": call[0], "content": text} for call in heard.calls]}]
+
+    def body(self, history: list[Item], *, stream: bool) -> Item:
+        tool = {"name": _TOOL, "description": _WHAT, "input_schema": _PARAMETERS}
+        return {"model": "sim", "max_tokens": 4096, "messages": history, "tools": [tool], "stream": stream}
+
+    def whole(self, said: Item) -> Heard:
+        blocks = said["content"]
+        text = "".join(block["text"] for block in blocks if block["type"] == "text")
+        calls = [[block["id"], block["name"], json.dumps(block["input"])] for block in blocks if block["type"] == "tool_use"]
+        return Heard(text, calls, [{"role": "assistant", "content": blocks or [{"type": "text", "text": ""}]}])
+
+    def streamed(self, events: list[str]) -> Heard | None:
+        blocks: list[Item] = []
+        for event in map(json.loads, events):
+            match event["type"]:
+                case "error":
+                    return None
+                case "content_block_start":
+                    blocks.append({**event["content_block"], "partial": ""})
+                case "content_block_delta":
+                    self._grow(blocks[event["index"]], event["delta"])
+                case "message_stop":
+                    return self.whole({"content": [self._closed(block) for block in blocks]})
+        return None
+
+    @staticmethod
+    def _grow(block: Item, delta: Item) -> None:
+        match delta["type"]:
+            case "input_json_delta":
+                block["partial"] += delta["partial_json"]
+            case kind:
+                name = kind.removesuffix("_delta")
+                block[name] = block.get(name, "") + delta[name]
+
+    @staticmethod
+    def _closed(block: Item) -> Item:
+        partial = block.pop("partial")
+        return block | {"input": json.loads(partial)} if partial else block
+
+
+class Responses:
+    """OpenAI's Responses; the history goes back as items."""
+
+    name, path = "responses", "/v1/responses"
+
+    def user(self, text: str) -> list[Item]:
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}]
+
+    def results(self, heard: Heard, text: str) -> list[Item]:
+        return [{"type": "function_call_output", "call_id": call[0], "output": text} for call in heard.calls]
+
+    def body(self, history: list[Item], *, stream: bool) -> Item:
+        tool = {"type": "function", "name": _TOOL, "description": _WHAT, "parameters": _PARAMETERS, "strict": False}
+        return {"model": "sim", "input": history, "tools": [tool], "stream": stream, "store": False}
+
+    def whole(self, said: Item) -> Heard | None:
+        if said["status"] != "completed":
+            return None
+        items = said["output"]
+        text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
+        calls = [[item["call_id"], item["name"], item["arguments"]] for item in items if item["type"] == "function_call"]
+        return Heard(text, calls, items)
+
+    def streamed(self, events: list[str]) -> Heard | None:
+        last = json.loads(events[-1]) if events else {}
+        return self.whole(last["response"]) if last.get("type") == "response.completed" else None
+
+
+DIALECTS = (Chat(), Messages(), Responses())

@@ -1,0 +1,87 @@
+"""A wire that can be slow, cut or laid elsewhere: a TCP relay in a thread of its own, so that tests may wait beside it.
+
+What a load balancer's or a failover's address is to a proxy: one place to connect to, whoever is behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_START_SECONDS = 20.0
+
+
+class Pipe:
+    """Use it with `with`. `to` is the port that new connections lead to; `delay` how many seconds everything takes, each way."""
+
+    def __init__(self, to: int) -> None:
+        self.to, self.delay = to, 0.0
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._listens: Future[int] = Future()
+        self._over: asyncio.Event
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.port = self._listens.result(_START_SECONDS)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(_START_SECONDS)
+
+    def cut(self) -> None:
+        """Tear down all connections; new ones are taken."""
+        self._loop.call_soon_threadsafe(self._abort)
+
+    def _abort(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._over = asyncio.Event()
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self._listens.set_result(server.sockets[0].getsockname()[1])
+        await self._over.wait()
+        server.close()
+        self._abort()
+        await asyncio.gather(*self._carrying)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+        self._writers.add(writer)
+        with contextlib.suppress(OSError):
+            behind, towards = await asyncio.open_connection("127.0.0.1", self.to)
+            self._writers.add(towards)
+            await asyncio.gather(self._carry(reader, towards), self._carry(behind, writer))
+            self._writers.discard(towards)
+        writer.transport.abort()
+        self._writers.discard(writer)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                await asyncio.sleep(self.delay)
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()

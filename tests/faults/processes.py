@@ -1,0 +1,165 @@
+"""Engines and proxies as processes of their own: killed, frozen, told to stop, and started again at the same address.
+
+They are waited for by asking them, never by sleeping; what they print goes to a file that a failed start shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any, Self
+
+from tokencache.testing.control import ROUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+START_SECONDS = 60.0
+_OK = 200
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def ask(url: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+    """Ask for JSON; status 0 where nobody answers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)  # noqa: S310 - loopback
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as why:
+        with why:
+            raw = why.read()
+        return why.code, json.loads(raw) if raw.startswith(b"{") else raw.decode(errors="replace")
+    except (OSError, ValueError):
+        return 0, None
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:
+    """Ask until what is wanted is there.
+
+    Raises:
+        TimeoutError: it did not come.
+    """
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.01)
+    return found
+
+
+class Process:
+    """One process; `within` are words that start it elsewhere, such as in another network namespace."""
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path, *, within: Sequence[str] = (), **environment: str) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._command = [*within, *command]
+        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENCACHE_")} | environment
+        self._running: subprocess.Popen[bytes] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._running is not None and self._running.poll() is None
+
+    def start(self) -> Self:
+        with self.log.open("ab") as log:
+            self._running = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment
+            )
+        return self
+
+    def signal(self, which: signal.Signals) -> None:
+        assert self._running is not None
+        self._running.send_signal(which)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As a crash would end it; nothing if it is over already."""
+        if self._running is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._running.kill()
+            self._running.wait(START_SECONDS)
+            self._running = None
+
+    def ended(self, seconds: float = START_SECONDS) -> int:
+        """Wait until it has ended by itself; its exit code."""
+        assert self._running is not None
+        return self._running.wait(seconds)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait for it to be ready; one that ends meanwhile is an error at once."""
+
+        def look() -> Any:
+            if not self.alive:
+                raise RuntimeError(f"{self.name} ended: {self.said()[-2000:]}")
+            return condition()
+
+        try:
+            until(look, what)
+        except TimeoutError:
+            raise TimeoutError(f"{self.name}: {what}: {self.said()[-2000:]}") from None
+
+
+class Engine(Process):
+    """A simulated engine whose books outlive it; several may share the file."""
+
+    def __init__(
+        self, name: str, folder: Path, books: Path, *options: str, host: str = "127.0.0.1", port: int = 0, within: Sequence[str] = ()
+    ) -> None:
+        self.books = books
+        self.url = f"http://{host}:{port or free_port(host)}"
+        command = [sys.executable, "-m", "tokencache.testing.engine", "--host", host, "--port", self.url.rpartition(":")[2]]
+        super().__init__(name, [*command, "--journal", str(books), "--control", *options], folder, within=within)
+
+    def ready(self) -> Self:
+        self.wait(lambda: ask(f"{self.url}/v1/models")[0] == _OK, "it does not answer")
+        return self
+
+    def order(self, words: str, **fault: Any) -> None:
+        """Order a fault for the next request that holds these words."""
+        status, said = ask(self.url + ROUTE, [fault | {"words": words}])
+        assert status == _OK, said
+
+    def forgive(self) -> None:
+        """Forget the faults that have not come true."""
+        ask(self.url + ROUTE, method="DELETE")
+
+
+class Proxy(Process):
+    """One replica: `tokencache serve`."""
+
+    def __init__(self, name: str, folder: Path, *options: str, host: str = "127.0.0.1", port: int = 0, within: Sequence[str] = ()) -> None:
+        self.url = f"http://{host}:{port or free_port(host)}"
+        serve = [sys.executable, "-c", "from tokencache.cli import main; main()", "serve", "--host", host]
+        super().__init__(name, [*serve, "--port", self.url.rpartition(":")[2], *options], folder, within=within)
+
+    def ready(self) -> Self:
+        self.wait(lambda: ask(f"{self.url}/readyz")[0] == _OK, "it is not ready")
+        return self
+
+    def stop(self) -> None:
+        """Ask it to finish what is under way and end."""
+        self.signal(signal.SIGTERM)
