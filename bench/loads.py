@@ -1,0 +1,121 @@
+"""Load: how many calls a second, how long they take, what each costs, from one rollout at a time to thousands.
+
+Every row is measured in rounds, target after target within each round, so that a change of the machine's mood shows as spread
+and not as a difference between targets.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from bench.cost import SLOW
+from bench.drive import drive
+from bench.load import Spec
+from bench.processes import Process
+from bench.targets import Target
+
+_NONE = Spec(ports=[], sessions=False)
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1 KB": {"size": 1_000, "messages": 4, "tokens": 16, "tail": 64},
+    "141 KB": {"size": 141_000, "messages": 200, "tokens": 200, "tail": 800},
+    "1 MB": {"size": 1_000_000, "messages": 400, "tokens": 200, "tail": 800},
+    "1 KB, 100 chunks of 50 ms": {"size": 1_000, "messages": 4, "tokens": 100, "tail": 64, "chunks": 100, "pace_ms": 50, "turns": 4},
+    "141 KB, 500 chunks of 10 ms": {"size": 141_000, "messages": 200, "tokens": 500, "tail": 800, "chunks": 500, "pace_ms": 10, "turns": 4},
+}
+
+SLOWEST_CONNECTIONS = 64
+"""LiteLLM and the rendering capture are not asked for more at once, nor for streams: their queue would be minutes long."""
+
+MANY_STREAMS = 16_384
+MILES = {"connections": 32, "turns": 50, "once": True, "size": 1_200, "messages": 2, "tokens": 200, "tail": 800, "seconds": 30.0}
+"""The shape that miles published its session server's throughput for: 32 sessions x 50 turns on a mock backend (radixark/miles #1660).
+
+What is not through after half a minute is cut off there: its turns a second are those of the shorter histories."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A shape at a number of rollouts at once."""
+
+    shape: str
+    connections: int
+    seconds: float
+    rounds: int
+
+    def spec(self, *, slow: bool) -> Spec:
+        """What to play; `slow` targets are given three times as long, to answer enough for a figure."""
+        streamed = SHAPES[self.shape].get("chunks", 0) * SHAPES[self.shape].get("pace_ms", 0) / 1000
+        queue = self.connections / 1500  # the first of thousands are answered at once, the last after all others
+        warm = min(20.0, 0.3 + queue + streamed)
+        seconds = min(40.0, self.seconds * (3 if slow else 1) + 2 * queue + streamed)
+        return msgspec.structs.replace(_NONE, connections=self.connections, seconds=seconds, warm_s=warm, **SHAPES[self.shape])
+
+
+def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
+    """The targets that can carry so many at once."""
+    slow = SLOW if row.connections > SLOWEST_CONNECTIONS or "chunks" in SHAPES[row.shape] else set()
+    return {n: t for n, t in targets.items() if n not in slow and (n == "direct" or row.connections <= t.streams_possible())}
+
+
+def run_load(engine: Process, targets: Mapping[str, Target], row: Row) -> dict[str, Any]:
+    """One row: each target, in rounds. A target that the limit of open files keeps out is named in `impossible`."""
+    able = chosen(targets, row)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in able}
+    for _ in range(row.rounds):
+        for name, target in able.items():
+            runs[name].append(drive(engine, target, row.spec(slow=name in SLOW), alone=target.workers == 1))
+    impossible = {name: t.streams_possible() for name, t in targets.items() if name != "direct" and t.streams_possible() < row.connections}
+    return {"shape": row.shape, "connections": row.connections, "impossible": impossible, "targets": runs}
+
+
+def run_open(engine: Process, targets: Sequence[Target], capacity: float, shares: Sequence[float], seconds: float) -> list[dict[str, Any]]:
+    """Poisson arrivals of 141 KB calls at shares of a capacity, to each target at the same rates."""
+    found = []
+    for share in shares:
+        spec = msgspec.structs.replace(_NONE, rate=round(capacity * share, 1), seconds=seconds, warm_s=0.5, **SHAPES["141 KB"])
+        found += [{"share": share, **drive(engine, target, spec)} for target in targets]
+    return found
+
+
+def run_rollouts(engine: Process, targets: Sequence[Target], rounds: int, turns: int) -> list[dict[str, Any]]:
+    """32 sessions of `turns` turns at once, from nothing, on all cores."""
+    found = []
+    for _ in range(rounds):
+        for target in targets:
+            spec = msgspec.structs.replace(_NONE, **(MILES | {"turns": turns}))
+            found.append(drive(engine, target, spec, alone=False))
+    return found
+
+
+def run_streams(engine: Process, target: Target, wanted: int, *, chunks: int, pace_ms: int, ramp_s: float) -> dict[str, Any]:
+    """So many streams at once through one target, or as many as it may open files for; each continues a session of its own."""
+    possible = wanted if target.name == "direct" else min(wanted, target.streams_possible())
+    spec = msgspec.structs.replace(
+        _NONE,
+        connections=possible,
+        once=True,
+        warm_turn=True,
+        turns=1,
+        ramp_s=ramp_s,
+        seconds=240.0,
+        tokens=chunks,
+        chunks=chunks,
+        pace_ms=pace_ms,
+    )
+    found = drive(engine, target, spec, alone=target.workers == 1)
+    walls, lags = found["latency_us"], found.get("lag_us")
+    return {
+        **found,
+        "wanted": wanted,
+        "streams": possible,
+        "unfinished": possible - found["calls"] - found["errors"],
+        "chunks": chunks,
+        "pace_ms": pace_ms,
+        "slowest_over_median": round(walls[100] / walls[50], 3) if walls else None,
+        "lag_p50_ms": round(lags[50] / 1000, 1) if lags else None,
+        "lag_max_ms": round(lags[100] / 1000, 1) if lags else None,
+        "bytes_per_stream": round((found["peak_bytes"] - found["idle_bytes"]) / possible),
+    }

@@ -1,0 +1,84 @@
+"""docs/performance.md from a run's raw figures.
+
+    python -m bench.page bench/out/<time>.json
+
+writes the tables into the page (between `<!-- name -->` and `<!-- /name -->`), draws docs/images/bench-*.svg, and keeps the raw
+figures as bench/results.json.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from bench import plots
+from bench.report import Shown, aim_rows, tables
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+PAGE = DOCS / "performance.md"
+RESULTS = HERE / "results.json"
+NAMES = {
+    "One call at a time": "cost",
+    "One session that grows: CPU µs per call": "growth",
+    "Closed loop: each rollout asks again as soon as it was answered": "load",
+    "Open loop: calls arrive when chance says so": "open",
+    "32 sessions at once, each from nothing": "rollouts",
+    "Streams in flight": "streams",
+    "1 KB calls while a large rollout is fetched without a pause, ms": "exports",
+}
+
+
+def markdown(shown: Shown) -> str:
+    """A table in Markdown, figures to the right."""
+    rule = "|".join("---" if n < shown.left else "--:" for n in range(len(shown.head)))
+    lines = [f"| {' | '.join(shown.head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in shown.rows)]
+    return "\n".join([*lines, "", shown.caption + "."] if shown.caption else lines)
+
+
+def replaced(text: str, name: str, inner: str) -> str:
+    """The text with what stands between the marks of this name replaced.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    found, count = re.subn(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: f"{m[1]}{inner}\n{m[2]}", text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"the page needs <!-- {name} --> and <!-- /{name} --> once, it has them {count} times")
+    return found
+
+
+def came_from(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    versions = ", ".join(f"{name} {release}" for name, release in machine["versions"].items() if release)
+    words = (
+        f"{machine['date']}: {machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']} GiB, {machine['system']}, "
+        f"Python {machine['python']}; {versions}; tokenizer of `rerender`: {machine['tokenizer']}; "
+        f"load average before it {machine['load_average'][0]}; {machine['open_files']:,} open files a process; "
+        f"{found['seconds'] // 60} minutes."
+    )
+    skipped = "".join(f" Without {name}: {reason}." for name, reason in found["skipped"].items())
+    return words + skipped
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(prog="python -m bench.page", description="Write docs/performance.md from a run's raw figures.")
+    asked.add_argument("raw", type=Path, help="bench/out/<time>.json")
+    raw = asked.parse_args().raw
+    found = json.loads(raw.read_text())
+    text = PAGE.read_text()
+    text = replaced(text, "machine", came_from(found))
+    text = replaced(text, "aims", markdown(aim_rows(found)))
+    for shown in tables(found):
+        text = replaced(text, NAMES[shown.title], markdown(shown))
+    PAGE.write_text(text)
+    for name in plots.draw(found, DOCS / "images"):
+        print(f"docs/images/{name}")
+    if raw.resolve() != RESULTS.resolve():
+        RESULTS.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    print("docs/performance.md, bench/results.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What others do: render the whole history with the chat template and tokenize all of it, every turn.
+
+A minimal re-creation of the published method of token capture before the engine: miles' session server (`miles/rollout/session`,
+chat in, ids to SGLang), slime's agent adapters (`slime/agent/trajectory.py`), and NeMo Gym's capture where the engine does the
+same work once more. A Jinja template and a Hugging Face tokenizer, both kept warm; ids to the engine; ids and log probabilities
+of the reply kept in memory; nothing of theirs is copied. It checks nothing that those check beside, so it is the floor of the method.
+
+`BENCH_TOKENIZER`: a folder with `tokenizer.json` and `chat_template.jinja`; else the tokenizer of tokencache.testing (6,000 entries).
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvloop
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from bench.relay import HOP_BY_HOP
+from tokencache.testing import build_tokenizer
+from tokencache.testing.template import render
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: msgspec.Raw
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_reply = msgspec.json.Decoder(_Reply)
+
+
+def tokenizer() -> tuple[Tokenizer, str]:
+    """The tokenizer and the source of its template."""
+    folder = os.environ.get("BENCH_TOKENIZER")
+    if folder:
+        return Tokenizer.from_file(str(Path(folder, "tokenizer.json"))), Path(folder, "chat_template.jinja").read_text()
+    built = build_tokenizer()
+    return built.backend, built.chat_template
+
+
+class Capture:
+    """Turns of sessions, as ids; the session is only a key here."""
+
+    def __init__(self, upstream: str, session: aiohttp.ClientSession) -> None:
+        self.upstream, self.session = upstream, session
+        self.backend, self.template = tokenizer()
+        self.turns: list[tuple[list[int], list[int], bytes]] = []
+
+    async def chat(self, request: web.Request) -> web.Response:
+        asked: dict[str, Any] = msgspec.json.decode(await request.read())
+        text = render(self.template, asked["messages"], asked.get("tools"))
+        prompt = self.backend.encode(text, add_special_tokens=False).ids
+        streamed = asked.pop("stream", False)
+        asked |= {"return_token_ids": True, "logprobs": True, "kv_transfer_params": {"prompt_token_ids": prompt}}
+        async with self.session.post(self.upstream + request.path_qs, data=msgspec.json.encode(asked)) as answer:
+            body = await answer.read()
+        choice = _reply.decode(body).choices[0]
+        self.turns.append((prompt, choice.token_ids, bytes(choice.logprobs)))
+        if len(self.turns) > 1000:
+            self.turns.clear()
+        if not streamed:
+            return web.Response(body=body, content_type="application/json")
+        # A stream in one chunk, as miles' server makes it.
+        return web.Response(body=b"data: " + body + b"\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    async def relay(self, request: web.Request) -> web.Response:
+        async with self.session.request(request.method, self.upstream + request.path_qs) as answer:
+            kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP_BY_HOP}
+            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+
+
+async def main(port: int, upstream: str) -> None:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+    async with aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"}) as session:
+        capture = Capture(upstream, session)
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_post("/v1/chat/completions", capture.chat)
+        app.router.add_get("/{path:.*}", capture.relay)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(int(sys.argv[1]), sys.argv[2]))

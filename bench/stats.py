@@ -1,0 +1,83 @@
+"""The bench's arithmetic: quantiles, figures with the noise they were measured with, and when one is worse than another.
+
+A *figure* is what one number of the bench is kept as: the median of its repetitions, and how far they lay apart. Two
+figures differ only where their distance is more than what both wavered by, and more than a share that no reader would
+call a change.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal
+
+Better = Literal["lower", "higher"]
+Verdict = Literal["same", "worse", "better", "new"]
+
+LEAST_CHANGE = 0.05
+"""Share of a figure under which a difference is none, however quiet the machine was."""
+
+
+def percentile(ordered: Sequence[float], q: float) -> float:
+    """The nearest-rank percentile of sorted values: the smallest that at least `q` percent do not exceed; no interpolation."""
+    if not ordered:
+        raise ValueError("no values")
+    return ordered[max(0, min(len(ordered) - 1, math.ceil(len(ordered) * q / 100) - 1))]
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """The percentiles 0, 1, … 100 of values in any order; empty for none."""
+    ordered = sorted(values)
+    return [percentile(ordered, q) for q in range(101)] if ordered else []
+
+
+def trimmed(values: Sequence[float]) -> float:
+    """The mean without the upper and lower tenth."""
+    ordered = sorted(values)
+    cut = len(ordered) // 10
+    return statistics.fmean(ordered[cut : len(ordered) - cut] or ordered)
+
+
+def blocks(values: Sequence[float], count: int) -> list[float]:
+    """Medians of `count` runs of values that follow each other: repetitions of one long measurement."""
+    size = max(1, len(values) // count)
+    cut = [values[at : at + size] for at in range(0, size * min(count, len(values)), size)]
+    return [statistics.median(block) for block in cut]
+
+
+def figure(values: Sequence[float], unit: str, better: Better = "lower") -> dict[str, Any]:
+    """The median of repetitions and their spread: half the distance of the outermost.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("a figure needs at least one value")
+    middle = statistics.median(values)
+    return {
+        "median": _rounded(middle),
+        "spread": _rounded((max(values) - min(values)) / 2),
+        "n": len(values),
+        "unit": unit,
+        "better": better,
+    }
+
+
+def _rounded(value: float) -> float:
+    """Four digits are more than any of this is worth."""
+    return float(f"{value:.4g}")
+
+
+def compare(now: dict[str, Any], then: dict[str, Any] | None) -> Verdict:
+    """Is a figure worse or better than an earlier one by more than the noise of both?"""
+    if then is None:
+        return "new"
+    change = now["median"] - then["median"]
+    band = max(now["spread"] + then["spread"], LEAST_CHANGE * abs(then["median"]))
+    if abs(change) <= band:
+        return "same"
+    return "worse" if (change > 0) == (now["better"] == "lower") else "better"
+
+
+def us(seconds: float) -> float:
+    """Microseconds, to a tenth."""
+    return round(seconds * 1e6, 1)

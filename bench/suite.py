@@ -1,0 +1,197 @@
+"""What a run of the bench consists of: the parts, and how much of each is done in a full run and in a quick one."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from bench import loads, targets
+from bench.cost import Case, Rig, run_case
+from bench.exports import run_exports
+from bench.growth import MARKS, run_growth
+from bench.loads import Row
+from bench.processes import ROOT, Process
+from bench.targets import Target
+
+PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memory x2", "proxy redis x2"
+
+CASES = [
+    Case("1 KB", 1_000, 4, 200, tokens=16, tail=64, per_session=2),
+    Case("141 KB", 141_000, 200, 240),
+    Case("1 MB", 1_000_000, 400, 64),
+    Case("141 KB, 100 chunks", 141_000, 200, 32, tokens=100, chunks=100),
+    Case("141 KB, 500 chunks", 141_000, 200, 24, tokens=500, chunks=500, per_session=4),
+    Case("1 MB, 500 chunks", 1_000_000, 400, 12, tokens=500, chunks=500, per_session=4),
+]
+LOADS = [
+    Row("1 KB", 1, 1.5, 2),
+    Row("1 KB", 64, 2.0, 3),
+    Row("1 KB", 1_024, 2.0, 2),
+    Row("1 KB", 4_096, 2.0, 1),
+    Row("1 KB", 16_384, 2.0, 1),
+    Row("141 KB", 1, 2.0, 2),
+    Row("141 KB", 64, 2.5, 3),
+    Row("141 KB", 1_024, 3.0, 1),
+    Row("1 MB", 16, 3.0, 1),
+    Row("1 KB, 100 chunks of 50 ms", 1_024, 2.0, 1),
+    Row("141 KB, 500 chunks of 10 ms", 64, 2.0, 1),
+]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is done."""
+
+    cases: list[Case]
+    growth_sessions: int
+    growth_marks: tuple[int, ...]
+    loads: list[Row]
+    open_shares: tuple[float, ...]
+    open_seconds: float
+    rollout_rounds: int
+    rollout_turns: int
+    streams: int
+    stream_chunks: int
+    stream_pace_ms: int
+    stream_ramp_s: float
+    export_rounds: int
+    counted_turns: int
+    starts: int
+
+
+FULL = Extent(CASES, 3, MARKS, LOADS, (0.3, 0.5, 0.7, 0.85), 5.0, 2, 50, loads.MANY_STREAMS, 12, 2000, 10.0, 4, 200, 5)
+QUICK = Extent(
+    [Case(**{**vars(case), "calls": max(8, case.calls // 6)}) for case in CASES if case.name in {"1 KB", "141 KB", "141 KB, 100 chunks"}],
+    1,
+    (10, 100),
+    [Row("1 KB", 64, 1.0, 1), Row("141 KB", 16, 1.0, 1)],
+    (0.5,),
+    2.0,
+    1,
+    10,
+    1_024,
+    6,
+    500,
+    1.0,
+    1,
+    50,
+    2,
+)
+PARTS = ("cost", "growth", "load", "open", "rollouts", "streams", "exports", "stored", "start")
+
+
+class Suite:
+    """A run: one mock engine, the targets before it, and what was found."""
+
+    def __init__(self, extent: Extent, parts: set[str], leave_out: set[str], console: Console) -> None:
+        self.extent, self.parts, self.leave_out, self.console = extent, parts, leave_out, console
+        self.begun = time.monotonic()
+        self.found: dict[str, Any] = {"skipped": {}}
+
+    def say(self, words: str) -> None:
+        self.console.print(f"[dim]{time.monotonic() - self.begun:5.0f} s[/] {words}")
+
+    def run(self) -> dict[str, Any]:
+        with targets.mock() as engine, self._targets(engine) as able:
+            one_process = {name: target for name, target in able.items() if target.workers == 1}
+            rig = Rig(engine, one_process)
+            for part in PARTS:
+                if part in self.parts:
+                    getattr(self, f"_{part}")(engine, able, rig)
+            rig.close()
+        return self.found
+
+    @contextlib.contextmanager
+    def _targets(self, engine: Process) -> Iterator[dict[str, Target]]:
+        wanted: dict[str, Callable[[Process], contextlib.AbstractContextManager[Target]]] = {
+            "direct": targets.direct,
+            "relay": targets.relay,
+            **targets.others(),
+            PROXY: targets.proxy,
+            PROXY_REDIS: lambda to: targets.proxy(to, "redis"),
+            TWO: lambda to: targets.proxy(to, workers=2),
+            TWO_REDIS: lambda to: targets.proxy(to, "redis", workers=2),
+        }
+        with contextlib.ExitStack() as stack:
+            able = {}
+            for name, make in wanted.items():
+                if name in self.leave_out:
+                    continue
+                try:
+                    able[name] = stack.enter_context(make(engine))
+                except (FileNotFoundError, RuntimeError) as reason:
+                    if name in {"direct", "relay", PROXY}:
+                        raise
+                    self.found["skipped"][name] = str(reason).splitlines()[0]
+                    self.say(f"[yellow]without {name}[/]: {reason}")
+            yield able
+
+    def _cost(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002 - all parts are called alike
+        self.found["cost"] = []
+        for case in self.extent.cases:
+            self.say(f"cost: {case.name}")
+            self.found["cost"].append(run_case(rig, case))
+
+    def _growth(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
+        self.say(f"growth: {self.extent.growth_sessions} sessions of {self.extent.growth_marks[-1]} turns")
+        self.found["growth"] = run_growth(rig, self.extent.growth_sessions, self.extent.growth_marks)
+
+    def _load(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
+        self.found["load"] = []
+        for row in self.extent.loads:
+            self.say(f"load: {row.shape}, {row.connections} at once")
+            self.found["load"].append(loads.run_load(engine, able, row))
+
+    def _open(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
+        self.say("open loop: 141 KB")
+        first = loads.run_load(engine, {PROXY: able[PROXY]}, Row("141 KB", 16, 2.0, 1))["targets"][PROXY][0]
+        some = [able[name] for name in ("direct", "relay", PROXY, PROXY_REDIS) if name in able]
+        shares, seconds = self.extent.open_shares, self.extent.open_seconds
+        runs = loads.run_open(engine, some, first["calls_per_s"], shares, seconds)
+        self.found["open"] = {"capacity": first["calls_per_s"], "cpu_us": first["cpu_us"], "runs": runs}
+
+    def _rollouts(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
+        self.say(f"rollouts: 32 sessions x {self.extent.rollout_turns} turns")
+        some = [target for name, target in able.items() if name != "litellm"]
+        self.found["rollouts"] = loads.run_rollouts(engine, some, self.extent.rollout_rounds, self.extent.rollout_turns)
+
+    def _streams(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
+        self.found["streams"] = []
+        extent = self.extent
+        # Fresh processes: what was stored before must not count as a stream's memory.
+        makers = {"direct": targets.direct, "relay": targets.relay, PROXY: targets.proxy}
+        if extent.streams > able[PROXY].streams_possible():  # one process may not open so many files: then two, too
+            makers[TWO] = lambda to: targets.proxy(to, workers=2)
+        for name, make in makers.items():
+            self.say(f"streams: {extent.streams} at once, {name}")
+            with make(engine) as target:
+                found = loads.run_streams(
+                    engine, target, extent.streams, chunks=extent.stream_chunks, pace_ms=extent.stream_pace_ms, ramp_s=extent.stream_ramp_s
+                )
+            self.found["streams"].append(found)
+
+    def _exports(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
+        self.say("calls beside an export")
+        names = [name for name in (PROXY, PROXY_REDIS) if name in able]
+        self.found["exports"] = [run_exports(rig, name, 60, self.extent.export_rounds) for name in names]
+
+    def _stored(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
+        self.say("bytes stored")
+        command = [sys.executable, "-m", "bench.counted", f"http://127.0.0.1:{engine.port}", str(self.extent.counted_turns)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+        self.found["stored"] = json.loads(done.stdout.splitlines()[-1])
+
+    def _start(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
+        self.say("start to ready")
+        walls = []
+        for _ in range(self.extent.starts):
+            begun = time.monotonic()
+            with targets.proxy(engine):
+                walls.append(round(time.monotonic() - begun, 3))
+        self.found["start_s"] = walls

@@ -1,0 +1,130 @@
+"""From a run's raw figures to figures, aims and verdicts."""
+
+import pytest
+
+from bench.aims import aims
+from bench.drive import limit
+from bench.figures import figures, growth_beyond, verdicts
+
+MACHINE = {"cpu": "c", "cores": 2, "python": "3"}
+
+
+def seen(cpu, p50=500.0):
+    return {
+        "n": 5, "p50_us": p50, "p99_us": 2 * p50, "cpu_us": cpu, "cpu_blocks": [cpu - 2, cpu, cpu + 2], "p50_blocks": [p50] * 3,
+    }  # fmt: skip
+
+
+def cost(proxy, case="141 KB"):
+    return {"case": case, "targets": {"direct": seen(0.0, 100.0), "relay": seen(200.0), "proxy memory": seen(proxy, 900.0)}}
+
+
+def test_a_cost_is_kept_as_ratio_to_the_relay_with_its_noise():
+    found = figures({"cost": [cost(300.0)]})
+    ratio = found["cost/141 KB/proxy memory/CPU over relay"]
+    assert (ratio["median"], ratio["spread"], ratio["unit"]) == (1.5, 0.01, "x")
+    assert found["cost/141 KB/proxy memory/added p50"]["median"] == 800.0
+    assert found["cost/141 KB/proxy memory/CPU"]["absolute"]
+    assert not any(name.startswith("cost/141 KB/direct") for name in found)
+
+
+@pytest.mark.parametrize(("cpu", "met"), [(310.0, True), (330.0, False)])
+def test_the_aim_of_a_whole_call_is_a_ratio_of_cpu(cpu, met):
+    judged = {aim["aim"]: aim for aim in aims({"cost": [cost(cpu)]})}
+    aim = judged["141 KB, proxy memory: CPU over the bare relay's"]
+    assert aim["met"] is met
+    assert aim["figure"] == cpu / 200.0
+    assert judged["141 KB, proxy memory: added p50"]["met"]  # 0.8 ms
+
+
+@pytest.mark.parametrize(("cpu", "met"), [(240.0, True), (260.0, False)])
+def test_the_aim_of_a_stream_is_stricter(cpu, met):
+    (aim,) = aims({"cost": [cost(cpu, "141 KB, 500 chunks")]})
+    assert aim["met"] is met
+
+
+def test_throughput_is_compared_with_litellm_on_one_core_only():
+    rates = {"litellm": [10.0], "proxy memory": [260.0, 240.0, 300.0], "proxy memory x2": [500.0]}
+    row = {
+        "shape": "141 KB",
+        "connections": 64,
+        "targets": {name: [{"calls_per_s": r, "calls": 50, "torn": []} for r in each] for name, each in rates.items()},
+    }
+    (aim,) = aims({"load": [row]})
+    assert (aim["figure"], aim["met"]) == (26.0, True)
+
+
+@pytest.mark.parametrize(("cpu", "met"), [(300.0, True), (400.0, False)])
+def test_cpu_is_judged_on_a_busy_core_too(cpu, met):
+    good = {"calls_per_s": 10.0, "calls": 50, "torn": []}
+    row = {"shape": "141 KB", "connections": 64, "targets": {"relay": [good | {"cpu_us": 200.0}], "proxy memory": [good | {"cpu_us": cpu}]}}
+    (aim,) = aims({"load": [row]})
+    assert (aim["figure"], aim["met"]) == (cpu / 200.0, met)
+
+
+@pytest.mark.parametrize("spoilt", [{"calls": 3}, {"torn": ["not found"]}])
+def test_too_few_calls_or_torn_sessions_judge_nothing(spoilt):
+    good = {"calls_per_s": 10.0, "calls": 50, "torn": []}
+    for one in ({"litellm": [good | spoilt], "proxy memory": [good]}, {"litellm": [good], "proxy memory": [good | spoilt]}):
+        assert aims({"load": [{"shape": "141 KB", "connections": 64, "targets": one}]}) == []
+    assert aims({"rollouts": [{"target": "proxy memory"} | good | spoilt]}) == []
+
+
+def test_the_median_of_rollouts_counts_not_the_best():
+    runs = [{"target": "proxy memory", "calls_per_s": rate, "calls": 50, "torn": []} for rate in (1200.0, 900.0, 950.0)]
+    (aim,) = aims({"rollouts": [*runs, {"target": "relay", "calls_per_s": 9000.0}]})
+    assert (aim["figure"], aim["met"]) == (950.0, False)
+
+
+def test_memory_of_fewer_streams_is_reckoned_up_to_those_wanted():
+    run = {
+        "target": "proxy memory", "streams": 8192, "wanted": 16384, "errors": 0, "unfinished": 1, "slowest_over_median": 1.5,
+        "torn": [], "idle_bytes": 2**30, "bytes_per_stream": 2**17,
+    }  # fmt: skip
+    errors, slowest, memory = aims({"streams": [run]})
+    assert not errors["met"]
+    assert slowest["met"]
+    assert (memory["figure"], memory["met"]) == (3.0, True)
+    assert "what 16,384 would take" in memory["aim"]
+
+
+def test_growth_leaves_out_what_reading_the_body_costs():
+    marks = [
+        {"targets": {"p": {"cpu_us": cpu}, "relay": {"cpu_us": relay}}, "parse_us": {"objects": parse, "split": 0.0}}
+        for cpu, relay, parse in ((1000.0, 400.0, 100.0), (1900.0, 600.0, 400.0))
+    ]
+    assert [growth_beyond(marks, "p", what) for what in (None, "objects", "relay")] == [1.9, 1.667, 2.167]
+
+
+def test_absolute_figures_are_compared_on_the_same_machine_only():
+    was = {"machine": MACHINE, "figures": figures({"cost": [cost(300.0)]})}
+    now = figures({"cost": [cost(400.0)]})
+    here = verdicts(now, MACHINE, was)
+    assert here["cost/141 KB/proxy memory/CPU"] == here["cost/141 KB/proxy memory/CPU over relay"] == "worse"
+    assert here["cost/141 KB/relay/CPU"] == "same"
+    elsewhere = verdicts(now, MACHINE | {"cpu": "other"}, was)
+    assert elsewhere["cost/141 KB/proxy memory/CPU over relay"] == "worse"
+    assert "cost/141 KB/proxy memory/CPU" not in elsewhere
+
+
+@pytest.mark.parametrize(
+    ("shares", "waited", "what"),
+    [
+        ({"target": 0.95, "engine": 0.9, "generator": 0.1}, 0.0, "target"),
+        ({"target": 0.5, "engine": 0.3, "generator": 0.6}, 0.4, "machine"),
+        ({"target": 0.5, "engine": 0.9, "generator": 0.6}, 0.1, "engine"),
+        ({"target": 0.5, "engine": 0.3, "generator": 0.99}, 0.1, "generator"),
+    ],
+)
+def test_what_held_a_target_up_is_named(shares, waited, what):
+    assert limit(shares, waited) == what
+
+
+def test_added_latency_one_after_the_other_is_beside_the_direct_median():
+    def run(p50, p99):
+        return {"calls": 50, "torn": [], "calls_per_s": 1.0, "cpu_us": 1.0, "latency_us": [p50] * 99 + [p99, p99]}
+
+    row = {"shape": "141 KB", "connections": 1, "targets": {"direct": [run(100, 9000)], "proxy memory": [run(1000, 6100)]}}
+    p50, p99 = aims({"load": [row]})
+    assert (p50["figure"], p50["met"]) == (0.9, True)
+    assert (p99["figure"], p99["met"]) == (6.0, False)

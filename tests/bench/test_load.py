@@ -1,0 +1,97 @@
+"""The load generator: what it counts, against the mock engine on a real socket."""
+
+import asyncio
+
+import pytest
+
+from bench.load import Generator, Spec, summary
+from bench.mock import Server, said
+from bench.wire import Answer, Connection
+
+MS = 1_000_000
+
+
+@pytest.fixture
+async def port():
+    server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+
+
+def answer(ended_ms, status=200, error=""):
+    return Answer(status, ended_ms * MS, ended_ms * MS, 0, 0, b"1", error)
+
+
+def test_open_loop_counts_from_when_a_call_was_due():
+    """Three calls due at 10, 20 and 30 ms, all held up until 100 ms: they waited 90, 80 and 70 ms, whenever they were sent."""
+    found = summary([(10 * MS, answer(100)), (20 * MS, answer(100)), (30 * MS, answer(100))], 0, 50 * MS, open_loop=True)
+    assert found["latency_us"][0] == 70_000
+    assert found["latency_us"][100] == 90_000
+    assert found["calls"] == 3
+    assert found["calls_per_s"] == 0  # none was answered in the measured time
+
+
+def test_closed_loop_counts_what_was_answered_in_the_measured_time():
+    calls = [(0, answer(5)), (0, answer(20)), (15 * MS, answer(30)), (30 * MS, answer(70))]
+    found = summary(calls, 10 * MS, 60 * MS, open_loop=False)
+    assert (found["calls"], found["calls_per_s"]) == (2, 40.0)
+
+
+def test_errors_are_counted_and_told_and_are_no_latency():
+    found = summary([(0, answer(20)), (0, answer(30, 500, "broken")), (0, answer(30, 500, "broken"))], 0, 50 * MS, open_loop=False)
+    assert (found["calls"], found["errors"]) == (1, 2)
+    assert found["error_words"] == [("500: broken", 2)]
+    assert found["latency_us"][100] == 20_000
+
+
+async def test_rollouts_say_what_they_heard(port, capsys):
+    spec = Spec(ports=[port], sessions=True, connections=3, once=True, turns=4, seconds=20.0, tokens=16)
+    generator = Generator(spec)
+    found = await generator.run()
+    assert (found["calls"], found["errors"], found["late"]) == (12, 0, 0)
+    assert len(found["sessions"]) == 5
+    assert capsys.readouterr().out.split() == ["go", "end"]
+
+
+async def test_streams_tell_their_pauses_and_lag(port, capsys):
+    spec = Spec(
+        ports=[port], sessions=False, connections=2, once=True, turns=1, seconds=20.0, tokens=5, chunks=5, pace_ms=20, warm_turn=True
+    )
+    found = await Generator(spec).run()
+    assert capsys.readouterr().out
+    assert (found["calls"], found["errors"]) == (2, 0)
+    assert found["latency_us"][0] >= 100_000 > found["first_us"][0]
+    assert found["lag_us"][0] >= 0
+
+
+async def test_open_loop_calls_come_by_themselves(port, capsys):
+    found = await Generator(Spec(ports=[port], sessions=False, rate=200.0, seconds=0.5)).run()
+    assert capsys.readouterr().out
+    assert found["errors"] == 0
+    assert found["calls"] > 0
+
+
+async def test_nobody_listens_is_an_error_not_a_crash(unused_port, capsys):
+    found = await Generator(Spec(ports=[unused_port], sessions=False, connections=1, once=True, turns=2, seconds=5.0)).run()
+    assert capsys.readouterr().out
+    assert (found["calls"], found["errors"]) == (0, 2)
+    assert "no connection" in found["error_words"][0][0]
+
+
+@pytest.fixture
+async def unused_port():
+    server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    return port
+
+
+async def test_a_connection_hears_the_whole_answer(port):
+    connection = await Connection.open(port, "127.0.0.2")
+    body = b'{"messages":[{"role":"user","content":"hi"}],"model":"mock","mock_tokens":4}'
+    heard = await connection.call(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body), body)
+    connection.close()
+    assert (heard.status, heard.error) == (200, "")
+    assert len(heard.number) == 8
+    assert said(4).json_text == b"w000w001w002"

@@ -1,0 +1,60 @@
+"""From costs to needs, and the pages that are written from raw figures."""
+
+import msgspec
+import pytest
+
+from bench.page import markdown, replaced
+from bench.report import Shown
+from bench.scale import Costs, Load, checked, first_bottleneck, need
+
+COST = Costs(call_s=0.002, chunk_s=0.00002, redis_s=0.0003, stream_bytes=50_000, token_bytes=10.0)
+
+
+def test_needs_follow_from_the_costs():
+    load = Load(turns_per_minute=3.0, chunks=100, busy=0.5, turns=10, new_tokens=1000)
+    one = need(20_000, load, COST, kept_steps=2.0)
+    assert one.calls_per_s == 1000
+    assert one.in_flight == 10_000
+    assert one.proxies == 8  # 1000 calls of 2 ms and 100 chunks of 20 µs each = 4 cores, used to a half
+    assert one.redis_shards == 1  # 0.3 of a core, used to a half
+    assert one.redis_gib == pytest.approx(20_000 * 2 * 10_000 * 10 / 2**30)
+
+
+def test_ten_times_the_rollouts_need_ten_times_as_much():
+    small, large = (need(n, Load(), COST) for n in (160_000, 1_600_000))
+    for name in ("calls_per_s", "in_flight", "redis_gib", "network_gbit"):
+        assert getattr(large, name) == pytest.approx(10 * getattr(small, name))
+    assert large.proxies == pytest.approx(10 * small.proxies, rel=0.03)
+
+
+def test_a_longer_history_costs_network_not_redis():
+    short, long_ = (need(16_000, msgspec.structs.replace(Load(), history_tokens=n), COST) for n in (10_000, 100_000))
+    assert long_.network_gbit > 5 * short.network_gbit
+    assert long_.redis_gib == short.redis_gib
+
+
+def test_what_is_scarce_first_is_named():
+    plenty = need(16_000, Load(), COST)
+    assert first_bottleneck(plenty, nic_gbit=0.001).startswith("network")
+    assert first_bottleneck(plenty, redis_gib=0.001).startswith("Redis memory")
+    assert first_bottleneck(plenty, node_cores=1, redis_gib=1e9, nic_gbit=1e9).startswith("proxy CPU")
+
+
+def test_prediction_stands_beside_what_was_measured():
+    flat = [1000] * 101
+    runs = [{"target": "proxy memory", "rate": rate, "latency_us": flat} for rate in (100.0, 500.0, 1200.0)]
+    shown = checked({"open": {"cpu_us": 1000.0, "runs": runs}})
+    low, high, over = shown.rows
+    assert low[1] == "10%"
+    assert float(low[2]) == pytest.approx(1.0, abs=0.1)
+    assert float(high[4]) > float(low[4])  # the p99 of a busier core
+    assert over[2].startswith("overloaded")
+
+
+def test_a_table_stands_where_the_page_has_its_marks():
+    shown = Shown("t", ["what", "figure"], [["a", "1"]], "said of it")
+    text = replaced("x\n<!-- cost -->\nold\n<!-- /cost -->\ny", "cost", markdown(shown))
+    assert text == "x\n<!-- cost -->\n| what | figure |\n|---|--:|\n| a | 1 |\n\nsaid of it.\n<!-- /cost -->\ny"
+    assert replaced(text, "cost", markdown(shown)) == text
+    with pytest.raises(ValueError, match="0 times"):
+        replaced("nothing", "cost", "")
