@@ -1,0 +1,188 @@
+"""Attacks on a running proxy, and what must hold after each: it answers or refuses, nobody else notices, and the record stays true.
+
+`Target` is a proxy with an honest session (the *oracle*) that goes on between attacks. `Strict` is an engine that reads what reaches it
+with another parser than ours (h11), so that whatever two servers could read in two ways shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import h11
+
+from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, results, user
+from tokencache.core import invariants
+
+if TYPE_CHECKING:
+    from tests.proxy.kit import Rig
+
+PATIENCE = 20.0
+OURS = ("our own error", "Unhandled exception", "cannot be said", "not recorded", "is not planned")
+"""What the log says where it is the proxy that failed."""
+ASK = json.dumps({"model": "sim", "messages": [user("EPISODE:talk")]}).encode()
+ANTHROPIC, RESPONSES, GEMINI = "/v1/messages", "/v1/responses", "/v1beta/models/sim:generateContent"
+DIALECTS = {"chat": CHAT, "messages": ANTHROPIC, "responses": RESPONSES, "gemini": GEMINI, "completions": "/v1/completions"}
+
+
+def request(
+    body: bytes = ASK, *headers: bytes, line: bytes = b"", path: str = CHAT, session: str | None = "attack", length: bool = True
+) -> bytes:
+    """The bytes of a request, with whatever headers."""
+    head = [line or f"POST {path} HTTP/1.1".encode(), b"Host: h", b"Content-Type: application/json"]
+    head += [f"{HEADER}: {session}".encode()] if session is not None else []
+    head += [b"Content-Length: %d" % len(body)] if length else []
+    return b"\r\n".join([*head, *headers, b"", body])
+
+
+def chunked(body: bytes = ASK) -> bytes:
+    return b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+
+
+async def send(url: str, *pieces: bytes, half_close: bool = True) -> bytes:
+    """Send bytes, a piece at a time, and read until the server has nothing more to say."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    said = bytearray()
+    try:
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            if half_close:
+                writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(PATIENCE):
+                while more := await reader.read(65536):
+                    said += more
+    finally:
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    return bytes(said)
+
+
+async def ask(url: str, *pieces: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+    """Send one or more requests on one connection; each answer's status, headers and body. The connection is closed by the last request."""
+    return answers(await send(url, *pieces, half_close=False))
+
+
+def answers(said: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+    """Read answers with another parser than ours; an answer that is none is an error here."""
+    found = []
+    while said:
+        peer = h11.Connection(h11.CLIENT)
+        peer.send(h11.Request(method="POST", target="/", headers=[("Host", "h")]))
+        peer.send(h11.EndOfMessage())
+        peer.receive_data(said)
+        peer.receive_data(b"")
+        head, body = None, bytearray()
+        while not isinstance(event := peer.next_event(), h11.EndOfMessage):
+            if isinstance(event, h11.Response):
+                head = event
+            elif isinstance(event, h11.Data):
+                body += event.data
+            else:
+                assert isinstance(event, h11.InformationalResponse), event
+        assert head is not None
+        found.append((head.status_code, {k.decode(): v.decode("latin-1") for k, v in head.headers}, bytes(body)))
+        said = peer.trailing_data[0]
+    return found
+
+
+@dataclass
+class Target:
+    """A proxy under attack, and the session that must not notice."""
+
+    rig: Rig
+    log: Any
+    messages: list[dict[str, Any]] = field(default_factory=lambda: [user("EPISODE:demo")])
+    steps: int = 0
+
+    @property
+    def url(self) -> str:
+        return self.rig.url
+
+    async def step(self) -> None:
+        """The oracle's next turn."""
+        message = await self.rig.say("oracle", self.messages, tools=TOOLS, stream=self.steps % 2 == 1)
+        self.messages += [echo(message), *results(message)]
+        self.steps += 1
+
+    async def unharmed(self, *attackers: str) -> None:
+        """The oracle goes on exactly; new calls work; what is recorded of the attackers is true, and nothing of it is left open."""
+        await self.step()
+        exported = await self.rig.check("oracle")
+        assert [len(sequence["turns"]) for sequence in exported["sequences"]] == [self.steps]
+        assert exported["complete"]
+        await self.rig.say("fresh", [user("EPISODE:talk")])
+        for session in attackers:
+            await settled(self.rig, session)
+        wrong = [record.getMessage() for record in self.log.records if any(words in record.getMessage() for words in OURS)]
+        assert not wrong, wrong
+
+
+async def settled(rig: Rig, session: str) -> None:
+    """What is recorded of a session satisfies the invariants and the engine's books, and no call of it stays open."""
+    info = await rig.store.session(session)
+    if info is None:
+        return
+    async with asyncio.timeout(PATIENCE):
+        while (await rig.store.session(session)).open_calls:  # noqa: ASYNC110 - the store tells nobody
+            await asyncio.sleep(0.001)
+    turns = await rig.store.turns(session)
+    tokens = await rig.store.tokens(session, [turn.id for turn in turns])
+    assert not invariants.audit(turns, tokens, session=session)
+    books = [(book.prompt_ids, book.completion_ids, book.logprobs) for book in rig.book(session)]
+    assert not invariants.engine_agrees(turns, tokens, books, session=session)
+
+
+@dataclass
+class Strict:
+    """An engine that reads requests with h11 and answers all of them alike; `wrong` is what h11 would not read."""
+
+    seen: list[tuple[str, str, bytes]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer, head, body = h11.Connection(h11.SERVER), None, bytearray()
+        try:
+            while True:
+                event = peer.next_event()
+                if event is h11.NEED_DATA:
+                    if not (data := await reader.read(65536)):
+                        break
+                    peer.receive_data(data)
+                elif isinstance(event, h11.Request):
+                    head, body = event, bytearray()
+                elif isinstance(event, h11.Data):
+                    body += event.data
+                elif isinstance(event, h11.EndOfMessage):
+                    self.seen.append((head.method.decode(), head.target.decode("latin-1"), bytes(body)))
+                    reply = b'{"ok": true}'
+                    writer.write(peer.send(h11.Response(status_code=200, headers=[("Content-Length", str(len(reply)))])))
+                    writer.write(peer.send(h11.Data(data=reply if head.method != b"HEAD" else b"")) + peer.send(h11.EndOfMessage()))
+                    await writer.drain()
+                    peer.start_next_cycle()
+        except h11.RemoteProtocolError as why:
+            self.wrong.append(str(why))
+        except (ConnectionError, h11.LocalProtocolError):
+            pass
+        finally:
+            writer.close()
+
+    @contextlib.asynccontextmanager
+    async def serve(self):
+        server = await asyncio.start_server(self._client, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+
+    def asked(self, marks: str = "/t/") -> list[tuple[str, str, bytes]]:
+        """What was relayed: the probe's own questions are not."""
+        return [one for one in self.seen if marks in one[1]]

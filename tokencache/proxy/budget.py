@@ -1,0 +1,25 @@
+"""The end of an episode whose budget is used up: a last reply that no engine said.
+
+An agent ends its loop when the model stops without a call, so that is what it is told, in its dialect and in the form it asked for. An
+error would do worse: harnesses repeat those, or fail. No turn is recorded of it: the model did not say it.
+"""
+
+import time
+
+from tokencache.core.canonical import Message
+from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.whole import WholeChoice, whole_reply
+from tokencache.dialects.completions import whole_text
+
+SPENT = "budget-spent"
+LAST_WORDS = "The budget of this session is used up."
+_MOST_CHOICES = 128
+"""Whoever asks for more gets no more from an engine either."""
+
+
+def last_reply(call: ChatCall, call_id: str) -> bytes:
+    """Write the reply that ends the episode, as the engine would have written a whole one; each choice that was asked for says the same."""
+    now, places = time.time(), range(min(max(call.n, 1), _MOST_CHOICES))
+    choices = [WholeChoice(place, Message("assistant", LAST_WORDS)) for place in places]
+    write = whole_text if call.dialect == "completions" else whole_reply
+    return write(call=call_id, created=now, model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)
