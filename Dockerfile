@@ -6,19 +6,21 @@
 #     docker build --tag tokencache .
 #     docker run --read-only --publish 8100:8100 --env TOKENCACHE_UPSTREAM=http://engine:8000 --env TOKENCACHE_ADMIN_KEY tokencache
 #
-# Extras of the package that the proxy needs: --build-arg EXTRAS=local,experts
+# Extras of the package that the proxy needs: --build-arg EXTRAS=local,experts. What it depends on has the versions of requirements.lock,
+# which the tests ran with.
 
 ARG PYTHON=3.11-slim-bookworm
 
 FROM python:${PYTHON} AS build
 ARG EXTRAS=""
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY harness_adapters harness_adapters
 COPY tokencache tokencache
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && sed -e '/^ *--hash/d' -e 's/ \\$//' requirements.lock > /pins.txt \
     && python -m venv --without-pip /opt/tokencache \
-    && pip --python /opt/tokencache install --no-cache-dir "$(ls /wheels/*.whl)${EXTRAS:+[${EXTRAS}]}"
+    && pip --python /opt/tokencache install --no-cache-dir --constraint /pins.txt "$(ls /wheels/*.whl)${EXTRAS:+[${EXTRAS}]}"
 
 FROM python:${PYTHON}
 LABEL org.opencontainers.image.title="tokencache" \

@@ -18,19 +18,28 @@ E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspa
 PYTEST_E2E = $(BIN)/pytest -o addopts="-q --strict-markers --strict-config"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lint lint-deploy test e2e e2e-engine e2e-harnesses e2e-versions consumers bench clean
+.PHONY: help install lock audit demo lint lint-deploy test e2e e2e-engine e2e-harnesses e2e-versions consumers chaos fuzz bench bench-quick bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## the package and its tools into .venv, changed sources take effect at once
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version}")'
-	@echo "installing into $(VENV): half a minute the first time"
+	@echo "installing into $(VENV): a minute the first time"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev]'
+	$(BIN)/python -m pip --disable-pip-version-check install -q --require-hashes -r requirements.lock
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
 	@touch $@
+
+lock: ## write requirements.lock anew after pyproject.toml changed; ARGS=--upgrade takes the newest releases
+	@test -x $(BIN)/uv || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip --disable-pip-version-check install -q uv; }
+	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+		--output-file requirements.lock --quiet $(ARGS)
+
+audit: $(STAMP) ## whether a vulnerability is known in what requirements.lock pins
+	$(BIN)/python .ci/audit.py requirements.lock
 
 demo: $(STAMP) ## one agent, directly and through the proxy, on a simulated engine: seconds, no GPU
 	@$(BIN)/tokencache demo $(ARGS)
@@ -71,9 +80,21 @@ e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	PYTHON=$(PYTHON) tests/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
 
-bench: $(STAMP) ## what the proxy costs
+chaos: $(STAMP) ## 2,000 turns while proxies, Redis and engines are killed, frozen and cut off: some minutes. ARGS="--turns N --seed S"
+	$(BIN)/python -m tests.faults.chaos $(ARGS)
+
+fuzz: $(STAMP) ## the parsers that read what strangers write, for two minutes; guided by coverage after .venv/bin/pip install atheris. ARGS="path --seconds 600"
+	$(BIN)/python -m tests.fuzz $(ARGS)
+
+bench: bench-others ## what the proxy costs, beside a bare relay, nginx, LiteLLM and more: 25 minutes, on a quiet machine
 	$(BIN)/python -m bench $(ARGS)
 
-clean: ## remove .venv, caches and builds (the .venv-vllm*, .venv-miniswe and .harnesses stay: gigabytes)
+bench-quick: bench-others ## less of it, in under two minutes
+	$(BIN)/python -m bench --quick $(ARGS)
+
+bench-others: $(STAMP)
+	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs
+
+clean: ## remove .venv, caches and builds (the .venv-vllm*, .venv-miniswe, .bench-venvs and .harnesses stay: gigabytes)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

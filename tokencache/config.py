@@ -1,20 +1,31 @@
 """Settings: every option of `tokencache serve`, also as environment variables (`TOKENCACHE_PORT=…`)."""
 
+import ipaddress
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tokencache.core.budget import Budget
 from tokencache.core.rules import BY_NAME
 from tokencache.dialects.chat.sampling import check_policy
 from tokencache.engines.registry import EngineKind
+from tokencache.proxy.imprint import Policy
 
 
 def names_in(text: str) -> list[str]:
     """Split a list of names that is written with commas."""
     return [name for part in text.split(",") if (name := part.strip())]
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there; of a name other than `localhost` nobody knows."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
 
 
 class Settings(BaseSettings):
@@ -40,9 +51,29 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8100, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    store: str = Field("memory:", description="where turns are kept: memory: or redis://host:port/db")
-    store_ttl: float = Field(7 * 86400.0, gt=0, description="seconds after which an unused session is forgotten (Redis)")
+    workers: int = Field(
+        1, ge=1, le=256, description="processes that share the port, one for each core to be used; several need a store that is shared"
+    )
+    drain: float = Field(
+        60.0, ge=0, allow_inf_nan=False, description="seconds for calls under way when the proxy is told to stop; then they are cut"
+    )
+    store: str = Field(
+        "memory:",
+        description="where turns are kept: memory:, redis://[user:password@]host:port/db, "
+        "redis+sentinel://host:26379,host2:26379/service/db or redis+cluster://host:port,host2:port; rediss for TLS; Valkey too "
+        "(docs/store.md)",
+    )
+    store_ttl: float = Field(7 * 86400.0, gt=0, description="seconds after which an unused session is forgotten")
     store_timeout: float = Field(5.0, gt=0, description="seconds to wait for the store")
+    max_sessions: int = Field(
+        0, ge=0, description="sessions that the store may hold: then new ones are refused, and those that are there go on; 0: no limit"
+    )
+    max_store_bytes: int = Field(
+        0, ge=0, description="bytes that the store may use before new sessions are refused; 0: nine tenths of Redis's maxmemory"
+    )
+    store_may_evict: bool = Field(
+        False, description="take a Redis that drops sessions when its memory is full (an evicting maxmemory-policy)"
+    )
     on_store_error: Literal["relay", "fail"] = Field(
         "relay", description="when the store fails: relay the call and mark the session incomplete, or answer 503"
     )
@@ -65,16 +96,67 @@ class Settings(BaseSettings):
         False,
         description="take replies whole, and say them as streams: one that the engine aborts is sampled afresh (docs/several-engines.md)",
     )
+    repeats: Policy = Field(
+        "join",
+        description="which calls are taken for repetitions, and get the reply of the call that they repeat: join (those that say so, and "
+        "those that are byte for byte like one that is unanswered), marked (those that say so) or off (docs/retries.md)",
+    )
+    linger: float = Field(
+        10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds that a call goes on after its harness left, if nothing of its reply was shown: it may ask again; 0: it ends",
+    )
     keep_alive: float = Field(15.0, gt=0, description="seconds of silence in a stream after which a sign of life is sent")
     session_header: str = Field("X-Tokencache-Session", description="header that names the session")
     affinity_headers: str = Field(
         "X-Session-ID", description="headers that tell engines and routers the session, separated by commas; a harness's own stay"
     )
-    registered_only: bool = Field(False, description="take sessions by registered API key only")
-    admin_key: str | None = Field(None, description="key for /tokencache/v1; without one these routes are open")
+    registered_only: bool = Field(
+        False, description="take requests with a registered API key only: without one neither sessions nor the engine are there"
+    )
+    max_calls: int = Field(
+        0, ge=0, le=2**53, description="calls that a session may make; then its episode is ended; 0: no limit (docs/budgets.md)"
+    )
+    max_tokens: int = Field(
+        0, ge=0, le=2**53, description="tokens that may be sampled in a session before its episode is ended; 0: no limit"
+    )
+    max_seconds: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="seconds after a session's first call when its episode is ended; 0: no limit"
+    )
+    admin_key: str | None = Field(
+        None, description="key for /tokencache/v1, /metrics and what /readyz knows: a long random one; without one these are open"
+    )
+    allow_open: bool = Field(
+        False, description="listen beyond loopback without an admin key: who reaches the port can read and delete all rollouts"
+    )
     max_body: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes")
     prefix_memory: int = Field(2**30, ge=0, description="bytes of memory for prefixes at hand")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to log")
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of every session that has no own."""
+        return Budget(calls=self.max_calls, tokens=self.max_tokens, seconds=self.max_seconds)
+
+    @model_validator(mode="after")
+    def _check_openness(self) -> Self:
+        if not self.admin_key and not self.allow_open and not _is_loopback(self.host):
+            raise ValueError(
+                f"{self.host or 'every address'} can be reached from elsewhere, and without an admin key whoever reaches it can read and "
+                "delete all rollouts: set --admin-key (TOKENCACHE_ADMIN_KEY) to a long random one (openssl rand -hex 32), or listen on "
+                "127.0.0.1; --allow-open if that is what you want"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> Self:
+        if self.workers > 1 and self.store.startswith("memory:"):
+            raise ValueError(
+                f"{self.workers} workers cannot keep sessions in memory: each would know only its own calls, and a session's next call "
+                "may reach another one. Name a store that they share (--store redis://host:port/db), or take one worker"
+            )
+        return self
 
     @field_validator("upstream", mode="before")
     @classmethod

@@ -7,6 +7,9 @@
 What remains is ours: 500 in the dialect, with a log line that names session and call.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 NOT_NOW = frozenset({429, 503})
 """Status codes of an engine that has sampled nothing and may take the call later: vLLM 0.33 answers 503 while it is paused."""
 
@@ -17,13 +20,23 @@ class HarnessError(Exception):
     Attributes:
         status: HTTP status, 4xx.
         param: the member of the body that is at fault, if one is.
+        headers: what the answer's head says beside that.
     """
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, kind: str = "invalid_request_error") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.kind = kind
+        self.headers = headers
 
 
 class EngineError(Exception):

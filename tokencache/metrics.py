@@ -1,6 +1,14 @@
-"""Metrics: what `/metrics` shows. Names are the glossary's; every label has few values."""
+"""Metrics: what `/metrics` shows. Names are the glossary's; every label has few values.
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+Where several workers share a port (`proxy.workers`), who asks one of them is told of all: each keeps its figures in a file that the others
+read, as `prometheus_client` does it where the environment names a directory (https://prometheus.github.io/client_python/multiprocess/).
+Counters are summed up, those of workers that died included; what is now, of those that live.
+"""
+
+import os
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of creation times beside every counter helps nobody
 
@@ -14,7 +22,12 @@ REPLACED = Counter("tokencache_sampling_replaced", "Sampling parameters of a har
 INCIDENTS = Counter("tokencache_incidents", "Incidents noted on sessions.", ["kind"], registry=REGISTRY)
 STORE_ERRORS = Counter("tokencache_store_errors", "Operations that the store failed.", ["operation"], registry=REGISTRY)
 RELAYED = Counter("tokencache_relayed", "Requests relayed untouched.", ["status"], registry=REGISTRY)
-IN_FLIGHT = Gauge("tokencache_calls_in_flight", "Model calls within sessions that have begun and not ended.", registry=REGISTRY)
+IN_FLIGHT = Gauge(
+    "tokencache_calls_in_flight",
+    "Model calls within sessions that have begun and not ended.",
+    multiprocess_mode="livesum",
+    registry=REGISTRY,
+)
 OVERHEAD = Histogram(
     "tokencache_added_seconds",
     "Time from a request's last byte to its sending, and from the reply's end to its last byte.",
@@ -22,7 +35,31 @@ OVERHEAD = Histogram(
     buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0),
     registry=REGISTRY,
 )
-ENGINE_LEVEL = Gauge("tokencache_engine_exact", "1 where the engine takes exact ids, else 0.", ["engine", "model"], registry=REGISTRY)
-ENGINE_UP = Gauge("tokencache_engine_up", "1 where the engine answers and was probed, else 0.", ["engine"], registry=REGISTRY)
+ENGINE_LEVEL = Gauge(  # of several workers the one that found least: what it sends there is not exact
+    "tokencache_engine_exact",
+    "1 where the engine takes exact ids, else 0.",
+    ["engine", "model"],
+    multiprocess_mode="livemin",
+    registry=REGISTRY,
+)
+ENGINE_UP = Gauge(  # of several workers any: they start one after another
+    "tokencache_engine_up",
+    "1 where the engine answers and was probed, else 0.",
+    ["engine"],
+    multiprocess_mode="livemax",
+    registry=REGISTRY,
+)
 ENGINE_CALLS = Counter("tokencache_engine_calls", "Model calls within sessions that were sent to an engine.", ["engine"], registry=REGISTRY)
+REPEATS = Counter("tokencache_repeats", "Calls that asked for what had been asked before, by what came of it.", ["how"], registry=REGISTRY)
 HELD = Counter("tokencache_held", "Times that a call within a session was held because no engine took it.", ["why"], registry=REGISTRY)
+WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers that were started because one had died.", registry=REGISTRY)
+
+
+def shown() -> bytes:
+    """Write what `/metrics` shows, in Prometheus' text format: of this process, or of all workers that it is one of."""
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if not folder:
+        return generate_latest(REGISTRY)
+    everyone = CollectorRegistry()
+    MultiProcessCollector(everyone, path=folder)  # type: ignore[no-untyped-call]
+    return generate_latest(everyone)

@@ -32,7 +32,7 @@ def drive(exchange, *answers):
 
 
 def register():
-    return exchanges.create("r", harness="", model=None, models={}, sampling={}, config_dir=None)
+    return exchanges.create("r", harness="", model=None, models={}, sampling={}, tenant="", budget=None, config_dir=None)
 
 
 def test_what_may_be_asked_twice_is_asked_again():

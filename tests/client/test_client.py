@@ -11,6 +11,7 @@ from tests.proxy.kit import proxied, until, user
 from tokencache.adapters.load import AdapterError
 from tokencache.client import (
     AsyncClient,
+    Budget,
     Client,
     NotFoundError,
     RefusedError,
@@ -104,6 +105,13 @@ async def test_the_sampling_of_a_key_is_what_the_engine_is_told(rig, client):
     assert turn.sampling["temperature"] == 0.25
     assert turn.replaced == {"temperature": 1.0}
     assert turn.model == "sim"
+
+
+async def test_the_budget_of_a_key_ends_its_session(rig, client):
+    session = await client.create(budget=Budget(calls=1))
+    await chat(session)
+    assert len(rig.book(session.id)) == 1
+    assert [incident.kind for incident in (await session.state()).incidents] == ["budget-spent"]
 
 
 async def test_sessions_are_listed(client):

@@ -38,7 +38,11 @@ def installed(tmp_path_factory):
     subprocess.run(build, cwd=reading.ROOT, check=True, capture_output=True, timeout=120)
     (wheel,) = folder.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=60)
-    install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "venv", "install", "--quiet", wheel]
+    pins = folder / "pins.txt"
+    lock = (reading.ROOT / "requirements.lock").read_text().splitlines()
+    pins.write_text("\n".join(line.removesuffix(" \\") for line in lock if "--hash" not in line))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "venv"]
+    install = [*pip, "install", "--quiet", "--constraint", pins, wheel]
     subprocess.run(install, check=True, capture_output=True, timeout=300)
     return folder / "venv" / "bin"
 

@@ -10,9 +10,10 @@ import yaml
 
 from tests.deploy import reading
 from tokencache.config import Settings
-from tokencache.proxy.server import DRAIN_SECONDS
 
 PREFIX = "TOKENCACHE_"
+WRITING = 15
+"""Seconds after the time to drain: calls that were cut write what they came to."""
 FOLDERS = ("kubernetes/replicas", "kubernetes/sidecar")
 PODS = [pytest.param(name, pod, id=name) for folder in FOLDERS for name, pod in reading.pods(folder)]
 OURS = [
@@ -74,9 +75,10 @@ def test_service_links_do_not_overwrite_the_port(name, pod):
 
 
 @pytest.mark.parametrize(("name", "pod", "container"), OURS, ids=[name for name, *_ in OURS])
-def test_a_pod_is_given_time_to_drain(name, pod, container):
+def test_a_pod_is_given_time_to_drain(name, pod, container, monkeypatch):
+    drain = settings_of(environment_of(container), monkeypatch).drain
     pause = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
-    assert pod["terminationGracePeriodSeconds"] >= int(pause[1]) + DRAIN_SECONDS + 10
+    assert pod["terminationGracePeriodSeconds"] >= int(pause[1]) + drain + WRITING
 
 
 @pytest.mark.parametrize(("name", "pod", "container"), OURS, ids=[name for name, *_ in OURS])
@@ -173,10 +175,12 @@ def test_compose_says_settings_that_there_are(monkeypatch):
         "TOKENCACHE_MODEL_ALIASES": '{"claude-*": "m"}',
         "TOKENCACHE_LOG_LEVEL": "debug",
         "TOKENCACHE_UPSTREAM_KEY": "k",
+        "TOKENCACHE_WORKERS": "2",
     }
     service = reading.compose(**shell)["services"]["tokencache"]
     settings = settings_of({**reading.image_environment(), **service["environment"]}, monkeypatch)
     assert (settings.admin_key, settings.sampling, settings.log_level) == (reading.KEY, {"temperature": 1}, "debug")
+    assert settings.workers == 2
     (port,) = service["ports"]
     assert (port["host_ip"], port["target"]) == ("127.0.0.1", settings.port)
 
@@ -193,10 +197,13 @@ def test_compose_has_an_engine_for_each_profile():
     assert engines["gpu",]["command"] == engines["cpu",]["command"]
 
 
-def test_compose_gives_a_proxy_time_to_drain():
-    period = reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]["tokencache"]["stop_grace_period"]
+def test_compose_gives_a_proxy_time_to_drain(monkeypatch):
+    service = reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]["tokencache"]
+    said = {name: value for name, value in service["environment"].items() if value is not None}
+    drain = settings_of({**reading.image_environment(), **said}, monkeypatch).drain
+    period = service["stop_grace_period"]
     minutes, seconds = re.fullmatch(r"(?:(\d+)m)?(\d+)s", period).groups(default="0")
-    assert 60 * int(minutes) + int(seconds) >= DRAIN_SECONDS + 10
+    assert 60 * int(minutes) + int(seconds) >= drain + WRITING
 
 
 def test_what_is_no_engine_is_hardened():

@@ -1,4 +1,7 @@
-"""The harness leaves: the engine is told at once, what was received is recorded, and the next call works."""
+"""The harness leaves: the engine is told at once, what was received is recorded, and the next call works.
+
+How a call goes on for a while of which nothing was shown yet is in `test_retries`; here it does not.
+"""
 
 import asyncio
 import json
@@ -64,7 +67,7 @@ async def test_in_the_middle_of_a_stream(events):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_before_anything_came(stream):
-    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.05)) as rig:
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.05), linger=0) as rig:
         call = asyncio.create_task(rig.http.post(rig.url + CHAT, json={**ASK, "stream": stream}, headers={HEADER: "s"}))
         await rig.engine.until(lambda: bool(rig.book("s")))
         if not stream:
@@ -138,9 +141,10 @@ async def test_while_the_turn_is_stored(stream):
         await rig.check()
 
 
-async def test_many_leave_at_random_points():
+@pytest.mark.parametrize("linger", [0, 10])
+async def test_many_leave_at_random_points(linger):
     """Every moment of a call, whatever it is: each session ends up closed, and equal to the engine's books."""
-    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.001)) as rig:
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.001), linger=linger) as rig:
 
         async def one(n):
             call = asyncio.create_task(rig.post(f"s{n}", messages=[user("EPISODE:demo")], tools=TOOLS, stream=n % 2 == 0))

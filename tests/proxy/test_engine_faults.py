@@ -6,7 +6,7 @@ import json
 import aiohttp
 import pytest
 
-from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, results, until, user
+from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, until, user
 from tokencache.testing import Fault
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -142,16 +142,18 @@ async def test_the_connection_breaks_behind_the_finish(rig):
     assert not (await rig.info())["complete"]
 
 
-async def test_an_engine_that_hangs_until_the_client_gives_up(rig):
-    rig.engine.faults.append(Fault.hang())
-    probed = len(rig.engine.requests)
-    call = asyncio.create_task(rig.post("s", **ASK))
-    await rig.engine.until(lambda: len(rig.engine.requests) > probed)
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    await until_closed(rig)
-    assert {i["kind"] for i in (await rig.info())["incidents"]} >= {"client-gone"}
-    await goes_on(rig)
+@pytest.mark.parametrize("linger", [0, 0.05])
+async def test_an_engine_that_hangs_until_the_client_gives_up(linger):
+    async with proxied(linger=linger) as rig:
+        rig.engine.faults.append(Fault.hang())
+        probed = len(rig.engine.requests)
+        call = asyncio.create_task(rig.post("s", **ASK))
+        await rig.engine.until(lambda: len(rig.engine.requests) > probed)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await until_closed(rig)
+        assert {i["kind"] for i in (await rig.info())["incidents"]} >= {"client-gone"}
+        await goes_on(rig)
 
 
 async def until_closed(rig, session="s"):

@@ -1,6 +1,10 @@
-"""Signs of life: what a harness hears while the engine queues or prefills. The engine here waits until one was heard."""
+"""Signs of life: what a harness hears while its call is planned, queued or prefilled, or the store is slow.
+
+Whoever is slow here, engine or store, waits until a sign of life was heard.
+"""
 
 import asyncio
+import contextlib
 import json
 
 import aiohttp
@@ -27,17 +31,45 @@ ASKS = {
 }
 
 
-@pytest.fixture
-async def waiting():
-    """A proxy before an engine that says nothing until `heard` is set."""
+END = {"chat": b"[DONE]", "messages": b"message_stop", "responses": b"response.completed", "gemini": b"STOP"}
+WHERE = ("begin", "plan", "head", "first", "commit")
+"""Where it takes long: the store finds the past, the engine is asked what it is, it queues, it prefills, the store keeps the turn."""
+
+
+class Slow(MemoryStore):
+    """A store that takes its time at one operation."""
+
+    def __init__(self, where, heard):
+        super().__init__()
+        self.where, self.heard = where, heard
+
+    async def begin(self, *args, **more):
+        if self.where == "begin":
+            await self.heard.wait()
+        return await super().begin(*args, **more)
+
+    async def commit(self, *args, **more):
+        if self.where == "commit":
+            await self.heard.wait()
+        return await super().commit(*args, **more)
+
+
+@contextlib.asynccontextmanager
+async def waiting(where):
+    """A proxy before an engine: somewhere, nothing goes on until `heard` is set."""
     heard = asyncio.Event()
 
     async def answer(request):
         if not (await request.json()).get("stream"):  # the proxy's own probe: this engine is none to splice on
+            if where == "plan":
+                await heard.wait()
             return web.Response(status=404)
+        if where == "head":
+            await heard.wait()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await heard.wait()
+        if where == "first":
+            await heard.wait()
         for chunk in CHUNKS:
             await response.write(b"data: " + json.dumps(HEAD | chunk).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
@@ -50,26 +82,28 @@ async def waiting():
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
     async with (
-        serving(Settings(upstream=f"http://127.0.0.1:{port}", port=0, keep_alive=0.01), MemoryStore()) as (url, _),
+        serving(Settings(upstream=f"http://127.0.0.1:{port}", port=0, keep_alive=0.01), Slow(where, heard)) as (url, _),
         aiohttp.ClientSession(url, headers={HEADER: "s"}) as http,
     ):
         yield http, heard
     await runner.cleanup()
 
 
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("dialect", ASKS)
-async def test_silence_is_broken_in_the_dialects_own_way(waiting, dialect):
-    http, heard = waiting
+async def test_silence_is_broken_in_the_dialects_own_way(dialect, where):
     path, body, sign = ASKS[dialect]
-    async with asyncio.timeout(20), http.post(path, json=body) as answer:
-        assert answer.status == 200
-        before = b""
-        while sign not in before:
-            before += await answer.content.readany()
-        heard.set()
-        rest = await answer.read()
-    assert b"Hi" not in before
-    assert b"Hi" in rest
-    async with http.get("/tokencache/v1/sessions/s/turns") as said:
-        (turn,) = (await said.json())["turns"]
-    assert (turn["dialect"], turn["prompt_tokens"], turn["completion_tokens"]) == (dialect, 3, 2)
+    async with waiting(where) as (http, heard):
+        async with asyncio.timeout(20), http.post(path, json=body) as answer:
+            assert answer.status == 200
+            assert answer.content_type == "text/event-stream"
+            before = b""
+            while sign not in (before.partition(b"Hi")[2] if where == "commit" else before):
+                before += await answer.content.readany()
+            heard.set()
+            rest = await answer.read()
+        assert b"Hi" in (before if where == "commit" else rest)
+        assert END[dialect] in rest
+        async with http.get("/tokencache/v1/sessions/s/turns") as said:
+            (turn,) = (await said.json())["turns"]
+        assert (turn["dialect"], turn["prompt_tokens"], turn["completion_tokens"]) == (dialect, 3, 2)

@@ -155,7 +155,7 @@ async def test_a_session_of_the_same_name_begins_anew():
     async with proxied() as rig:
         await sealed(rig)
         await rig.post("s", messages=[user(SAY)])
-        async with rig.http.delete(f"{rig.url}{API}/sessions/s") as answer:
+        async with rig.http.delete(f"{rig.url}{API}/sessions/s?reuse=true") as answer:
             assert answer.status == 200
         await rig.say("s", [user(SAY)])
         assert await late(rig) == []

@@ -128,6 +128,8 @@ async def test_sealed_and_deleted(rig):
     assert await call(rig, f"{API}/sessions/r1", method="DELETE") == (200, {"session": "r1", "deleted": True})
     assert (await call(rig, f"{API}/sessions/r1", method="DELETE"))[0] == 404
     assert await sessions(rig) == {}
+    assert (await call(rig, headers={HEADER: "r1"}))[1]["error"]["type"] == "session_deleted"  # a late call does not bring it back
+    assert await call(rig, f"{API}/sessions/r1?reuse=true", method="DELETE") == (200, {"session": "r1", "deleted": False})
     assert (await call(rig, headers={HEADER: "r1"}))[0] == 200  # a new one of the same name
     assert (await rig.info("r1"))["turns"] == 1
     assert (await rig.exported("r1"))["complete"]

@@ -244,7 +244,8 @@ async def test_every_call_has_an_id_of_its_own_and_says_its_session():
     """Two requests with one id get in each other's way in the engine; the harness's own is still to be found there."""
     async with fleet(affinity_headers="X-Session-ID,x-smg-routing-key") as (rig, made):
         status, _ = await rig.post("s", named="mine", **ASK)
-        await asyncio.gather(*(rig.post("s", named="mine", **ASK) for _ in range(3)), rig.post("s", **ASK))
+        others = [rig.post("s", named="mine", messages=[user(f"hi {n}")]) for n in range(3)]
+        await asyncio.gather(*others, rig.post("s", **ASK))
         assert status == 200
         sent = [{k.lower(): v for k, v in headers.items()} for headers in made.engines[made.home("s")].headers]
         sent = [headers for headers in sent if headers.get("x-session-id") == "s"]

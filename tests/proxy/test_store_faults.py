@@ -214,12 +214,32 @@ async def test_a_session_deleted_while_a_call_is_open(store):
         await call
         async with rig.http.get(rig.url + "/tokencache/v1/sessions/s") as answer:
             assert answer.status == 404
+        async with rig.http.delete(rig.url + "/tokencache/v1/sessions/s?reuse=true") as answer:
+            assert answer.status == 200
         rig.engine.books.clear()
         await rig.say("s", **ASK)
         await rig.say("s", **ASK)
         exported = await rig.check()
         assert exported["complete"], exported["incidents"]
         assert [len(s["turns"]) for s in exported["sequences"]] == [1, 1]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+async def test_a_store_that_loses_a_session_in_the_middle_of_a_call(store, anew):
+    """A Redis without a log comes back empty: nobody deleted the session, so it must not look whole, nor vanish without a word."""
+    async with proxied(store=store) as rig:
+        await rig.say("s", **ASK)
+        store.slow.add("commit")
+        call = asyncio.create_task(rig.say("s", [user("another")]))
+        await store.reached.wait()
+        store._sessions.pop("s")
+        if anew:
+            await store.note("s", [])
+        store.go.set()
+        await call
+        exported = await rig.get("/tokencache/v1/sessions/s/trajectories")
+        assert not exported["complete"]
+        assert [(i["kind"], i["hole"]) for i in exported["incidents"]] == [("session-lost", True)]
 
 
 async def test_what_the_store_could_not_take_is_counted(store):

@@ -70,12 +70,12 @@ async def test_no_call_of_a_session_waits_for_another():
     upstream = f"http://127.0.0.1:{runner.addresses[0][1]}"
     async with serving(Settings(upstream=upstream, port=0), MemoryStore()) as (url, _), aiohttp.ClientSession(url) as http:
 
-        async def call():
-            async with http.post(CHAT, json={"messages": [user("hi")], "stream": False}, headers={HEADER: "s"}) as said:
+        async def call(n):
+            async with http.post(CHAT, json={"messages": [user(f"hi {n}")], "stream": False}, headers={HEADER: "s"}) as said:
                 return said.status, json.loads(await said.text())["choices"][0]["message"]["content"]
 
         async with asyncio.timeout(20):
-            assert await asyncio.gather(*(call() for _ in range(AGENTS))) == [(200, "Hi")] * AGENTS
+            assert await asyncio.gather(*(call(n) for n in range(AGENTS))) == [(200, "Hi")] * AGENTS
     await runner.cleanup()
 
 

@@ -32,11 +32,13 @@ from tokencache.client.errors import (
     WaitTimeoutError,
 )
 from tokencache.client.values import Figures, Incident, OpenCall, Sequence, Served, SessionState, ToolCall, Trajectory, TurnSpan
+from tokencache.core.budget import Budget
 
 __all__ = [
     "AnswerError",
     "AsyncClient",
     "AsyncSession",
+    "Budget",
     "Client",
     "ClientError",
     "Figures",

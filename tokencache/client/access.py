@@ -28,6 +28,7 @@ class Access:
     Attributes:
         id: the session's name.
         key: the API key to send; it names the session by itself.
+        key_id: the id under which the key was registered, `""` if it was not.
         base_url: the URL for OpenAI-type clients; ends in `/v1`.
         launch: how the harness is started, `None` where none was named: `launch.argv` is the program with its first arguments,
             `launch.environment(os.environ)` the whole environment of its process.
@@ -37,6 +38,7 @@ class Access:
     key: str = dataclasses.field(repr=False)
     base_url: str
     launch: Launch | None = dataclasses.field(default=None, repr=False)
+    key_id: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -49,9 +51,9 @@ class Access:
         return dict(self.launch.env) if self.launch is not None else {}
 
 
-def access_to(url: str, session: str, key: str | None = None) -> Access:
+def access_to(url: str, session: str, key: str | None = None, key_id: str = "") -> Access:
     """Return the way into a session; without a registered key it is the key that names the session by itself."""
-    return Access(id=session, key=key or declared_key(session), base_url=f"{url}{PATH}{quote(session, safe='')}/v1")
+    return Access(id=session, key=key or declared_key(session), base_url=f"{url}{PATH}{quote(session, safe='')}/v1", key_id=key_id)
 
 
 def check_directory(adapter: Adapter, config_dir: Path | None) -> None:

@@ -15,6 +15,7 @@ from tokencache.client.asking import Answer, Exchange, Request, T
 from tokencache.client.errors import NotFoundError
 from tokencache.client.exchanges import Exchanges, Taken, check_deletion, missing
 from tokencache.client.values import SessionState, Trajectory
+from tokencache.core.budget import Budget
 
 
 class _Line:
@@ -81,6 +82,10 @@ class AsyncSession(Access):
         """As `Session.delete`."""
         await self._line(self._exchanges.delete(self.id))
 
+    async def revoke(self) -> None:
+        """As `Session.revoke`."""
+        await self._line(self._exchanges.revoke(self))
+
 
 class AsyncClient:
     """As `Client`, for asyncio."""
@@ -107,11 +112,22 @@ class AsyncClient:
         model: str | None = None,
         models: Mapping[str, str] = MappingProxyType({}),
         sampling: Mapping[str, Any] = MappingProxyType({}),
+        tenant: str = "",
+        budget: Budget | None = None,
         config_dir: Path | None = None,
     ) -> AsyncSession:
         """As `Client.create`."""
         access = await self._line(
-            self._exchanges.create(name, harness=harness, model=model, models=dict(models), sampling=dict(sampling), config_dir=config_dir)
+            self._exchanges.create(
+                name,
+                harness=harness,
+                model=model,
+                models=dict(models),
+                sampling=dict(sampling),
+                tenant=tenant,
+                budget=budget,
+                config_dir=config_dir,
+            )
         )
         return self._session(access)
 
@@ -194,6 +210,5 @@ class AsyncClient:
             raise missing(absent)
 
     def _session(self, access: Access) -> AsyncSession:
-        return AsyncSession(
-            id=access.id, key=access.key, base_url=access.base_url, launch=access.launch, _line=self._line, _exchanges=self._exchanges
-        )
+        given = {field.name: getattr(access, field.name) for field in dataclasses.fields(access)}
+        return AsyncSession(**given, _line=self._line, _exchanges=self._exchanges)

@@ -14,6 +14,7 @@ from tokencache.client.asking import Answer, Exchange, Request, T
 from tokencache.client.errors import NotFoundError
 from tokencache.client.exchanges import Exchanges, check_deletion, missing
 from tokencache.client.values import SessionState, Trajectory
+from tokencache.core.budget import Budget
 
 
 class _Line:
@@ -97,6 +98,15 @@ class Session(Access):
         """Forget it, tokens and all."""
         self._line(self._exchanges.delete(self.id))
 
+    def revoke(self) -> None:
+        """Let its key stand for nothing: from now on the server answers 401 to it. What is recorded stays.
+
+        Raises:
+            ValueError: it was taken up by its name, and has no key that was registered.
+            NotFoundError: it was revoked already.
+        """
+        self._line(self._exchanges.revoke(self))
+
 
 class Client:
     """A trainer's connection to a proxy.
@@ -130,6 +140,8 @@ class Client:
         model: str | None = None,
         models: Mapping[str, str] = MappingProxyType({}),
         sampling: Mapping[str, Any] = MappingProxyType({}),
+        tenant: str = "",
+        budget: Budget | None = None,
         config_dir: Path | None = None,
     ) -> Session:
         """Register an API key for a session, by default one with a random name.
@@ -140,6 +152,8 @@ class Client:
             model: the model that the harness is told to ask for; default: the one that is served. Only used with `harness`.
             models: names (shell patterns) that the harness may use for the model → the model that is served.
             sampling: sampling parameters that are used whatever the harness asks for.
+            tenant: whose rollout it is; the engine's prefix cache is not shared between tenants (docs/threat-model.md).
+            budget: after how much of it the session is ended (docs/budgets.md); what it leaves open is the server's.
             config_dir: where to write the harness's own configuration: a new directory, or one made here before. Without it
                 variables that name it are left out.
 
@@ -149,7 +163,16 @@ class Client:
             RefusedError: this is no name, or no sampling parameter.
         """
         access = self._line(
-            self._exchanges.create(name, harness=harness, model=model, models=dict(models), sampling=dict(sampling), config_dir=config_dir)
+            self._exchanges.create(
+                name,
+                harness=harness,
+                model=model,
+                models=dict(models),
+                sampling=dict(sampling),
+                tenant=tenant,
+                budget=budget,
+                config_dir=config_dir,
+            )
         )
         return self._session(access)
 
@@ -220,6 +243,5 @@ class Client:
             raise missing(absent)
 
     def _session(self, access: Access) -> Session:
-        return Session(
-            id=access.id, key=access.key, base_url=access.base_url, launch=access.launch, _line=self._line, _exchanges=self._exchanges
-        )
+        given = {field.name: getattr(access, field.name) for field in dataclasses.fields(access)}
+        return Session(**given, _line=self._line, _exchanges=self._exchanges)

@@ -17,6 +17,7 @@ from tokencache.client.access import Access, access_to, check_directory, launch_
 from tokencache.client.asking import Exchange, Pause, Request, ask, read, send
 from tokencache.client.errors import ClientError, NotFoundError, SealedError, WaitTimeoutError
 from tokencache.client.values import SessionState, Trajectory
+from tokencache.core.budget import Budget
 from tokencache.store.contract import Binding
 
 _BASE = "/tokencache/v1"
@@ -39,6 +40,7 @@ class _Sessions(msgspec.Struct):
 
 class _Key(msgspec.Struct):
     key: str
+    id: str = ""
 
 
 class Exchanges:
@@ -59,6 +61,8 @@ class Exchanges:
         model: str | None,
         models: dict[str, str],
         sampling: dict[str, Any],
+        tenant: str,
+        budget: Budget | None,
         config_dir: Path | None,
     ) -> Exchange[Access]:
         """Register a key for a session, and prepare the harness if one is named."""
@@ -66,9 +70,11 @@ class Exchanges:
         if adapter is not None:
             check_directory(adapter, config_dir)
         session = name if name is not None else f"{harness or 'rollout'}-{secrets.token_hex(8)}"
-        binding = msgspec.json.encode(Binding(session, harness, models, sampling))
+        binding = msgspec.json.encode(
+            Binding(session, harness, models, sampling, tenant=tenant, budget=Budget() if budget is None else budget)
+        )
         registered = yield from ask(Request("POST", f"{_BASE}/keys", body=binding, repeatable=False), _Key)
-        access = access_to(self.url, session, registered.key)
+        access = access_to(self.url, session, registered.key, registered.id)
         if adapter is None:
             return access
         served_model, context = yield from self._served(access.key, model)
@@ -93,10 +99,17 @@ class Exchanges:
 
     def delete(self, name: str) -> Exchange[None]:
         """Forget a session; that it was gone at a second try is a success of the first."""
-        request = Request("DELETE", _path(name))
-        answer, tries = yield from send(request)
-        if answer.status != _MISSING or tries == 1:
-            read(answer, request, dict)
+        yield from _removed(_path(name))
+
+    def revoke(self, access: Access) -> Exchange[None]:
+        """Let a session's key stand for nothing.
+
+        Raises:
+            ValueError: the session has none that was registered here.
+        """
+        if not access.key_id:
+            raise ValueError(f"session {access.id!r} was taken up by its name: there is no key to revoke")
+        yield from _removed(f"{_BASE}/keys/{access.key_id}")
 
     def discard(self, name: str) -> Exchange[None]:
         """Forget a session that may be gone already."""
@@ -157,6 +170,13 @@ class Exchanges:
             if model is None:
                 raise
         return served.choose(models, model, self.url)
+
+
+def _removed(path: str) -> Exchange[None]:
+    request = Request("DELETE", path)
+    answer, tries = yield from send(request)
+    if answer.status != _MISSING or tries == 1:
+        read(answer, request, dict)
 
 
 def check_deletion(*, seal: bool, delete: bool) -> None:

@@ -8,6 +8,7 @@
 `match`         which recorded turn does this history continue?
 `splice`        prefix + tail = the prompt that is sent
 `turn`          what is kept of one model call
+`budget`        how much a session may use
 `lineage`       the turns of a session as sequences for a trainer
 `invariants`    what must always hold, as checkers
 ==============  =====================================================================================================

@@ -21,13 +21,13 @@ What an entry says in its own bytes stays with it (`Message`), so that a digest 
 field afterwards: hash proposes, evidence disposes.
 """
 
+import hashlib
 import json
 import math
 import re
 from typing import Any
 
 import msgspec
-import xxhash
 
 BLANK = (
     "\ufeff \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006"
@@ -39,6 +39,7 @@ _INLINE_THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SORTED = msgspec.json.Encoder(order="sorted")
 _VERSION = b"tc1"
+_MOST_VALUES = 200_000
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -88,11 +89,12 @@ def split_think(content: str | None) -> tuple[str, str]:
 
 
 def digest(message: Message) -> bytes:
-    """Digest one message: xxh3-128, 16 bytes, equal for all writings that the rules of this module call one.
+    """Digest one message: 16 bytes of its SHA-256, equal for all writings that the rules of this module call one.
 
-    Fields are tagged and their lengths written, so that no two different entries spell the same bytes.
+    Fields are tagged and their lengths written, so that no two different entries spell the same bytes. A harness chooses what stands in
+    a message, so it must not be able to choose two with one digest: with a fast hash it could.
     """
-    h = xxhash.xxh3_128(_VERSION)
+    h = hashlib.sha256(_VERSION)
     _put(h, b"role", message.role.encode("utf-8", "surrogatepass"))
     _put(h, b"text", message.text.encode("utf-8", "surrogatepass"))
     if message.name and message.role not in {"tool", "assistant"}:
@@ -102,10 +104,10 @@ def digest(message: Message) -> bytes:
         _put(h, b"args", canonical_arguments(call.arguments))
     if message.media:
         _put(h, b"media", message.media)
-    return h.digest()
+    return h.digest()[:16]
 
 
-def _put(h: "xxhash.xxh3_128", tag: bytes, data: bytes) -> None:
+def _put(h: "hashlib._Hash", tag: bytes, data: bytes) -> None:
     h.update(b"%s:%d:" % (tag, len(data)))
     h.update(data)
 
@@ -113,11 +115,14 @@ def _put(h: "xxhash.xxh3_128", tag: bytes, data: bytes) -> None:
 def canonical_arguments(arguments: str) -> bytes:
     """Write tool-call arguments in the one form that all JSON texts of the same value share.
 
-    What is no JSON is kept as it stands, marked as such, so that it equals only itself.
+    What is no JSON is kept as it stands, marked as such, so that it equals only itself; and so is what has more values than a model
+    could have written.
     """
     text = arguments.strip(BLANK)
     if not text:
         return b"{}"
+    if len(text) > _MOST_VALUES and text.count(",") + text.count("[") > _MOST_VALUES:
+        return b"\x00raw:" + arguments.encode("utf-8", "surrogatepass")
     try:
         return canonical_json(_loads(text))
     except (ValueError, RecursionError):

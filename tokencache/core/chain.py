@@ -4,9 +4,13 @@
 *scope*). So "this history continues that turn" is one look-up of 16 bytes, and a turn whose context was edited in any
 message before it is simply not found. The price is the work of one short hash per message.
 
+The scope and the voice are hashed with the deployment's secret. So nobody who knows this code can tell under which keys a conversation
+is found, or look for two that meet: what the links add to an unknown beginning may be hashed fast (xxh3-128).
+
 A tool result is linked by *which* call of the reply before it it answers, not by the call's id: harnesses rewrite ids.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -19,25 +23,30 @@ class Conversation(msgspec.Struct, frozen=True):
     """A history in canonical form.
 
     `chain` has one entry more than `messages`: `chain[i]` covers `messages[:i]`. `digests[i]` is that of `messages[i]`
-    alone. `voice` names what a reply is sampled under whatever its context: the model and the template's arguments.
+    alone. `voice` names what a reply is sampled under whatever its context: the model and the template's arguments. `salt` is for
+    keys of what is said nowhere in it: handles.
     """
 
     messages: tuple[Message, ...]
     digests: tuple[bytes, ...]
     chain: tuple[bytes, ...]
     voice: bytes = b""
+    salt: bytes = b""
 
     def replies(self) -> Iterator[int]:
         """The places of the assistant's messages, the last one first; rarely more than the first is asked for."""
         return (i for i in range(len(self.messages) - 1, -1, -1) if self.messages[i].role == "assistant")
 
 
-def converse(scope: bytes, messages: Sequence[Message], digests: Sequence[bytes] | None = None, *, voice: bytes = b"") -> Conversation:
-    """Chain `messages` under `scope`, the digest of all else that shapes the prompt.
+def converse(
+    scope: bytes, messages: Sequence[Message], digests: Sequence[bytes] | None = None, *, voice: bytes = b"", secret: bytes = b""
+) -> Conversation:
+    """Chain `messages` under `scope`, which names all else that shapes the prompt.
 
-    `digests` are those of the messages, if the caller has them already; `voice` see `Conversation`.
+    `digests` are those of the messages, if the caller has them already; `voice` names what `Conversation.voice` is made of; `secret` is the
+    deployment's, at most 64 bytes.
     """
-    start = Conversation((), (), (xxhash.xxh3_128_digest(b"scope" + scope),), voice)
+    start = Conversation((), (), (keyed(secret, b"scope" + scope),), keyed(secret, b"voice" + voice), keyed(secret, b"salt"))
     return extend(start, messages, digests if digests is not None else [digest(m) for m in messages])
 
 
@@ -49,7 +58,12 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
         if message.role == "assistant":
             calls = message.calls
         chain.append(link(chain[-1], message, own, calls))
-    return Conversation((*known.messages, *messages), (*known.digests, *digests), tuple(chain), known.voice)
+    return Conversation((*known.messages, *messages), (*known.digests, *digests), tuple(chain), known.voice, known.salt)
+
+
+def keyed(secret: bytes, data: bytes) -> bytes:
+    """Hash with a secret: BLAKE2b (RFC 7693), 16 bytes. Who has not the secret can neither compute it nor find two that collide."""
+    return hashlib.blake2b(data, digest_size=16, key=secret).digest()
 
 
 def link(previous: bytes, message: Message, own: bytes, calls: tuple[Call, ...] = ()) -> bytes:

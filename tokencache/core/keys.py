@@ -11,6 +11,7 @@ first  of                      finds the reply
 `h`    the call's handle       the same, in a dialect that lets us give one out
 `p`    the chain before it     in its place, of a harness that left before it was whole: a beginning of it may come back
 `a`    model and arguments     the same, wherever it stands: so that no other reply is taken for such a beginning
+`q`    the whole request       for a call that asks for the same again (`proxy.imprint`); every turn has it that was asked for like that
 =====  ======================  =============================================================================================
 
 Changes of a text that somebody vouches for can be told beforehand (`rewrites.foretold`): such a reply has its `c` and `r`
@@ -50,6 +51,11 @@ def aborted_key(voice: bytes) -> bytes:
     return b"a" + xxhash.xxh3_128_digest(voice)
 
 
+def repeat_key(imprint: bytes) -> bytes:
+    """Name all replies to one and the same request, of which this is the imprint: 17 bytes."""
+    return b"q" + imprint
+
+
 def call_key(conversation: Conversation, i: int) -> bytes:
     """Name the first call of the reply `messages[i]` by its id: 17 bytes, or none if it has no such call."""
     return _call_key(conversation.messages[i], conversation.voice)
@@ -61,9 +67,9 @@ def _call_key(message: Message, voice: bytes) -> bytes:
     return b"i" + xxhash.xxh3_128_digest(voice + safe_id(message.calls[0].id).encode("utf-8", "surrogatepass"))
 
 
-def handle_key(handle: str) -> bytes:
-    """Name a reply by the handle that was given out with it; none without one."""
-    return b"h" + handle.encode() if handle else b""
+def handle_key(handle: str, salt: bytes) -> bytes:
+    """Name a reply by the handle that was given out with it: 17 bytes, or none without one; `salt` is that of its conversation."""
+    return b"h" + xxhash.xxh3_128_digest(salt + handle.encode("utf-8", "surrogatepass")) if handle else b""
 
 
 def keys_of_turn(
@@ -73,7 +79,7 @@ def keys_of_turn(
     told = [(served, own), *((message, digest(message)) for message in foretold(served, leniency))]
     chains = [chain_key(link(conversation.chain[-1], message, name)) for message, name in told]
     digests = [reply_key(name, conversation.voice) for _, name in told]
-    names = filter(None, (_call_key(served, conversation.voice), handle_key(handle)))
+    names = filter(None, (_call_key(served, conversation.voice), handle_key(handle, conversation.salt)))
     return (*dict.fromkeys(chains), *dict.fromkeys(digests), *names)
 
 
@@ -90,7 +96,7 @@ def wanted(conversation: Conversation, last: int | None = None, handles: Mapping
     """
     keys: list[bytes] = []
     for i in islice(conversation.replies(), last):
-        names = (call_key(conversation, i), handle_key(handles.get(i, "")))
+        names = (call_key(conversation, i), handle_key(handles.get(i, ""), conversation.salt))
         keys += (place_key(conversation.chain[i]), chain_key(conversation.chain[i + 1]))
         keys += (reply_key(conversation.digests[i], conversation.voice), *filter(None, names))
     return keys

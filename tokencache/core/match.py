@@ -171,7 +171,7 @@ class _Finder(NamedTuple):
 
     def _by_name(self, i: int) -> list[Hit]:
         """What is known under the id of the reply's first call, and under its handle."""
-        keys = (call_key(self.conversation, i), handle_key(self.handles.get(i, "")))
+        keys = (call_key(self.conversation, i), handle_key(self.handles.get(i, ""), self.conversation.salt))
         return [hit for key in keys for hit in self.hits.get(key, ())]
 
     def _judged(self, i: int, hits: Iterable[Hit]) -> list[_Found]:

@@ -52,7 +52,8 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         context_base, context_shared: the messages of its request, stored as its tokens are: the first `context_shared` are
             those of `context_base`'s request.
         marks: what a trainer must know: `aborted` (the harness left), `engine-aborted`, `engine-disagrees`, `no-logprobs`,
-            `media`, `upstream-broke`.
+            `media`, `upstream-broke`, `second-sample` (the same call had been made and answered before), `unanswered` (who asked had
+            left before the reply was whole).
         created: seconds since the epoch when the call began; `seconds`: how long it took.
         versions: weight version spans as the engine gives them (vLLM 0.33 `weight_versions`).
     """

@@ -15,13 +15,14 @@ What could not be recorded truthfully is not touched at all and leaves a hole (`
 that: the ids that come back say what the prompt was.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from tokencache.dialects.body import fields_of, member, model_of
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.rendering import render_args
+from tokencache.dialects.chat.whole import WholeChoice
 from tokencache.dialects.presenter import Extras, Presenter
 from tokencache.dialects.sse import event_of
 
@@ -105,6 +106,25 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> CompletionCall:
     )
 
 
+def whole_text(
+    *, call: str, created: float, model: str, choices: Sequence[WholeChoice], prompt_tokens: int, completion_tokens: int
+) -> bytes:
+    """Write a text completion (JSON) of our own, as vLLM 0.32 writes one; as `whole.whole_reply` writes a chat's."""
+    said = [
+        {
+            "index": one.place,
+            "text": one.message.content or "",
+            "logprobs": None,
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop_reason,
+        }
+        for one in choices
+    ]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens, "completion_tokens": completion_tokens}
+    whole = {"id": f"cmpl-{call}", "object": "text_completion", "created": int(created), "model": model, "choices": said, "usage": usage}
+    return _ENCODER.encode(whole)
+
+
 class CompletionPresenter(Presenter):
     """The speaker of text completions: shows the engine's own bytes, with what was not asked for set back to `null`.
 
@@ -132,7 +152,7 @@ class CompletionPresenter(Presenter):
         try:
             fields = _FIELDS.decode(data)
             choices = _CHOICES.decode(fields["choices"])
-        except (msgspec.DecodeError, KeyError, RecursionError):
+        except (ValueError, KeyError, RecursionError):
             return data
         for choice in choices:
             choice.update((name, _NULL) for name in self._hidden if name in choice)

@@ -117,7 +117,7 @@ def with_tokens(data: bytes, prompt: bytes, choices: Mapping[int, _Choice]) -> b
         fields = _FIELDS.decode(data)
         listed = _CHOICES.decode(fields["choices"])
         said = [_say(choice, prompt, choices) for choice in listed]
-    except (msgspec.DecodeError, KeyError, RecursionError):
+    except (ValueError, KeyError, RecursionError):
         return data  # no completion: an error, say
     if not any(said):
         return data

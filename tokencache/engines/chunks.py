@@ -17,6 +17,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _CALLS = msgspec.json.Decoder(list[dict[str, Any]])
 _NULL = Raw(b"null")
+_TEXT = b'"text_completion"'
 _NOTHING = frozenset({b"null", b'""'})
 _ENCODER = msgspec.json.Encoder()
 _HEAD = ("id", "object", "created", "model")
@@ -26,10 +27,10 @@ _OF_CHOICE = ("token_ids", "weight_versions")
 def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
     """Say a whole chat completion as chunks, each its JSON; `asked` are the request's members.
 
-    An error in the place of a completion is one chunk, as it would be in a stream.
+    An error in the place of a completion is one chunk, as it would be in a stream. A text completion's choices are a chunk each.
 
     Raises:
-        ValueError: it is no chat completion.
+        ValueError: it is no completion.
     """
     try:
         fields = _FIELDS.decode(body)
@@ -38,10 +39,13 @@ def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
         choices = _CHOICES.decode(fields["choices"])
         head: dict[str, Any] = {name: fields[name] for name in _HEAD if name in fields}
         head["object"] = "chat.completion.chunk"
-        begun = [_begin(choice, fields) for choice in choices]
-        said = [chunk for choice in choices for chunk in _choice(choice)]
+        if bytes(fields.get("object", _NULL)) == _TEXT:
+            head["object"], begun, said = fields["object"], [], [{"choices": [choice]} for choice in choices]
+        else:
+            begun = [_begin(choice, fields) for choice in choices]
+            said = [chunk for choice in choices for chunk in _choice(choice)]
         usage = _FIELDS.decode(fields["usage"]) if bytes(fields.get("usage", _NULL)) != b"null" else {}
-    except (msgspec.DecodeError, KeyError, RecursionError) as why:
+    except (ValueError, KeyError, RecursionError) as why:
         raise ValueError(f"no chat completion: {why}") from why
     usage = {name: count for name, count in usage.items() if bytes(count) != b"null"}  # nulls are spelled out in whole replies only
     chunks = [{**head, **more} for more in [*begun, *said]]

@@ -134,7 +134,7 @@ class TokenPrompts:
             try:
                 answer = await self._ask(upstream, RENDER, body, headers)
                 rendered = msgspec.json.decode(answer.body, type=_Rendered) if answer.status == _OK else None
-            except (EngineError, msgspec.DecodeError, RecursionError):
+            except (EngineError, ValueError, RecursionError):
                 rendered = None
             if rendered is None:
                 return None
@@ -153,7 +153,7 @@ class TokenPrompts:
             said = _FIELDS.decode(body)
             choices = _CHOICES.decode(said["choices"])
             sampled = [_IDS.decode(choice["token_ids"]) for choice in choices]
-        except (msgspec.DecodeError, KeyError, RecursionError):
+        except (ValueError, KeyError, RecursionError):
             return Parsed(body)
         if not choices:
             return Parsed(body)

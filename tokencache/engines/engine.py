@@ -55,7 +55,8 @@ class Model:
                     if known is not None:
                         self._agreed[args.digest] = known
                     if not known:
-                        log.warning("/tokenize is not seen to render as chat completions do under %s: no splicing", args.chat)
+                        names = ", ".join(sorted({*args.members, *args.chat})) or "no arguments"  # what they say is the harness's
+                        log.warning("/tokenize is not seen to render as chat completions do under %s: no splicing", names)
         return bool(known)
 
     def observe(self, choice: Choice) -> None:

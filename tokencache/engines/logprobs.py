@@ -95,7 +95,7 @@ async def _under_mask(asked: Asks, model: str, messages: Raw, token: int) -> _To
     try:
         answer = await asked.post(CHAT, body)
         choice = _BODY.decode(answer.body).choices[0]
-    except (EngineError, msgspec.DecodeError, IndexError):
+    except (EngineError, ValueError, IndexError):
         return None
     said = choice.logprobs.content if choice.logprobs is not None else None
     return said[0] if choice.token_ids == [token] and said else None  # a mask that is not kept proves nothing

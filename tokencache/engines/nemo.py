@@ -161,7 +161,7 @@ def lifted(body: bytes) -> bytes:
             if "routed_experts" in message:
                 choice["routed_experts"] = message.pop("routed_experts")
             choice["message"] = Raw(_ENCODER.encode(message))
-    except (msgspec.DecodeError, KeyError, RecursionError):
+    except (ValueError, KeyError, RecursionError):
         return body
     fields["choices"] = Raw(_ENCODER.encode(choices))
     return _ENCODER.encode(fields)

@@ -51,13 +51,29 @@ class _Chunk(msgspec.Struct):
     sglext: Raw = Raw(b"null")
 
 
+class _Piece(msgspec.Struct):
+    """A choice of a plain chunk (`dialects.chat.plain`)."""
+
+    delta: Said
+    token_ids: list[int]
+    logprobs: _Logprobs | None = None
+    index: int = 0
+
+
+class _Plain(msgspec.Struct):
+    choices: tuple[_Piece]
+
+
 _CHUNK = msgspec.json.Decoder(_Chunk)
+_PLAIN = msgspec.json.Decoder(list[_Plain])
 _IDS = msgspec.json.Decoder(list[int])
 _METADATA = msgspec.json.Decoder(weights.Metadata)
 _ECHO = b'"prompt_token_ids":['
 """No string in JSON can spell this: its quotes would be escaped."""
 _CUT = b'"="'
 """Stands where the echo of what was sent stood."""
+_AT_ONCE = 32
+"""Chunks that are read together: more would save little, and wait in memory."""
 
 
 class Choice:
@@ -103,14 +119,26 @@ class Choice:
         self.versions = choice.weight_versions or self.versions
         self.experts = routing.piece_of(bytes(choice.routed_experts), pieces) or self.experts
 
+    def take_plain(self, piece: _Piece) -> None:
+        """Add what a plain chunk says of this choice."""
+        before = len(self.ids)
+        self.ids += piece.token_ids
+        if piece.logprobs is not None:
+            self.logprobs += [item.logprob for item in piece.logprobs.content or ()]
+        self._say(piece.delta, before)
+
     def _say(self, said: Said, before: int) -> None:
-        if said.content:
-            self.content.append(said.content)
-        thought = said.thought
+        content, thought = said.content, said.reasoning or said.reasoning_content
+        if content:
+            self.content.append(content)
         if thought:
             self.reasoning.append(thought)
-        if said.content or thought:
-            self.steps.append((before, len(self.ids), len(said.content or ""), len(thought)))
+        if content or thought:
+            self.steps.append((before, len(self.ids), len(content or ""), len(thought or "")))
+        if said.tool_calls:
+            self._call(said)
+
+    def _call(self, said: Said) -> None:
         for index, call in said.called():
             parts = self.calls.setdefault(index, ["", "", ""])
             parts[0] = call.id or parts[0]
@@ -132,7 +160,8 @@ class Reply:
     def __init__(self, choices: int = 1) -> None:
         self.expected = choices
         self.sent = b""
-        self.choices: dict[int, Choice] = {}
+        self._choices: dict[int, Choice] = {}
+        self._unread: list[bytes] = []
         self.prompt = b""
         self.model = ""
         self.error = b""
@@ -141,6 +170,36 @@ class Reply:
         self._metadata: weights.Metadata | None = None
         self._pieces: list[bytes] = []
         self._counted = 0
+
+    @property
+    def choices(self) -> dict[int, Choice]:
+        """The choices by their index, as far as they have come."""
+        if self._unread:
+            self._read()
+        return self._choices
+
+    def later(self, data: bytes) -> None:
+        """Add a chunk's JSON that says a piece of a choice and nothing more (`dialects.chat.plain`): it is read when somebody looks."""
+        self._unread.append(data)
+        if len(self._unread) >= _AT_ONCE:
+            self._read()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        try:
+            chunks = _PLAIN.decode(b"[%s]" % b",".join(unread))
+        except (ValueError, RecursionError):  # one of them is no JSON after all: find out which
+            for data in unread:
+                self.take(data)
+            return
+        for (piece,) in [chunk.choices for chunk in chunks]:
+            self._choice(piece.index).take_plain(piece)
+
+    def _choice(self, index: int) -> Choice:
+        held = self._choices.get(index)
+        if held is None:
+            held = self._choices[index] = Choice()
+        return held
 
     def without_experts(self, data: bytes) -> bytes:
         """Take routed experts out of a chunk's JSON, or a whole body's, before it goes to `take` and to the harness."""
@@ -153,10 +212,12 @@ class Reply:
             The same JSON; without the ids of the prompt where they are, byte for byte, those that were `sent`. Hundreds
             of kilobytes of digits are so compared, and never parsed.
         """
+        if self._unread:
+            self._read()
         brief = self._without_echo(data)
         try:
             chunk = _CHUNK.decode(brief)
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):
             self.unreadable += 1
             return data
         echoes = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
@@ -167,7 +228,7 @@ class Reply:
         for echo in echoes:
             self.prompt = self.prompt or (b"[%s]" % self.sent if brief is not data and bytes(echo) == _CUT else _given(echo))
         for choice in chunk.choices:
-            self.choices.setdefault(choice.index, Choice()).take(choice, self._pieces)
+            self._choice(choice.index).take(choice, self._pieces)
         for extra in (chunk.metadata, chunk.sglext):
             self._metadata = self._metadata or _metadata(bytes(extra))
         return brief
@@ -218,7 +279,7 @@ def read_ids(echo: bytes) -> bytes | None:
     """Pack the ids of an engine's raw JSON list; `None` if it is none."""
     try:
         return ids.pack(_IDS.decode(echo)) if echo else None
-    except (msgspec.DecodeError, OverflowError):
+    except (ValueError, OverflowError):
         return None
 
 
@@ -232,5 +293,5 @@ def _metadata(raw: bytes) -> weights.Metadata | None:
         return None
     try:
         return _METADATA.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None

@@ -4,7 +4,13 @@ No total timeout: an agent's turn takes as long as it takes, and a proxy must no
 that lie idle are dropped before vLLM's server drops them (uvicorn: 5 s), else a call could meet a closed one.
 """
 
+import base64
+import errno
 import io
+import logging
+import math
+import socket
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,11 +20,15 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from tokencache.errors import EngineError
+from tokencache.quiet import keep_alive
+
+log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 4.0
 READ_BUFFER = 256 * 1024
 _LARGE = 2**20
+_REMIND_SECONDS = 60.0
 _NOT_OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that aiohttp would add to a request that came without them."""
 
@@ -33,22 +43,30 @@ class Answer(NamedTuple):
         """Decode the body; `None` if it is no JSON."""
         try:
             return msgspec.json.decode(self.body)
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return None
 
 
 class Upstream:
-    """An engine's base URL (scheme, host, port, and perhaps a path in front of `/v1`) and a pool of connections to it."""
+    """An engine's base URL (scheme, host, port, and perhaps a path in front of `/v1`) and a pool of connections to it.
+
+    `key` takes the place of what the harness sends as `Authorization`; so do a user and a password in the URL, which `url` is without.
+    """
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.key = key
+        self._authorization = f"Bearer {key}" if key else ""
+        if (given := URL(self.url)).user is not None:
+            self.url = str(given.with_user(None)).rstrip("/")  # it is shown in logs and answers
+            basic = base64.b64encode(f"{given.user}:{given.password or ''}".encode()).decode()
+            self._authorization = self._authorization or f"Basic {basic}"
         self._session: aiohttp.ClientSession | None = None
+        self._said_short = -math.inf
 
     async def open(self) -> None:
         """Open the pool, in the running event loop."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -74,18 +92,19 @@ class Upstream:
             raise RuntimeError("Upstream.open() has not been called")
         url = URL(self.url + path, encoded=True)
         sent = CIMultiDict(headers or {})
-        if self.key:
+        if self._authorization:
             sent.popall("Authorization", None)
-            sent["Authorization"] = f"Bearer {self.key}"
+            sent["Authorization"] = self._authorization
         if isinstance(body, bytes) and len(body) > _LARGE:
             body = io.BytesIO(body)  # written in pieces, so that other calls get their turn
         try:
             return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False, skip_auto_headers=_NOT_OURS)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as why:
             said = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
+            self._look_whether_short(said)
             raise EngineError(f"the engine at {self.url} cannot be reached: {said or why}", reached=False) from why
         except (aiohttp.ClientError, TimeoutError) as why:
-            raise EngineError(f"the engine at {self.url} gave no answer: {type(why).__name__}: {why}") from why
+            raise EngineError(f"the engine at {self.url} gave no answer: {_said(why)}") from why
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
         """Post JSON (bytes as they are, anything else encoded) and read the whole answer.
@@ -104,9 +123,26 @@ class Upstream:
         """
         return await self._whole(await self.send("GET", path))
 
+    def _look_whether_short(self, why: BaseException) -> None:
+        """Say, once a minute, that it is not the engine that is at fault."""
+        if isinstance(why, OSError) and why.errno in {errno.EMFILE, errno.ENFILE} and time.monotonic() - self._said_short > _REMIND_SECONDS:
+            self._said_short = time.monotonic()
+            log.error("OUT OF FILE DESCRIPTORS: no connection to the engine at %s can be made; raise the limit of open files", self.url)
+
     async def _whole(self, response: aiohttp.ClientResponse) -> Answer:
         try:
             async with response:
                 return Answer(response.status, await response.read())
         except (aiohttp.ClientError, TimeoutError) as why:
-            raise EngineError(f"the engine at {self.url} broke off its answer: {type(why).__name__}: {why}") from why
+            raise EngineError(f"the engine at {self.url} broke off its answer: {_said(why)}") from why
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    made = socket.socket(*address[:3])
+    keep_alive(made)
+    return made
+
+
+def _said(why: Exception) -> str:
+    """What an error says, without the URL that was asked for: its query may hold a harness's own key."""
+    return f"{type(why).__name__}: {why.message if isinstance(why, aiohttp.ClientResponseError) else why}"

@@ -4,16 +4,18 @@ Three kinds of requests come in: the proxy's own (`/healthz`, `/readyz`, `/metri
 a session, and everything else, which is relayed byte for byte.
 """
 
+import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from tokencache import metrics
 from tokencache.adapters.load import load_all
@@ -30,16 +32,20 @@ from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.caller import CHAT, COMPLETIONS, Caller, Visit
 from tokencache.proxy.experts import Experts, open_shelf
+from tokencache.proxy.guarding import check_head, check_path
 from tokencache.proxy.habits import HEADER as HARNESS_HEADER
 from tokencache.proxy.habits import Aliases, Habits
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefixes import Prefixes
 from tokencache.proxy.relay import keep_headers, relay_to, request_headers
+from tokencache.proxy.repeats import Repeats
 from tokencache.proxy.sessions import Origin, SessionFinder, route_of
+from tokencache.proxy.twins import BEAT_SECONDS
 from tokencache.render.local import LocalRenderer
 from tokencache.store import open_store
-from tokencache.store.contract import Incident, SessionSealedError, Store, StoreError
-from tokencache.trainer.api import trainer_routes
+from tokencache.store.contract import Incident, SessionDeletedError, SessionSealedError, Store, StoreError, StoreFullError
+from tokencache.trainer.api import BASE, trainer_routes
+from tokencache.trainer.guard import Guard
 from tokencache.viewer.routes import viewer_routes
 
 log = logging.getLogger(__name__)
@@ -49,7 +55,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _FAULT_OF_OURS = 500
 _UNRECORDED = "/inference/v1/generate"
 """Samples tokens, and no dialect of ours records it: within a session it leaves a hole, and it is said."""
+_FOR_TENANTS = frozenset({("GET", "/v1/models"), ("GET", "/health"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize")})
+"""What of the engine's other routes a session may use that is not trusted: they neither sample nor change anything (vLLM 0.32)."""
 _DIALECT = web.RequestKey("dialect", Dialect)
+_FULL_SECONDS = 30
+"""After how long a harness that begins a session may ask again whether there is room."""
+_SAID = (HarnessError, EngineError, SessionSealedError, SessionDeletedError, StoreFullError, StoreError, web.HTTPRequestEntityTooLarge)
+"""Errors that are answered in the dialect."""
 
 
 class Proxy:
@@ -57,7 +69,14 @@ class Proxy:
 
     def __init__(self, settings: Settings, store: Store | None = None) -> None:
         self.settings = settings
-        self.store = store or open_store(settings.store, ttl_seconds=settings.store_ttl, timeout_seconds=settings.store_timeout)
+        self.store = store or open_store(
+            settings.store,
+            ttl_seconds=settings.store_ttl,
+            timeout_seconds=settings.store_timeout,
+            max_sessions=settings.max_sessions,
+            max_bytes=settings.max_store_bytes,
+            may_evict=settings.store_may_evict,
+        )
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
         upstreams = [Upstream(url, key=settings.upstream_key) for url in names_in(settings.upstream)]
         self._parser = Upstream(settings.derender) if settings.derender else None
@@ -71,18 +90,23 @@ class Proxy:
         experts = Experts(open_shelf(settings.experts)) if settings.experts else None
         self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
         aliases = Aliases(settings.model_aliases)
+        self._bodies = Bodies()
+        self._repeats = Repeats(self.ledger, policy=settings.repeats, linger=settings.linger)
         self.caller = Caller(
             self.pool,
             self.ledger,
-            Bodies(),
+            self._bodies,
             aliases,
             keep_alive=settings.keep_alive,
             hold=settings.hold,
             sampling=settings.sampling,
             token_ids=settings.return_token_id_information,
+            budget=settings.budget,
+            repeats=self._repeats,
         )
         own = (settings.adapters,) if settings.adapters is not None else ()
         self.habits = Habits(load_all(own), names_in(settings.rules_off))
+        self._guard = Guard(settings.admin_key)
         self.sessions = SessionFinder(self.store, header=settings.session_header, registered_only=settings.registered_only)
 
     def application(self) -> web.Application:
@@ -92,7 +116,7 @@ class Proxy:
         app.cleanup_ctx.append(self._running)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
-        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/metrics", self._guard(self._metrics))
         viewer_routes(app, self.ledger, self.pool, admin_key=self.settings.admin_key or None)
         trainer_routes(app, self.ledger, self.habits, self.pool, admin_key=self.settings.admin_key or None)
         app.router.add_route("*", "/{path:.*}", self._any)
@@ -100,14 +124,28 @@ class Proxy:
 
     async def _running(self, _app: web.Application) -> AsyncIterator[None]:
         await self.store.open()
+        await self._agree_on_secret()
         if self._parser is not None:
             await self._parser.open()
-        async with self.pool.open():
+        async with self.pool.open(), self.ledger.twins.beating():
+            agreeing = asyncio.create_task(self._keep_agreeing())
             yield
+            agreeing.cancel()
+            await self._repeats.close()
             await self.ledger.close()
         if self._parser is not None:
             await self._parser.close()
         await self.store.close()
+
+    async def _agree_on_secret(self) -> None:
+        """Have the store's secret, as all replicas have, and give it ours if it lost it: else none would find what another recorded."""
+        self._bodies.secret = await self.store.secret(self._bodies.secret)
+
+    async def _keep_agreeing(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            with contextlib.suppress(StoreError):
+                await self._agree_on_secret()
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs  # `GET http://host/path`
@@ -115,7 +153,9 @@ class Proxy:
         dialect = dialect_of(request.method, route, request.headers)
         if dialect is not None:
             request[_DIALECT] = dialect  # whatever goes wrong from here on is said in its words
+        check_head(request, self.settings.session_header)
         origin = await self.sessions.find(path, request.headers)
+        check_path(origin.path)
         if origin.session is None:
             return await relay_to(self.pool, None, request, origin.path)
         harness = origin.harness or self.habits.recognise(request.headers.get("User-Agent", ""))
@@ -131,10 +171,13 @@ class Proxy:
             answer = await self.caller.tokens_of_next(visit)
             body = await request.read()
             return answer or await relay_to(self.pool, origin.session, request, origin.path, headers=headers, body=body)
-        if request.method == "POST" and route == _UNRECORDED:
+        if request.method == "POST" and route == _UNRECORDED and not origin.tenant:
             await self.caller.admit(visit, "generate")
             incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
             await self.ledger.note(origin.session, [incident])
+        if origin.tenant and (request.method, route) not in _FOR_TENANTS:
+            said = f"{request.method} {route[:80]} is not for a tenant's session: it may make model calls, and ask for the models"
+            raise HarnessError(said, status=403, kind="permission_error")
         return await relay_to(self.pool, origin.session, request, origin.path, headers=headers)
 
     def _headers(self, request: web.Request, origin: Origin, *, translated: bool) -> CIMultiDict[str]:
@@ -155,16 +198,21 @@ class Proxy:
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
-    async def _readyz(self, _request: web.Request) -> web.Response:
+    async def _readyz(self, request: web.Request) -> web.Response:
+        """Say whether calls can be served; what there is to say of engines and store, to the trainer alone."""
         store = "ok"
         try:
             await self.store.ping()
+            await self._agree_on_secret()
         except StoreError as why:
             store = str(why)
         ready = self.pool.ready and store == "ok"
+        status = 200 if ready else 503
+        if not self._guard.admits(request):
+            return web.json_response({"ready": ready}, status=status)
         engines = [self._state(watch) for watch in self.pool.watches]
         first = next((state for state in engines if state["serves"]), engines[0])
-        return web.json_response({"ready": ready, "engine": first, "engines": engines, "store": store}, status=200 if ready else 503)
+        return web.json_response({"ready": ready, "engine": first, "engines": engines, "store": store}, status=status)
 
     def _state(self, watch: Watch) -> dict[str, Any]:
         """What is known of an engine: `error` says why it does not serve."""
@@ -174,7 +222,7 @@ class Proxy:
         return {"url": watch.url, "serves": serves, "error": why, "models": [msgspec.to_builtins(capability) for capability in found]}
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=metrics.shown(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 def _note_level(engine: str, found: Capability) -> None:
@@ -186,7 +234,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error in the shape that the dialect's clients expect; OpenAI's where it is unknown."""
     try:
         return await handler(request)
-    except (HarnessError, EngineError, SessionSealedError, StoreError, web.HTTPRequestEntityTooLarge) as why:
+    except _SAID as why:
         return _answer_to(why, request)
     except (web.HTTPException, ConnectionError):
         raise
@@ -198,17 +246,29 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _answer_to(why: Exception, request: web.Request) -> web.Response:
+    param: str | None = None
+    headers: Mapping[str, str] = {}
     match why:
         case HarnessError():
-            return _error(request, why.status, str(why), why.kind, why.param)
+            status, words, kind, param, headers = why.status, str(why), why.kind, why.param, why.headers
         case EngineError():
-            return _error(request, why.status, str(why), "upstream_error")
+            status, words, kind = why.status, str(why), "upstream_error"
         case SessionSealedError():
-            return _error(request, 409, f"session {why} is sealed and takes no more calls", "session_sealed")
+            status, words, kind = 409, f"session {why} is sealed and takes no more calls", "session_sealed"
+        case SessionDeletedError():
+            again = f"DELETE {BASE}/sessions/{why}?reuse=true lets its name be used again"
+            status, words, kind = 409, f"session {why} was deleted, and a late call does not bring it back; {again}", "session_deleted"
+        case StoreFullError():
+            wanted = "export and delete sessions (tokencache export --delete), or raise the bound; sessions that are there go on"
+            status, words, kind = 503, f"the store takes no new sessions: {why}: {wanted}", "store_full"
+            headers = {"Retry-After": str(_FULL_SECONDS)}
         case web.HTTPRequestEntityTooLarge():
-            return _error(request, 413, f"the request body is too large: {why.text}", "invalid_request_error")
+            status, words, kind = 413, f"the request body is too large: {why.text}", "invalid_request_error"
         case _:
-            return _error(request, 503, f"the store failed: {why}", "store_error")
+            status, words, kind = 503, f"the store failed: {why}", "store_error"
+    answer = _error(request, status, words, kind, param)
+    answer.headers.update(headers)
+    return answer
 
 
 def _error(request: web.Request, status: int, message: str, kind: str, param: str | None = None) -> web.Response:

@@ -1,12 +1,11 @@
-"""The caller: what can be asked within a session, and the plan for it.
+"""The caller: what can be asked within a session.
 
-Whatever fails on our side while a call is planned ends in a plain plan: the harness gets its reply, the trainer the reason.
+Each route is read in its own words and becomes one call in chat, with an exchange that says how its reply is said.
 """
 
-import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -16,7 +15,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from tokencache import metrics
-from tokencache.core import ids
+from tokencache.core.budget import Budget
+from tokencache.core.chain import keyed
 from tokencache.core.rules import Leniency
 from tokencache.dialects import completions
 from tokencache.dialects.chat.call import ChatCall, read_chat, read_tokenize, with_messages
@@ -24,27 +24,25 @@ from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.chat.messages import as_reminders
 from tokencache.dialects.chat.reply import ChatPresenter
 from tokencache.dialects.chat.sampling import pin
-from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, ServedModel, refusal
+from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, ServedModel, Speaker, Spoken, refusal
 from tokencache.engines.driver import Driver, Exact
-from tokencache.engines.engine import Engine, Model
+from tokencache.engines.engine import Engine
 from tokencache.engines.pool import Pool
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.call import Call
 from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.habits import Aliases
 from tokencache.proxy.hold import Hold
+from tokencache.proxy.intake import body_of
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.plan import Plan, Planner, keys_wanted
+from tokencache.proxy.prompts import Prompts, tokenized
 from tokencache.proxy.relay import relay_to
+from tokencache.proxy.repeats import Asking, Repeats
 from tokencache.proxy.sessions import Origin
-from tokencache.render.renderer import RenderError, TemplateRefusedError
-from tokencache.store.contract import Begun, Incident, SessionSealedError, StoreError
-
-log = logging.getLogger(__name__)
+from tokencache.store.contract import Incident, SessionDeletedError, SessionSealedError, StoreError, StoreFullError
 
 _UNAVAILABLE = 503
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_OURS: dict[type[Exception], str] = {StoreError: "store-error", KeyError: "torn-record", ValueError: "torn-record"}
 
 
 class Visit(NamedTuple):
@@ -63,7 +61,8 @@ class Caller:
     """Serves the model calls of all sessions through the engines and one ledger.
 
     `keep_alive` is how many seconds a stream may be silent; `sampling` are the parameters that are pinned for all sessions;
-    `hold` how many seconds a call may wait for an engine; `token_ids` is whether replies carry their ids as NeMo Gym's do (`dialects.gym`).
+    `hold` how many seconds a call may wait for an engine; `token_ids` is whether replies carry their ids as NeMo Gym's do (`dialects.gym`);
+    `budget` holds for every session, as far as it has no own; `repeats` is what serves each call as one.
     """
 
     def __init__(
@@ -76,6 +75,8 @@ class Caller:
         keep_alive: float,
         hold: float,
         sampling: Mapping[str, Any],
+        budget: Budget,
+        repeats: Repeats,
         token_ids: bool = False,
     ) -> None:
         self._pool = pool
@@ -86,7 +87,9 @@ class Caller:
         self._hold = hold
         self._sampling = sampling
         self._token_ids = token_ids
-        self._planner = Planner(ledger.store, ledger.prefixes)
+        self._budget = budget
+        self._repeats = repeats
+        self._prompts = Prompts(pool, ledger)
 
     async def chat(self, visit: Visit) -> web.StreamResponse:
         """Serve a chat completion.
@@ -97,11 +100,11 @@ class Caller:
             SessionSealedError: the session takes no more calls.
             StoreError: the store failed and the policy is strict.
         """
-        call = read_chat(await visit.request.read(), self._bodies, visit.session, served=self._served(visit))
+        call = read_chat(await body_of(visit.request), self._bodies, visit.session, served=self._served(visit))
         call.harness, call.leniency = visit.harness, visit.leniency
         call.replaced = self._pin(visit, call.fields)
-        path, write = visit.origin.path, partial(_written, call)
-        exchange = Exchange(path, visit.headers, write, ChatPresenter(call), self._keep_alive, token_ids=self._token_ids)
+        path, write, speaker = visit.origin.path, partial(_written, call), ChatPresenter(call)
+        exchange = Exchange(path, visit.headers, write, speaker, self._keep_alive, token_ids=self._token_ids, unread=speaker.unread)
         return await self._run(visit, call, exchange)
 
     async def complete(self, visit: Visit) -> web.StreamResponse:
@@ -110,7 +113,7 @@ class Caller:
         Raises:
             As `chat` does.
         """
-        asked = completions.read(await visit.request.read(), served=self._served(visit))
+        asked = completions.read(await body_of(visit.request), served=self._served(visit))
         replaced = self._pin(visit, asked.fields)
         if asked.unrecorded:
             await self.admit(visit, "completions")
@@ -133,13 +136,13 @@ class Caller:
         Raises:
             As `chat` does.
         """
-        asked = self._asked(visit, await visit.request.read())
+        asked = self._asked(visit, await body_of(visit.request))
         meant = await dialect.read(asked)
         if isinstance(meant, Answer):
             return web.Response(body=meant.body, status=meant.status, content_type="application/json")
         if isinstance(meant, Counting):
             call = await self._translated(visit, meant.body, "")
-            return web.Response(body=meant.say(await self._count(visit, call)), content_type="application/json")
+            return web.Response(body=meant.say(await self._prompts.count(visit.session, call)), content_type="application/json")
         call = await self._translated(visit, meant.body, f"{visit.session}\0{dialect.name}")
         call.dialect, call.handle = dialect.name, asked.handle
         call.replaced = self._pin(visit, call.fields)
@@ -148,8 +151,14 @@ class Caller:
         def refuse(status: int, body: bytes) -> bytes:
             return dialect.error(status, *refusal(status, body))
 
+        async def speaks_as(handle: str) -> Speaker:
+            again = await dialect.read(msgspec.structs.replace(asked, handle=handle))
+            return again.speaker if isinstance(again, Spoken) else meant.speaker
+
         write = partial(_written, call)
-        exchange = Exchange(CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type, self._token_ids)
+        exchange = Exchange(
+            CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type, self._token_ids, speaks_as
+        )
         return await self._run(visit, call, exchange)
 
     async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
@@ -170,12 +179,12 @@ class Caller:
 
     async def tokens_of_next(self, visit: Visit) -> web.StreamResponse | None:
         """Answer `/tokenize` with the ids that a chat call with this body would send; `None` if the engine would render."""
-        call = read_tokenize(await visit.request.read(), self._bodies, served=self._served(visit))
+        call = read_tokenize(await body_of(visit.request), self._bodies, served=self._served(visit))
         if call is None:
             return None
         call.harness, call.leniency = visit.harness, visit.leniency
-        found = await self._planned(visit.session, call)
-        return None if found is None else web.Response(body=_tokenized(*found), content_type="application/json")
+        found = await self._prompts.next(visit.session, call)
+        return None if found is None else web.Response(body=tokenized(*found), content_type="application/json")
 
     def _engine(self, session: str) -> Engine:
         """The engine that a session is with."""
@@ -183,15 +192,26 @@ class Caller:
 
     async def _run(self, visit: Visit, call: ChatCall, exchange: Exchange) -> web.StreamResponse:
         hold = Hold(self._pool, visit.session, visit.request, exchange, stream=call.stream, seconds=self._hold)
+        repeat = self._repeats.look(visit.request, visit.origin.path, await visit.request.read(), visit.harness)
+        asking = Asking(visit.request, visit.session, call, exchange, hold, repeat, visit.origin.budget.over(self._budget))
+
+        def attempt(limits: Budget) -> Call:
+            return Call(
+                visit.request,
+                visit.session,
+                call,
+                exchange,
+                plan=self._prompts.plan,
+                hold=hold,
+                ledger=self._ledger,
+                budget=limits,
+                repeat=repeat,
+            )
+
         with metrics.IN_FLIGHT.track_inprogress():
             try:
-                while True:
-                    live = Call(visit.request, visit.session, call, exchange, plan=self._plan, hold=hold, ledger=self._ledger)
-                    response = await live.run()
-                    if response is not None:
-                        return response
-                    await hold.before_next()
-            except (SessionSealedError, EngineError, StoreError) as why:
+                return await self._repeats.serve(asking, attempt)
+            except (SessionSealedError, SessionDeletedError, StoreFullError, EngineError, StoreError) as why:
                 if isinstance(why, SessionSealedError):
                     await self._ledger.turn_away(visit.session, f"{call.dialect}, {visit.route}")
                 if hold.opened is None:
@@ -199,12 +219,15 @@ class Caller:
                 return await hold.fail(why.status if isinstance(why, EngineError) else _UNAVAILABLE, f"the call was given up: {why}")
 
     async def admit(self, visit: Visit, dialect: str) -> None:
-        """Let a request pass that samples and is only relayed, unless its session is sealed.
+        """Let a request pass that samples and is only relayed, unless its session is sealed or has a budget.
 
         Raises:
+            HarnessError: it has one: what is not recorded cannot be counted.
             SessionSealedError: it is.
             StoreError: the store failed and the policy is strict.
         """
+        if visit.origin.budget.over(self._budget):
+            raise HarnessError(f"{visit.route} is not recorded like this, and this session has a budget: its tokens could not be counted")
         try:
             await self._ledger.admit(visit.session)
         except SessionSealedError:
@@ -212,7 +235,13 @@ class Caller:
             raise
 
     def _pin(self, visit: Visit, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
-        """Write what is pinned into a request's members; what the harness had asked for instead. A session's own policy wins."""
+        """Write what is pinned into a request's members; what the harness had asked for instead. A session's own policy wins.
+
+        A tenant has a part of the engine's prefix cache to itself, by a salt nobody else can compute (`cache_salt`, vLLM 0.20 to 0.32).
+        """
+        if visit.origin.tenant:
+            salt = keyed(self._bodies.secret, b"tenant" + visit.origin.tenant.encode())
+            fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
         policy = {**self._engine(visit.session).driver.pinned, **self._sampling, **visit.origin.sampling}
         if not policy:
             return {}
@@ -248,67 +277,6 @@ class Caller:
         meant = found.get(self._served(visit)(asked))
         return [*found.values(), *([ServedModel(asked, meant.max_model_len)] if meant is not None and asked not in found else [])]
 
-    async def _count(self, visit: Visit, call: ChatCall) -> int:
-        """Count the tokens of the prompt that a call would have."""
-        found = await self._planned(visit.session, call)
-        if found is not None:
-            return ids.count(found[0])
-        model = await self._engine(visit.session).model(call.model)
-        args, generation = call.as_written()
-        try:
-            return ids.count(await model.renderer.render(call.model, call.safe_messages(), args, generation=generation))
-        except TemplateRefusedError as why:
-            raise HarnessError(str(why)) from None
-        except RenderError as why:
-            raise EngineError(f"the engine cannot render this: {why}") from None
-
-    async def _planned(self, session: str, call: ChatCall) -> tuple[bytes, Model] | None:
-        """Find the packed ids that a call would send; `None` if the engine would render."""
-        keys = keys_wanted(call)
-        try:
-            hits = await self._ledger.store.find(session, keys)
-            model = await self._engine(session).model(call.model)
-            plan = await self._planner.plan(session, call, keys, hits, model)
-        except (StoreError, EngineError, KeyError, ValueError) as why:
-            log.warning("session %s: the next prompt is not planned: %s", session, why)
-            return None  # a call would be rendered now
-        return (plan.prompt, model) if plan.prompt is not None and plan.whole else None
-
-    async def _plan(
-        self, engine: Engine, session: str, call: ChatCall, keys: Sequence[bytes], begun: Begun | None
-    ) -> tuple[Plan, Model | None]:
-        """Plan a call that has begun, for an engine; what fails on our side ends in a plain plan.
-
-        Raises:
-            EngineError: the engine cannot be reached, or does not serve now: whatever was sent would not be this session's next prompt.
-        """
-        if begun is None:
-            return Plan(match="plain", reason="store-error"), None
-        model = None
-        try:
-            model = await engine.model(call.model)
-            return await self._planner.plan(session, call, keys, begun.hits, model), model
-        except EngineError as why:
-            if why.passing:
-                raise
-            log.debug("session %s: a call is not planned: %s", session, why)
-            return Plan(match="plain", reason="engine-unknown"), model
-        except Exception as why:  # whatever it is, it is ours, and the harness must not suffer for it
-            log.exception("session %s: a call is not planned", session)
-            return Plan(match="plain", reason=_OURS.get(type(why), "internal-error")), model
-
 
 def _written(call: ChatCall, driver: Driver, exact: Exact | None) -> bytes:
     return driver.write(call, exact)
-
-
-def _tokenized(prompt: bytes, model: Model) -> bytes:
-    """Write the answer of `/tokenize` for packed ids, as vLLM 0.32 writes it."""
-    return msgspec.json.encode(
-        {
-            "count": ids.count(prompt),
-            "max_model_len": model.capability.max_model_len,
-            "tokens": msgspec.Raw(b"[" + ids.fragment(prompt) + b"]"),
-            "token_strs": None,
-        }
-    )

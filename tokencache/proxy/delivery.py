@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 LEFT = "the harness closed the connection"
 _BAD_GATEWAY = 502
+_DATA, _END = b"data: ", b"\n\n"
 
 
 class Delivery:
@@ -39,6 +40,8 @@ class Delivery:
     Attributes:
         ended: the engine said that it has said everything.
         dropped: the engine aborted the reply before the harness was shown anything of it: it never will be.
+        shown: the harness was shown something of the reply, as it came.
+        unheard: the harness has left, and the reply is taken to its end all the same, for whoever asks again.
     """
 
     def __init__(self, request: web.Request, call: ChatCall, exchange: Exchange, reply: Reply, hold: Hold) -> None:
@@ -47,24 +50,26 @@ class Delivery:
         self._as_is = exchange.refuse is None
         self.ended = False
         self.dropped = False
+        self.shown = False
+        self.unheard = False
         self._over = False  # the reply is: what follows waits for the store
         self._silent = True
-        self._shown = False  # the harness was shown something of the reply
         self._unsaid: list[tuple[bytes, bytes, int]] = []
+        self._unread = None if exchange.token_ids else exchange.unread
 
     @property
     def left(self) -> bool:
-        """Whether the harness has gone."""
-        return self._request.transport is None or self._request.transport.is_closing()
+        """Whether the harness has gone, and with it the call."""
+        return not self.unheard and (self._request.transport is None or self._request.transport.is_closing())
 
     def break_off(self) -> None:
         """Break off as the engine did: a direct client would have seen its connection end in mid-answer."""
-        if self._request.transport is not None:
+        if self._request.transport is not None and not self.unheard:
             self._request.transport.abort()
 
     def recites(self, driver: Driver) -> bool:
         """Whether a whole reply is to be said as a stream: the harness asked for one, and the engine gives none."""
-        return self._call.stream and not driver.streams and self._call.dialect != "completions"
+        return self._call.stream and not driver.streams and self._call.dialect != "completions" and not self.unheard
 
     def take(self, body: bytes, driver: Driver) -> bytes:
         """Take note of a whole reply.
@@ -81,14 +86,21 @@ class Delivery:
         """Say a whole reply."""
         return self._speaker.body(self._with_tokens(body))
 
-    def recited(self, body: bytes) -> bytes:
-        """Say a whole reply as a stream; what is none as an error in one."""
+    def recited(self, body: bytes, prompt_tokens: int = 0) -> bytes:
+        """Say a whole reply as a stream; what is none as an error in one. `prompt_tokens`: of a reply that no engine gave just now."""
+        counted = prompt_tokens or self._counted
         try:
             chunks = as_chunks(body, self._call.fields)
         except ValueError as why:
             return self._speaker.failed(_BAD_GATEWAY, str(why))
         told = [self._with_tokens(chunk) for chunk in chunks]
-        return b"".join([*[self._speaker.chunk(event_of(chunk), chunk, self._counted) for chunk in told], self._speaker.end()])
+        return b"".join([*[self._speaker.chunk(event_of(chunk), chunk, counted) for chunk in told], self._speaker.end()])
+
+    async def say(self, body: bytes, prompt_tokens: int = 0) -> web.StreamResponse:
+        """Say a whole reply of our own, in the form that was asked for; `prompt_tokens` as for `recited`."""
+        if self._call.stream:
+            return await self.finish(await self._hold.open(), self.recited(body, prompt_tokens))
+        return web.Response(body=self.whole(body), content_type="application/json")
 
     async def follow(self, answer: aiohttp.ClientResponse) -> tuple[bytes, tuple[str, str] | None]:
         """Pass a stream on as it comes.
@@ -117,7 +129,8 @@ class Delivery:
         response = open_response(answer, drop=frozenset({"content-length"}))
         if self._exchange.media_type != EVENTS:
             response.headers["Content-Type"] = self._exchange.media_type
-        await response.prepare(self._request)
+        with contextlib.suppress(ConnectionError):  # the harness may have left: that is found out when something is written
+            await response.prepare(self._request)
         self._hold.opened = response
         return response
 
@@ -127,9 +140,9 @@ class Delivery:
             async for chunk in answer.content.iter_any():
                 shown = bytearray()
                 for event in splitter.feed(chunk):
-                    kept = self._event(event)
+                    kept = self._plain(event) or self._event(event)
                     (held if self._over else shown).extend(kept)
-                if shown:
+                if shown and not self.unheard:
                     self._silent = False
                     await response.write(bytes(shown))
         except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
@@ -141,6 +154,15 @@ class Delivery:
         else:
             return self._lead() + bytes(held) + (splitter.rest if self._as_is else b""), None
         return self._lead() + bytes(held), broke
+
+    def _plain(self, event: bytes) -> bytes | None:
+        """What the harness is to see of an event that need not be read now; `None` if it must be."""
+        if self._unread is None or self._over or not self.shown:
+            return None
+        told = self._unread(event)
+        if told is not None:
+            self._reply.later(event[len(_DATA) : -len(_END)])
+        return told
 
     def _event(self, event: bytes) -> bytes:
         """Take note of one event; what the harness is to see of it."""
@@ -157,7 +179,7 @@ class Delivery:
         self._over = self._over or self._reply.finished or bool(self._reply.error)
         shown = data if self._call.shows_ids else brief
         told = self._with_tokens(shown)
-        if self._shown:
+        if self.shown:
             return self._speaker.chunk(event if told is shown else event_of(told), told, self._counted)
         self._unsaid.append((event if told is shown else event_of(told), told, self._counted))
         if not (self._reply.begun or self._reply.error):
@@ -172,12 +194,12 @@ class Delivery:
 
     def _lead(self) -> bytes:
         """Say what has not been said yet."""
-        self._shown = True
+        self.shown = True
         unsaid, self._unsaid = self._unsaid, []
         return b"".join([self._speaker.chunk(*chunk) for chunk in unsaid])
 
     def _look_whether_dropped(self) -> None:
-        self.dropped = not self._shown and self._reply.aborted and self._hold.may_repeat
+        self.dropped = not self.shown and self._reply.aborted and self._hold.may_repeat
 
     def _with_tokens(self, data: bytes) -> bytes:
         """What the harness is to see, with the ids on its messages if it is to have them there."""

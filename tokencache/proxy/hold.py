@@ -147,27 +147,31 @@ class Hold:
         if not self._stream or self._waking:
             yield
             return
-        waking, self._waking = asyncio.create_task(self._wake()), True
+        self._waking, waking = True, list[asyncio.Task[None]]()
+        wake = asyncio.get_running_loop().call_later(self._exchange.keep_alive, lambda: waking.append(asyncio.create_task(self._wake())))
         try:
             yield
         finally:
             self._waking = False
-            waking.cancel()
-            await asyncio.gather(waking, return_exceptions=True)
+            wake.cancel()
+            for task in waking:
+                task.cancel()
+            await asyncio.gather(*waking, return_exceptions=True)
 
     async def open(self) -> web.StreamResponse:
         """Begin the answer to a harness that streams, unless it has begun: what goes wrong from then on is said within it."""
         if self.opened is None:
             opened = web.StreamResponse(headers={"Content-Type": self._exchange.media_type, "Cache-Control": "no-cache"})
-            await opened.prepare(self._request)
+            with contextlib.suppress(ConnectionError):  # the harness may have left: that is found out when something is written
+                await opened.prepare(self._request)
             self.opened = opened
         return self.opened
 
     async def _wake(self) -> None:
         with contextlib.suppress(ConnectionError):
             while True:
-                await asyncio.sleep(self._exchange.keep_alive)
                 await (await self.open()).write(self._exchange.speaker.keep_alive())
+                await asyncio.sleep(self._exchange.keep_alive)
 
 
 class _NotTakenError(Exception):

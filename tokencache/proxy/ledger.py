@@ -9,14 +9,18 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from tokencache import metrics
 from tokencache.proxy.experts import Experts
 from tokencache.proxy.latecomers import Latecomers
 from tokencache.proxy.prefixes import Prefixes
 from tokencache.proxy.record import Outcome, Recorded
-from tokencache.store.contract import Begun, Incident, SessionGoneError, SessionSealedError, Store, StoreError
+from tokencache.proxy.twins import Twins
+from tokencache.store.contract import Begun, Incident, Join, SessionGoneError, SessionSealedError, Store, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -32,25 +36,31 @@ class Ledger:
     def __init__(self, store: Store, prefixes: Prefixes, *, strict: bool = False, experts: Experts | None = None) -> None:
         self.store = store
         self.prefixes = prefixes
+        self.twins = Twins(store)
         self._strict = strict
         self._experts = experts
         self._late = Latecomers()
+        self._spent = Latecomers()
         self._owed: dict[str, list[Incident]] = {}
+        self._unended: list[tuple[str, str, str]] = []  # session, life and name of calls that are over, and stand open in the store
         self._payer: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def begin(self, session: str, call: str, keys: Sequence[bytes]) -> Begun | None:
-        """Begin a call; `None` where the store cannot be asked.
+    async def begin(self, session: str, call: str, keys: Sequence[bytes], *, asked: bytes = b"", join: Join = "never") -> Begun | None:
+        """Begin a call; `None` where the store cannot be asked. `asked` and `join` as in `Store.begin`.
 
         Raises:
             SessionSealedError: the session takes no more calls.
             StoreError: the store failed and the policy is strict.
         """
         try:
-            return await self.store.begin(session, call, keys)
+            begun = await self.store.begin(session, call, keys, asked=asked, replica=self.twins.replica, join=join)
         except StoreError as why:
             self._failed("begin", session, call, why)
             return None
+        if asked and begun.twin is None:
+            self.twins.opened(call)
+        return begun
 
     async def end(self, begun: Begun | None, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
         """Store what a call came to, and the documents that its reply is to be found by again, before the last byte leaves.
@@ -74,11 +84,12 @@ class Ledger:
             else:
                 await self.store.settle(outcome.session, begun.life, outcome.call_id, recorded.incidents)
         except SessionGoneError:
-            log.warning("session %s call %s: deleted meanwhile; what was recorded is dropped", outcome.session, outcome.call_id)
             if self._experts is not None:
                 await self._experts.drop(list(outcome.experts.values()))
+            await self._gone(outcome.session, outcome.call_id)
             return
         except StoreError as why:
+            self._unended.append((outcome.session, begun.life, outcome.call_id))
             self._lose(outcome, recorded)
             self._failed("commit", outcome.session, outcome.call_id, why)
             return
@@ -86,8 +97,16 @@ class Ledger:
         for entry, held in zip(recorded.entries, recorded.held, strict=True):
             self.prefixes.add(begun.life, entry.turn.id, held, instead_of=parent)
 
-    async def settle(self, begun: Begun | None, session: str, call: str, incidents: Sequence[Incident]) -> None:
-        """End a call that brought no turn.
+    async def settle(
+        self,
+        begun: Begun | None,
+        session: str,
+        call: str,
+        incidents: Sequence[Incident],
+        *,
+        documents: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        """End a call that brought no turn, with documents that are to be kept all the same.
 
         Raises:
             StoreError: the store failed and the policy is strict.
@@ -97,10 +116,14 @@ class Ledger:
             self._owe(session, list(incidents))
             return
         try:
-            await self.store.settle(session, begun.life, call, incidents)
+            if documents:
+                await self.store.commit(session, begun.life, call, [], incidents, documents=documents)
+            else:
+                await self.store.settle(session, begun.life, call, incidents)
         except SessionGoneError:
-            log.warning("session %s call %s: the session was deleted meanwhile", session, call)
+            await self._gone(session, call)
         except StoreError as why:
+            self._unended.append((session, begun.life, call))
             self._owe(session, list(incidents))
             self._failed("settle", session, call, why)
 
@@ -140,40 +163,50 @@ class Ledger:
             with contextlib.suppress(StoreError):  # it is refused either way
                 await self.note(session, [Incident("late-call", f"{detail}: late call no. {number}", at=time.time())])
 
+    def count_spent(self, session: str) -> int:
+        """Count a call that came when the session's budget was used up; its number if it is to be noted, else 0."""
+        return self._spent.count(session)
+
     async def keep_experts(self, outcome: Outcome) -> None:
         """Keep the routed experts of a reply, before its turns are made."""
         if self._experts is not None:
             await self._experts.keep(outcome)
 
-    async def delete(self, session: str) -> bool:
-        """Forget a session and all that is kept of it; false if there was none.
+    async def delete(self, session: str, *, reuse: bool = False) -> bool:
+        """Forget a session and all that is kept of it; false if there was none. With `reuse` its name may be used again at once.
 
         Raises:
             StoreError: the store failed; nothing was forgotten.
         """
-        known = await self.store.delete(session)
+        known = await self.store.delete(session, reuse=reuse)
         self._late.forget(session)
+        self._spent.forget(session)
         if self._experts is not None:  # after the store: a call that ends from now on removes its own
             await self._experts.drop([session])
         return known
 
-    def detach(self, work: "asyncio.Task[None]") -> None:
+    def detach(self, work: "asyncio.Task[Any]") -> None:
         """Keep a task that must end even though its harness has left."""
         self._tasks.add(work)
         work.add_done_callback(self._ended)
 
-    def _ended(self, work: "asyncio.Task[None]") -> None:
+    def _ended(self, work: "asyncio.Task[Any]") -> None:
         self._tasks.discard(work)
         if not work.cancelled() and (why := work.exception()) is not None:
-            log.error("a call could not be ended: %s: %s", type(why).__name__, why)
+            log.error("a call could not be ended", exc_info=why)
 
     def owed(self, session: str) -> list[Incident]:
         """Incidents of a session that could not be written yet."""
         return list(self._owed.get(session, ()))
 
+    async def settled(self) -> None:
+        """Return when the calls that outlive their harnesses have ended, and nothing is owed any more."""
+        while pending := self._tasks or ({self._payer} if self._payer is not None and not self._payer.done() else set()):
+            await asyncio.wait(pending)
+
     async def close(self) -> None:
-        """Finish what is under way and try once more to write what is owed."""
-        if self._tasks:
+        """Finish what is under way, try once more to write what is owed, and name the sessions that will not be told."""
+        while self._tasks:  # one may leave others behind
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._payer is not None:
             self._payer.cancel()
@@ -181,7 +214,20 @@ class Ledger:
         try:
             await self._pay()
         except StoreError as why:
-            log.error("incidents of %d sessions could not be written: %s", len(self._owed), why)  # noqa: TRY400
+            log.error("INCIDENTS OF %d SESSIONS COULD NOT BE WRITTEN: %s", len(self._owed), why)  # noqa: TRY400
+            for session, incidents in self._owed.items():
+                kinds = Counter(incident.kind for incident in incidents)
+                said = ", ".join(f"{kind} ({number} times)" if number > 1 else kind for kind, number in kinds.items())
+                hole = "LOOKS MORE COMPLETE THAN IT IS" if any(incident.hole for incident in incidents) else "has no hole by that"
+                log.error("session %s %s: not written: %s", session, hole, said)  # noqa: TRY400
+
+    async def _gone(self, session: str, call: str) -> None:
+        """A session ended under a call. If it was deleted, the store drops what is said of it now; if not, the store lost it."""
+        log.warning("session %s call %s: the session ended meanwhile; what was recorded is dropped", session, call)
+        lost = Incident(
+            "session-lost", "the store had lost the session when this call ended, and all its turns before", True, call, at=time.time()
+        )
+        await self.note(session, [lost])
 
     def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
         metrics.STORE_ERRORS.labels(operation).inc()
@@ -201,7 +247,7 @@ class Ledger:
             self._payer = asyncio.create_task(self._keep_paying())
 
     async def _keep_paying(self) -> None:
-        while self._owed:
+        while self._owed or self._unended:
             await asyncio.sleep(RETRY_SECONDS)
             try:
                 await self._pay()
@@ -210,11 +256,16 @@ class Ledger:
 
     async def _pay(self) -> None:
         for session in list(self._owed):
-            incidents = self._owed[session]
+            incidents = list(self._owed[session])  # more may come meanwhile
             await self.store.note(session, incidents)
             del self._owed[session][: len(incidents)]
             if not self._owed[session]:
                 del self._owed[session]
+        while self._unended:  # after the incidents, so that no moment looks complete: whoever waits for such a call goes on
+            session, life, call = self._unended[0]
+            with contextlib.suppress(SessionGoneError):
+                await self.store.settle(session, life, call)
+            self._unended.pop(0)
 
 
 def _tally(incidents: Sequence[Incident]) -> None:

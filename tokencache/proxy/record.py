@@ -14,7 +14,7 @@ from tokencache.core import ids
 from tokencache.core.canonical import digest
 from tokencache.core.context import Context, pack_context
 from tokencache.core.interrupt import Cut, pack_cuts
-from tokencache.core.keys import keys_of_aborted, keys_of_turn
+from tokencache.core.keys import keys_of_aborted, keys_of_turn, repeat_key
 from tokencache.core.match import DISAGREED
 from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids
 from tokencache.dialects.chat.call import ChatCall
@@ -30,6 +30,7 @@ MIN_SHARED = 16
 
 ABORTED, BROKE, DROPPED = "aborted", "upstream-broke", "engine-aborted"
 NO_IDS = "no-token-ids"
+SECOND, UNANSWERED = "second-sample", "unanswered"
 
 
 class _Error(msgspec.Struct):
@@ -51,7 +52,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     or `""`; `detail` in words.
     `life` is that of the session when the call began. `started` is in seconds since the epoch. `model` is `None` where
     the engine could not be probed. `experts` says where each choice's routed experts are kept; `noted` are incidents that came up
-    before the turns are made.
+    before the turns are made. `asked` is the imprint of the request, `b""` if none is kept; `second` is the call that asked the
+    same and was answered, of which this is another sample; `unanswered`: who asked had gone before the reply was whole.
     """
 
     session: str
@@ -66,6 +68,9 @@ class Outcome(msgspec.Struct, kw_only=True):
     detail: str = ""
     experts: dict[int, str] = {}
     noted: list[Incident] = []
+    asked: bytes = b""
+    second: str = ""
+    unanswered: bool = False
 
     @property
     def whole(self) -> bool:
@@ -120,7 +125,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             return False
         try:
             return 400 <= msgspec.json.decode(self.reply.error, type=_Error).code < 500  # noqa: PLR2004 - the client's fault
-        except msgspec.DecodeError:
+        except ValueError:
             return False
 
     def _incidents_of(self, index: int, choice: Choice) -> list[Incident]:
@@ -204,6 +209,8 @@ class Outcome(msgspec.Struct, kw_only=True):
                 keys = keys_of_turn(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
             elif self._cut_short(choice):
                 keys = keys_of_aborted(call.conversation)
+        if self.asked:
+            keys = (*keys, repeat_key(self.asked))
         chain = () if call.media else call.chain  # of a call whose messages are not kept none can be shared
         held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))), chain)
         return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(plan, turn.context_shared)), held
@@ -243,6 +250,8 @@ class Outcome(msgspec.Struct, kw_only=True):
             "no-logprobs": len(choice.logprobs) != len(choice.ids),
             "engine-error": bool(self.reply.error),
             "media": self.call.plain == "media",
+            SECOND: bool(self.second),
+            UNANSWERED: self.unanswered and self.whole,
         }
         return (*prompt.marks, *(name for name, there in marks.items() if there))
 

@@ -14,6 +14,7 @@ from tokencache import metrics
 from tokencache.engines.pool import Pool
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
+from tokencache.proxy.intake import arriving
 
 _HOP_BY_HOP = frozenset(
     {
@@ -85,7 +86,7 @@ async def relay(
         EngineError: the engine cannot be reached; nothing was answered yet.
     """
     sent = request_headers(request) if headers is None else headers
-    streamed = request.content if request.body_exists else None
+    streamed = arriving(request) if request.body_exists else None
     answer = await upstream.send(request.method, path, headers=sent, body=streamed if body is None else body)
     metrics.RELAYED.labels(str(answer.status)).inc()
     return await pass_on(request, answer)

@@ -1,81 +1,103 @@
 """The server: the application on a socket, until told to stop.
 
-`serving` is for tests and for those who embed the proxy; `run` is what `tokencache serve` does: it raises the limit of
-open files (a streaming rollout needs two), stops on SIGTERM and SIGINT, and lets calls that are under way finish.
+`serving` is for tests and for those who embed the proxy; `run` is what `tokencache serve` does in one process, and what each
+worker does where there are several (`proxy.workers`): it raises the limit of open files, stops on SIGTERM and SIGINT, and lets
+calls that are under way finish.
 """
 
 import asyncio
 import contextlib
 import logging
-import resource
-import signal
-from collections.abc import AsyncIterator
-
-from aiohttp import web
+from collections.abc import AsyncIterator, Callable
 
 from tokencache.config import Settings
 from tokencache.proxy.app import Proxy
+from tokencache.proxy.descriptors import raise_limit
+from tokencache.proxy.door import Door, bind
+from tokencache.proxy.drain import CUT_SECONDS, Drain, Stop, patiently
+from tokencache.proxy.guarding import Runner
 from tokencache.store.contract import Store
 
 log = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 60.0
+QUIET_SECONDS = 1.0
+"""For who has a connection and is about to ask, when the server stops: it is told then to go elsewhere."""
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: Settings, store: Store | None = None, *, drain_seconds: float = 1.0) -> AsyncIterator[tuple[str, Proxy]]:
+async def serving(
+    settings: Settings,
+    store: Store | None = None,
+    *,
+    drain_seconds: float = 1.0,
+    quiet_seconds: float = 0.0,
+    stop: Stop | None = None,
+    shared: bool = False,
+) -> AsyncIterator[tuple[str, Proxy]]:
     """Serve while the context is open; yields the base URL (without `/v1`) and the proxy.
 
-    On leaving, calls that are under way have `drain_seconds` to finish.
+    On leaving, calls that are under way have `drain_seconds` to finish, unless `stop` says that all must end at once, and
+    connections have `quiet_seconds` to ask once more. `shared`: others of this user may listen on the port, too.
 
     Raises:
         OSError: the address cannot be listened on.
         StoreError: the store cannot be opened.
     """
+    stop = stop or Stop()
     proxy = Proxy(settings, store)
+    app = proxy.application()
+    under_way = Drain(app)
     # handler_cancellation: a harness that leaves ends its call, and with it the generation.
     # auto_decompress: a compressed body goes on as it came.
-    runner = web.AppRunner(
-        proxy.application(),
+    runner = Runner(
+        app,
         handler_cancellation=True,
         access_log=None,
-        shutdown_timeout=drain_seconds,
+        shutdown_timeout=CUT_SECONDS,
         max_line_size=64 * 1024,
         max_field_size=64 * 1024,
         auto_decompress=False,
     )
-    await runner.setup()
+    sockets = bind(settings.host, settings.port, shared=shared)
+    port = sockets[0].getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        site = web.TCPSite(runner, settings.host, settings.port, backlog=4096)
-        await site.start()
-        port = runner.addresses[0][1]
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        await runner.setup()
+        server = runner.server
+        assert server is not None  # noqa: S101 - it is made by `setup`
+        door = Door(server, sockets)
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    loop = asyncio.get_running_loop()
+    try:
+        door.open()
         yield f"http://{host}:{port}", proxy
     finally:
+        until = loop.time() + drain_seconds
+        under_way.begin()
+        door.close()
+        await patiently(under_way.rest(quiet_seconds if server.connections else 0.0), until, stop.at_once)
+        await under_way.cut()
+        await patiently(proxy.ledger.settled(), until, stop.at_once)
         await runner.cleanup()
 
 
-async def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT.
+async def run(settings: Settings, stop: Stop | None = None, *, shared: bool = False, ready: Callable[[], None] = lambda: None) -> None:
+    """Serve until told to stop: by `stop`, and by SIGTERM or SIGINT in any case. `ready` is called once it listens.
 
     Raises:
         OSError: the address cannot be listened on.
         StoreError: the store cannot be opened.
     """
-    _raise_file_limit()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
-    async with serving(settings, drain_seconds=DRAIN_SECONDS) as (url, _):
-        where = settings.store.rpartition("@")[2]  # never a password
-        log.info("tokencache listens on %s for the engine at %s, store %s", url, settings.upstream, where)
-        await stop.wait()
+    raise_limit()
+    stop = stop or Stop()
+    stop.on_signals()
+    async with serving(settings, drain_seconds=settings.drain, quiet_seconds=QUIET_SECONDS, stop=stop, shared=shared) as (url, proxy):
+        engines = ", ".join(watch.url for watch in proxy.pool.watches)  # never a password
+        where = settings.store.rpartition("@")[2]
+        log.info("tokencache listens on %s for the engine at %s, store %s", url, engines, where)
+        ready()
+        await stop.asked.wait()
         log.info("stopping: calls that are under way may finish")
-
-
-def _raise_file_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    log.debug("open files: %s, was %s", resource.getrlimit(resource.RLIMIT_NOFILE)[0], soft)

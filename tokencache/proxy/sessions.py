@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode
 
+from tokencache.core.budget import Budget
 from tokencache.errors import HarnessError
 from tokencache.proxy import habits
 from tokencache.store.contract import Store
@@ -36,7 +37,8 @@ class Origin(NamedTuple):
     """Where a request belongs: its session (`None`: nowhere), the path to use upstream, whether its key was ours.
 
     `harness` is who it says it is, `""` if it does not say; `models` are the session's own names for the model, `sampling` the
-    parameters that were pinned when its key was registered.
+    parameters that were pinned when its key was registered, `budget` the limits that were set then.
+    `tenant` is whose session it is, `""` if nobody said so.
     """
 
     session: str | None
@@ -45,6 +47,8 @@ class Origin(NamedTuple):
     harness: str = ""
     models: Mapping[str, str] = MappingProxyType({})
     sampling: Mapping[str, Any] = MappingProxyType({})
+    budget: Budget = Budget()
+    tenant: str = ""
 
 
 def check_name(name: str) -> str:
@@ -61,8 +65,12 @@ def check_name(name: str) -> str:
 
 
 def hash_key(key: str) -> str:
-    """Hash an API key for storage: the store never holds one that could be used."""
-    return hashlib.sha256(key.encode()).hexdigest()
+    """Hash an API key for storage: the store never holds one that could be used.
+
+    A key is looked up by this hash (SHA-256) and never compared itself. So the time that takes tells nothing of how much of a key is
+    right: keys that differ a little have hashes that have nothing in common. The hash is also the key's id: nobody can use it as a key.
+    """
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def route_of(raw_path: str) -> str:
@@ -73,8 +81,8 @@ def route_of(raw_path: str) -> str:
 class SessionFinder:
     """Finds the session of a request.
 
-    `header` is the name of the session header; `registered_only` turns away every session that no registered key
-    stands for.
+    `header` is the name of the session header; `registered_only` turns away every request that brings no registered key: the
+    engine, too, is out of reach without one.
     """
 
     def __init__(self, store: Store, *, header: str, registered_only: bool = False) -> None:
@@ -98,13 +106,13 @@ class SessionFinder:
             if found is None:
                 raise HarnessError("unknown API key", status=401, kind="authentication_error")
             speaker = found.harness or harness or headers.get(habits.HEADER, "")
-            return Origin(found.session, path, True, speaker, found.models, found.sampling)
+            return Origin(found.session, path, True, speaker, found.models, found.sampling, found.budget, found.tenant)
         declared = key[len(DECLARED) :] if key.startswith(DECLARED) else None
         given = named if named is not None else headers.get(self._header, declared)
+        if self._registered_only:
+            raise HarnessError("this server takes registered API keys only", status=401, kind="authentication_error")
         if given is None:
             return Origin(None, raw_path)
-        if self._registered_only:
-            raise HarnessError("this server takes sessions by registered API key only", status=401, kind="authentication_error")
         return Origin(check_name(given), path, declared is not None, harness or headers.get(habits.HEADER, ""))
 
 

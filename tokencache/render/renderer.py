@@ -72,7 +72,7 @@ class EngineRenderer:
             told = msgspec.json.decode(answer.body, type=_Tokenized)
             self.max_model_len = told.max_model_len or self.max_model_len
             return ids.pack(told.tokens)
-        except (msgspec.DecodeError, OverflowError) as why:
+        except (ValueError, OverflowError) as why:
             raise RenderError(f"/tokenize gave no token ids: {why}") from why
 
     async def read(self, model: str, packed: bytes) -> str:

@@ -72,6 +72,9 @@ class TailAsk(msgspec.Struct, frozen=True):
         return self.history[-1]
 
 
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
 class _Shape:
     """What is known of one shape: a way and a boundary if it was proven, else why it was refused, if it was."""
 
@@ -83,6 +86,13 @@ class _Shape:
         self.refused = ""
         self.proofs = 0
         self.uses = 0
+
+    def __str__(self) -> str:
+        """Write its name for the log: with the roles of the new messages that everybody knows, not with those that a harness made up."""
+        model, digest, calls, text, thought, runs, *rest = self.name
+        assert isinstance(digest, bytes) and isinstance(runs, tuple)  # noqa: S101, PT018 - as `_shape` makes them
+        known = tuple((role if role in _ROLES else "other", n) for role, n in runs)
+        return f"({model}, {digest.hex()[:8]}, {calls}, {text}, {thought}, {known}, {', '.join(map(str, rest))})"
 
     def forget(self) -> None:
         self.way = ""
@@ -139,12 +149,12 @@ class Tails:
             tail, way = await self._prove(ask, boundary)
         except (BoundaryUnknownError, TemplateRefusedError) as why:
             shape.refused = _reason(why)
-            log.warning("tails of shape %s are refused: %s", shape.name, shape.refused)
+            log.warning("tails of shape %s are refused: %s", shape, shape.refused)
             raise
         finally:
             shape.proofs += 1
         shape.way, shape.boundary, shape.refused, shape.uses = way, boundary, "", 0
-        log.info("tails of shape %s: %s", shape.name, way)
+        log.info("tails of shape %s: %s", shape, way)
         return tail
 
     async def _again(self, ask: TailAsk, shape: _Shape) -> bytes:
@@ -161,7 +171,7 @@ class Tails:
             if recheck:
                 await self._recheck(ask, boundary, (tail, shape.way))
         except BoundaryUnknownError as why:
-            log.error("a tail of a trusted shape is not what it was (%s); the shape is proven anew: %s", why, shape.name)  # noqa: TRY400
+            log.error("a tail of a trusted shape is not what it was (%s); the shape is proven anew: %s", why, shape)  # noqa: TRY400
             shape.forget()
             self._boundaries.clear()
             raise

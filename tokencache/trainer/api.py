@@ -6,10 +6,12 @@
     GET    /tokencache/v1/sessions/{id}/trajectories       its sequences (`?format=native`, `?drift=sequences`)
     GET    /tokencache/v1/sessions/{id}/drift              where its prompts differ from plain renderings (`?drift=turns`)
     POST   /tokencache/v1/sessions/{id}/seal               take no more calls
-    DELETE /tokencache/v1/sessions/{id}                    forget it
+    DELETE /tokencache/v1/sessions/{id}                    forget it; its late calls are turned away for an hour (`?reuse=true`: its
+                                                           name may be used again at once)
     POST   /tokencache/v1/keys  {"session": …}             an API key that stands for a session; also "harness", whose
                                                            habits are forgiven, "models", {"claude-*": "qwen3"}, and
-                                                           "sampling", what is used whatever the harness asks
+                                                           "sampling", what is used whatever the harness asks, and "tenant"
+    DELETE /tokencache/v1/keys/{id}                        revoke a key, by the id that came with it
 
 With an admin key set, each needs `Authorization: Bearer <admin key>`.
 """
@@ -61,6 +63,7 @@ def trainer_routes(app: web.Application, ledger: Ledger, habits: Habits, engine:
     app.router.add_post(ONE + "/seal", guard(api.seal))
     app.router.add_delete(ONE, guard(api.delete))
     app.router.add_post(BASE + "/keys", guard(api.keys))
+    app.router.add_delete(BASE + "/keys/{key}", guard(api.revoke))
     app.router.add_route("*", "/tokencache/{rest:.*}", guard(_unknown))
 
 
@@ -111,17 +114,19 @@ class _Api:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = check_name(request.match_info["session"])
-        if not await self._ledger.delete(name):
+        reuse = _flag(request, "reuse")
+        known = await self._ledger.delete(name, reuse=reuse)
+        if not known and not reuse:  # a name that may be used again is what was asked for, whether it was used or not
             raise no_session(name)
-        return answer({"session": name, "deleted": True})
+        return answer({"session": name, "deleted": known})
 
     async def keys(self, request: web.Request) -> web.StreamResponse:
         try:
             binding = msgspec.json.decode(await request.read(), type=Binding, strict=True)
         except msgspec.ValidationError as why:
-            wanted = '{"session": "<name>", "harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}}'
+            wanted = '{"session": "<name>", "harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}}'
             raise HarnessError(f"a body {wanted} is needed: {why}") from None
-        except msgspec.DecodeError as why:
+        except (ValueError, RecursionError) as why:
             raise HarnessError(f"the request body is not valid JSON: {why}") from None
         check_name(binding.session)
         self._habits.leniency(binding.harness)
@@ -130,8 +135,15 @@ class _Api:
         except ValueError as why:
             raise HarnessError(f"sampling: {why}", param="sampling") from None
         key = REGISTERED + secrets.token_urlsafe(32)
+        await self._store.lift(binding.session)  # of a deleted session: its name is wanted again
         await self._store.bind_key(hash_key(key), binding)
-        return answer({**msgspec.to_builtins(binding), "key": key}, status=201)
+        return answer({**msgspec.to_builtins(binding), "key": key, "id": hash_key(key)}, status=201)
+
+    async def revoke(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["key"]
+        if not await self._store.unbind_key(name):
+            raise HarnessError(f"there is no key with the id {name[:80]!r}", status=404, kind="not_found_error")
+        return answer({"id": name, "revoked": True})
 
     def _object(self, info: SessionInfo) -> dict[str, Any]:
         owed = self._ledger.owed(info.id)
@@ -145,6 +157,13 @@ class _Api:
             "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
             "incidents": [incident_object(incident) for incident in (*info.incidents, *owed)],
         }
+
+
+def _flag(request: web.Request, name: str) -> bool:
+    given = request.query.get(name, "false").lower()
+    if given not in {"true", "false"}:
+        raise HarnessError(f"{name} is true or false, not {given!r}", param=name)
+    return given == "true"
 
 
 def answer(body: Any, status: int = 200) -> web.Response:

@@ -164,12 +164,14 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
     known = split.known
     try:
         new = [bodies.messages.read(raw) for raw in raw_messages[split.old :]]
-        scope, voice = scope_of(call.model, call.fields), call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
+        voice = call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
+        scope = scope_of(call.model, call.fields) + voice
         seen = [*known.read, *new] if known is not None else new
-        if known is not None and known.scope == scope and known.conversation.voice == voice:
+        if known is not None and known.scope == scope:
             call.conversation = extend(known.conversation, [r.message for r in new], [r.digest for r in new])
         else:
-            call.conversation = converse(scope, [r.message for r in seen], [r.digest for r in seen], voice=voice)
+            messages, digests = [r.message for r in seen], [r.digest for r in seen]
+            call.conversation = converse(scope, messages, digests, voice=voice, secret=bodies.secret)
     except (ValueError, RecursionError):  # no message that we understand, no JSON that msgspec reads, no UTF-8; too deep
         call.plain = "unreadable-history"
         return call

@@ -92,13 +92,30 @@ class _Held(msgspec.Struct, frozen=True):
 
 
 class Bodies:
-    """The last body of every session that was seen here lately; up to `memory` bytes."""
+    """The last body of every session that was seen here lately; up to `memory` bytes.
+
+    `secret` is the deployment's, under which all conversations are chained (`Store.secret`): to be set before the first body is read. If
+    it changes, what was read is forgotten.
+    """
 
     def __init__(self, messages: MessageReader | None = None, *, memory: int = MEMORY) -> None:
         self.messages = messages or MessageReader()
+        self._secret = b""
         self._memory = memory
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._bytes = 0
+
+    @property
+    def secret(self) -> bytes:
+        """The deployment's secret."""
+        return self._secret
+
+    @secret.setter
+    def secret(self, secret: bytes) -> None:
+        if secret != self._secret:
+            self._secret = secret
+            self._held.clear()
+            self._bytes = 0
 
     def split(self, session: str, body: bytes) -> Split | None:
         """Take a body apart with what is known of the session; `None` if it has to be read whole."""

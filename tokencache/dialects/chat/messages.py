@@ -5,6 +5,7 @@ by the hash of its raw bytes, and a known entry costs one short hash.
 """
 
 import secrets
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -36,7 +37,7 @@ class MessageReader:
 
     def __init__(self, size: int = 200_000) -> None:
         self._size = size
-        self._known: dict[bytes, ReadMessage] = {}
+        self._known: OrderedDict[bytes, ReadMessage] = OrderedDict()  # a dict looks ever longer for its first entry when those go
         # xxh3 is no cryptographic hash: an unknown seed keeps others from choosing entries that collide.
         self._seed = secrets.randbits(64)
 
@@ -52,7 +53,7 @@ class MessageReader:
             entry = msgspec.json.decode(raw)
             known = _slim(read_message(entry), entry)
             if len(self._known) >= self._size:
-                del self._known[next(iter(self._known))]
+                self._known.popitem(last=False)
         self._known[key] = known
         return known
 

@@ -1,5 +1,7 @@
 """Rendering arguments: what besides its messages decides how a chat request becomes a prompt."""
 
+import hashlib
+import secrets
 from typing import Any
 
 import msgspec
@@ -58,29 +60,36 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
         template = canonical_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in members.items()}])
     except (ValueError, RecursionError) as why:
         raise HarnessError(f"the template's arguments cannot be read: {why}", param="chat_template_kwargs") from None
-    digest = xxhash.xxh3_128_digest(b"%d%d" % (offered is not None, "tool_choice" in chat) + template)
-    return RenderArgs(digest, xxhash.xxh3_128_digest(template), members, chat, kwargs, offered)
+    digest = _hash(b"%d%d" % (offered is not None, "tool_choice" in chat) + template)
+    return RenderArgs(digest, _hash(template), members, chat, kwargs, offered)
 
 
 def scope_of(model: str, fields: dict[str, Raw]) -> bytes:
     """Digest all that shapes a prompt besides its messages: the scope of a chain."""
-    h = xxhash.xxh3_128(model.encode("utf-8", "surrogatepass") + b"\0")
+    h = hashlib.sha256(model.encode("utf-8", "surrogatepass") + b"\0")
     for name in ("tools", *_RENDERED_BY_BOTH, *_RENDERED_BY_CHAT):
         raw = fields.get(name)
         if raw is not None and bytes(raw) not in {b"null", b"[]", b"{}"}:
             h.update(name.encode() + b"=" + _canonical_member(bytes(raw)))
-    return h.digest()
+    return h.digest()[:16]
+
+
+def _hash(data: bytes) -> bytes:
+    """16 bytes of SHA-256: harnesses choose what is hashed here, and what is learned under it is used for all sessions."""
+    return hashlib.sha256(data).digest()[:16]
 
 
 _members: dict[bytes, bytes] = {}
+_seed = secrets.randbits(64)
+"""Of a hash that is fast and not cryptographic: unknown to others, who could choose members that collide."""
 
 
 def _canonical_member(raw: bytes) -> bytes:
     """Digest a member by value; tool lists are long and nearly always the same, so what was read is remembered."""
-    key = xxhash.xxh3_128_digest(raw)
+    key = xxhash.xxh3_128_digest(raw, _seed)
     known = _members.get(key)
     if known is None:
         if len(_members) >= 4096:  # noqa: PLR2004 - many times the tool lists of one training run
             _members.clear()
-        known = _members[key] = xxhash.xxh3_128_digest(canonical_json(msgspec.json.decode(raw)))
+        known = _members[key] = _hash(canonical_json(msgspec.json.decode(raw)))
     return known

@@ -6,9 +6,12 @@ only because ids were asked for (`delta: {}`) are dropped (observed on vLLM 0.32
 probabilities does get them).
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.plain import without_tokens
 from tokencache.dialects.presenter import Extras, Presenter
 from tokencache.dialects.sse import event_of
 
@@ -44,6 +47,12 @@ class ChatPresenter(Presenter):
             return b""
         return event if shown is data else event_of(shown)
 
+    @property
+    def unread(self) -> Callable[[bytes], bytes | None] | None:
+        """What says most events without reading them (`plain`); `None` for who sees other than everybody."""
+        hides = not (self._prompt or self._ids or self._logprobs) and self._reasoning
+        return without_tokens if hides else None
+
     def _shows_all(self, data: bytes) -> bool:
         return self._as_is and not self._extras.found(data)
 
@@ -51,7 +60,7 @@ class ChatPresenter(Presenter):
         try:
             fields = _FIELDS.decode(data)
             choices = _CHOICES.decode(fields["choices"])
-        except (msgspec.DecodeError, KeyError, RecursionError):
+        except (ValueError, KeyError, RecursionError):
             return data
         if not self._prompt and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = _NULL

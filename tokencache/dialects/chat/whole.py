@@ -10,6 +10,9 @@ import msgspec
 
 from tokencache.core.canonical import Message
 
+_NEVER = ("refusal", "annotations", "audio", "function_call")
+"""Members of OpenAI's that vLLM writes and never fills."""
+
 
 class WholeChoice(NamedTuple):
     """One choice: its place, its message, how it ended."""
@@ -24,7 +27,7 @@ def whole_reply(
     *, call: str, created: float, model: str, choices: Sequence[WholeChoice], prompt_tokens: int, completion_tokens: int
 ) -> bytes:
     """Write a chat completion (JSON); `created` in seconds since the epoch, `call` makes its id."""
-    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens, "completion_tokens": completion_tokens}
+    counts = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens, "completion_tokens": completion_tokens}
     return msgspec.json.encode(
         {
             "id": f"chatcmpl-{call}",
@@ -32,7 +35,14 @@ def whole_reply(
             "created": int(created),
             "model": model,
             "choices": [_choice(one) for one in choices],
-            "usage": usage,
+            "service_tier": None,
+            "usage": {**counts, "prompt_tokens_details": None, "completion_tokens_details": None},
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "prompt_text": None,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "metrics": None,
         }
     )
 
@@ -40,13 +50,15 @@ def whole_reply(
 def _choice(one: WholeChoice) -> dict[str, Any]:
     said = one.message
     calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in said.calls]
-    message: dict[str, Any] = {"role": "assistant", "content": said.content, "tool_calls": calls}
-    if said.reasoning is not None:
-        message["reasoning"] = said.reasoning
+    message: dict[str, Any] = {"role": "assistant", "content": said.content, **dict.fromkeys(_NEVER)}
+    if calls:
+        message["tool_calls"] = calls
     return {
         "index": one.place,
-        "message": message,
+        "message": {**message, "reasoning": said.reasoning},
         "logprobs": None,
         "finish_reason": one.finish_reason,
         "stop_reason": one.stop_reason,
+        "token_ids": None,
+        "routed_experts": None,
     }

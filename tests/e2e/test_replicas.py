@@ -1,0 +1,143 @@
+"""Several proxies, one Redis, one real vLLM: any proxy serves any call, one is killed, and a call that is repeated is one call.
+
+The proxies are processes of their own, as a team runs them. What is right is told by the engine: by the ids that it echoes to the harness,
+and by its own books.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+from conftest import Books, Proxied
+from openai import AsyncOpenAI
+from rig.exported import assert_exported, generations, get_json, heard, trajectory, turns
+from rig.harness import SESSION_HEADER, TOOLS
+from rig.server import MODEL
+
+from tokencache.testing.redis_server import RealRedis, find_binary
+
+pytestmark = pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")
+
+TURNS = 5
+LONG = 24_000
+"""Tokens that take a fast machine many seconds to sample."""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.asynccontextmanager
+async def replica(vllm, redis, http, *options):
+    """`tokencache serve` in a process of its own, ready; yields its process and URL."""
+    port = free_port()
+    command = ["serve", "--upstream", vllm, "--store", redis.url, "--port", str(port), *options]
+    process = await asyncio.create_subprocess_exec(
+        Path(sys.executable).parent / "tokencache", *command, env=os.environ | {"TOKENCACHE_LOG_LEVEL": "warning"}
+    )
+    try:
+        await until(lambda: is_ready(http, f"http://127.0.0.1:{port}/readyz"))
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await asyncio.wait_for(process.wait(), 60)
+
+
+async def is_ready(http, url):
+    with contextlib.suppress(aiohttp.ClientError):
+        async with http.get(url) as answer:
+            return answer.status == 200
+    return False
+
+
+async def until(condition, seconds=60.0):
+    async with asyncio.timeout(seconds):
+        while not (found := await condition()):  # noqa: ASYNC110 - it is asked over HTTP
+            await asyncio.sleep(0.05)
+    return found
+
+
+@pytest.fixture
+async def http():
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=180), connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield session
+
+
+@pytest.fixture
+async def pair(vllm, http):
+    """Two proxies on one Redis: their processes, and ways to talk to each."""
+    with RealRedis() as redis:
+        async with replica(vllm, redis, http) as (one, first), replica(vllm, redis, http) as (two, second):
+            yield (one, Proxied(first, vllm, http, None)), (two, Proxied(second, vllm, http, None))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_turn_at_another_replica(pair, stream):
+    (_, one), (_, two) = pair
+    harness = one.harness("wandering", stream=stream, tools=TOOLS).say("EPISODE:agent please")
+    for n in range(TURNS):
+        harness.url = (one, two)[n % 2].url
+        await harness.turn(then=f"Go on: {n}", answer="total 1\n")
+    assert harness.contiguous == (TURNS - 1, TURNS - 1)
+    exported = await trajectory(two, "wandering")
+    assert_exported(exported, harness.heard)
+    assert exported == await trajectory(one, "wandering")
+
+
+async def test_a_replica_is_killed_in_mid_stream(pair):
+    """Its rollouts go on at the other; what it was saying is a hole that is told, and all the rest is exact."""
+    (victim, one), (_, two) = pair
+    harness = one.harness("bereft", stream=True, seed=3, max_tokens=40).say("EPISODE:long please")
+    await harness.turn()
+    bystander = two.harness("bystander", stream=True, seed=4, max_tokens=40).say("EPISODE:long please")
+    await bystander.turn()
+    answer = await one.http.post(f"{one.url}/v1/chat/completions", json=harness.body(max_tokens=LONG), headers={SESSION_HEADER: "bereft"})
+    received = b""
+    while received.count(b"\n\n") < 20:
+        received += await answer.content.readany()
+    victim.send_signal(signal.SIGKILL)
+    await victim.wait()
+    answer.close()
+    for walker in (harness, bystander):
+        walker.url = two.url
+        await walker.turn()
+        assert walker.contiguous == (1, 1)
+    assert_exported(await trajectory(two, "bystander"), bystander.heard)
+    exported = await trajectory(two, "bereft")
+    assert not exported["complete"]
+    assert {incident["kind"] for incident in exported["incidents"] if incident["hole"]} & {"call-open", "call-lost"}
+    assert sorted(generations(exported)) == sorted(heard(harness.heard))
+
+
+async def test_a_call_that_its_sdk_repeats_is_sampled_once(pair, vllm_server):
+    """OpenAI's client gives up waiting and asks again, at the other replica too: the engine hears of one call."""
+    (_, one), (_, two) = pair
+    books = Books(one, vllm_server)
+    asked = [{"role": "user", "content": "EPISODE:long please"}]
+    urls = iter([one.url, *[two.url, one.url] * 20])
+
+    async def balance(request):  # as a balancer would, call by call
+        request.url = request.url.copy_with(port=int(next(urls).rpartition(":")[2]))
+
+    client = AsyncOpenAI(base_url=f"{one.url}/v1", api_key="tcs-repeated", timeout=1.0, max_retries=20)
+    client._client.event_hooks["request"].append(balance)
+    await books.unread()
+    said = await client.chat.completions.create(model=MODEL, messages=asked, max_tokens=1500, seed=5)
+    await client.close()
+    sampled = [(prompt, ids) for prompt, ids in await books.unread() if "EPISODE:long" in await one.detokenize(prompt)]
+    assert [len(ids) for _, ids in sampled] == [said.usage.completion_tokens]
+    exported = await trajectory(two, "repeated")
+    assert [(list(prompt), list(ids)) for prompt, ids, _ in generations(exported)] == sampled
+    assert exported["complete"]
+    assert len(await turns(two, "repeated")) == 1
+    info = await get_json(two.http, f"{two.url}/tokencache/v1/sessions/repeated")
+    assert info["open_calls"] == []

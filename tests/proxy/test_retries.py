@@ -1,0 +1,453 @@
+"""A call that is made twice is one call: joined while it is in flight, said again when it is recorded; the engine samples once."""
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+
+import pytest
+
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, events, proxied, results, until, user
+from tokencache.config import Settings
+from tokencache.proxy import twins
+from tokencache.proxy.imprint import repeat_of
+from tokencache.proxy.latecomers import ONE_BY_ONE
+from tokencache.proxy.server import serving
+from tokencache.store.contract import StoreError
+from tokencache.store.memory import MemoryStore
+from tokencache.store.redis import RedisStore
+from tokencache.testing import Fault, SimulatedEngine
+from tokencache.testing.redis_server import RealRedis, find_binary
+
+ASK = {"model": "sim", "messages": [user("EPISODE:talk")]}
+RETRY, FIRST = {"x-stainless-retry-count": "1"}, {"x-stainless-retry-count": "0"}
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    if find_binary() is None:
+        pytest.skip("no redis-server on this machine")
+    with RealRedis() as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+async def store(request):
+    if request.param == "memory":
+        yield MemoryStore()
+        return
+    made = RedisStore(request.getfixturevalue("redis_server").url, prefix=f"t{id(request)}")
+    yield made
+
+
+@contextlib.asynccontextmanager
+async def another(rig):
+    """A second proxy on the same store."""
+    async with serving(Settings(upstream=rig.up, port=0, hold=0), rig.store) as (url, proxy):
+        await proxy.engine.model()
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def another_impatient(rig):
+    """A proxy on the same store that is silent for a moment only."""
+    async with serving(Settings(upstream=rig.up, port=0, hold=0, keep_alive=0.02), rig.store) as (url, proxy):
+        await proxy.engine.model()
+        yield url
+
+
+async def send(rig, body=ASK, *, url=None, session="s", path=CHAT, **headers):
+    """Status and body of a call: JSON, or the chunks of a stream."""
+    raw = json.dumps(body).encode()
+    headers = {HEADER: session, "Content-Type": "application/json", **headers}
+    async with rig.http.post((url or rig.url) + path, data=raw, headers=headers) as answer:
+        text = await answer.text()
+    if answer.content_type == "text/event-stream":
+        return answer.status, [json.loads(line) for line in events(text) if line.startswith("{")]
+    return answer.status, json.loads(text)
+
+
+def said(answer):
+    status, body = answer
+    assert status == 200, body
+    if isinstance(body, list):
+        return assembled(body)
+    message = body["choices"][0]["message"]
+    return {
+        "role": "assistant",
+        **{name: message.get(name) or "" for name in ("content", "reasoning")},
+        "tool_calls": message.get("tool_calls", []),
+    }
+
+
+def gate(rig, name="commit"):
+    """Hold back the ends of calls: what is in flight stays so until the event is set."""
+    go, real = asyncio.Event(), getattr(rig.store, name)
+
+    async def held(*args, **kwargs):
+        await go.wait()
+        return await real(*args, **kwargs)
+
+    setattr(rig.store, name, held)
+    return go
+
+
+async def open_calls(rig, session="s"):
+    info = await rig.store.session(session)
+    return info.open_calls if info is not None else ()
+
+
+async def wanted(rig, session="s"):
+    """Wait until another call waits for one that is open."""
+
+    async def one():
+        return any(call.wanted for call in await open_calls(rig, session))
+
+    await until(one)
+
+
+async def settled(rig, session="s"):
+    async def closed():
+        return await rig.store.session(session) is not None and not await open_calls(rig, session)
+
+    await until(closed)
+
+
+async def incidents(rig, session="s"):
+    return Counter(one["kind"] for one in (await rig.info(session))["incidents"])
+
+
+async def leave(rig, body=ASK, session="s", **headers):
+    """Ask, and leave as soon as the engine generates."""
+    before = len(rig.book(session))
+    call = asyncio.create_task(send(rig, body, session=session, **headers))
+    await rig.engine.until(lambda: len(rig.book(session)) > before and bool(rig.book(session)[-1].completion_ids))
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+    async def left():
+        return any(call.left for call in await open_calls(rig, session)) or not await open_calls(rig, session)
+
+    await until(left)
+
+
+MORE = {"": {}, "tools": {"messages": [user("EPISODE:demo")], "tools": TOOLS}, "choices": {"n": 3}}
+
+
+@pytest.mark.parametrize("streams", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("more", MORE)
+async def test_a_call_like_one_in_flight_gets_its_reply(store, streams, more):
+    async with proxied(store=store) as rig:
+        go = gate(rig)
+        first, second = ({**ASK, **MORE[more], "stream": stream} for stream in streams)
+        raw = asyncio.create_task(send(rig, first, **{"Idempotency-Key": "k"}))
+        await until(lambda: open_calls(rig))
+        # The body is part of what is asked, so only calls of one form are alike.
+        again = asyncio.create_task(send(rig, second, **{"Idempotency-Key": "k"}))
+        if streams[0] is streams[1]:
+            await wanted(rig)
+        go.set()
+        answers = await raw, await again
+        if streams[0] is streams[1]:
+            assert said(answers[0]) == said(answers[1])
+            assert await incidents(rig) == {"retry-joined": 1}
+            assert len(rig.book()) == (3 if more == "choices" else 1)
+            if more == "choices" and not streams[0]:
+                assert [c["message"]["content"] for c in answers[0][1]["choices"]] == [
+                    c["message"]["content"] for c in answers[1][1]["choices"]
+                ]
+                assert answers[0][1]["id"] == answers[1][1]["id"]
+        else:
+            assert len({entry.request_id for entry in rig.book()}) == 2
+        exported = await rig.check()
+        assert exported["complete"]
+
+
+async def test_who_goes_on_from_a_reply_that_was_said_twice_continues_one_turn(rig):
+    body = {**ASK, "messages": [user("EPISODE:demo")], "tools": TOOLS}
+    go = gate(rig)
+    both = [asyncio.create_task(send(rig, body)) for _ in range(2)]
+    await wanted(rig)
+    go.set()
+    replies = [said(await one) for one in both]
+    for reply in replies:
+        await rig.say("s", [*body["messages"], echo(reply), *results(reply)], tools=TOOLS)
+    assert Counter(turn["match"] for turn in await rig.turns()) == {"root": 1, "continue": 1, "branch": 1}
+    await rig.check()
+
+
+async def test_many_at_once_are_one_call_unless_their_sdk_says_that_each_is_the_first(rig):
+    go = gate(rig)
+    calls = [asyncio.create_task(send(rig)) for _ in range(8)]
+    await wanted(rig)
+    go.set()
+    assert len({said(await call)["content"] for call in calls}) == 1
+    assert len(rig.book()) == 1
+    await asyncio.gather(*(send(rig, session="sdk", **FIRST) for _ in range(8)))
+    assert len(rig.book("sdk")) == 8
+    assert "retry-joined" not in await incidents(rig, "sdk")
+    await rig.check()
+    await rig.check("sdk")
+
+
+@pytest.mark.parametrize("headers", [{}, FIRST, RETRY], ids=["bare", "first", "marked"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_harness_that_left_comes_back(store, headers, stream):
+    """It left before anything was shown: the engine goes on, and who asks again gets what it says."""
+    derenders = SimulatedEngine(episodes=EPISODES, token_delay=0.005)
+    async with proxied(derenders, store=store, whole_replies=True) as rig:
+        body = {**ASK, "stream": stream}
+        go = gate(rig)
+        await leave(rig, body)
+        assert [call.left for call in await open_calls(rig)] == [True]
+        again = asyncio.create_task(send(rig, body, **headers))
+        await wanted(rig)
+        go.set()
+        text = said(await again)["content"]
+        await settled(rig)
+        (entry,) = rig.book()
+        assert not entry.aborted
+        (turn,) = await rig.turns()
+        assert turn["marks"] == ["unanswered"]
+        assert await incidents(rig) == {"retry-joined": 1}
+        assert (await rig.check())["complete"]
+        rig.engine.token_delay = 0
+        assert said(await send(rig, body))["content"] is not None  # it was heard: this is another sample
+        assert len(rig.book()) == 2
+        assert text
+
+
+async def test_what_nobody_heard_is_said_once(store):
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002), store=store) as rig:
+        await leave(rig)
+        await settled(rig)
+        (turn,) = await rig.turns()
+        assert (turn["marks"], turn["finish_reason"]) == (["unanswered"], "stop")
+        first, second = await send(rig), await send(rig)
+        assert said(first)["content"] == turn["served"]["content"]
+        assert len(rig.book()) == 2
+        assert said(second)["content"]
+        assert [turn["marks"] for turn in await rig.turns()] == [["unanswered"], ["second-sample"]]
+        assert await incidents(rig) == {"retry-replayed": 1}
+        await rig.check()
+
+
+async def test_nobody_comes_back_in_time():
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.5), linger=0.05) as rig:
+        await leave(rig)
+        await rig.engine.until(lambda: rig.book()[0].aborted)
+        await settled(rig)
+        assert await incidents(rig) >= Counter({"client-gone": 1})
+        rig.engine.token_delay = 0
+        assert said(await send(rig, **RETRY))["content"]
+        assert len(rig.book()) == 2
+
+
+async def test_who_waits_keeps_it_going():
+    """The time is up, and the call goes on because another one waits."""
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.02), linger=0.4) as rig:
+        await leave(rig)
+        said(await send(rig))
+        (entry,) = rig.book()
+        assert not entry.aborted
+
+
+async def test_a_stream_of_which_something_was_shown_ends_at_once():
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.05)) as rig:
+        async with rig.http.post(rig.url + CHAT, json={**ASK, "stream": True}, headers={HEADER: "s"}) as answer:
+            got = b""
+            while got.count(b"\n\n") < 3:
+                got += await answer.content.readany()
+            answer.close()
+        await rig.engine.until(lambda: rig.book()[0].aborted)
+        await settled(rig)
+        assert [turn["marks"] for turn in await rig.turns()] == [["aborted"]]
+        rig.engine.token_delay = 0
+        said(await send(rig, {**ASK, "stream": True}, **RETRY))  # nothing whole is there to be said again
+        assert len(rig.book()) == 2
+
+
+async def test_the_twin_is_elsewhere(store):
+    async with proxied(store=store) as rig, another(rig) as url:
+        go = gate(rig)
+        first = asyncio.create_task(send(rig))
+        await until(lambda: open_calls(rig))
+        second = asyncio.create_task(send(rig, url=url))
+        third = asyncio.create_task(send(rig, {**ASK, "stream": True}, url=url))
+        await wanted(rig)
+        go.set()
+        assert said(await first) == said(await second)
+        said(await third)
+        assert len(rig.book()) == 2
+        assert await incidents(rig) == {"retry-joined": 1}
+        assert said(await send(rig, url=url, **RETRY)) == said(await first)
+        assert len(rig.book()) == 2
+        await rig.check()
+
+
+async def test_the_twins_replica_is_gone(store, monkeypatch):
+    """A proxy that was killed ends nothing: its call is closed with a hole, once, and those who waited are served."""
+    monkeypatch.setattr(twins, "BEAT_SECONDS", 0.05)
+    async with proxied(store=store) as rig:
+        asked = repeat_of("join", CHAT, {}, json.dumps(ASK).encode(), "").imprint
+        await rig.store.begin("s", "lost", [], asked=asked, replica="killed")
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(*(send(rig) for _ in range(3)))
+        assert len({said(answer)["content"] for answer in answers}) == 1
+        assert len(rig.book()) == 1
+        found = await incidents(rig)
+        assert (found["replica-lost"], found["retry-joined"]) == (1, 2)
+        info = await rig.info()
+        assert (info["complete"], info["open_calls"]) == (False, [])
+        assert next(i for i in info["incidents"] if i["kind"] == "replica-lost")["call"] == "lost"
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_the_twin_was_refused(rig, status):
+    """It came to nothing: the call is made by itself."""
+    rig.engine.faults.append(Fault.answer(status, b'{"error": {"message": "no", "code": %d}}' % status))
+    go = gate(rig, "settle")
+    first = asyncio.create_task(send(rig))
+    await until(lambda: open_calls(rig))
+    second = asyncio.create_task(send(rig))
+    await wanted(rig)
+    go.set()
+    assert (await first)[0] == status
+    assert said(await second)["content"]
+    assert len(rig.book()) == 1
+
+
+async def test_sealed_meanwhile(rig):
+    go = gate(rig)
+    first = asyncio.create_task(send(rig))
+    await until(lambda: open_calls(rig))
+    second = asyncio.create_task(send(rig))
+    await wanted(rig)
+    await rig.store.seal("s")
+    go.set()
+    assert said(await first) == said(await second)
+    assert (await send(rig, **RETRY))[0] == 409
+    await rig.check()
+
+
+async def test_deleted_meanwhile(rig):
+    go = gate(rig)
+    first = asyncio.create_task(send(rig))
+    await until(lambda: open_calls(rig))
+    second = asyncio.create_task(send(rig))
+    await wanted(rig)
+    await rig.store.delete("s", reuse=True)
+    go.set()
+    assert said(await first)["content"]
+    assert said(await second)["content"]
+    assert len(await rig.turns()) == 1
+
+
+async def test_a_second_sample_is_a_sibling(store):
+    async with proxied(store=store) as rig:
+        asked = [user("EPISODE:demo")]
+        reply = await rig.say("s", asked, tools=TOOLS)
+        body = {**ASK, "messages": [*asked, echo(reply), *results(reply)], "tools": TOOLS}
+        for _ in range(2):
+            said(await send(rig, body))
+        turns = await rig.turns()
+        assert [turn["match"] for turn in turns] == ["root", "continue", "branch"]
+        assert [turn["marks"] for turn in turns] == [[], [], ["second-sample"]]
+        assert turns[1]["parent"] == turns[2]["parent"] == turns[0]["turn"]
+        assert len(rig.book()) == 3
+        assert (await rig.check())["complete"]
+
+
+async def test_idempotency_keys_tell_calls_apart(rig):
+    for key in ("a", "b", "a"):
+        said(await send(rig, **{"Idempotency-Key": key}))
+    assert len(rig.book()) == 2
+    assert await incidents(rig) == {"retry-replayed": 1}
+
+
+async def test_a_storm_of_repetitions_does_not_grow_the_session(rig):
+    first = said(await send(rig))
+    for _ in range(3 * ONE_BY_ONE):
+        assert said(await send(rig, **RETRY)) == first
+    assert len(rig.book()) == 1
+    assert (await incidents(rig))["retry-replayed"] == ONE_BY_ONE + 1  # the 32nd is the next that is told
+    await rig.check()
+
+
+@pytest.mark.parametrize("more", [{"logprobs": True}, {"return_token_ids": True}])
+async def test_what_is_not_kept_is_sampled_anew(rig, more):
+    for headers in ({}, RETRY):
+        status, body = await send(rig, {**ASK, **more}, **headers)
+        assert status == 200
+        assert body["choices"][0]["logprobs" if "logprobs" in more else "token_ids"]
+    assert len(rig.book()) == 2
+    assert [turn["marks"] for turn in await rig.turns()] == [[], ["second-sample"]]
+
+
+@pytest.mark.parametrize(("repeats", "joined"), [("marked", 1), ("off", 0)])
+async def test_fewer_calls_are_taken_for_repetitions(repeats, joined):
+    async with proxied(repeats=repeats) as rig:
+        go = gate(rig)
+        calls = [asyncio.create_task(send(rig)) for _ in range(3)]
+        await rig.engine.until(lambda: len(rig.book()) == 3)
+        calls.append(asyncio.create_task(send(rig, **RETRY)))
+        if joined:
+            await wanted(rig)
+        else:
+            await rig.engine.until(lambda: len(rig.book()) == 4)
+        go.set()
+        for call in calls:
+            said(await call)
+        assert len(rig.book()) == 4 - joined
+        await rig.check()
+
+
+async def test_a_second_sample_that_was_refused_is_what_is_repeated(store):
+    """Its repetition must not get the first sample's reply."""
+    async with proxied(store=store) as rig:
+        first = (await send(rig, **FIRST))[1]["id"]
+        rig.engine.faults.append(Fault.answer(500, "{}"))
+        assert (await send(rig, **FIRST))[0] == 500
+        second = (await send(rig, **RETRY))[1]["id"]
+        assert len(rig.book()) == 2
+        assert (await send(rig, **RETRY))[1]["id"] == second != first
+        assert len(rig.book()) == 2
+        assert [turn["marks"] for turn in await rig.turns()] == [[], ["second-sample"]]
+        await rig.check()
+
+
+async def test_a_waiting_stream_hears_signs_of_life(rig):
+    body = {**ASK, "stream": True}
+    async with another_impatient(rig) as url:
+        go = gate(rig)
+        first = asyncio.create_task(send(rig, body))
+        await until(lambda: open_calls(rig))
+        async with rig.http.post(url + CHAT, data=json.dumps(body), headers={HEADER: "s", "Content-Type": "application/json"}) as answer:
+            assert await answer.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+            go.set()
+            rest = await answer.text()
+        assert said((200, [json.loads(line) for line in events(rest) if line.startswith("{")])) == said(await first)
+        assert len(rig.book()) == 1
+
+
+async def test_a_store_that_failed_at_the_end_keeps_nobody_waiting():
+    """The turn is lost and the call stands open, until the store is back: whoever waits elsewhere is served then."""
+    async with proxied() as rig, another(rig) as url:
+        go, commit = asyncio.Event(), rig.store.commit
+
+        async def fails(*_args, **_kwargs):
+            await go.wait()
+            raise StoreError("full")
+
+        rig.store.commit = fails
+        first = asyncio.create_task(send(rig))
+        await until(lambda: open_calls(rig))
+        second = asyncio.create_task(send(rig, url=url))
+        await wanted(rig)
+        go.set()
+        assert said(await first)["content"]
+        rig.store.commit = commit
+        async with asyncio.timeout(20):
+            assert said(await second)["content"]
+        info = await rig.info()
+        assert (info["turns"], info["complete"], info["open_calls"]) == (1, False, [])
