@@ -257,7 +257,7 @@ async def test_a_recheck_finds_that_a_trusted_shape_has_drifted(caplog):
     long = [system(), *QUESTION[0]], QUESTION[1]
     assert await outcome(tails, *long) == "full", "another shape: proven by itself"
     lab.template = late("messages[0].content != '.'")
-    assert [await outcome(tails, *QUESTION) for _ in range(4)] == ["small"] * 3 + ["tail-not-proven"]
+    assert [await outcome(tails, *QUESTION) for _ in range(8)] == ["small"] * 7 + ["tail-not-proven"], "trusted twice as long"
     assert "proven anew" in caplog.text
     assert await outcome(tails, *QUESTION) == "full"
 
@@ -267,7 +267,7 @@ async def test_a_recheck_looks_at_full_renderings_too():
     tails = tails_of(lab, recheck_every=4)
     assert [await outcome(tails, *QUESTION) for _ in range(5)] == ["full"] * 5
     lab.template = PLAIN
-    assert [await outcome(tails, *QUESTION) for _ in range(5)] == ["full"] * 3 + ["tail-not-proven", "small"]
+    assert [await outcome(tails, *QUESTION) for _ in range(9)] == ["full"] * 7 + ["tail-not-proven", "small"]
 
 
 async def test_another_template_on_the_same_engine_is_learned_anew():

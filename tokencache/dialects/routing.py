@@ -38,6 +38,11 @@ def cut(data: bytes, pieces: list[bytes]) -> bytes:
     return b"".join([*kept, data[end:]])
 
 
+def named(data: bytes, start: int, end: int) -> bool:
+    """Whether a part of a reply's JSON has a text of routed experts."""
+    return data.find(_BEGIN, start, end) >= 0
+
+
 def piece_of(value: bytes, pieces: list[bytes]) -> bytes:
     """The routed experts that a choice's raw member stands for: base64, or what else it says as JSON; `b""` if nothing."""
     if value == b"null":

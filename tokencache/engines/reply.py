@@ -203,6 +203,9 @@ class Reply:
 
     def without_experts(self, data: bytes) -> bytes:
         """Take routed experts out of a chunk's JSON, or a whole body's, before it goes to `take` and to the harness."""
+        start, end = self._echo(data)
+        if end and not (routing.named(data, 0, start) or routing.named(data, end, len(data))):
+            return data  # among hundreds of kilobytes of ids nobody need look
         return routing.cut(data, self._pieces)
 
     def take(self, data: bytes) -> bytes:
@@ -244,13 +247,18 @@ class Reply:
         return self.take(data)
 
     def _without_echo(self, data: bytes) -> bytes:
+        start, end = self._echo(data)
+        return data[: start - 1] + _CUT + data[end + 1 :] if end else data
+
+    def _echo(self, data: bytes) -> tuple[int, int]:
+        """Where the ids of the prompt stand that are those that were sent, without their brackets; (0, 0) if they do not, or are known."""
         if not self.sent or self.prompt:
-            return data
+            return 0, 0
         at = data.find(_ECHO) + len(_ECHO)
         end = at + len(self.sent)
         if at < len(_ECHO) or not data.startswith(self.sent, at) or data[end : end + 1] != b"]":
-            return data
-        return data[: at - 1] + _CUT + data[end + 1 :]
+            return 0, 0
+        return at, end
 
     @property
     def finished(self) -> bool:

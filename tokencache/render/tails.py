@@ -42,7 +42,9 @@ from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedErr
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-RECHECK_EVERY = 64
+RECHECK_EVERY, MOST_TRUST = 64, 16
+"""After so many uses a proven shape is looked at again, by a rendering of a whole history; each time that it was right, after twice as
+many, up to 16 times as many: at 141 KB a rendering costs as much as five calls."""
 RETRY_EVERY = 8
 MANY = 2
 MOST_KEPT = 4096
@@ -85,7 +87,8 @@ class _Shape:
         self.boundary = Boundary(b"", b"", b"")
         self.refused = ""
         self.proofs = 0
-        self.uses = 0
+        self.uses = self.since = 0
+        self.trust = 1
 
     def __str__(self) -> str:
         """Write its name for the log: with the roles of the new messages that everybody knows, not with those that a harness made up."""
@@ -95,7 +98,7 @@ class _Shape:
         return f"({model}, {digest.hex()[:8]}, {calls}, {text}, {thought}, {known}, {', '.join(map(str, rest))})"
 
     def forget(self) -> None:
-        self.way = ""
+        self.way, self.trust = "", 1
 
 
 class Tails:
@@ -153,14 +156,16 @@ class Tails:
             raise
         finally:
             shape.proofs += 1
-        shape.way, shape.boundary, shape.refused, shape.uses = way, boundary, "", 0
+        shape.way, shape.boundary, shape.refused, shape.uses, shape.since = way, boundary, "", 0, 0
         log.info("tails of shape %s: %s", shape, way)
         return tail
 
     async def _again(self, ask: TailAsk, shape: _Shape) -> bytes:
         """Render a tail of a proven shape."""
         shape.uses += 1
-        boundary, recheck = shape.boundary, shape.uses % self._recheck_every == 0
+        shape.since += 1
+        boundary, recheck = shape.boundary, shape.since >= shape.trust * self._recheck_every
+        shape.since = 0 if recheck else shape.since  # one of many at a time
         try:
             if ask.reply.calls and not boundary.in_calls:
                 boundary = await self._boundary(ask)  # the calls stand behind the text, and these may have other names
@@ -170,6 +175,7 @@ class Tails:
                 tail = self._cut(shown, boundary)
             if recheck:
                 await self._recheck(ask, boundary, (tail, shape.way))
+                shape.trust = min(2 * shape.trust, MOST_TRUST)
         except BoundaryUnknownError as why:
             log.error("a tail of a trusted shape is not what it was (%s); the shape is proven anew: %s", why, shape)  # noqa: TRY400
             shape.forget()
