@@ -15,9 +15,9 @@ from tokencache import logs
 from tokencache.adapters import commands
 from tokencache.commands import app as trainer
 from tokencache.config import Settings
-from tokencache.proxy.server import run
-from tokencache.proxy.workers import WorkerError, supervise
 from tokencache.render.local import quieten
+from tokencache.serving.server import run
+from tokencache.serving.workers import WorkerError, supervise
 from tokencache.store.contract import StoreError
 from tokencache.trainer.drift.command import report_drift
 

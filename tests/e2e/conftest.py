@@ -14,7 +14,7 @@ from rig.model import make_model
 from rig.server import MODEL, REPOSITORY, VllmServer, default_venv
 
 from tokencache.config import Settings
-from tokencache.proxy.server import serving
+from tokencache.serving.server import serving
 from tokencache.store.memory import MemoryStore
 
 QWEN3 = REPOSITORY.parent / "shared/tokenizers/qwen3/build.py"

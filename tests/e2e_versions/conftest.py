@@ -25,7 +25,7 @@ from rig.model import make_model  # noqa: E402
 from rig.server import MODEL, VllmServer  # noqa: E402
 
 from tokencache.config import Settings  # noqa: E402
-from tokencache.proxy.server import serving  # noqa: E402
+from tokencache.serving.server import serving  # noqa: E402
 from tokencache.store.memory import MemoryStore  # noqa: E402
 from tokencache.testing.tokenizer import build_tokenizer  # noqa: E402
 

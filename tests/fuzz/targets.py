@@ -22,9 +22,9 @@ from tokencache.dialects.sse import EventSplitter, data_of
 from tokencache.engines.chunks import as_chunks
 from tokencache.engines.reply import Reply
 from tokencache.errors import HarnessError
-from tokencache.proxy.guarding import check_path
 from tokencache.proxy.intake import check_values
 from tokencache.proxy.sessions import SessionFinder, check_name, route_of
+from tokencache.serving.guarding import check_path
 from tokencache.store.memory import MemoryStore
 
 if TYPE_CHECKING:

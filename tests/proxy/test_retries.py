@@ -12,7 +12,7 @@ from tokencache.config import Settings
 from tokencache.proxy import twins
 from tokencache.proxy.imprint import repeat_of
 from tokencache.proxy.latecomers import ONE_BY_ONE
-from tokencache.proxy.server import serving
+from tokencache.serving.server import serving
 from tokencache.store.contract import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore

@@ -10,8 +10,8 @@ import pytest
 from tests.proxy.kit import CHAT, EPISODES, HEADER, until, user
 from tests.proxy.serve import SECONDS, served
 from tokencache.config import Settings
-from tokencache.proxy.drain import Stop
-from tokencache.proxy.server import serving
+from tokencache.serving.drain import Stop
+from tokencache.serving.server import serving
 from tokencache.store.contract import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import Fault, SimulatedEngine

@@ -2,7 +2,6 @@
 
 ==============  =====================================================================================================
 `app`           routes, start and stop
-`guarding`      what comes in before it is a request that anybody reads
 `intake`        a request's body, as far as it is taken in
 `sessions`      which rollout does a request belong to?
 `relay`         everything outside a session, byte for byte
@@ -22,11 +21,12 @@
 `plan`          what exactly is sent: prefix + tail, or the engine's own rendering and why
 `prefixes`      recent prefixes at hand
 `record`        from a reply to the turns that are stored
+`habits`        whose habits are forgiven, and what a harness calls the model
+`interrupts`    a reply that its harness left, and of which it sends back what it had heard
 `experts`       files of routed experts, beside the store
 `echoes`        token ids that came back with a history, held against the record
 `budget`        the end of an episode whose budget is used up
 `latecomers`    calls that come after the session was sealed
 `ledger`        the store as calls see it: what is done when it fails
-`sse`           event streams
 ==============  =====================================================================================================
 """

@@ -32,7 +32,6 @@ from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.caller import CHAT, COMPLETIONS, Caller, Visit
 from tokencache.proxy.experts import Experts, open_shelf
-from tokencache.proxy.guarding import check_head, check_path
 from tokencache.proxy.habits import HEADER as HARNESS_HEADER
 from tokencache.proxy.habits import Aliases, Habits
 from tokencache.proxy.ledger import Ledger
@@ -42,6 +41,7 @@ from tokencache.proxy.repeats import Repeats
 from tokencache.proxy.sessions import Origin, SessionFinder, route_of
 from tokencache.proxy.twins import BEAT_SECONDS
 from tokencache.render.local import LocalRenderer
+from tokencache.serving.guarding import check_head, check_path
 from tokencache.store import open_store
 from tokencache.store.contract import Incident, SessionDeletedError, SessionSealedError, Store, StoreError, StoreFullError
 from tokencache.trainer.api import BASE, trainer_routes

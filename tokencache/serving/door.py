@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from tokencache.proxy.descriptors import PER_STREAM, streams_that_fit
 from tokencache.quiet import keep_alive
+from tokencache.serving.descriptors import PER_STREAM, streams_that_fit
 
 log = logging.getLogger(__name__)
 

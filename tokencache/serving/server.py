@@ -1,7 +1,7 @@
 """The server: the application on a socket, until told to stop.
 
 `serving` is for tests and for those who embed the proxy; `run` is what `tokencache serve` does in one process, and what each
-worker does where there are several (`proxy.workers`): it raises the limit of open files, stops on SIGTERM and SIGINT, and lets
+worker does where there are several (`serving.workers`): it raises the limit of open files, stops on SIGTERM and SIGINT, and lets
 calls that are under way finish.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable
 
 from tokencache.config import Settings
 from tokencache.proxy.app import Proxy
-from tokencache.proxy.descriptors import raise_limit
-from tokencache.proxy.door import Door, bind
-from tokencache.proxy.drain import CUT_SECONDS, Drain, Stop, patiently
-from tokencache.proxy.guarding import Runner
+from tokencache.serving.descriptors import raise_limit
+from tokencache.serving.door import Door, bind
+from tokencache.serving.drain import CUT_SECONDS, Drain, Stop, patiently
+from tokencache.serving.guarding import Runner
 from tokencache.store.contract import Store
 
 log = logging.getLogger(__name__)

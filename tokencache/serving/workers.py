@@ -1,8 +1,8 @@
 """Workers: several processes that serve one port, for a machine with more than one core.
 
 `tokencache serve --workers N` is then a supervisor that serves nothing itself. It takes the port, so that nobody else does, and starts N
-workers, each a fresh interpreter (`proxy.worker`) that listens there with a socket of its own; the kernel deals connections out. Any worker
-serves any call, because all that matters is in the store. One that dies is started again, after a pause that grows
+workers, each a fresh interpreter (`serving.worker`) that listens there with a socket of its own; the kernel deals connections out. Any
+worker serves any call, because all that matters is in the store. One that dies is started again, after a pause that grows
 with each death. Told to stop, it tells them, and waits until they have drained.
 
 A worker hears its supervisor over its standard input (its settings, then `stop`, then `now`) and says `ready` over its
@@ -29,8 +29,8 @@ from typing import Any
 from prometheus_client.multiprocess import mark_process_dead
 
 from tokencache.config import Settings
-from tokencache.proxy.door import bind
-from tokencache.proxy.drain import Stop
+from tokencache.serving.door import bind
+from tokencache.serving.drain import Stop
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class _Worker:
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
-            f"import sys; sys.path[:] = {sys.path!r}; from tokencache.proxy.worker import main; main({self._number}, {self._has_served})",
+            f"import sys; sys.path[:] = {sys.path!r}; from tokencache.serving.worker import main; main({self._number}, {self._has_served})",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._folder},

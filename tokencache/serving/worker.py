@@ -1,4 +1,4 @@
-"""One worker of several: the server in a process of its own, under a supervisor (`proxy.workers`).
+"""One worker of several: the server in a process of its own, under a supervisor (`serving.workers`).
 
 Its metrics stand in files that are named by its place, not by its process: who comes after it goes on counting where it ended.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 from prometheus_client import values
 
 if TYPE_CHECKING:
-    from tokencache.proxy.drain import Stop
+    from tokencache.serving.drain import Stop
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ def main(place: int, again: bool) -> None:
 async def _work(out: TextIO, *, again: bool) -> int:
     """Serve until told to stop; the exit code."""
     from tokencache import logs, metrics  # noqa: PLC0415
-    from tokencache.proxy.drain import Stop  # noqa: PLC0415
-    from tokencache.proxy.server import run  # noqa: PLC0415
     from tokencache.render.local import quieten  # noqa: PLC0415
+    from tokencache.serving.drain import Stop  # noqa: PLC0415
+    from tokencache.serving.server import run  # noqa: PLC0415
     from tokencache.store.contract import StoreError  # noqa: PLC0415
 
     words = asyncio.StreamReader(limit=_LONGEST)
