@@ -139,7 +139,7 @@ async def test_a_million_of_anything(target, what):
         (b'"' + rb"\"{" * MILLION, False),
         (b'"' + b"\\" * (2 * MILLION + 1), False),
         (b'"' + rb"\"" * MILLION + b"\\", False),
-        (b"{ " * (MOST_OBJECTS + 1), True),
+        (b"{  " * (MOST_OBJECTS + 1), True),
         (b'{"a":"}",' * (MOST_OBJECTS + 1), True),
         (b"[" * (MOST_VALUES + 1), True),
         (b"{ " * MOST_OBJECTS, False),

@@ -9,7 +9,8 @@ import pytest
 from tests.fuzz.kit import ASK, PATIENCE, Strict, answers, request
 from tests.proxy.kit import proxied
 from tests.proxy.raw import read_message
-from tokencache.proxy import guarding, intake
+from tokencache.proxy import intake
+from tokencache.serving import guarding
 
 
 @pytest.fixture(autouse=True)

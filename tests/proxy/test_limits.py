@@ -15,7 +15,7 @@ from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, until, user
 from tests.proxy.serve import SECONDS, served
 from tokencache.config import Settings
 from tokencache.engines import upstream
-from tokencache.proxy import door
+from tokencache.serving import door
 from tokencache.serving.descriptors import raise_limit
 from tokencache.serving.server import serving
 from tokencache.store.memory import MemoryStore

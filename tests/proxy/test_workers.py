@@ -17,7 +17,7 @@ import pytest
 from tests.proxy.kit import CHAT, HEADER, until, user
 from tests.proxy.serve import SECONDS, served
 from tokencache.config import Settings
-from tokencache.proxy import door, workers
+from tokencache.serving import door, workers
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.redis_server import RealRedis, find_binary
 
