@@ -78,6 +78,18 @@ async def test_truncated_json(rig):
     await goes_on(rig)
 
 
+async def test_half_a_body_in_another_dialect(rig):
+    """It cannot be said in that dialect's words, and must not be passed on in the engine's: an error is, in its own."""
+    rig.engine.faults.append(Fault.truncated_json())
+    body = {"model": "sim", "max_tokens": 64, "messages": [user("hello")]}
+    async with rig.http.post(rig.url + "/v1/messages", json=body, headers={HEADER: "s"}) as answer:
+        said = await answer.json()
+    assert (answer.status, said["type"], said["error"]["type"]) == (502, "error", "api_error")
+    assert "token" not in json.dumps(said)
+    info = await rig.info()
+    assert (info["complete"], [i["kind"] for i in info["incidents"]]) == (False, ["unreadable-reply", "no-token-ids"])
+
+
 @pytest.mark.parametrize("after", [0, 1, 2, 5, 20])
 @pytest.mark.parametrize("fault", [Fault.cut, Fault.close, Fault.error_event])
 async def test_a_stream_that_ends_early(rig, fault, after):

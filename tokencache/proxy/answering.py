@@ -25,6 +25,7 @@ from tokencache.store.contract import StoreError
 
 _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _ENDED = "the engine's stream ended before the reply did"
+_UNREADABLE = "the engine's reply cannot be read"
 
 
 class Answering:
@@ -74,6 +75,9 @@ class Answering:
             self._hold.engine.doubt(unsaid)
             await self._ending.record(outcome)
             raise EngineError(unsaid)
+        if outcome.reply.unreadable and self._exchange.refuse is not None:  # half a body: said in its own words, not in the engine's
+            await self._ending.record(outcome)
+            raise EngineError(_UNREADABLE)
         recites = delivery.recites(driver)
         try:
             said = delivery.recited(body) if recites else delivery.whole(body)
