@@ -204,3 +204,33 @@ async def test_a_server_that_speaks_something_else():
         with pytest.raises(StoreError):
             await store.open()
         await store.close()
+
+
+async def test_many_at_once_wait_for_their_turn_and_not_for_the_server(server):
+    """They have fewer connections than they are, and each a time limit far below what all of them take together."""
+    store = RedisStore(server.url, timeout_seconds=LIMIT)
+    await store.open()
+    asker = store._asker
+    asker.timeout, asker._line = 0.3, asyncio.Semaphore(1)
+
+    async def slow(_lost):
+        await asyncio.sleep(0.1)
+
+    async with asyncio.timeout(LIMIT):
+        await asyncio.gather(*(asker.ask("slow", slow) for _ in range(20)))
+    await store.close()
+
+
+async def test_who_stands_in_line_is_told_when_the_server_falls_silent(server, store):
+    """The first waits out its time; who waits behind it does not wait out another one."""
+    store._asker.timeout, store._asker._line = 0.3, asyncio.Semaphore(1)
+    server.pause()
+    try:
+        async with asyncio.timeout(LIMIT):
+            told = await asyncio.gather(*(store.session("s") for _ in range(200)), return_exceptions=True)
+    finally:
+        server.resume()
+    words = [str(why) for why in told]
+    assert all(isinstance(why, StoreError) for why in told)
+    assert sum("no answer within" in one for one in words) == 1
+    assert sum("not asked" in one for one in words) == 199

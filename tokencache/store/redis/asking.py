@@ -5,6 +5,9 @@ growing pauses until its time is up, so that a server that restarts, or a replic
 Its answer may be lost: then nobody knows what was done, and only what may be done twice is sent again. It may not answer at all:
 then the next operations fail at once, and one probe at a time finds out when it answers again, so that a frozen server does not
 cost every call all its time.
+
+Time begins when an operation has its turn. Thousands that come at once stand in line for the connections there are, first come, first
+served, and that they wait says nothing of the server; where it falls silent the line is told as soon as those in front are.
 """
 
 import asyncio
@@ -15,7 +18,7 @@ from typing import NoReturn, TypeVar
 from redis import exceptions
 
 from tokencache.store.contract import StoreError
-from tokencache.store.redis.connecting import Link, UnreachedError
+from tokencache.store.redis.connecting import CONNECTIONS, Link, UnreachedError
 from tokencache.store.redis.patience import Patience
 
 T = TypeVar("T")
@@ -40,7 +43,7 @@ class Asker:
     """Sends operations over a link; `probe` is a command that finds out whether anybody answers, `secrets` are kept out of errors.
 
     Attributes:
-        timeout: seconds that an operation may take, waiting and pauses included (`patience`).
+        timeout: seconds that an operation may take from its turn on, pauses included (`patience`).
     """
 
     def __init__(self, link: Link, timeout_seconds: float, probe: Sequence[bytes | str], secrets: Sequence[str] = ()) -> None:
@@ -49,6 +52,7 @@ class Asker:
         self._command = probe
         self._secrets = secrets
         self._patience = Patience()
+        self._line = asyncio.Semaphore(CONNECTIONS)
         self._answered = 0.0
         self._probe: asyncio.Task[None] | None = None
 
@@ -69,8 +73,16 @@ class Asker:
         Raises:
             StoreError: it was refused, or not answered in time.
         """
+        self._give_up_early(operation)
+        async with self._line:
+            self._give_up_early(operation)  # it may have fallen silent meanwhile
+            return await self._asked(operation, send, again)
+
+    def _give_up_early(self, operation: str) -> None:
         if self._probe is not None and not self._probe.done():
             self._fail(operation, f"not asked: it does not answer (within {self.timeout:g} s)")
+
+    async def _asked(self, operation: str, send: Callable[[bool], Awaitable[T]], again: bool) -> T:
         started, lost, why = time.monotonic(), False, ""
         try:
             async with self._patience.limit(self.timeout):
