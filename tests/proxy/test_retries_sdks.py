@@ -170,7 +170,7 @@ async def sampled_once(rig):
 
 
 async def test_openai_repeats_after_a_time_out(slow):
-    async with openai.AsyncOpenAI(base_url=f"{slow.url}/s/s/v1", api_key="none", max_retries=6, timeout=0.3) as sdk:
+    async with openai.AsyncOpenAI(base_url=f"{slow.url}/s/s/v1", api_key="none", max_retries=6, timeout=0.5) as sdk:
         reply = await sdk.chat.completions.create(model="sim", messages=[user("EPISODE:talk")])
     await sampled_once(slow)
     (turn,) = await slow.turns()
@@ -179,7 +179,7 @@ async def test_openai_repeats_after_a_time_out(slow):
 
 
 async def test_openai_repeats_responses(slow):
-    async with openai.AsyncOpenAI(base_url=f"{slow.url}/s/s/v1", api_key="none", max_retries=6, timeout=0.3) as sdk:
+    async with openai.AsyncOpenAI(base_url=f"{slow.url}/s/s/v1", api_key="none", max_retries=6, timeout=0.5) as sdk:
         first = await sdk.responses.create(model="sim", input="EPISODE:talk")
         await sampled_once(slow)
         slow.engine.token_delay = 0
@@ -190,7 +190,7 @@ async def test_openai_repeats_responses(slow):
 
 
 async def test_anthropic_repeats_after_a_time_out(slow):
-    async with anthropic.AsyncAnthropic(base_url=f"{slow.url}/s/s", api_key="none", max_retries=6, timeout=0.3) as sdk:
+    async with anthropic.AsyncAnthropic(base_url=f"{slow.url}/s/s", api_key="none", max_retries=6, timeout=0.5) as sdk:
         reply = await sdk.messages.create(model="sim", max_tokens=400, messages=[user("EPISODE:talk")])
     await sampled_once(slow)
     (turn,) = await slow.turns()
@@ -200,7 +200,7 @@ async def test_anthropic_repeats_after_a_time_out(slow):
 async def test_gemini_repeats_when_told_to(slow):
     """It says nothing of it: what is byte for byte the same, and unanswered, is the same."""
     options = types.HttpOptions(
-        base_url=f"{slow.url}/s/s", timeout=300, retry_options=types.HttpRetryOptions(attempts=8, initial_delay=0.2)
+        base_url=f"{slow.url}/s/s", timeout=400, retry_options=types.HttpRetryOptions(attempts=8, initial_delay=2.0)
     )
     async with genai.Client(api_key="none", http_options=options).aio as sdk:
         for _ in range(8):
