@@ -87,7 +87,7 @@ class _Shape:
         self.boundary = Boundary(b"", b"", b"")
         self.refused = ""
         self.proofs = 0
-        self.uses = self.since = 0
+        self.uses = 0  # since it was proven or looked at again, or refused
         self.trust = 1
 
     def __str__(self) -> str:
@@ -156,16 +156,15 @@ class Tails:
             raise
         finally:
             shape.proofs += 1
-        shape.way, shape.boundary, shape.refused, shape.uses, shape.since = way, boundary, "", 0, 0
+        shape.way, shape.boundary, shape.refused, shape.uses = way, boundary, "", 0
         log.info("tails of shape %s: %s", shape, way)
         return tail
 
     async def _again(self, ask: TailAsk, shape: _Shape) -> bytes:
         """Render a tail of a proven shape."""
         shape.uses += 1
-        shape.since += 1
-        boundary, recheck = shape.boundary, shape.since >= shape.trust * self._recheck_every
-        shape.since = 0 if recheck else shape.since  # one of many at a time
+        boundary, recheck = shape.boundary, shape.uses >= shape.trust * self._recheck_every
+        shape.uses = 0 if recheck else shape.uses  # one of many at a time
         try:
             if ask.reply.calls and not boundary.in_calls:
                 boundary = await self._boundary(ask)  # the calls stand behind the text, and these may have other names
