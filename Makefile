@@ -18,7 +18,7 @@ E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspa
 PYTEST_E2E = $(BIN)/pytest -o addopts="-q --strict-markers --strict-config"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock audit demo lint lint-deploy test e2e e2e-engine e2e-harnesses e2e-versions consumers chaos fuzz bench bench-quick bench-others clean
+.PHONY: help install lock audit demo lint lint-deploy test e2e e2e-engine e2e-harnesses e2e-versions consumers chaos fuzz bench bench-quick bench-engine bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -91,6 +91,10 @@ bench: bench-others ## what the proxy costs, beside a bare relay, nginx, LiteLLM
 
 bench-quick: bench-others ## less of it, in under two minutes
 	$(BIN)/python -m bench --quick $(ARGS)
+
+bench-engine: $(STAMP) ## what the engine gains: first tokens and prefix cache of a real vLLM on CPU, with the proxy and without: twelve minutes
+	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
+	TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) $(BIN)/python -m bench.gain $(ARGS)
 
 bench-others: $(STAMP)
 	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs

@@ -1,0 +1,45 @@
+"""A vLLM logits processor that makes the model say what the request tells it to; it runs inside vLLM's engine process.
+
+The bench decides what each reply is, down to the ids: `vllm_xargs: {"say": [ids]}`. So the same words can be said as the
+tokenizer would write them, or in ids that nobody gets back who tokenizes the text again (drift). After the last id the model
+stops. A request without `say` is left alone.
+"""
+
+from typing import Any
+
+from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality  # not installed here: only vLLM's Python imports this
+
+
+class Forced(LogitsProcessor):
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        del device, is_pin_memory
+        self.stop = vllm_config.model_config.hf_config.eos_token_id
+        self.batch: dict[int, tuple[list[int], list[int]]] = {}  # index in the batch -> what to say, what was said
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.batch.pop(index, None)
+        for index, params, _, said in batch_update.added:
+            self.batch.pop(index, None)
+            wanted = (params.extra_args or {}).get("say")
+            if wanted:
+                self.batch[index] = ([int(token) for token in wanted], said)
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self.batch.pop(source, None), self.batch.pop(target, None)
+            if moved is not None:
+                self.batch[target] = moved
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                self.batch[source] = replaced
+
+    def apply(self, logits: Any) -> Any:
+        for index, (wanted, said) in self.batch.items():
+            token = wanted[len(said)] if len(said) < len(wanted) else self.stop
+            kept = logits[index, token].item()
+            logits[index].fill_(float("-inf"))
+            logits[index, token] = kept
+        return logits

@@ -1,0 +1,178 @@
+"""`python -m bench.gain [--quick]`: what the engine gains, on a real vLLM. Writes bench/out/gain-<time>.json.
+
+Sessions are played call by call, directly and through the proxy, until their histories are 2k to 32k tokens long; at each of these
+marks the time to the first token is measured, and the engine's own books say how much of the prompt it found in its prefix cache.
+Sessions of one case are played side by side, mark by mark, with the same words, so that whatever disturbs the machine disturbs all.
+"""
+
+import argparse
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.client import Client
+from bench.gain_bodies import run_bodies
+from bench.gain_engine import CONFIG, Engine, accelerator, make_model, venv, vllm
+from bench.gain_report import show
+from bench.gain_rollout import DRIFT, SHORT, Rollout, Where, agent, chat
+from bench.machine import machine
+from bench.processes import running
+from bench.targets import TOKENCACHE
+
+HERE = Path(__file__).parent
+DIRECT, PROXY, LOCAL = "direct", "proxy", "proxy --tokenizer"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of session: played through these targets, each with the same words."""
+
+    play: str
+    drift: float
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is done. `repeats`: measured calls of each kind at a mark; `rounds`: sessions of each kind."""
+
+    marks: list[int]
+    cases: list[Case]
+    repeats: int
+    rounds: int
+    bodies: int
+
+
+PLAYS: dict[str, Callable[..., Iterator[None]]] = {"agent": agent, "chat": chat}
+FULL = Extent(
+    [2_000, 4_000, 8_000, 16_000, 32_000],
+    [
+        Case("agent", DRIFT, (DIRECT, PROXY, LOCAL)),
+        Case("agent", 0.0, (DIRECT, PROXY)),
+        Case("chat", DRIFT, (DIRECT, PROXY)),
+        Case("chat", 0.0, (DIRECT, PROXY)),
+    ],
+    repeats=3,
+    rounds=1,
+    bodies=15,
+)
+QUICK = Extent([2_000, 8_000], [Case("agent", DRIFT, (DIRECT, PROXY)), Case("agent", 0.0, (DIRECT,))], repeats=2, rounds=1, bodies=9)
+
+
+class Gain:
+    """A run: one engine, the targets before it, and what was found."""
+
+    def __init__(self, extent: Extent, engine: Engine, console: Console) -> None:
+        self.extent, self.engine, self.console = extent, engine, console
+        self.begun = time.monotonic()
+
+    def say(self, words: str) -> None:
+        self.console.print(f"[dim]{time.monotonic() - self.begun:5.0f} s[/] {words}")
+
+    def run(self) -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            wanted = {name for case in self.extent.cases for name in case.targets}
+            targets = {name: stack.enter_context(self._target(name)) for name in sorted(wanted)}
+            for where in targets.values():
+                self._warm(where)
+            found = [record for case in self.extent.cases for n in range(self.extent.rounds) for record in self._case(case, targets, n)]
+            self.say("what a body costs the API server")
+            return {"calls": found, "bodies": run_bodies(self.engine, self.extent.marks, self.extent.bodies)}
+
+    @contextlib.contextmanager
+    def _target(self, name: str) -> Iterator[Where]:
+        if name == DIRECT:
+            yield Where(name, self.engine)
+            return
+        words = ["--upstream", f"http://127.0.0.1:{self.engine.process.port}", "--store", "memory:"]
+        words += ["--tokenizer", str(self.engine.model_dir)] if name == LOCAL else []
+        with running("proxy", lambda port: [TOKENCACHE, "serve", *words, "--port", str(port)], "/readyz", seconds=120) as process:
+            yield Where(name, self.engine, process)
+
+    def _warm(self, where: Where) -> None:
+        """A short session of each kind: shapes of tails are proven once in the proxy's life, and code runs slower the first time."""
+        self.say(f"warming {where.name}")
+        for name, play in PLAYS.items():
+            for _ in play(self._rollout(where, Case(name, DRIFT, ()), "warm"), [400], 2, SHORT):
+                pass
+
+    def _rollout(self, where: Where, case: Case, which: str) -> Rollout:
+        seed = f"{case.play}-{case.drift}-{which}-{time.time_ns()}"
+        return Rollout(where, f"{where.name.replace(' --', '-')}-{seed}", f"{case}{which}", case.play == "agent", case.drift)
+
+    def _case(self, case: Case, targets: dict[str, Where], n: int) -> list[dict[str, Any]]:
+        played = {name: self._rollout(targets[name], case, str(n)) for name in case.targets}
+        steps = {name: PLAYS[case.play](rollout, self.extent.marks, self.extent.repeats) for name, rollout in played.items()}
+        for mark in self.extent.marks:
+            for name, step in steps.items():
+                self.say(f"{case.play}, {'replies drift' if case.drift else 'no drift'}, {mark:,} tokens: {name}")
+                next(step)
+        for rollout in played.values():
+            continued(rollout)
+        return [
+            {**record, "play": case.play, "drift": case.drift, "target": name, "round": n}
+            for name, rollout in played.items()
+            for record in rollout.records
+        ]
+
+
+def continued(rollout: Rollout) -> None:
+    """Check that the proxy took every call of a session for the continuation of the one before.
+
+    Raises:
+        RuntimeError: it did not, so the figures are not what they are said to be.
+    """
+    if rollout.where.proxy is None:
+        return
+    client = Client(rollout.where.port)
+    answer = client.get(f"/tokencache/v1/sessions/{rollout.name}/turns")
+    client.close()
+    kinds = [turn["match"] for turn in json.loads(answer.body)["turns"]] if answer.status == 200 else []
+    if kinds != ["root"] + ["continue"] * (len(rollout.records) - 1):
+        raise RuntimeError(f"{rollout.where.name}: a session was torn: {answer.status}, {' '.join(kinds)}")
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(prog="python -m bench.gain", description="What does the engine gain? Measured on a real vLLM.")
+    asked.add_argument("--quick", action="store_true", help="two lengths, fewer cases: under three minutes")
+    asked.add_argument("--rounds", type=int, default=1, help="sessions of each kind (default: %(default)s)")
+    asked.add_argument("--marks", default="", help="lengths of history in tokens, with commas between")
+    asked.add_argument("--config", type=Path, help="config.json of another model, to be served with random weights, on a GPU say")
+    asked.add_argument("--model-dir", type=Path, help="serve this model folder as it is, weights included; it must speak Qwen3's template")
+    asked.add_argument("--engine-args", default="", help="more words for vLLM's command line, in one string; they win over the bench's own")
+    options = asked.parse_args()
+    extent = QUICK if options.quick else FULL
+    marks = [int(mark) for mark in options.marks.split(",") if mark] or extent.marks
+    extent = Extent(**{**vars(extent), "marks": marks, "rounds": options.rounds})
+    console = Console(width=170)
+    begun = time.monotonic()
+    found: dict[str, Any] = {"machine": machine(), "gpu": accelerator(), "quick": options.quick, "extent": asdict(extent)}
+    with tempfile.TemporaryDirectory(prefix="bench-gain-") as scratch:
+        folder = options.model_dir.resolve() if options.model_dir else Path(scratch)
+        if options.model_dir is None:
+            config = json.loads(options.config.read_text()) if options.config else CONFIG
+            found["tokenizer"] = make_model(venv() / "bin/python", config, folder)
+        console.print("starting vLLM: a minute")
+        with vllm(folder, dummy=options.model_dir is None, arguments=options.engine_args) as engine:
+            client = Client(engine.process.port)
+            found |= {"vllm": json.loads(client.get("/version").body)["version"], "model": engine.model, "engine_args": options.engine_args}
+            client.close()
+            found |= Gain(extent, engine, console).run()
+    found["seconds"] = round(time.monotonic() - begun)
+    out = HERE / "out"
+    out.mkdir(exist_ok=True)
+    written = out / f"gain-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    written.write_text(json.dumps(found) + "\n")
+    show(found, console)
+    console.print(f"{found['seconds']} s; raw figures in bench/out/{written.name}; python -m bench.gain_report writes the page")
+
+
+if __name__ == "__main__":
+    main()

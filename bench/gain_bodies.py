@@ -1,0 +1,79 @@
+"""What one call costs the engine's API server, by what its body says; the prefix cache holds the whole prompt each time.
+
+`messages`: the call as a harness sends it, so the server validates every message, renders the template, tokenizes. `ids`: the same,
+and the exact ids as the proxy sends them. `ids, last messages`: the ids, and of the messages only the last reply and what follows. The
+proxy does not send that: the row says what it would save.
+"""
+
+import json
+import random
+import time
+from typing import Any
+
+from bench.client import Client
+from bench.gain_engine import MODEL, Engine
+from bench.gain_rollout import SETTLE_S, TOOL, Where, listen
+from bench.talk import text
+
+PER_MESSAGE = 150
+"""Tokens of a message: 32k tokens in some 200 messages, as agents' histories are."""
+ASKED = {"return_token_ids": True, "logprobs": True}
+"""What the proxy asks for beside."""
+
+
+def history(engine: Engine, tokens: int) -> list[dict[str, Any]]:
+    """An agent's history of about so many tokens: thinking and a call, its result, and so on."""
+    rng = random.Random(tokens)
+
+    def words(count: int) -> str:
+        return engine.tokenizer.decode(engine.tokenizer.encode(text(rng, 8 * count))[:count])
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": f"bodies {tokens}"}, {"role": "user", "content": words(PER_MESSAGE)}]
+    for n in range(tokens // (2 * PER_MESSAGE)):
+        call = {"name": "bash", "arguments": json.dumps({"command": words(PER_MESSAGE // 3)})}
+        calls = [{"id": f"call_{n}", "type": "function", "function": call}]
+        messages.append({"role": "assistant", "content": "", "reasoning": words(PER_MESSAGE // 3), "tool_calls": calls})
+        messages.append({"role": "tool", "tool_call_id": f"call_{n}", "content": words(PER_MESSAGE)})
+    return messages
+
+
+def run_bodies(engine: Engine, marks: list[int], repeats: int) -> list[dict[str, Any]]:
+    """A row for each length; each way of asking is sent in turn, so that a disturbance meets all alike."""
+    where = Where("direct", engine)
+    rows = []
+    for mark in marks:
+        messages = history(engine, mark)
+        same = {
+            "model": MODEL,
+            "tools": [TOOL],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        client = Client(engine.process.port)
+        asked = json.dumps({"model": MODEL, "messages": messages, "tools": [TOOL]}).encode()
+        ids = json.loads(client.post(asked, path="/tokenize").body)["tokens"]
+        client.close()
+        exact = {**ASKED, "kv_transfer_params": {"prompt_token_ids": ids}}
+        bodies: dict[str, dict[str, Any]] = {"messages": {"messages": messages}}
+        bodies |= {"ids": {"messages": messages, **exact}, "ids, last messages": {"messages": messages[-2:], **exact}}
+        sent = {name: json.dumps({**same, **body}).encode() for name, body in bodies.items()}
+        listen(where, sent["ids"])  # now the prompt is cached
+        seen: dict[str, list[tuple[float, float]]] = {name: [] for name in sent}
+        for _ in range(repeats):
+            for name, body in sent.items():
+                time.sleep(SETTLE_S)
+                before = where.cpu()[0]
+                heard = listen(where, body)
+                seen[name].append((heard.first * 1e3, (heard.at_first[0] - before) * 1e3))
+        kinds = {
+            name: {
+                "bytes": len(sent[name]),
+                "ttft_ms": [round(wall, 2) for wall, _ in values],
+                "api_cpu_ms": [round(cpu, 2) for _, cpu in values],
+            }
+            for name, values in seen.items()
+        }
+        rows.append({"mark": mark, "tokens": len(ids), "messages": len(messages), "bodies": kinds})
+    return rows

