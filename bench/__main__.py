@@ -19,19 +19,19 @@ BASELINE = HERE / "baseline.json"
 def main() -> None:
     asked = argparse.ArgumentParser(prog="python -m bench", description="What does the proxy cost? Everything side by side in one run.")
     asked.add_argument("--quick", action="store_true", help="fewer calls, shapes and rounds: under two minutes, noisier")
-    asked.add_argument("--parts", default=",".join(suite.PARTS), help="which, with commas between (default: %(default)s)")
+    asked.add_argument("--parts", help=f"which, with commas between: {','.join(suite.PARTS)} (default: all; with --quick all but profile)")
     asked.add_argument("--without", default="", help="targets to leave out, with commas between, such as litellm,rerender")
     asked.add_argument("--save-baseline", action="store_true", help="write bench/baseline.json, too")
     options = asked.parse_args()
-    parts = set(options.parts.split(","))
+    extent = suite.QUICK if options.quick else suite.FULL
+    parts = set(options.parts.split(",") if options.parts else extent.parts)
     if parts - set(suite.PARTS):
         asked.error(f"no such part: {', '.join(sorted(parts - set(suite.PARTS)))}")
     raise_file_limit()
     console = Console(width=170)
     begun = time.monotonic()
     found = {"machine": machine(), "quick": options.quick}
-    extent = suite.QUICK if options.quick else suite.FULL
-    found |= suite.Suite(extent, parts, set(filter(None, options.without.split(","))), console).run()
+    found |= suite.Suite(extent, parts, extent.leave_out | set(filter(None, options.without.split(","))), console).run()
     found |= {"seconds": round(time.monotonic() - begun), "figures": figures(found), "aims": aims(found)}
     report.show(found, json.loads(BASELINE.read_text()) if BASELINE.exists() else None, console)
     out = HERE / "out"

@@ -1,16 +1,20 @@
-"""What the project wants to be true of its cost, and whether a run showed it."""
+"""What the project wants to be true of its cost, and whether a run showed it.
+
+Beside a figure stands what the floor (`bench/floor.py`) makes of the same aim: nothing that does this work in Python can be better.
+"""
 
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.figures import counts, growth_beyond
+from bench.targets import FLOOR
 
 Aim = dict[str, Any]
 
 
 def aims(found: dict[str, Any]) -> list[Aim]:
-    """Each aim that this run can judge: its words, the figure, the limit, `met`."""
+    """Each aim that this run can judge: its words, the figure, the limit, `met`; `floor`: the floor's figure, where there is one."""
     parts: dict[str, Callable[[Any], Iterator[Aim]]] = {
         "cost": _cost,
         "load": _load,
@@ -23,64 +27,82 @@ def aims(found: dict[str, Any]) -> list[Aim]:
     return [aim for part, read in parts.items() if part in found for aim in read(found[part])]
 
 
-def _most(words: str, value: float, limit: float, unit: str) -> Aim:
-    return {"aim": words, "figure": round(value, 3), "limit": limit, "unit": unit, "met": value <= limit}
+def _most(words: str, value: float, limit: float, unit: str, floor: float | None = None) -> Aim:
+    found = {"aim": words, "figure": round(value, 3), "limit": limit, "unit": unit, "met": value <= limit}
+    return found if floor is None else {**found, "floor": round(floor, 3)}
 
 
-def _least(words: str, value: float, limit: float, unit: str) -> Aim:
-    return {"aim": words, "figure": round(value, 3), "limit": limit, "unit": unit, "least": True, "met": value >= limit}
+def _least(words: str, value: float, limit: float, unit: str, floor: float | None = None) -> Aim:
+    return {**_most(words, value, limit, unit, floor), "least": True, "met": value >= limit}
+
+
+def _of_one_process(values: dict[str, Any]) -> list[str]:
+    return [name for name in values if name.startswith("proxy") and " x" not in name]
+
+
+def _over(values: dict[str, float], base: str) -> dict[str, float]:
+    """Each value as a multiple of one of them; none where that one is not there."""
+    return {name: value / values[base] for name, value in values.items()} if base in values else {}
 
 
 def _cost(rows: list[dict[str, Any]]) -> Iterator[Aim]:
     for row in rows:
         seen, direct = row["targets"], row["targets"]["direct"]
-        for name in [n for n in seen if n.startswith("proxy")]:
-            ratio = seen[name]["cpu_us"] / seen["relay"]["cpu_us"]
+        ratios = _over({name: one["cpu_us"] for name, one in seen.items()}, "relay")
+        added = {q: {name: (one[f"p{q}_us"] - direct["p50_us"]) / 1000 for name, one in seen.items()} for q in (50, 99)}
+        for name in _of_one_process(ratios):
             if row["case"] == "141 KB":
-                yield _most(f"141 KB, {name}: CPU over the bare relay's", ratio, 1.6, "x")
-                yield _most(f"141 KB, {name}: added p50", (seen[name]["p50_us"] - direct["p50_us"]) / 1000, 1.0, "ms")
-                yield _most(f"141 KB, {name}: added p99", (seen[name]["p99_us"] - direct["p50_us"]) / 1000, 5.0, "ms")
+                yield _most(f"141 KB, {name}: CPU over the bare relay's", ratios[name], 1.6, "x", ratios.get(FLOOR))
+                for q, limit in ADDED.items():
+                    yield _most(f"141 KB, {name}: added p{q}", added[q][name], limit, "ms", added[q].get(FLOOR))
             elif row["case"] == "141 KB, 500 chunks":
-                yield _most(f"141 KB, 500 chunks, {name}: CPU over the bare relay's", ratio, 1.25, "x")
+                yield _most(f"141 KB, 500 chunks, {name}: CPU over the bare relay's", ratios[name], 1.25, "x", ratios.get(FLOOR))
 
+
+ADDED = {50: 1.0, 99: 5.0}
+"""Percentile and limit, ms."""
 
 SATURATED = {"141 KB": 1.6, "141 KB, 500 chunks of 10 ms": 1.25}
 
 
 def _load(rows: list[dict[str, Any]]) -> Iterator[Aim]:
     for row in rows:
+        words = f"{row['shape']}, {row['connections']} at once"
         limit = SATURATED.get(row["shape"])
         if limit and 1 < row["connections"] <= 64 and "relay" in row["targets"]:
-            cpus = {name: [run["cpu_us"] for run in runs if counts(run)] for name, runs in row["targets"].items()}
-            for name in [n for n, each in cpus.items() if n.startswith("proxy") and " x" not in n and each and cpus["relay"]]:
-                words = f"{row['shape']}, {row['connections']} at once, {name}: CPU over the bare relay's"
-                yield _most(words, statistics.median(cpus[name]) / statistics.median(cpus["relay"]), limit, "x")
+            ratios = _over(_medians(row["targets"], lambda run: run["cpu_us"]), "relay")
+            for name in _of_one_process(ratios):
+                yield _most(f"{words}, {name}: CPU over the bare relay's", ratios[name], limit, "x", ratios.get(FLOOR))
         if row["shape"] == "141 KB" and row["connections"] == 1:
             yield from _back_to_back(row["targets"])
         if row["shape"] == "141 KB" and row["connections"] > 1 and "litellm" in row["targets"]:
-            good = {name: [run["calls_per_s"] for run in runs if counts(run)] for name, runs in row["targets"].items()}
-            rates = {name: statistics.median(each) for name, each in good.items() if each}
-            for name in [n for n in rates if n.startswith("proxy") and " x" not in n and "litellm" in rates]:
-                words = f"141 KB, {row['connections']} at once, one core, {name}: calls per s over LiteLLM's"
-                yield _least(words, rates[name] / rates["litellm"], 25.0, "x")
+            ratios = _over(_medians(row["targets"], lambda run: run["calls_per_s"]), "litellm")
+            for name in _of_one_process(ratios):
+                yield _least(f"{words}, one core, {name}: calls per s over LiteLLM's", ratios[name], 25.0, "x", ratios.get(FLOOR))
+
+
+def _medians(targets: dict[str, list[dict[str, Any]]], what: Callable[[dict[str, Any]], float]) -> dict[str, float]:
+    """The median over the runs that count; targets that have none are left out."""
+    good = {name: [what(run) for run in runs if counts(run)] for name, runs in targets.items()}
+    return {name: statistics.median(values) for name, values in good.items() if values}
 
 
 def _back_to_back(targets: dict[str, list[dict[str, Any]]]) -> Iterator[Aim]:
     """Added latency where one call follows the other: caches are warm, as they are not where targets take turns."""
     direct = statistics.median(run["latency_us"][50] for run in targets["direct"])
-    for name, runs in targets.items():
-        good = [run["latency_us"] for run in runs if counts(run)]
-        if name.startswith("proxy") and " x" not in name and good:
-            for q, limit in ((50, 1.0), (99, 5.0)):
-                value = (statistics.median(walls[q] for walls in good) - direct) / 1000
-                yield _most(f"141 KB, one after the other, {name}: added p{q}", value, limit, "ms")
+    walls = {q: _medians(targets, lambda run: run["latency_us"][q]) for q in ADDED}  # noqa: B023 - called at once
+    added = {q: {name: (value - direct) / 1000 for name, value in each.items()} for q, each in walls.items()}
+    for name in _of_one_process(added[50]):
+        for q, limit in ADDED.items():
+            yield _most(f"141 KB, one after the other, {name}: added p{q}", added[q][name], limit, "ms", added[q].get(FLOOR))
 
 
 def _growth(grown: dict[str, Any]) -> Iterator[Aim]:
     marks = grown["marks"]
-    for name in [n for n in marks[0]["targets"] if n.startswith("proxy")]:
-        words = f"turn {marks[-1]['turn']} over turn {marks[0]['turn']}, {name}: CPU beyond reading the body"
-        yield _most(words, growth_beyond(marks, name, "objects"), 1.3, "x")
+    words = f"turn {marks[-1]['turn']} over turn {marks[0]['turn']}"
+    beyond = {name: growth_beyond(marks, name, "objects") for name in marks[0]["targets"] if name.startswith("proxy") or name == FLOOR}
+    for name in _of_one_process(beyond):
+        yield _most(f"{words}, {name}: CPU beyond reading the body", beyond[name], 1.3, "x", beyond.get(FLOOR))
     if grown["redis_bytes_per_token"]:
         yield _most("redis: stored bytes a token", grown["redis_bytes_per_token"], 10.0, "B")
 

@@ -103,7 +103,8 @@ def _torn(target: Target, session: str, turns: int) -> str:
 
 def _checked(target: Target, found: dict[str, Any], spec: Spec, cores: int) -> dict[str, Any]:
     """Add what follows from the books. A figure with `torn` sessions is none: a proxy that only relays is fast, too."""
-    found["torn"] = [words for session, turns in found.pop("sessions") if (words := _torn(target, session, turns))]
+    played = found.pop("sessions")
+    found["torn"] = [words for session, turns in played if (words := _torn(target, session, turns))] if target.records else []
     calls = max(1, found["calls_per_s"] * found["window_s"])
     for name in ("cpu", "engine_cpu", "store_cpu", "generator_cpu"):
         found[f"{name}_us"] = round(found[f"{name}_s"] / calls * 1e6, 1)

@@ -42,7 +42,7 @@ def run_growth(rig: Rig, sessions: int, marks: Sequence[int] = MARKS) -> dict[st
                 played.step(TAIL)
         for name in played.talks:
             rig.check(name, played.session, last - 1)
-        info = rig.turns(next(iter(played.talks)), played.session)
+        info = rig.turns(next(name for name in played.talks if rig.targets[name].records), played.session)
         tokens += info[-1]["prompt_tokens"] + info[-1]["completion_tokens"]
     kept = stored(rig) - before
     return {

@@ -14,7 +14,7 @@ from bench.cost import SLOW
 from bench.drive import drive
 from bench.load import Spec
 from bench.processes import Process
-from bench.targets import Target
+from bench.targets import FLOOR_LOCAL, Target
 
 _NONE = Spec(ports=[], sessions=False)
 
@@ -26,8 +26,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "141 KB, 500 chunks of 10 ms": {"size": 141_000, "messages": 200, "tokens": 500, "tail": 800, "chunks": 500, "pace_ms": 10, "turns": 4},
 }
 
-SLOWEST_CONNECTIONS = 64
+FEW = 64
 """LiteLLM and the rendering capture are not asked for more at once, nor for streams: their queue would be minutes long."""
+
+FAST_SECONDS = 4.0
+"""Longer than this nobody is measured who does nothing with a session: what thousands wait for the proxy they do not wait there."""
 
 MANY_STREAMS = 16_384
 MILES = {"connections": 32, "turns": 50, "once": True, "size": 1_200, "messages": 2, "tokens": 200, "tail": 800, "seconds": 30.0}
@@ -45,28 +48,42 @@ class Row:
     seconds: float
     rounds: int
 
-    def spec(self, *, slow: bool) -> Spec:
-        """What to play; `slow` targets are given three times as long, to answer enough for a figure."""
+    def spec(self, *, slow: bool = False, fast: bool = False) -> Spec:
+        """What to play; `slow` targets are given three times as long, to answer enough for a figure, `fast` ones no more than they need."""
         streamed = SHAPES[self.shape].get("chunks", 0) * SHAPES[self.shape].get("pace_ms", 0) / 1000
         queue = self.connections / 1500  # the first of thousands are answered at once, the last after all others
         warm = min(20.0, 0.3 + queue + streamed)
-        seconds = min(40.0, self.seconds * (3 if slow else 1) + 2 * queue + streamed)
+        wanted = min(FAST_SECONDS, self.seconds) if fast else self.seconds * (3 if slow else 1)
+        seconds = min(40.0, wanted + 2 * queue + streamed)
         return msgspec.structs.replace(_NONE, connections=self.connections, seconds=seconds, warm_s=warm, **SHAPES[self.shape])
 
 
 def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
-    """The targets that can carry so many at once."""
-    slow = SLOW if row.connections > SLOWEST_CONNECTIONS or "chunks" in SHAPES[row.shape] else set()
-    return {n: t for n, t in targets.items() if n not in slow and (n == "direct" or row.connections <= t.streams_possible())}
+    """The targets that can carry so many at once, and whose figures another row does not tell, too."""
+    whole, few = "chunks" not in SHAPES[row.shape], row.connections <= FEW
+
+    def says_more(name: str, target: Target) -> bool:
+        if name in SLOW:
+            return whole and few and row.shape != "1 MB"  # there too few answers come for a figure
+        if name == FLOOR_LOCAL:
+            return whole and few  # it only leaves a small call out
+        if target.workers > 1:  # one call at a time needs no second process; what two do with streams is measured with 16,384
+            return whole and row.connections > 1 and (few or row.shape == "1 KB")
+        return True
+
+    able = {name: target for name, target in targets.items() if name == "direct" or row.connections <= target.streams_possible()}
+    return {name: target for name, target in able.items() if says_more(name, target)}
 
 
 def run_load(engine: Process, targets: Mapping[str, Target], row: Row) -> dict[str, Any]:
-    """One row: each target, in rounds. A target that the limit of open files keeps out is named in `impossible`."""
+    """One row: each target, in rounds, slow ones once. A target that the limit of open files keeps out is named in `impossible`."""
     able = chosen(targets, row)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in able}
-    for _ in range(row.rounds):
+    for n in range(row.rounds):
         for name, target in able.items():
-            runs[name].append(drive(engine, target, row.spec(slow=name in SLOW), alone=target.workers == 1))
+            if n == 0 or name not in SLOW:
+                spec = row.spec(slow=name in SLOW, fast=not target.records)
+                runs[name].append(drive(engine, target, spec, alone=target.workers == 1))
     impossible = {name: t.streams_possible() for name, t in targets.items() if name != "direct" and t.streams_possible() < row.connections}
     return {"shape": row.shape, "connections": row.connections, "impossible": impossible, "targets": runs}
 

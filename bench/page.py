@@ -26,6 +26,7 @@ NAMES = {
     "Open loop: calls arrive when chance says so": "open",
     "32 sessions at once, each from nothing": "rollouts",
     "Streams in flight": "streams",
+    "Where the CPU of a call goes": "profile",
     "1 KB calls while a large rollout is fetched without a pause, ms": "exports",
 }
 

@@ -21,6 +21,8 @@ COLOURS = {
     "direct": "#8c8c8c",
     "nginx": "#b89b5e",
     "relay": "#3b76af",
+    "floor": "#6fb1d6",
+    "floor local": "#a9d3e8",
     "proxy memory": "#c8413b",
     "proxy redis": "#e08a3c",
     "proxy memory x2": "#7b2d5b",

@@ -36,7 +36,7 @@ class Process(NamedTuple):
 
     def cpu(self) -> float:
         """CPU seconds used so far, all threads of the family."""
-        return sum(map(_cpu, _family(self)))
+        return sum(map(cpu_seconds, _family(self)))
 
     def waited(self) -> float:
         """Seconds that its main threads were ready to run and had no core: what others on the machine cost it."""
@@ -76,8 +76,8 @@ def _family(process: Process) -> list[int]:
     return seen[1]
 
 
-def _cpu(pid: int) -> float:
-    """Nanoseconds from schedstat where the kernel keeps it, ticks otherwise."""
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds used so far by one process, all threads. Nanoseconds from schedstat where the kernel keeps it, ticks otherwise."""
     try:
         return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
     except (OSError, ValueError, IndexError):

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable, Mapping
 
 import aiohttp
 import uvloop
@@ -10,28 +11,53 @@ from aiohttp import web
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
 
 
-async def main(port: int, upstream: str) -> None:
+def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers that go from one connection to the other."""
+    return {k: v for k, v in headers.items() if k.lower() not in HOP_BY_HOP}
+
+
+def begun(answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """What the client is answered, as far as the engine's answer has come: its head."""
+    return web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
+
+
+def pool() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False, read_bufsize=256 * 1024) as session:
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False, read_bufsize=256 * 1024)
 
-        async def relay(request: web.Request) -> web.StreamResponse:
-            headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP_BY_HOP}
-            async with session.request(request.method, upstream + request.path_qs, headers=headers, data=await request.read()) as answer:
-                kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP_BY_HOP}
-                response = web.StreamResponse(status=answer.status, headers=kept)
-                if answer.content_length is not None:
-                    response.content_length = answer.content_length
-                await response.prepare(request)
-                async for chunk in answer.content.iter_any():
-                    await response.write(chunk)
-                await response.write_eof()
-                return response
 
-        app = web.Application(client_max_size=64 * 2**20)
-        app.router.add_route("*", "/{path:.*}", relay)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
+async def listening(port: int, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.AppRunner:
+    """A server for all paths; whoever asked for it cleans it up."""
+    app = web.Application(client_max_size=64 * 2**20)
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
+    return runner
+
+
+class Relay:
+    """Passes on whatever comes."""
+
+    def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
+        self.upstream, self.engine = upstream, engine
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        url, headers = self.upstream + request.path_qs, passed_on(request.headers)
+        async with self.engine.request(request.method, url, headers=headers, data=await request.read()) as answer:
+            response = begun(answer)
+            if answer.content_length is not None:
+                response.content_length = answer.content_length
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+
+async def main(port: int, upstream: str) -> None:
+    async with pool() as engine:
+        await listening(port, Relay(upstream, engine).handle)
         await asyncio.Event().wait()
 
 

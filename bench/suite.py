@@ -17,7 +17,8 @@ from bench.exports import run_exports
 from bench.growth import MARKS, run_growth
 from bench.loads import Row
 from bench.processes import ROOT, Process
-from bench.targets import Target
+from bench.profiled import run_profile
+from bench.targets import FLOOR, FLOOR_LOCAL, Target
 
 PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memory x2", "proxy redis x2"
 
@@ -25,14 +26,13 @@ CASES = [
     Case("1 KB", 1_000, 4, 200, tokens=16, tail=64, per_session=2),
     Case("141 KB", 141_000, 200, 240),
     Case("1 MB", 1_000_000, 400, 64),
-    Case("141 KB, 100 chunks", 141_000, 200, 32, tokens=100, chunks=100),
     Case("141 KB, 500 chunks", 141_000, 200, 24, tokens=500, chunks=500, per_session=4),
     Case("1 MB, 500 chunks", 1_000_000, 400, 12, tokens=500, chunks=500, per_session=4),
 ]
 LOADS = [
     Row("1 KB", 1, 1.5, 2),
     Row("1 KB", 64, 2.0, 3),
-    Row("1 KB", 1_024, 2.0, 2),
+    Row("1 KB", 1_024, 2.0, 1),
     Row("1 KB", 4_096, 2.0, 1),
     Row("1 KB", 16_384, 2.0, 1),
     Row("141 KB", 1, 2.0, 2),
@@ -63,27 +63,55 @@ class Extent:
     export_rounds: int
     counted_turns: int
     starts: int
+    profile_s: float
+    parts: tuple[str, ...]
+    leave_out: frozenset[str] = frozenset()
 
 
-FULL = Extent(CASES, 3, MARKS, LOADS, (0.3, 0.5, 0.7, 0.85), 5.0, 2, 50, loads.MANY_STREAMS, 12, 2000, 10.0, 4, 200, 5)
-QUICK = Extent(
-    [Case(**{**vars(case), "calls": max(8, case.calls // 6)}) for case in CASES if case.name in {"1 KB", "141 KB", "141 KB, 100 chunks"}],
-    1,
-    (10, 100),
-    [Row("1 KB", 64, 1.0, 1), Row("141 KB", 16, 1.0, 1)],
-    (0.5,),
-    2.0,
-    1,
-    10,
-    1_024,
-    6,
-    500,
-    1.0,
-    1,
-    50,
-    2,
+PARTS = ("cost", "growth", "load", "open", "rollouts", "streams", "exports", "stored", "start", "profile")
+FULL = Extent(
+    cases=CASES,
+    growth_sessions=3,
+    growth_marks=MARKS,
+    loads=LOADS,
+    open_shares=(0.3, 0.5, 0.7, 0.85),
+    open_seconds=5.0,
+    rollout_rounds=2,
+    rollout_turns=50,
+    streams=loads.MANY_STREAMS,
+    stream_chunks=12,
+    stream_pace_ms=2000,
+    stream_ramp_s=10.0,
+    export_rounds=4,
+    counted_turns=200,
+    starts=5,
+    profile_s=2.0,
+    parts=PARTS,
 )
-PARTS = ("cost", "growth", "load", "open", "rollouts", "streams", "exports", "stored", "start")
+QUICK = Extent(
+    cases=[
+        Case("1 KB", 1_000, 4, 33, tokens=16, tail=64, per_session=2),
+        Case("141 KB", 141_000, 200, 40),
+        Case("141 KB, 100 chunks", 141_000, 200, 8, tokens=100, chunks=100),
+    ],
+    growth_sessions=1,
+    growth_marks=(10, 100),
+    loads=[Row("1 KB", 64, 1.0, 1), Row("141 KB", 16, 1.0, 1)],
+    open_shares=(0.5,),
+    open_seconds=2.0,
+    rollout_rounds=1,
+    rollout_turns=10,
+    streams=1_024,
+    stream_chunks=6,
+    stream_pace_ms=500,
+    stream_ramp_s=1.0,
+    export_rounds=1,
+    counted_turns=50,
+    starts=2,
+    profile_s=1.0,
+    parts=PARTS[:-1],
+    leave_out=frozenset({FLOOR_LOCAL, TWO_REDIS}),
+)
 
 
 class Suite:
@@ -112,6 +140,8 @@ class Suite:
         wanted: dict[str, Callable[[Process], contextlib.AbstractContextManager[Target]]] = {
             "direct": targets.direct,
             "relay": targets.relay,
+            FLOOR: targets.floor,
+            FLOOR_LOCAL: lambda to: targets.floor(to, local=True),
             **targets.others(),
             PROXY: targets.proxy,
             PROXY_REDIS: lambda to: targets.proxy(to, "redis"),
@@ -126,7 +156,7 @@ class Suite:
                 try:
                     able[name] = stack.enter_context(make(engine))
                 except (FileNotFoundError, RuntimeError) as reason:
-                    if name in {"direct", "relay", PROXY}:
+                    if name in {"direct", "relay", FLOOR, PROXY}:
                         raise
                     self.found["skipped"][name] = str(reason).splitlines()[0]
                     self.say(f"[yellow]without {name}[/]: {reason}")
@@ -136,7 +166,10 @@ class Suite:
         self.found["cost"] = []
         for case in self.extent.cases:
             self.say(f"cost: {case.name}")
-            self.found["cost"].append(run_case(rig, case))
+            # The call that `floor local` leaves out is nothing beside hundreds of chunks.
+            some = Rig(engine, {name: t for name, t in rig.targets.items() if not (case.chunks and name == FLOOR_LOCAL)})
+            self.found["cost"].append(run_case(some, case))
+            some.close()
 
     def _growth(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
         self.say(f"growth: {self.extent.growth_sessions} sessions of {self.extent.growth_marks[-1]} turns")
@@ -151,14 +184,14 @@ class Suite:
     def _open(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
         self.say("open loop: 141 KB")
         first = loads.run_load(engine, {PROXY: able[PROXY]}, Row("141 KB", 16, 2.0, 1))["targets"][PROXY][0]
-        some = [able[name] for name in ("direct", "relay", PROXY, PROXY_REDIS) if name in able]
+        some = [able[name] for name in ("relay", PROXY, PROXY_REDIS) if name in able]
         shares, seconds = self.extent.open_shares, self.extent.open_seconds
         runs = loads.run_open(engine, some, first["calls_per_s"], shares, seconds)
         self.found["open"] = {"capacity": first["calls_per_s"], "cpu_us": first["cpu_us"], "runs": runs}
 
     def _rollouts(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
         self.say(f"rollouts: 32 sessions x {self.extent.rollout_turns} turns")
-        some = [target for name, target in able.items() if name != "litellm"]
+        some = [target for name, target in able.items() if name not in {"litellm", FLOOR_LOCAL}]
         self.found["rollouts"] = loads.run_rollouts(engine, some, self.extent.rollout_rounds, self.extent.rollout_turns)
 
     def _streams(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
@@ -195,3 +228,12 @@ class Suite:
             with targets.proxy(engine):
                 walls.append(round(time.monotonic() - begun, 3))
         self.found["start_s"] = walls
+
+    def _profile(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
+        self.say("profile")
+        try:
+            with targets.relay(engine) as relay, targets.floor(engine) as floor, targets.proxy(engine) as proxy:
+                self.found["profile"] = run_profile(engine, [relay, floor, proxy], self.extent.profile_s)
+        except (FileNotFoundError, RuntimeError) as reason:
+            self.found["skipped"]["profile"] = str(reason).splitlines()[0]
+            self.say(f"[yellow]without a profile[/]: {reason}")

@@ -19,6 +19,7 @@ from tokencache.config import Settings
 from tokencache.testing.redis_server import find_binary
 
 OTHERS = ROOT / ".bench-venvs"
+FLOOR, FLOOR_LOCAL = "floor", "floor local"
 TOKENCACHE = str(Path(sys.executable).parent / "tokencache")
 
 
@@ -26,13 +27,15 @@ TOKENCACHE = str(Path(sys.executable).parent / "tokencache")
 class Target:
     """Processes that do one job: `processes` answer calls, `stores` keep what they store.
 
-    `sessions`: calls carry a session, and turns can be asked for. `workers`: how many processes do the work, children included.
+    `sessions`: calls carry a session. `records`: its turns can be asked for, and are: without them a figure does not count.
+    `workers`: how many processes do the work, children included.
     """
 
     name: str
     processes: tuple[Process, ...]
     stores: tuple[Process, ...] = ()
     sessions: bool = False
+    records: bool = False
     workers: int = 1
 
     @property
@@ -65,6 +68,14 @@ def relay(engine: Process) -> Iterator[Target]:
 
 
 @contextlib.contextmanager
+def floor(engine: Process, *, local: bool = False) -> Iterator[Target]:
+    """The least that any proxy for exact tokens must do; `local`: as if it had a tokenizer that costs nothing."""
+    more = ["--local"] if local else []
+    with running("floor", lambda port: [sys.executable, "-m", "bench.floor", str(port), _url(engine), *more], "/version") as process:
+        yield Target(FLOOR_LOCAL if local else FLOOR, (process,), sessions=True)
+
+
+@contextlib.contextmanager
 def rerender(engine: Process) -> Iterator[Target]:
     with running("rerender", lambda port: [sys.executable, "-m", "bench.rerender", str(port), _url(engine)], "/version", seconds=60) as one:
         yield Target("rerender", (one,))
@@ -83,10 +94,10 @@ def proxy(engine: Process, store: str = "memory", workers: int = 1) -> Iterator[
         url = f"redis://127.0.0.1:{stores[0].port}/0" if stores else "memory:"
         if workers > 1 and stores and "workers" in Settings.model_fields:
             command = _serve(engine, url, "--workers", str(workers))
-            yield Target(name, (stack.enter_context(running("proxy", command, "/readyz")),), stores, sessions=True, workers=workers)
-            return
-        many = tuple(stack.enter_context(running("proxy", _serve(engine, url), "/readyz")) for _ in range(workers))
-        yield Target(name, many, stores, sessions=True, workers=workers)
+            many: tuple[Process, ...] = (stack.enter_context(running("proxy", command, "/readyz")),)
+        else:
+            many = tuple(stack.enter_context(running("proxy", _serve(engine, url), "/readyz")) for _ in range(workers))
+        yield Target(name, many, stores, sessions=True, records=True, workers=workers)
 
 
 @contextlib.contextmanager

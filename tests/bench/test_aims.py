@@ -5,6 +5,7 @@ import pytest
 from bench.aims import aims
 from bench.drive import limit
 from bench.figures import figures, growth_beyond, verdicts
+from bench.report import aim_rows, growth
 
 MACHINE = {"cpu": "c", "cores": 2, "python": "3"}
 
@@ -128,3 +129,47 @@ def test_added_latency_one_after_the_other_is_beside_the_direct_median():
     p50, p99 = aims({"load": [row]})
     assert (p50["figure"], p50["met"]) == (0.9, True)
     assert (p99["figure"], p99["met"]) == (6.0, False)
+
+
+def test_the_floor_stands_beside_an_aim_where_it_was_measured():
+    row = cost(700.0)
+    assert all("floor" not in aim for aim in aims({"cost": [row]}))
+    row["targets"] |= {"floor": seen(500.0, 600.0), "floor local": seen(1.0, 1.0)}
+    judged = {aim["aim"]: aim.get("floor") for aim in aims({"cost": [row]})}
+    assert judged == {
+        "141 KB, proxy memory: CPU over the bare relay's": 2.5,
+        "141 KB, proxy memory: added p50": 0.5,
+        "141 KB, proxy memory: added p99": 1.1,
+    }
+    assert [line[-1] for line in aim_rows({"aims": aims({"cost": [row]})}).rows] == ["2.5 x", "0.5 ms", "1.1 ms"]
+
+
+def test_the_floor_is_judged_under_load_as_the_proxy_is():
+    def run(cpu, rate, p50):
+        return [{"calls": 50, "torn": [], "calls_per_s": rate, "cpu_us": cpu, "latency_us": [p50] * 101}]
+
+    targets = {
+        "direct": run(0.0, 9e3, 100),
+        "relay": run(100.0, 5e3, 300),
+        "floor": run(300.0, 2e3, 1100),
+        "litellm": run(1e4, 20.0, 9e4),
+        "proxy memory": run(900.0, 600.0, 2100),
+    }
+    rows = [{"shape": "141 KB", "connections": n, "targets": targets} for n in (1, 64)]
+    p50, p99, cpu, rate = aims({"load": rows})
+    assert (p50["floor"], p99["floor"], cpu["floor"], rate["floor"]) == (1.0, 1.0, 3.0, 100.0)
+
+
+def test_growth_beyond_the_floor_is_what_remains_ours():
+    marks = [
+        {"turn": turn, "body_bytes": 1, "parse_us": {"objects": 0.0}, "targets": {"direct": seen(0.0), **costs}}
+        for turn, costs in (
+            (10, {"relay": seen(400.0), "floor": seen(600.0), "proxy memory": seen(1000.0)}),
+            (200, {"relay": seen(500.0), "floor": seen(1400.0), "proxy memory": seen(2000.0)}),
+        )
+    ]
+    (aim,) = aims({"growth": {"marks": marks, "redis_bytes_per_token": None}})
+    assert (aim["figure"], aim["floor"]) == (2.0, 2.333)
+    rows = {row[0]: row[1:] for row in growth({"marks": marks}).rows}
+    assert rows["last over first, beyond the floor"][-1] == "1.50"
+    assert rows["last over first, beyond the bare relay"][-3:] == ["", "4.50", "2.50"]

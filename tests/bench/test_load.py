@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from bench.load import Generator, Spec, summary
+from bench.loads import Row, chosen
 from bench.mock import Server, said
+from bench.targets import Target
 from bench.wire import Answer, Connection
 
 MS = 1_000_000
@@ -95,3 +97,33 @@ async def test_a_connection_hears_the_whole_answer(port):
     assert (heard.status, heard.error) == (200, "")
     assert len(heard.number) == 8
     assert said(4).json_text == b"w000w001w002"
+
+
+class Able(Target):
+    """A target without processes that may open as many files as it likes."""
+
+    def streams_possible(self):
+        return 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "connections", "left_out"),
+    [
+        ("141 KB", 64, set()),
+        ("141 KB", 1, {"proxy memory x2"}),
+        ("1 KB", 1024, {"litellm", "floor local"}),
+        ("141 KB", 1024, {"litellm", "floor local", "proxy memory x2"}),
+        ("141 KB, 500 chunks of 10 ms", 64, {"litellm", "floor local", "proxy memory x2"}),
+        ("1 MB", 16, {"litellm"}),
+    ],
+)
+def test_a_row_leaves_out_what_another_row_tells(shape, connections, left_out):
+    targets = {name: Able(name, ()) for name in ("direct", "relay", "floor", "floor local", "litellm", "proxy memory")}
+    targets["proxy memory x2"] = Able("proxy memory x2", (), workers=2)
+    assert targets.keys() - chosen(targets, Row(shape, connections, 1.0, 1)).keys() == left_out
+
+
+def test_only_who_keeps_sessions_is_given_the_long_window():
+    row = Row("141 KB", 1024, 20.0, 1)
+    assert row.spec().seconds - row.spec(fast=True).seconds == 16.0
+    assert Row("141 KB", 64, 2.5, 3).spec(fast=True) == Row("141 KB", 64, 2.5, 3).spec()

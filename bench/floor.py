@@ -1,0 +1,155 @@
+"""The floor: what any proxy for exact tokens must do before a stock vLLM, in Python on aiohttp, and nothing else.
+
+Beside what the bare relay does, no such proxy can do without these four:
+
+1. a second, small call to the engine: `/tokenize` says which ids the template puts behind the last reply (the tail);
+2. the ids of the whole history go to the engine beside the messages (`kv_transfer_params.prompt_token_ids`), and what was sampled is
+   asked for with its log probabilities;
+3. vLLM says the ids of the prompt once more in its answer: they come in, are found, and are cut out of what the client gets;
+4. what was sampled is kept for the session's next call.
+
+The floor proves nothing, compares nothing, matches nothing and records nothing. It parses no JSON: it looks for a few bytes that the
+bench and its mock engine are known to write, and what it does not find is an error. It takes for granted that each call of a session
+continues the one before, and forgets sessions when they are many. Nobody could train on it; it says how far a proxy may still come down.
+
+    python -m bench.floor PORT UPSTREAM [--local]
+
+`--local` leaves the second call out, as if a tokenizer in the proxy cost nothing: the tail is then the same made-up ids at each call.
+"""
+
+import asyncio
+import sys
+
+import aiohttp
+import uvloop
+from aiohttp import web
+from yarl import URL
+
+from bench.relay import Relay, begun, listening, passed_on, pool
+
+SESSION = "X-Tokencache-Session"
+STOP = b"151645,"
+"""`bench.mock.END`, with the comma behind it: a tail begins there."""
+
+_CHAT = "/v1/chat/completions"
+_JSON = {"Content-Type": "application/json"}
+_LAST, _LAST_END = b'{"role":', b'],"model"'
+_ASK = b'{"model":"mock","messages":[{"role":"assistant","content":"x"},%s],"add_generation_prompt":true}'
+_WANTED = b',"return_token_ids":true,"logprobs":true'
+_SUPPLIED = b',"kv_transfer_params":{"prompt_token_ids":['
+_ECHO = b'"prompt_token_ids":['
+_SAMPLED = b'"token_ids":['  # not in `_ECHO`: there no quote stands before these words
+_NO_ECHO = "the engine did not say which prompt it used"
+_MADE_UP = b"100001," * 215 + b"100001"
+_MOST = 512 * 2**20
+"""Bytes of ids that are kept."""
+
+
+class Sessions:
+    """The ids of each session's history so far: pieces of JSON that are joined when they are sent, and not before."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[bytes]] = {}
+        self._sizes: dict[str, int] = {}
+        self._total = 0
+
+    def take(self, session: str) -> list[bytes]:
+        """The pieces of a session, which is then nobody's until `keep`; none if it is not known."""
+        self._total -= self._sizes.pop(session, 0)
+        return self._pieces.pop(session, [])
+
+    def keep(self, session: str, pieces: list[bytes]) -> None:
+        self.take(session)  # two calls at once: the later one counts
+        self._pieces[session], self._sizes[session] = pieces, sum(map(len, pieces))
+        self._total += self._sizes[session]
+        while self._total > _MOST:
+            self.take(next(iter(self._pieces)))
+
+
+class Floor:
+    def __init__(self, upstream: str, engine: aiohttp.ClientSession, *, local: bool) -> None:
+        self.engine, self.local = engine, local
+        self.chat, self.tokenize = URL(upstream + _CHAT), URL(upstream + "/tokenize")
+        self.relay = Relay(upstream, engine)
+        self.sessions = Sessions()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        session = request.headers.get(SESSION)
+        if session is None:
+            return await self.relay.handle(request)
+        body = await request.read()
+        pieces = self.sessions.take(session)
+        sent = [memoryview(body)[:-1], _WANTED]
+        if pieces:
+            pieces += (b",", await self.tail(body))
+            sent += (_SUPPLIED, *pieces, b"]}")
+        async with self.engine.post(self.chat, headers=passed_on(request.headers), data=b"".join((*sent, b"}"))) as answer:
+            if answer.content_length is None:
+                response, said = await self.stream(request, answer, pieces)
+            else:
+                response, said = self.whole(answer, await answer.read(), pieces)
+        self.sessions.keep(session, [*pieces, _sampled(said)])
+        return response
+
+    async def tail(self, body: bytes) -> bytes:
+        """The ids behind the last reply: a stand-in for the reply, and the last message, are rendered by the engine."""
+        if self.local:
+            return _MADE_UP
+        end = body.rindex(_LAST_END)
+        async with self.engine.post(self.tokenize, headers=_JSON, data=_ASK % body[body.rindex(_LAST, 0, end) : end]) as answer:
+            said = await answer.read()
+        at = said.index(STOP) + len(STOP)
+        return said[at : said.index(b"]", at)]
+
+    def whole(self, answer: aiohttp.ClientResponse, said: bytes, pieces: list[bytes]) -> tuple[web.Response, bytes]:
+        at, end = _echo(said)
+        if not end:
+            raise ValueError(_NO_ECHO)
+        if not pieces:
+            pieces.append(said[at:end])
+        brief = said[:at] + said[end:]
+        return web.Response(status=answer.status, headers=passed_on(answer.headers), body=brief), brief
+
+    async def stream(self, request: web.Request, answer: aiohttp.ClientResponse, pieces: list[bytes]) -> tuple[web.StreamResponse, bytes]:
+        response = begun(answer)
+        await response.prepare(request)
+        first, said, end = bytearray(), [], 0
+        async for chunk in answer.content.iter_any():
+            if end:
+                said.append(chunk)
+                await response.write(chunk)
+                continue
+            first += chunk
+            at, end = _echo(first)
+            if end:
+                if not pieces:
+                    pieces.append(bytes(first[at:end]))
+                del first[at:end]
+                said.append(bytes(first))
+                await response.write(said[0])
+        if not end:
+            raise ValueError(_NO_ECHO)
+        await response.write_eof()
+        return response, b"".join(said)
+
+
+def _echo(said: bytes | bytearray) -> tuple[int, int]:
+    """Where the ids of the prompt stand; (0, 0) if they have not come whole. Finding their end takes as long as comparing them would."""
+    at = said.find(_ECHO) + len(_ECHO)
+    end = said.find(b"]", at) if at >= len(_ECHO) else -1
+    return (at, end) if end > 0 else (0, 0)
+
+
+def _sampled(said: bytes) -> bytes:
+    """The sampled ids of a reply, whole or in events, with a comma before each."""
+    return b"".join([b"," + part[: part.index(b"]")] for part in said.split(_SAMPLED)[1:]])
+
+
+async def main(port: int, upstream: str, *, local: bool) -> None:
+    async with pool() as engine:
+        await listening(port, Floor(upstream, engine, local=local).handle)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(int(sys.argv[1]), sys.argv[2], local="--local" in sys.argv))

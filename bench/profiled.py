@@ -1,0 +1,143 @@
+"""Where the CPU of a call goes: py-spy samples a target on one busy core, and each sample is put into a room.
+
+A sample is the Python stack at one moment; it counts once, for the innermost frame that has a room. What C code does (the HTTP parser,
+JSON, the kernel's part of a write) counts for the Python frame that called it. Which room a file belongs to says a table of path
+prefixes, the longest that fits; a file that serves several rooms has none, and counts for who called it.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.drive import drive
+from bench.loads import Row
+from bench.processes import Process
+from bench.targets import OTHERS, Target
+
+LOOP, SERVER, CLIENT = "kernel, event loop", "aiohttp server", "aiohttp client, both calls"
+READING, PLANNING, TAIL = "reading the request", "matching, planning", "the tail"
+SENDING, REPLY, RECORDING, REST = "writing to the engine", "the reply", "recording", "the rest"
+NAMES = (LOOP, SERVER, CLIENT, READING, PLANNING, TAIL, SENDING, REPLY, RECORDING, REST)
+
+CALLER = ""
+"""No room: what runs there counts for who called it."""
+
+ROOMS: Mapping[str, str] = {
+    "asyncio/": LOOP,
+    "uvloop/": LOOP,
+    "aiohttp/web": SERVER,
+    "aiohttp/client": CLIENT,
+    "aiohttp/connector": CLIENT,
+    "tokencache/": REST,
+    "tokencache/dialects/": READING,
+    "tokencache/core/": PLANNING,
+    "tokencache/core/ids.py": CALLER,
+    "tokencache/core/context.py": RECORDING,
+    "tokencache/core/turn.py": RECORDING,
+    "tokencache/proxy/plan.py": PLANNING,
+    "tokencache/dialects/chat/rendering.py": TAIL,
+    "tokencache/render/": TAIL,
+    "tokencache/engines/": SENDING,
+    "tokencache/proxy/sending.py": SENDING,
+    "tokencache/proxy/prefixes.py": SENDING,
+    "tokencache/engines/reply.py": REPLY,
+    "tokencache/engines/chunks.py": REPLY,
+    "tokencache/dialects/chat/reply.py": REPLY,
+    "tokencache/dialects/presenter.py": REPLY,
+    "tokencache/dialects/routing.py": REPLY,
+    "tokencache/dialects/heard.py": REPLY,
+    "tokencache/proxy/answering.py": REPLY,
+    "tokencache/proxy/delivery.py": REPLY,
+    "tokencache/proxy/record.py": RECORDING,
+    "tokencache/proxy/ending.py": RECORDING,
+    "tokencache/proxy/ledger.py": RECORDING,
+    "tokencache/store/": RECORDING,
+    "bench/": REST,
+}
+_PREFIXES = sorted(ROOMS, key=len, reverse=True)
+
+SHAPES = ("1 KB", "141 KB")
+AT_ONCE = 64
+RATE = 500
+"""Samples a second."""
+
+
+def binary() -> str | None:
+    """Where py-spy is: beside this Python, where `make bench-others` puts it, or on `PATH`."""
+    for place in (Path(sys.executable).parent / "py-spy", OTHERS / "py-spy" / "bin" / "py-spy"):
+        if os.access(place, os.X_OK):
+            return str(place)
+    return shutil.which("py-spy")
+
+
+def room(files: Sequence[str]) -> str:
+    """The room of a sample: `files` of its frames, outermost first."""
+    for file in reversed(files):
+        found = next((ROOMS[prefix] for prefix in _PREFIXES if file.startswith(prefix)), CALLER)
+        if found:
+            return found
+    return REST
+
+
+def shares(stacks: Iterable[str]) -> dict[str, float]:
+    """From py-spy's raw lines (`frame (file:line);frame (file:line) count`) to the share of each room.
+
+    Raises:
+        RuntimeError: there are no samples.
+    """
+    counted: Counter[str] = Counter()
+    for line in stacks:
+        stack, _, count = line.rstrip().rpartition(" ")
+        files = [frame.rpartition(" (")[2].rstrip(")").rpartition(":")[0] for frame in stack.split(";")]
+        counted[room(files)] += int(count)
+    total = counted.total()
+    if not total:
+        raise RuntimeError("py-spy saw nothing")
+    return {name: counted[name] / total for name in NAMES}
+
+
+def sampled(process: Process, work: Callable[[], object]) -> dict[str, float]:
+    """The share of each room in what a process does while something else works it.
+
+    Raises:
+        RuntimeError: py-spy may not look at the process.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-profile-") as folder:
+        raw, log = Path(folder, "stacks"), Path(folder, "log")
+        command = [str(binary()), "record", "--rate", str(RATE), "--duration", "600", "--format", "raw", "--output", str(raw)]
+        with log.open("wb") as said, subprocess.Popen([*command, "--pid", str(process.pid)], stdout=said, stderr=said) as spy:
+            try:
+                work()
+            finally:
+                spy.send_signal(signal.SIGINT)  # then it writes what it saw
+                spy.wait(60)
+        if not raw.exists():
+            raise RuntimeError(f"py-spy: {(log.read_text().strip().splitlines() or ['it wrote nothing'])[-1]}")
+        return shares(raw.read_text().splitlines())
+
+
+def run_profile(engine: Process, targets: Sequence[Target], seconds: float) -> list[dict[str, Any]]:
+    """For each shape and target the CPU of a call, and each room's share.
+
+    Raises:
+        FileNotFoundError: there is no py-spy.
+        RuntimeError: py-spy may not look at a target.
+    """
+    if binary() is None:
+        raise FileNotFoundError("py-spy is not installed: make bench-others")
+    found = []
+    for shape in SHAPES:
+        spec = Row(shape, AT_ONCE, seconds, 1).spec(slow=False)
+        for target in targets:
+            cpu = drive(engine, target, spec)["cpu_us"]  # not while it is sampled: that slows it
+            rooms = sampled(target.processes[0], lambda: drive(engine, target, spec))  # noqa: B023 - called at once
+            spent = {name: round(cpu * share, 1) for name, share in rooms.items()}
+            found.append({"shape": shape, "target": target.name, "cpu_us": cpu, "rooms_us": spent})
+    return found
