@@ -5,6 +5,7 @@ others read, as `prometheus_client` does it where the environment names a direct
 Counters are summed up, those of workers that died included; what is now, of those that live.
 """
 
+import functools
 import os
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -17,6 +18,7 @@ REGISTRY = CollectorRegistry()
 CALLS = Counter("tokencache_calls", "Model calls within sessions, by how they ended.", ["dialect", "outcome"], registry=REGISTRY)
 TURNS = Counter("tokencache_turns", "Recorded turns, by how their prompt came about.", ["match", "reason"], registry=REGISTRY)
 TOKENS = Counter("tokencache_tokens", "Tokens of recorded turns.", ["part"], registry=REGISTRY)
+PROMPT_TOKENS, COMPLETION_TOKENS = TOKENS.labels("prompt"), TOKENS.labels("completion")
 FORGIVEN = Counter("tokencache_forgiven", "Canonicalisation rules that were needed to recognise a reply.", ["rule"], registry=REGISTRY)
 REPLACED = Counter("tokencache_sampling_replaced", "Sampling parameters of a harness that a policy replaced.", ["name"], registry=REGISTRY)
 INCIDENTS = Counter("tokencache_incidents", "Incidents noted on sessions.", ["kind"], registry=REGISTRY)
@@ -35,6 +37,7 @@ OVERHEAD = Histogram(
     buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0),
     registry=REGISTRY,
 )
+BEFORE, AFTER = OVERHEAD.labels("before"), OVERHEAD.labels("after")
 ENGINE_LEVEL = Gauge(  # of several workers the one that found least: what it sends there is not exact
     "tokencache_engine_exact",
     "1 where the engine takes exact ids, else 0.",
@@ -53,6 +56,12 @@ ENGINE_CALLS = Counter("tokencache_engine_calls", "Model calls within sessions t
 REPEATS = Counter("tokencache_repeats", "Calls that asked for what had been asked before, by what came of it.", ["how"], registry=REGISTRY)
 HELD = Counter("tokencache_held", "Times that a call within a session was held because no engine took it.", ["why"], registry=REGISTRY)
 WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers that were started because one had died.", registry=REGISTRY)
+
+
+@functools.cache
+def counter(family: Counter, *labels: str) -> Counter:
+    """The one counter of a family that has these labels: to look it up by `labels` costs several times what counting does."""
+    return family.labels(*labels)
 
 
 def shown() -> bytes:

@@ -36,9 +36,19 @@ def test_head_and_tail(values, n):
 
 @MANY
 @given(st.lists(tokens, max_size=4))
-def test_fragments_join(lists):
-    joined = ids.join_fragments(ids.fragment(ids.pack(values)) for values in lists)
-    assert json.loads(b"[" + joined + b"]") == [value for values in lists for value in values]
+def test_fragments_grow_in_pieces(lists):
+    pieces = ()
+    for values in lists:
+        pieces = ids.extended(pieces, ids.pack(values))
+    assert json.loads(b"[" + b"".join(pieces) + b"]") == [value for values in lists for value in values]
+
+
+def test_pieces_of_a_fragment_do_not_grow_in_number():
+    pieces = ()
+    for value in range(1000):
+        pieces = ids.extended(pieces, ids.pack([value]))
+    assert json.loads(b"[" + b"".join(pieces) + b"]") == list(range(1000))
+    assert len(pieces) < 100
 
 
 @MANY

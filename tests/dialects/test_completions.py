@@ -14,7 +14,8 @@ from tokencache.core import ids
 from tokencache.dialects import completions
 from tokencache.dialects.completions import CompletionPresenter
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
-from tokencache.engines.reply import Reply, read_ids
+from tokencache.engines.echoed import read_ids
+from tokencache.engines.reply import Reply
 from tokencache.errors import HarnessError
 from tokencache.testing import SimulatedEngine
 
@@ -175,7 +176,7 @@ def test_each_choice_is_collected_with_its_own_prompt(bodies):
     assert (second.ids, second.logprobs, second.finish_reason) == ([7, 9], [-2.0, -0.125], "length")
     assert first.message(with_reasoning=True).content == "Hé"
     assert second.message(with_reasoning=True).content == "Now"
-    assert read_ids(reply.choices[0].prompt) == read_ids(reply.prompt) == ids.pack([1, 2])
+    assert read_ids(reply.choices[0].prompt) == read_ids(reply.prompt.raw) == ids.pack([1, 2])
     assert read_ids(reply.choices[1].prompt) == ids.pack([3])
 
 

@@ -5,15 +5,17 @@ import re
 import msgspec
 import pytest
 
+from tokencache.core import ids
 from tokencache.dialects.sse import EventSplitter
-from tokencache.engines.reply import Reply, read_ids
+from tokencache.engines.echoed import read_ids, spelled
+from tokencache.engines.reply import Reply
 
-SENT = b"1,22,333"
+SENT = (b"1,2", b"2", b",333")
 
 
-def reply_to(sent: bytes) -> Reply:
+def reply_to(sent: tuple[bytes, ...]) -> Reply:
     reply = Reply()
-    reply.sent = sent
+    reply.prompt.sent = sent
     return reply
 
 
@@ -29,7 +31,8 @@ def test_the_echo_of_what_was_sent_is_cut_out_and_known(data):
     reply = reply_to(SENT)
     brief = reply.take(data)
     assert brief == data.replace(b"[1,22,333]", b'"="')
-    assert reply.prompt == b"[1,22,333]"
+    assert reply.prompt.agreed
+    assert (reply.prompt.raw, reply.prompt.tokens) == (b"[1,22,333]", 3)
     assert reply.unreadable == 0
 
 
@@ -38,7 +41,8 @@ def test_another_echo_is_read_as_it_is(echo):
     reply = reply_to(SENT)
     data = b'{"choices":[],"prompt_token_ids":' + echo + b"}"
     assert reply.take(data) == data
-    assert reply.prompt == (b"" if echo == b"null" else echo)
+    assert not reply.prompt.agreed
+    assert reply.prompt.raw == (b"" if echo == b"null" else echo)
 
 
 @pytest.mark.parametrize(
@@ -52,20 +56,20 @@ def test_another_echo_is_read_as_it_is(echo):
 def test_the_same_ids_elsewhere_are_left_alone(data):
     reply = reply_to(SENT)
     assert reply.take(data) == data
-    assert reply.prompt == (b"[7]" if b"[7]" in data else b"")
+    assert reply.prompt.raw == (b"[7]" if b"[7]" in data else b"")
 
 
 def test_an_engine_cannot_claim_the_echo():
     reply = reply_to(SENT)
     reply.take(b'{"choices":[],"prompt_token_ids":"="}')
-    assert reply.prompt == b'"="'
-    assert read_ids(reply.prompt) is None
+    assert reply.prompt.raw == b'"="'
+    assert read_ids(reply.prompt.raw) is None
 
 
 def test_ids_that_were_not_sent_are_read():
     reply = Reply()
     reply.take(b'{"choices":[],"prompt_token_ids":[1,22,333]}')
-    assert reply.prompt == b"[1,22,333]"
+    assert reply.prompt.raw == b"[1,22,333]"
 
 
 def test_a_truncated_echo_is_unreadable():
@@ -73,7 +77,14 @@ def test_a_truncated_echo_is_unreadable():
     data = b'{"choices":[],"prompt_token_ids":[1,22,333],"prom'
     assert reply.take(data) == data
     assert reply.unreadable == 1
-    assert reply.prompt == b""
+    assert reply.prompt.raw == b""
+
+
+@pytest.mark.parametrize("echo", [b"[]", b"[7]", b"[1,22,333]", b"[1, 22, 333]", b"[ 1,22]", b"[1,\n22]", b"[-0,1]"])
+def test_the_engines_digits_are_sent_again_only_if_they_are_ours(echo):
+    packed = read_ids(echo)
+    assert packed is not None
+    assert b"".join(spelled(echo, packed)) == ids.fragment(packed)
 
 
 STREAM = b'data: {"a":1}\n\ndata: {"b":"x y"}\n\n: comment\n\ndata: [DONE]\n\n'
@@ -102,4 +113,4 @@ def test_replies_read_briefly_and_at_length_say_the_same():
     brief, long = reply_to(SENT), Reply()
     brief.take(data)
     long.take(data)
-    assert (brief.prompt, brief.choices[0].ids, brief.finished) == (long.prompt, long.choices[0].ids, long.finished)
+    assert (brief.prompt.raw, brief.choices[0].ids, brief.finished) == (long.prompt.raw, long.choices[0].ids, long.finished)

@@ -81,7 +81,7 @@ def chat(data: bytes) -> None:
     except HarnessError:
         return
     again = read_chat(data, bodies, "s")
-    assert (again.chain, again.plain, again.raw_messages) == (call.chain, call.plain, call.raw_messages)
+    assert (again.chain, again.plain, list(again.raw_messages)) == (call.chain, call.plain, list(call.raw_messages))
     try:
         call.safe_messages()
         assert isinstance(call.sampling, dict)

@@ -36,7 +36,7 @@ def replies(messages):
 
 
 def turn_of(reply, n, **more):
-    prompt, choice = ids.pack(json.loads(reply.prompt)), reply.choices[0]
+    prompt, choice = ids.pack(json.loads(reply.prompt.raw)), reply.choices[0]
     completion = ids.pack(choice.ids)
     turn = Turn(
         id=f"t{n}",
@@ -54,7 +54,7 @@ def turn_of(reply, n, **more):
 def test_the_ids_are_read_from_the_messages(messages):
     for place, reply in replies(messages):
         choice, message = reply.choices[0], messages[place]
-        assert json.loads(reply.prompt) == message["prompt_token_ids"]
+        assert json.loads(reply.prompt.raw) == message["prompt_token_ids"]
         assert (choice.ids, choice.logprobs) == (message["generation_token_ids"], message["generation_log_probs"])
         assert choice.message(with_reasoning=True).content == message["content"]
 
@@ -63,9 +63,9 @@ def test_the_second_call_breaks_the_line_and_it_is_seen(messages):
     """Its prompt was rendered afresh: what the model had thought is missing, from the second sampled token on."""
     (_, first), (_, second) = replies(messages)
     one, two = turn_of(first, 0, match="root"), turn_of(second, 1, match="continue", parent="t0")
-    seen = json.loads(first.prompt) + first.choices[0].ids
-    prompt = json.loads(second.prompt)
-    assert ids.common_head(ids.pack(seen), ids.pack(prompt)) == len(json.loads(first.prompt)) + 1
+    seen = json.loads(first.prompt.raw) + first.choices[0].ids
+    prompt = json.loads(second.prompt.raw)
+    assert ids.common_head(ids.pack(seen), ids.pack(prompt)) == len(json.loads(first.prompt.raw)) + 1
     (found,) = invariants.extension([one[0], two[0]], {"t0": one[1], "t1": two[1]})
     assert "t1" in found
     mended = [*seen, *prompt[len(seen) :]]
@@ -94,4 +94,4 @@ def bare(message):
 
 def read_digest(message):
     call = read_chat(json.dumps({"model": "m", "messages": [message]}).encode(), Bodies())
-    return call.read[0].digest
+    return call.conversation.digests[0]

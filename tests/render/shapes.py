@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tokencache.core.chain import converse
 from tokencache.dialects.chat.messages import read_message
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.render.tails import TailAsk
+from tokencache.render.shapes import TailAsk
 
 TOOLS = [
     {
@@ -105,4 +106,4 @@ def ask(messages: Sequence[dict[str, Any]], at: int, until: int, *, tools: bool,
     read = [read_message(message) for message in messages]
     offered = msgspec.Raw(msgspec.json.encode(TOOLS)) if tools else None
     args = RenderArgs(b"%d" % tools + msgspec.json.encode(kwargs or {}), b"", {}, {}, kwargs or {}, offered)
-    return TailAsk("m", args, read[:at], raw[:at], read[at:until], raw[at:until])
+    return TailAsk("m", args, converse(b"m", read), raw, at, until)

@@ -120,7 +120,7 @@ async def test_every_template_is_rendered_as_vllm_does(kind, tmp_path):
     for name, shape in SHAPES.items():
         whole = ask(shape.messages, len(shape.history), len(shape.messages), tools=True)
         for args in (whole.args, msgspec.structs.replace(whole.args, tools=None)):
-            messages = [*whole.raw_history, *whole.raw_new]
+            messages = list(whole.raw)
             try:
                 right = await lab.render("m", messages, args, generation=True)
             except TemplateRefusedError:
@@ -220,7 +220,7 @@ async def test_words_that_differ_are_found_by_the_recheck(rig, folder, caplog):
     other = await tried(LocalRenderer(folder(OTHER_WORD)), rig.truth, "sim")
     tails, plain = rig.tails(other, recheck_every=2), rig.tails()
     one = asked_of("call → result")
-    two = msgspec.structs.replace(one, raw_new=[one.raw_new[0].replace(b"total", b"xyzzy")])
+    two = msgspec.structs.replace(one, raw=[*one.raw[: one.at], one.raw_new[0].replace(b"total", b"xyzzy")])
     await tails.tail(one)
     assert await rig.asked(tails.tail(one)) == (await plain.tail(one), 0)
     with pytest.raises(TailRefusedError, match="tail-not-proven"):
@@ -236,7 +236,7 @@ async def test_what_is_declined_is_rendered_by_the_engine(rig, local):
     tails, plain = rig.tails(local, recheck_every=3), rig.tails()
     usual = asked_of("parts → parts")
     part = b'[{"type":"text","text":"And","x":1}]'
-    unusual = msgspec.structs.replace(usual, raw_new=[b'{"role":"user","content":' + part + b"}"])
+    unusual = msgspec.structs.replace(usual, raw=[*usual.raw[: usual.at], b'{"role":"user","content":' + part + b"}"])
     with pytest.raises(DeclinedError):
         await local.render("sim", unusual.raw_new, PLAIN, generation=True)
     await tails.tail(usual)

@@ -24,7 +24,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
     `chain` has one entry more than `messages`: `chain[i]` covers `messages[:i]`. `digests[i]` is that of `messages[i]`
     alone. `voice` names what a reply is sampled under whatever its context: the model and the template's arguments. `salt` is for
-    keys of what is said nowhere in it: handles.
+    keys of what is said nowhere in it: handles. `debuts` is where each role speaks first.
     """
 
     messages: tuple[Message, ...]
@@ -32,6 +32,7 @@ class Conversation(msgspec.Struct, frozen=True):
     chain: tuple[bytes, ...]
     voice: bytes = b""
     salt: bytes = b""
+    debuts: dict[str, int] = {}
 
     def replies(self) -> Iterator[int]:
         """The places of the assistant's messages, the last one first; rarely more than the first is asked for."""
@@ -54,11 +55,12 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
     """Chain further messages, with their digests, to a conversation: work for the new ones only."""
     chain = list(known.chain)
     calls = next((m.calls for m in reversed(known.messages) if m.role == "assistant"), ())
+    debuts = {message.role: place for place, message in reversed([*enumerate(messages, len(known.messages))])} | known.debuts
     for message, own in zip(messages, digests, strict=True):
         if message.role == "assistant":
             calls = message.calls
         chain.append(link(chain[-1], message, own, calls))
-    return Conversation((*known.messages, *messages), (*known.digests, *digests), tuple(chain), known.voice, known.salt)
+    return Conversation((*known.messages, *messages), (*known.digests, *digests), tuple(chain), known.voice, known.salt, debuts)
 
 
 def keyed(secret: bytes, data: bytes) -> bytes:

@@ -5,8 +5,9 @@ bytes it is one `memcpy`. So ids travel through the project in two shapes, and a
 look at single tokens:
 
 - *packed*: 4 bytes per token, int32, little endian. This is what is stored, compared, sliced and joined.
-- *fragment*: the inside of a JSON array, `b"1,2,3"`, without brackets. This is what is sent to an engine: the
-  fragments of a prefix and of a tail join with a comma.
+- *fragment*: the inside of a JSON array, `b"1,2,3"`, without brackets. This is what is sent to an engine. That of a long
+  history is held in *pieces*: put one behind the other they are the fragment, so all but the first begin with a comma. What a
+  turn adds is a piece more, and the hundreds of kilobytes before it are copied nowhere but onto the wire.
 
 Log probabilities are packed too: float32 where that loses nothing (vLLM's are float32 values), float64 otherwise, so
 that what is exported is to the last bit what the engine reported.
@@ -19,6 +20,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 ID_BYTES = 4
+Pieces = tuple[bytes, ...]
+_MANY = 32
+"""Pieces that are put together before there are more: each turn adds two."""
 _JSON = msgspec.json.Encoder()
 
 
@@ -64,9 +68,13 @@ def fragment(packed: bytes) -> bytes:
     return _JSON.encode(unpack(packed))[1:-1]
 
 
-def join_fragments(fragments: Iterable[bytes]) -> bytes:
-    """Join fragments into one; empty ones vanish."""
-    return b",".join(f for f in fragments if f)
+def extended(pieces: Pieces, packed: bytes) -> Pieces:
+    """Put packed ids behind a fragment in pieces; `()` is that of no ids."""
+    if not packed:
+        return pieces
+    if not pieces:
+        return (fragment(packed),)
+    return (*(pieces if len(pieces) < _MANY else (b"".join(pieces),)), b"," + fragment(packed))
 
 
 def find(haystack: bytes, needle: bytes) -> int:

@@ -57,7 +57,6 @@ class CompletionCall(msgspec.Struct, frozen=True):
         return ChatCall(
             fields=self.fields,
             raw_messages=[],
-            read=[],
             conversation=None,
             args=render_args({}, None),
             model=self.model,

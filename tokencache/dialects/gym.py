@@ -16,7 +16,7 @@ Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `_va
 NVIDIA-NeMo/Gym #1554 (who makes them, who may not).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -30,7 +30,8 @@ PROMPT, GENERATION, LOG_PROBS = "prompt_token_ids", "generation_token_ids", "gen
 PREFIX = "required_prefix_token_ids"
 """A request's own prefix (NVIDIA-NeMo/Gym #1545): within a session the proxy says the exact ids."""
 
-_TAKEN = (PROMPT, GENERATION, LOG_PROBS, "routed_experts")
+TAKEN = frozenset({PROMPT, GENERATION, LOG_PROBS, "routed_experts"})
+"""The members that are taken out of what comes back."""
 _MARK = b'_token_ids"'
 """In the names of both members with ids. No string in JSON can spell it: its quote would be escaped."""
 _BLANK = b" \t\r\n"
@@ -73,7 +74,7 @@ def take_out(raw: bytes) -> tuple[bytes, Echo | None]:
         fields = fields_of(raw)
     except HarnessError:  # no message at all: for who reads it to say
         return raw, None
-    taken = {name: bytes(fields.pop(name)) for name in _TAKEN if name in fields}
+    taken = {name: bytes(fields.pop(name)) for name in TAKEN if name in fields}
     if not taken:
         return raw, None  # they stand deeper: in arguments, or in what a tool said
     told = any(taken.get(name, _NULL) != _NULL for name in (PROMPT, GENERATION))
@@ -81,17 +82,21 @@ def take_out(raw: bytes) -> tuple[bytes, Echo | None]:
     return _ENCODER.encode(fields), echo
 
 
-def take_all(entries: list[bytes], start: int) -> tuple[list[bytes], dict[int, Echo]]:
-    """Take token ids out of the entries from `start` on; all entries, and what came back by place."""
-    found = [place for place in range(start, len(entries)) if _MARK in entries[place]]
-    if not found:
-        return entries, {}
-    bare, echoes = list(entries), {}
-    for place in found:
-        bare[place], echo = take_out(entries[place])
+def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dict[int, Echo]]:
+    """Take token ids out of the entries from `start` on.
+
+    Returns:
+        All entries, the very ones where there was nothing to take out; and what came back, by place.
+    """
+    bare, echoes = list[bytes](), dict[int, Echo]()
+    for place, entry in enumerate(entries[start:], start):
+        left, echo = take_out(entry)
+        if left is not entry:
+            bare = bare or list(entries)
+            bare[place] = left
         if echo is not None:
             echoes[place] = echo
-    return bare, echoes
+    return bare or entries, echoes
 
 
 def _fragment(raw: bytes | None) -> bytes:

@@ -245,7 +245,7 @@ class TokenPrompts:
             EngineError: nobody answers.
         """
         fields = {name: Raw(_ENCODER.encode(value)) for name, value in body.items()}
-        answer = await upstream.post(PATH, written(fields, ",".join(map(str, prompt)).encode(), Guide()))
+        answer = await upstream.post(PATH, written(fields, ids.extended((), ids.pack(prompt)), Guide()))
         if answer.status != _OK:
             return answer
         made, why, passing = await self.parsed(upstream, fields, answer.body)
@@ -284,7 +284,7 @@ class Completions(Vllm):
         return {"messages": [Raw(asked)], "prompt_token_ids": prompt}
 
 
-def written(fields: Mapping[str, Raw], fragment: bytes, guide: Guide) -> bytes:
+def written(fields: Mapping[str, Raw], fragment: ids.Pieces, guide: Guide) -> bytes:
     """Write a chat request as one for completions on a prompt of these ids (`b"1,2,3"`).
 
     A call that names no limit gets the guide's: of completions it would be 16 tokens, even for `null`.
@@ -297,7 +297,7 @@ def written(fields: Mapping[str, Raw], fragment: bytes, guide: Guide) -> bytes:
     if guide.outputs is not None:
         body["structured_outputs"] = guide.outputs
     body |= {"return_token_ids": True, "skip_special_tokens": False}
-    return b"".join((memoryview(_ENCODER.encode(body))[:-1], b',"prompt":[', fragment, b"]}"))
+    return b"".join((memoryview(_ENCODER.encode(body))[:-1], b',"prompt":[', *fragment, b"]}"))
 
 
 def _there(fields: Mapping[str, Raw], name: str) -> bool:

@@ -19,8 +19,10 @@ we can render it, we know the whole prompt all the same, and the engine's echo i
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from tokencache.core.ids import Pieces
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.upstream import Answer, Upstream
+from tokencache.engines.written import Written
 
 if TYPE_CHECKING:
     from tokencache.engines.completions import TokenPrompts
@@ -43,10 +45,10 @@ class Head(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """An exact prompt: packed ids, the same as JSON (`b"1,2,3"`), and where its last reply stands."""
+    """An exact prompt: packed ids, the same as a JSON fragment in pieces (`core.ids`), and where its last reply stands."""
 
     ids: bytes
-    fragment: bytes
+    fragment: Pieces
     head: Head
 
 
@@ -71,7 +73,7 @@ class Driver(Protocol):
     pinned: Mapping[str, Any]
     detour: "TokenPrompts | None"
 
-    def write(self, call: ChatCall, exact: Exact | None) -> bytes:
+    def write(self, call: ChatCall, exact: Exact | None) -> bytes | Written:
         """Write the engine's request, around an exact prompt, or for the engine to render."""
 
     def read(self, body: bytes) -> bytes:
@@ -121,4 +123,4 @@ class Asked:
 
 def last_reply(call: ChatCall) -> int:
     """The place of the last assistant's message in a request; -1 if there is none."""
-    return next((i for i in range(len(call.read) - 1, -1, -1) if call.read[i].message.role == "assistant"), -1)
+    return next(call.conversation.replies(), -1) if call.conversation is not None else -1

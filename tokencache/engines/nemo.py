@@ -18,7 +18,7 @@ gone by then (`dialects.gym`): a mixture of ours and theirs is what goes wrong s
 Both answer with those three members on `choices[].message` (Gym with `return_token_id_information: true`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -178,7 +178,7 @@ def _as_logprobs(sampled: Raw, values: Raw) -> Raw:
     return Raw(_ENCODER.encode({"content": content}))
 
 
-def _messages(raw: list[bytes]) -> Raw:
+def _messages(raw: Sequence[bytes]) -> Raw:
     return Raw(b"[" + b",".join(raw) + b"]")
 
 

@@ -21,8 +21,9 @@ from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engines.completions import TokenPrompts
 from tokencache.engines.driver import CHAT, Asked, Driver
+from tokencache.engines.echoed import read_ids
 from tokencache.engines.logprobs import Kind, logprob_kind
-from tokencache.engines.reply import Reply, read_ids
+from tokencache.engines.reply import Reply
 from tokencache.engines.upstream import Upstream
 from tokencache.engines.vllm import Vllm
 from tokencache.errors import NOT_NOW, EngineError
@@ -219,7 +220,7 @@ async def _misparses(asked: Asked, upstream: Upstream, detour: TokenPrompts, ren
     answer = await asked.post(CHAT, request)
     told = Reply()
     told.take(answer.body)
-    prompt = read_ids(told.prompt)
+    prompt = read_ids(told.prompt.raw)
     if answer.status in NOT_NOW or prompt is None or 0 not in told.choices:
         raise EngineError(f"the engine answered {answer.status}", status=answer.status)
     ended = told.choices[0].finish_reason == "stop"

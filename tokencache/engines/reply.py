@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core import ids
 from tokencache.core.canonical import Call, Message
 from tokencache.dialects import routing
 from tokencache.dialects.heard import Said
 from tokencache.engines import weights
+from tokencache.engines.echoed import CUT, EchoedPrompt, given
 
 Raw = msgspec.Raw
 
@@ -66,12 +66,7 @@ class _Plain(msgspec.Struct):
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
 _PLAIN = msgspec.json.Decoder(list[_Plain])
-_IDS = msgspec.json.Decoder(list[int])
 _METADATA = msgspec.json.Decoder(weights.Metadata)
-_ECHO = b'"prompt_token_ids":['
-"""No string in JSON can spell this: its quotes would be escaped."""
-_CUT = b'"="'
-"""Stands where the echo of what was sent stood."""
 _AT_ONCE = 32
 """Chunks that are read together: more would save little, and wait in memory."""
 
@@ -110,8 +105,8 @@ class Choice:
         if choice.logprobs is not None:
             self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
             self.logprobs += [value for value in choice.logprobs.token_logprobs or () if value is not None]
-        if bytes(choice.prompt_token_ids) != _CUT:
-            self.prompt = self.prompt or _given(choice.prompt_token_ids)
+        if bytes(choice.prompt_token_ids) != CUT:
+            self.prompt = self.prompt or given(choice.prompt_token_ids)
         said = choice.delta or choice.message or Said(content=choice.text)
         self._say(said, before)
         self.finish_reason = choice.finish_reason or self.finish_reason
@@ -150,8 +145,7 @@ class Reply:
     """All choices of one call, as they come in.
 
     Attributes:
-        sent: the ids that were sent, as a JSON fragment, if any were: an echo of just these need not be parsed.
-        prompt: the raw JSON list of the prompt ids that the engine says it used; `b""` while unknown.
+        prompt: what the engine says of the prompt's ids; what was sent has to be said to it.
         error: the raw JSON of an error that the engine reported within its reply; `b""` if none.
         unreadable: chunks that could not be read.
         version: the weight version in the answer's header, `""` if there is none.
@@ -159,17 +153,15 @@ class Reply:
 
     def __init__(self, choices: int = 1) -> None:
         self.expected = choices
-        self.sent = b""
+        self.prompt = EchoedPrompt()
         self._choices: dict[int, Choice] = {}
         self._unread: list[bytes] = []
-        self.prompt = b""
         self.model = ""
         self.error = b""
         self.unreadable = 0
         self.version = ""
         self._metadata: weights.Metadata | None = None
         self._pieces: list[bytes] = []
-        self._counted = 0
 
     @property
     def choices(self) -> dict[int, Choice]:
@@ -203,7 +195,7 @@ class Reply:
 
     def without_experts(self, data: bytes) -> bytes:
         """Take routed experts out of a chunk's JSON, or a whole body's, before it goes to `take` and to the harness."""
-        start, end = self._echo(data)
+        start, end = self.prompt.find(data)
         if end and not (routing.named(data, 0, start) or routing.named(data, end, len(data))):
             return data  # among hundreds of kilobytes of ids nobody need look
         return routing.cut(data, self._pieces)
@@ -217,19 +209,19 @@ class Reply:
         """
         if self._unread:
             self._read()
-        brief = self._without_echo(data)
+        brief = self.prompt.cut(data)
         try:
             chunk = _CHUNK.decode(brief)
         except (ValueError, RecursionError):
             self.unreadable += 1
             return data
         echoes = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
-        if brief is not data and not any(bytes(echo) == _CUT for echo in echoes):
+        if brief is not data and not any(bytes(echo) == CUT for echo in echoes):
             return self._take_long(data)
         self.model = chunk.model or self.model
-        self.error = self.error or _given(chunk.error)
+        self.error = self.error or given(chunk.error)
         for echo in echoes:
-            self.prompt = self.prompt or (b"[%s]" % self.sent if brief is not data and bytes(echo) == _CUT else _given(echo))
+            self.prompt.hear(echo, cut=brief is not data)
         for choice in chunk.choices:
             self._choice(choice.index).take(choice, self._pieces)
         for extra in (chunk.metadata, chunk.sglext):
@@ -243,22 +235,8 @@ class Reply:
 
     def _take_long(self, data: bytes) -> bytes:
         """What was cut out stood elsewhere: read it all."""
-        self.sent = b""
+        self.prompt.sent = ()
         return self.take(data)
-
-    def _without_echo(self, data: bytes) -> bytes:
-        start, end = self._echo(data)
-        return data[: start - 1] + _CUT + data[end + 1 :] if end else data
-
-    def _echo(self, data: bytes) -> tuple[int, int]:
-        """Where the ids of the prompt stand that are those that were sent, without their brackets; (0, 0) if they do not, or are known."""
-        if not self.sent or self.prompt:
-            return 0, 0
-        at = data.find(_ECHO) + len(_ECHO)
-        end = at + len(self.sent)
-        if at < len(_ECHO) or not data.startswith(self.sent, at) or data[end : end + 1] != b"]":
-            return 0, 0
-        return at, end
 
     @property
     def finished(self) -> bool:
@@ -274,26 +252,6 @@ class Reply:
     def aborted(self) -> bool:
         """Whether the engine ended all of it by itself: `/pause?mode=abort` and `/abort_requests` (vLLM), weight updates."""
         return self.finished and all(choice.finish_reason == "abort" for choice in self.choices.values())
-
-    @property
-    def prompt_tokens(self) -> int:
-        """How many tokens the prompt has; 0 while unknown."""
-        if not self._counted and self.prompt:
-            self._counted = self.prompt.count(b",") + 1
-        return self._counted
-
-
-def read_ids(echo: bytes) -> bytes | None:
-    """Pack the ids of an engine's raw JSON list; `None` if it is none."""
-    try:
-        return ids.pack(_IDS.decode(echo)) if echo else None
-    except (ValueError, OverflowError):
-        return None
-
-
-def _given(raw: Raw) -> bytes:
-    value = bytes(raw)
-    return b"" if value == b"null" else value
 
 
 def _metadata(raw: bytes) -> weights.Metadata | None:

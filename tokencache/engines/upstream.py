@@ -11,7 +11,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -29,8 +29,6 @@ IDLE_SECONDS = 4.0
 READ_BUFFER = 256 * 1024
 _LARGE = 2**20
 _REMIND_SECONDS = 60.0
-_NOT_OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""Headers that aiohttp would add to a request that came without them."""
 
 
 class Answer(NamedTuple):
@@ -45,6 +43,18 @@ class Answer(NamedTuple):
             return msgspec.json.decode(self.body)
         except (ValueError, RecursionError):
             return None
+
+
+class _Request(aiohttp.ClientRequest):
+    """A request with the headers that it was given, and none that aiohttp would add.
+
+    It can be told so with each request (`skip_auto_headers`), and then takes twice as long to make one (3.14; 10 µs).
+    """
+
+    _skip_auto_headers = CIMultiDict[None]((name, None) for name in ("Accept", "Accept-Encoding", "Content-Type", "User-Agent"))
+
+    def update_auto_headers(self, skip_auto_headers: Iterable[str] | None) -> None:
+        """Add none."""
 
 
 class Upstream:
@@ -70,6 +80,7 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
+            request_class=_Request,
             read_bufsize=READ_BUFFER,
             max_line_size=64 * 1024,
             max_field_size=64 * 1024,
@@ -98,7 +109,7 @@ class Upstream:
         if isinstance(body, bytes) and len(body) > _LARGE:
             body = io.BytesIO(body)  # written in pieces, so that other calls get their turn
         try:
-            return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False, skip_auto_headers=_NOT_OURS)
+            return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as why:
             said = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
             self._look_whether_short(said)

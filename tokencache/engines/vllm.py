@@ -13,6 +13,7 @@ import msgspec
 
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.driver import Exact, Head
+from tokencache.engines.written import Written, written
 
 if TYPE_CHECKING:
     from tokencache.engines.completions import TokenPrompts
@@ -42,7 +43,7 @@ class Vllm:
         """Set up a driver; without `streams` all replies are asked for whole."""
         self.streams = streams
 
-    def write(self, call: ChatCall, exact: Exact | None) -> bytes:
+    def write(self, call: ChatCall, exact: Exact | None) -> bytes | Written:
         """See `Driver.write`."""
         fields = members_with_ids(call)
         if not self.streams:
@@ -53,9 +54,9 @@ class Vllm:
             fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
         transfer = fields.pop("kv_transfer_params", _NULL)
         others = _FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
-        body = memoryview(_ENCODER.encode(fields))[:-1]  # what follows is long and copied once
+        body = memoryview(_ENCODER.encode(fields))
         inner = _ENCODER.encode(others)[:-1] + (b"," if others else b"")
-        return b"".join((body, b',"kv_transfer_params":', inner, b'"prompt_token_ids":[', exact.fragment, b"]}}"))
+        return written(body[:1], body[1:-1], b',"kv_transfer_params":' + inner + b'"prompt_token_ids":[', *exact.fragment, b"]}}")
 
     def read(self, body: bytes) -> bytes:
         """See `Driver.read`."""
@@ -90,8 +91,3 @@ def members_with_ids(call: ChatCall) -> dict[str, Raw]:
     if bytes(fields.get("use_beam_search", _NULL)) != b"true":
         fields["return_weight_versions"] = _TRUE
     return fields
-
-
-def echo_agrees(echo: bytes, prompt: bytes) -> bool:
-    """Compare the engine's raw JSON list of prompt ids with the fragment that was sent, without reading a single id."""
-    return len(echo) == len(prompt) + 2 and echo.startswith(b"[") and echo.startswith(prompt, 1)

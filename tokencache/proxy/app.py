@@ -58,6 +58,7 @@ _UNRECORDED = "/inference/v1/generate"
 _FOR_TENANTS = frozenset({("GET", "/v1/models"), ("GET", "/health"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize")})
 """What of the engine's other routes a session may use that is not trusted: they neither sample nor change anything (vLLM 0.32)."""
 _DIALECT = web.RequestKey("dialect", Dialect)
+_KEYS = frozenset({"authorization", "x-api-key", "x-goog-api-key"})
 _FULL_SECONDS = 30
 """After how long a harness that begins a session may ask again whether there is room."""
 _SAID = (HarnessError, EngineError, SessionSealedError, SessionDeletedError, StoreFullError, StoreError, web.HTTPRequestEntityTooLarge)
@@ -107,6 +108,8 @@ class Proxy:
         own = (settings.adapters,) if settings.adapters is not None else ()
         self.habits = Habits(load_all(own), names_in(settings.rules_off))
         self._guard = Guard(settings.admin_key)
+        self._dropped = frozenset({settings.session_header.lower(), HARNESS_HEADER.lower(), "content-length", "accept-encoding"})
+        self._affinity = names_in(settings.affinity_headers)
         self.sessions = SessionFinder(self.store, header=settings.session_header, registered_only=settings.registered_only)
 
     def application(self) -> web.Application:
@@ -168,9 +171,7 @@ class Proxy:
         if request.method == "POST" and route == COMPLETIONS:
             return await self.caller.complete(visit)
         if request.method == "POST" and route == "/tokenize":
-            answer = await self.caller.tokens_of_next(visit)
-            body = await request.read()
-            return answer or await relay_to(self.pool, origin.session, request, origin.path, headers=headers, body=body)
+            return await self.caller.tokenize(visit)
         if request.method == "POST" and route == _UNRECORDED and not origin.tenant:
             await self.caller.admit(visit, "generate")
             incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
@@ -182,16 +183,13 @@ class Proxy:
 
     def _headers(self, request: web.Request, origin: Origin, *, translated: bool) -> CIMultiDict[str]:
         """The headers of a call within a session, as they go to the engine; one that is `translated` goes as OpenAI's clients send it."""
-        drop = {self.settings.session_header.lower(), HARNESS_HEADER.lower(), "content-length", "accept-encoding"}
-        if origin.own_key:
-            drop |= {"authorization", "x-api-key", "x-goog-api-key"}
-        headers = request_headers(request, drop=frozenset(drop))
+        headers = request_headers(request, drop=self._dropped | _KEYS if origin.own_key else self._dropped)
         if translated:
             keys = [headers.pop(name) for name in ("x-api-key", "x-goog-api-key") if name in headers]
             if keys:
                 headers.setdefault("Authorization", f"Bearer {keys[0]}")
             headers["Content-Type"] = "application/json"
-        for name in names_in(self.settings.affinity_headers):  # engines and routers keep a session's cache warm by it
+        for name in self._affinity:  # engines and routers keep a session's cache warm by it
             headers.setdefault(name, origin.session or "")
         return headers
 

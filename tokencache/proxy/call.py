@@ -11,7 +11,7 @@ A harness that leaves ends its call, by cancelling `run`: unless it is let go on
 
 import asyncio
 import logging
-import secrets
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
@@ -83,7 +83,7 @@ class Call:
         self._exchange = exchange
         self._sent = False  # an engine may have begun to sample
         self._keys = keys_wanted(call)
-        self._id = secrets.token_hex(8)
+        self._id = os.urandom(8).hex()
         self._ending = Ending(session, self._id, ledger, exchange.speaker, hold)
         self._reply = Reply(call.n)
         self._delivery = Delivery(request, call, exchange, self._reply, hold)
@@ -226,7 +226,7 @@ class Call:
         self._sent = False
         began, self._asking = self._asking or time.time(), 0.0  # what it waited for another engine is not what planning costs
         self._outcome.plan, self._outcome.model = await self._plan(engine, self._session, self._call, self._keys, self._ending.begun)
-        metrics.OVERHEAD.labels("before").observe(time.time() - began)
+        metrics.BEFORE.observe(time.time() - began)
         self._sent = True
         try:
             answer = await self._sending.send(engine, self._outcome)
@@ -242,7 +242,7 @@ class Call:
             self._outcome.noted.append(self._outcome.tell("held", f"{self._hold.waited:.1f} s: {self._hold.why}"))
         if self._call.echoes and (other := await echoes.differing(self._session, self._call, self._outcome.plan, self._ledger)):
             self._outcome.noted.append(self._outcome.tell(echoes.DIFFERS, other))
-        self._reply.sent = self._outcome.plan.sent
+        self._reply.prompt.sent = self._outcome.plan.sent
         self._reply.version = answer.headers.get(WEIGHT_VERSION, "")
         answering = Answering(self._exchange, self._hold, self._delivery, self._ending, self._sending)
         return await answering.answer(answer, self._sending.driver, self._reply, self._outcome)

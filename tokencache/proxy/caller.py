@@ -28,6 +28,7 @@ from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, Served
 from tokencache.engines.driver import Driver, Exact
 from tokencache.engines.engine import Engine
 from tokencache.engines.pool import Pool
+from tokencache.engines.written import Written
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.call import Call
 from tokencache.proxy.exchange import Exchange
@@ -100,12 +101,13 @@ class Caller:
             SessionSealedError: the session takes no more calls.
             StoreError: the store failed and the policy is strict.
         """
-        call = read_chat(await body_of(visit.request), self._bodies, visit.session, served=self._served(visit))
+        body = await body_of(visit.request)
+        call = read_chat(body, self._bodies, visit.session, served=self._served(visit))
         call.harness, call.leniency = visit.harness, visit.leniency
         call.replaced = self._pin(visit, call.fields)
         path, write, speaker = visit.origin.path, partial(_written, call), ChatPresenter(call)
         exchange = Exchange(path, visit.headers, write, speaker, self._keep_alive, token_ids=self._token_ids, unread=speaker.unread)
-        return await self._run(visit, call, exchange)
+        return await self._run(visit, call, exchange, body)
 
     async def complete(self, visit: Visit) -> web.StreamResponse:
         """Serve a text completion: in its own format, recorded unless it cannot be recorded truthfully.
@@ -113,7 +115,8 @@ class Caller:
         Raises:
             As `chat` does.
         """
-        asked = completions.read(await body_of(visit.request), served=self._served(visit))
+        body = await body_of(visit.request)
+        asked = completions.read(body, served=self._served(visit))
         replaced = self._pin(visit, asked.fields)
         if asked.unrecorded:
             await self.admit(visit, "completions")
@@ -121,14 +124,14 @@ class Caller:
                 "unrecorded-route", f"a text completion with {asked.unrecorded} is relayed, not recorded", hole=True, at=time.time()
             )
             await self._ledger.note(visit.session, [hole])
-            path, body = visit.origin.path, asked.for_engine()
-            return await relay_to(self._pool, visit.session, visit.request, path, headers=visit.headers, body=body)
+            path = visit.origin.path
+            return await relay_to(self._pool, visit.session, visit.request, path, headers=visit.headers, body=asked.for_engine())
         exchange = Exchange(
             visit.origin.path, visit.headers, lambda *_: asked.for_engine(), completions.CompletionPresenter(asked), self._keep_alive
         )
         call = asked.as_chat()
         call.replaced = replaced
-        return await self._run(visit, call, exchange)
+        return await self._run(visit, call, exchange, body)
 
     async def answer(self, visit: Visit, dialect: Dialect) -> web.StreamResponse:
         """Answer a request in a dialect that is turned into chat.
@@ -159,12 +162,12 @@ class Caller:
         exchange = Exchange(
             CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type, self._token_ids, speaks_as
         )
-        return await self._run(visit, call, exchange)
+        return await self._run(visit, call, exchange, asked.body)
 
     async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
         """Read a chat request that a codec has written, `known_as` in what is remembered of bodies, so that the template takes it."""
         call = read_chat(body, self._bodies, known_as, served=self._served(visit))
-        if any(seen.message.role == "system" for seen in call.read[1:]) and not await self._takes_later_system(visit, call):
+        if any(message.role == "system" for message in call.messages[1:]) and not await self._takes_later_system(visit, call):
             known_as = known_as and f"{known_as}\0reminders"
             call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
         call.harness, call.leniency = visit.harness, visit.leniency
@@ -177,22 +180,28 @@ class Caller:
         except EngineError:
             return self._pool.later_system
 
-    async def tokens_of_next(self, visit: Visit) -> web.StreamResponse | None:
-        """Answer `/tokenize` with the ids that a chat call with this body would send; `None` if the engine would render."""
-        call = read_tokenize(await body_of(visit.request), self._bodies, served=self._served(visit))
-        if call is None:
-            return None
-        call.harness, call.leniency = visit.harness, visit.leniency
-        found = await self._prompts.next(visit.session, call)
-        return None if found is None else web.Response(body=tokenized(*found), content_type="application/json")
+    async def tokenize(self, visit: Visit) -> web.StreamResponse:
+        """Answer `/tokenize` with the ids that a chat call with this body would send; where the engine would render, it answers.
+
+        Raises:
+            HarnessError: the request cannot be read.
+            EngineError: the engine cannot be reached; nothing was answered yet.
+        """
+        body = await body_of(visit.request)
+        call = read_tokenize(body, self._bodies, served=self._served(visit))
+        if call is not None:
+            call.harness, call.leniency = visit.harness, visit.leniency
+            if (found := await self._prompts.next(visit.session, call)) is not None:
+                return web.Response(body=tokenized(*found), content_type="application/json")
+        return await relay_to(self._pool, visit.session, visit.request, visit.origin.path, headers=visit.headers, body=body)
 
     def _engine(self, session: str) -> Engine:
         """The engine that a session is with."""
         return self._pool.order(session)[0]
 
-    async def _run(self, visit: Visit, call: ChatCall, exchange: Exchange) -> web.StreamResponse:
+    async def _run(self, visit: Visit, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
         hold = Hold(self._pool, visit.session, visit.request, exchange, stream=call.stream, seconds=self._hold)
-        repeat = self._repeats.look(visit.request, visit.origin.path, await visit.request.read(), visit.harness)
+        repeat = self._repeats.look(visit.request, visit.origin.path, body, visit.harness)
         asking = Asking(visit.request, visit.session, call, exchange, hold, repeat, visit.origin.budget.over(self._budget))
 
         def attempt(limits: Budget) -> Call:
@@ -278,5 +287,5 @@ class Caller:
         return [*found.values(), *([ServedModel(asked, meant.max_model_len)] if meant is not None and asked not in found else [])]
 
 
-def _written(call: ChatCall, driver: Driver, exact: Exact | None) -> bytes:
+def _written(call: ChatCall, driver: Driver, exact: Exact | None) -> bytes | Written:
     return driver.write(call, exact)

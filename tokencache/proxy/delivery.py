@@ -190,7 +190,7 @@ class Delivery:
     @property
     def _counted(self) -> int:
         """How many tokens the prompt has, for a codec to say; counting them costs."""
-        return 0 if self._as_is else self._reply.prompt_tokens
+        return 0 if self._as_is else self._reply.prompt.tokens
 
     def _lead(self) -> bytes:
         """Say what has not been said yet."""
@@ -203,7 +203,7 @@ class Delivery:
 
     def _with_tokens(self, data: bytes) -> bytes:
         """What the harness is to see, with the ids on its messages if it is to have them there."""
-        return gym.with_tokens(data, self._reply.prompt, self._reply.choices) if self._exchange.token_ids else data
+        return gym.with_tokens(data, self._reply.prompt.raw, self._reply.choices) if self._exchange.token_ids else data
 
     async def _break_silence(self, response: web.StreamResponse) -> None:
         with contextlib.suppress(ConnectionError):

@@ -11,13 +11,12 @@ import logging
 
 from tokencache.core import ids
 from tokencache.core.canonical import digest
-from tokencache.core.turn import Turn, hash_ids
+from tokencache.core.turn import Prefix, Turn, hash_ids
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import Echo
-from tokencache.engines.reply import read_ids
+from tokencache.engines.echoed import read_ids
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan
-from tokencache.proxy.prefixes import Held
 from tokencache.store.contract import StoreError
 
 log = logging.getLogger(__name__)
@@ -28,30 +27,31 @@ _SHOWN = 8
 
 async def differing(session: str, call: ChatCall, plan: Plan, ledger: Ledger) -> str:
     """Say which messages of a call came back with other ids than were recorded for them; `""` if none, or if that cannot be told."""
-    echoes = {place: echo for place, echo in call.echoes.items() if place < len(call.read) and call.read[place].message.role == "assistant"}
-    if not echoes:
+    echoes = {place: echo for place, echo in call.echoes.items() if call.messages and call.messages[place].role == "assistant"}
+    if not echoes or call.conversation is None:
         return ""
     try:
         if plan.parent is not None and plan.heard:
             held = await ledger.prefixes.get(session, plan.parent)
-            echoes = {place: echo for place, echo in echoes.items() if not _agrees(held, echo, last=place == plan.heard)}
+            fragment = b"".join(held.fragment)
+            echoes = {place: echo for place, echo in echoes.items() if not _agrees(fragment, held.prefix, echo, last=place == plan.heard)}
         known = await ledger.store.turns(session) if echoes else []
     except (StoreError, KeyError, ValueError) as why:
         log.debug("session %s: what came back is not compared: %s", session, why)
         return ""
-    wrong = [place for place, echo in echoes.items() if not _recorded(echo, call.read[place].digest, known)]
+    wrong = [place for place, echo in echoes.items() if not _recorded(echo, call.conversation.digests[place], known)]
     if not wrong:
         return ""
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     return f"messages {', '.join(map(str, wrong[:_SHOWN]))}{more}: other token ids came back than were recorded; they are not used"
 
 
-def _agrees(held: Held, echo: Echo, *, last: bool) -> bool:
+def _agrees(fragment: bytes, prefix: Prefix, echo: Echo, *, last: bool) -> bool:
     """Whether a prefix begins with what came back; with the `last` reply, whether it is all of it, parted in the same place."""
     if not last:  # where it is parted was looked at when it was the last
-        return held.fragment.startswith(echo.whole + b",")
+        return fragment.startswith(echo.whole + b",")
     generated = echo.generation.count(b",") + 1 if echo.generation else 0
-    return held.fragment == echo.whole and generated == held.prefix.completion
+    return fragment == echo.whole and generated == prefix.completion
 
 
 def _recorded(echo: Echo, words: bytes, known: list[Turn]) -> bool:

@@ -74,8 +74,9 @@ class Ending:
         if outcome.whole and outcome.unanswered:
             documents |= {claim(self._id): b"1"}
         await self._ledger.end(self.begun, outcome, recorded, documents)
-        metrics.OVERHEAD.labels("after").observe(time.time() - ended)
-        metrics.CALLS.labels(outcome.call.dialect, outcome.broke or ("error" if outcome.reply.error else "answered")).inc()
+        metrics.AFTER.observe(time.time() - ended)
+        how = outcome.broke or ("error" if outcome.reply.error else "answered")
+        metrics.counter(metrics.CALLS, outcome.call.dialect, how).inc()
         for entry in recorded.entries:
             turn = entry.turn
             log.debug(

@@ -7,6 +7,7 @@ from multidict import CIMultiDict
 
 from tokencache.dialects.dialect import EVENTS, Speaker
 from tokencache.engines.driver import Driver, Exact
+from tokencache.engines.written import Written
 
 REQUEST_ID = "X-Request-Id"
 
@@ -23,7 +24,7 @@ class Exchange(NamedTuple):
 
     path: str
     headers: CIMultiDict[str]
-    write: Callable[[Driver, Exact | None], bytes]
+    write: Callable[[Driver, Exact | None], bytes | Written]
     speaker: Speaker
     keep_alive: float
     refuse: Callable[[int, bytes], bytes] | None = None

@@ -19,6 +19,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 from aiohttp import web
@@ -35,6 +36,7 @@ RESAMPLES = 4
 """How often a call is made again whose reply was aborted: weights that change faster than a reply is sampled must not hold it for ever."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 """Seconds; each pause is twice the one before, less up to half of it by chance."""
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Hold:
@@ -91,7 +93,7 @@ class Hold:
                     self._pool.lost(engine, why)
                 asked = _NotTakenError(str(why), error=why)
             else:
-                metrics.ENGINE_CALLS.labels(engine.upstream.url).inc()
+                metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).inc()
                 if answer.status not in NOT_NOW:
                     return answer
                 asked = _NotTakenError(f"the engine at {engine.upstream.url} answered {answer.status}", answer=answer)
@@ -141,12 +143,12 @@ class Hold:
             await self.opened.write_eof()
         return self.opened
 
-    @contextlib.asynccontextmanager
-    async def awake(self) -> AsyncIterator[None]:
+    def awake(self) -> AbstractAsyncContextManager[None]:
         """Give a streaming harness signs of life while the context is open."""
-        if not self._stream or self._waking:
-            yield
-            return
+        return self._awake() if self._stream and not self._waking else _AS_IT_IS
+
+    @contextlib.asynccontextmanager
+    async def _awake(self) -> AsyncIterator[None]:
         self._waking, waking = True, list[asyncio.Task[None]]()
         wake = asyncio.get_running_loop().call_later(self._exchange.keep_alive, lambda: waking.append(asyncio.create_task(self._wake())))
         try:

@@ -43,10 +43,9 @@ def repeat_of(policy: Policy, path: str, headers: Mapping[str, str], body: bytes
     if policy == "off":
         return Repeat()
     key, count = headers.get(IDEMPOTENCY_KEY, ""), headers.get(RETRY_COUNT, "")
-    imprint = xxhash.xxh3_128()
-    for part in (path.encode("utf-8", "surrogateescape"), harness.encode(), key.encode("utf-8", "surrogateescape"), body):
-        imprint.update(len(part).to_bytes(8, "little"))
-        imprint.update(part)
+    head = f"{len(path)} {len(harness)} {len(key)} {path}{harness}{key}"
+    imprint = xxhash.xxh3_128(head.encode("utf-8", "surrogateescape"))
+    imprint.update(body)
     if key or (count.isdecimal() and int(count[:9]) > 0):
         return Repeat(imprint.digest(), "any", marked=True)
     if policy == "marked":

@@ -274,8 +274,8 @@ def _tally(incidents: Sequence[Incident]) -> None:
 
 
 def _count(match: str, reason: str, prompt: int, completion: int, forgiven: Sequence[str]) -> None:
-    metrics.TURNS.labels(match, reason).inc()
-    metrics.TOKENS.labels("prompt").inc(prompt)
-    metrics.TOKENS.labels("completion").inc(completion)
+    metrics.counter(metrics.TURNS, match, reason).inc()
+    metrics.PROMPT_TOKENS.inc(prompt)
+    metrics.COMPLETION_TOKENS.inc(completion)
     for rule in forgiven:
         metrics.FORGIVEN.labels(rule).inc()

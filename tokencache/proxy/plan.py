@@ -23,7 +23,8 @@ from tokencache.errors import passing_cause
 from tokencache.proxy import interrupts
 from tokencache.proxy.prefixes import Held, Prefixes
 from tokencache.render.renderer import RenderError
-from tokencache.render.tails import TailAsk, TailRefusedError
+from tokencache.render.shapes import TailAsk
+from tokencache.render.tails import TailRefusedError
 from tokencache.store.contract import Store
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ _Known = tuple[Sequence[bytes], Sequence[list[Hit]]]
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How a call will be sent.
 
-    `prompt` are the exact packed ids, `fragment` the same as JSON; both `None` where the engine renders. They are the `whole`
+    `prompt` are the exact packed ids, `fragment` the same as JSON in pieces; both `None` where the engine renders. They are the `whole`
     prompt, or its beginning up to the end of the last reply, where the engine adds the tail. `head` is that reply. `parent`,
     `origin`, `anchors` and `forgiven` are those of the turn to be recorded. `near` is a turn whose prefix the prompt
     shares a beginning with: `shared` tokens, or if that is 0 as many as will be found. They are not stored again.
@@ -54,7 +55,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     match: MatchKind
     reason: str = ""
     prompt: bytes | None = None
-    fragment: bytes | None = None
+    fragment: ids.Pieces | None = None
     whole: bool = True
     head: Head | None = None
     parent: str | None = None
@@ -74,9 +75,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return Exact(self.prompt, self.fragment, self.head)
 
     @property
-    def sent(self) -> bytes:
-        """The whole prompt as JSON, as the engine is to echo it; `b""` where that is not known."""
-        return self.fragment if self.fragment is not None and self.whole else b""
+    def sent(self) -> ids.Pieces:
+        """The whole prompt as JSON, as the engine is to echo it; empty where that is not known."""
+        return self.fragment if self.fragment is not None and self.whole else ()
 
 
 class Planner:
@@ -205,7 +206,7 @@ class Planner:
                 match="resplice",
                 reason="other-stop" if where == REPLACED else RULE,
                 prompt=prompt,
-                fragment=ids.fragment(prompt),
+                fragment=ids.extended((), prompt),
                 head=head._replace(end=kept),
                 origin=parent.id,
                 anchors=(Anchor(parent.id, parent.prompt_tokens, kept),),
@@ -217,7 +218,7 @@ class Planner:
             match=found.kind,
             reason=found.reason,
             prompt=base + added,
-            fragment=ids.join_fragments((held.fragment, ids.fragment(added))),
+            fragment=ids.extended(held.fragment, added),
             head=head,
             parent=parent.id,
             forgiven=found.forgiven,
@@ -258,7 +259,7 @@ class Planner:
     async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
         """Render afresh, with every recognised reply standing in its exact ids."""
         places = [i for i, _ in found.anchors]
-        if any(seen.message.role == "assistant" for i, seen in enumerate(call.read) if found.at <= i < places[-1] and i not in places):
+        if any(i not in places and call.messages[i].role == "assistant" for i in range(found.at, places[-1])):
             # How a template writes a reply may depend on what follows it, and there a part is rendered without that.
             raise TailRefusedError("foreign-reply-between")
         stored = await self._store.tokens(session, [turn.id for _, turn in found.anchors])
@@ -284,7 +285,7 @@ class Planner:
             match="resplice",
             reason=found.reason,
             prompt=prompt,
-            fragment=ids.fragment(prompt),
+            fragment=ids.extended((), prompt),
             head=head,
             origin=near.id,
             anchors=tuple(anchors),
@@ -306,9 +307,8 @@ class Planner:
 
 
 def _ask(call: ChatCall, at: int, until: int) -> TailAsk:
-    raw = call.safe_messages()
-    read = [seen.message for seen in call.read]
-    return TailAsk(call.model, call.args, read[:at], raw[:at], read[at:until], raw[at:until])
+    assert call.conversation is not None  # noqa: S101 - it was matched
+    return TailAsk(call.model, call.args, call.conversation, call.safe_messages(), at, until)
 
 
 def keys_wanted(call: ChatCall) -> list[bytes]:

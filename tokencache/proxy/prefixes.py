@@ -14,16 +14,16 @@ from tokencache.store.contract import Store
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A prefix, packed and as a JSON fragment; `chain` is that of the conversation it answers, where that is at hand."""
+    """A prefix, packed and as a JSON fragment in pieces; `chain` is that of the conversation it answers, where that is at hand."""
 
     prefix: Prefix
-    fragment: bytes
+    fragment: ids.Pieces
     chain: tuple[bytes, ...] = ()
 
     @property
     def size(self) -> int:
         """Bytes held."""
-        return len(self.prefix.ids) + len(self.fragment)
+        return len(self.prefix.ids) + sum(map(len, self.fragment))
 
 
 class Prefixes:
@@ -46,7 +46,7 @@ class Prefixes:
         held = self._held.get(turn)
         if held is None:
             prefix = await self._store.prefix(session, turn)
-            held = Held(prefix, ids.fragment(prefix.ids))
+            held = Held(prefix, ids.extended((), prefix.ids))
             self._put(turn, held)
         else:
             self._held.move_to_end(turn)

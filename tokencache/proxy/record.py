@@ -13,14 +13,15 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.canonical import digest
 from tokencache.core.context import Context, pack_context
+from tokencache.core.ids import Pieces
 from tokencache.core.interrupt import Cut, pack_cuts
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, repeat_key
 from tokencache.core.match import DISAGREED
 from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids
 from tokencache.dialects.chat.call import ChatCall
+from tokencache.engines.echoed import read_ids, spelled
 from tokencache.engines.engine import Model
-from tokencache.engines.reply import Choice, Reply, read_ids
-from tokencache.engines.vllm import echo_agrees
+from tokencache.engines.reply import Choice, Reply
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.prefixes import Held, Prefixes
 from tokencache.store.contract import Entry, Incident
@@ -80,7 +81,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     def record(self, prefixes: Prefixes) -> Recorded:
         """Make the turns of the call out of its reply."""
         incidents = [*self.noted, *self._incidents()]
-        prompt = self._prompt(self.reply.prompt)
+        prompt = self._prompt()
         if prompt is None and self._refused:
             return Recorded([], [], incidents)
         if prompt is None:
@@ -94,7 +95,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             incidents += self._incidents_of(index, choice)
             if self.broke == DROPPED and not choice.ids:
                 continue
-            own = self._prompt(choice.prompt) if choice.prompt and choice.prompt != self.reply.prompt else None
+            own = self._prompt(choice.prompt) if choice.prompt and choice.prompt != self.reply.prompt.raw else None
             entry, prefix = self._entry(own or prompt, index, choice, prefixes)
             entries.append(entry)
             held.append(prefix)
@@ -143,17 +144,17 @@ class Outcome(msgspec.Struct, kw_only=True):
             return self.tell("nothing-received", "the call ended before the engine said anything", hole=True)
         return self.tell(NO_IDS, "the engine did not say which ids it used", hole=True)
 
-    def _prompt(self, echo: bytes) -> "_Prompt | None":
-        plan = self.plan
-        if plan.whole and plan.prompt is not None and plan.fragment is not None and echo_agrees(echo, plan.fragment):
-            return _Prompt(plan.prompt, plan.fragment, plan)
-        echoed = read_ids(echo)
+    def _prompt(self, echo: bytes = b"") -> "_Prompt | None":
+        plan, whole = self.plan, self.reply.prompt  # what the engine says of all choices; `echo` is of one
+        if not echo and whole.agreed and (exact := plan.exact) is not None:
+            return _Prompt(exact.ids, exact.fragment, plan)
+        echoed = read_ids(echo := echo or whole.raw)
         if echoed is None:
             return None
         if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
-            return _Prompt(echoed, ids.fragment(echoed), plan)
+            return _Prompt(echoed, spelled(echo, echoed), plan)
         disagreed = Plan(match="plain", reason=DISAGREED, near=plan.near)
-        return _Prompt(echoed, ids.fragment(echoed), disagreed, (DISAGREED,), _difference(plan, echoed))
+        return _Prompt(echoed, spelled(echo, echoed), disagreed, (DISAGREED,), _difference(plan, echoed))
 
     def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: Prefixes) -> tuple[Entry, Held]:
         call, plan = self.call, prompt.plan
@@ -212,7 +213,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         if self.asked:
             keys = (*keys, repeat_key(self.asked))
         chain = () if call.media else call.chain  # of a call whose messages are not kept none can be shared
-        held = Held(Prefix(packed, len(choice.ids)), ids.join_fragments((prompt.fragment, ids.fragment(completion))), chain)
+        held = Held(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), chain)
         return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(plan, turn.context_shared)), held
 
     def _context(self, plan: Plan, shared: int) -> bytes:
@@ -282,7 +283,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     """The prompt that the engine used, and the plan that it came from, or would have had to come from."""
 
     ids: bytes
-    fragment: bytes
+    fragment: Pieces
     plan: Plan
     marks: tuple[str, ...] = ()
     how: str = ""

@@ -35,7 +35,7 @@ def forwarded(headers: Iterable[tuple[str, str]], connection: str, *, drop: froz
     """Copy headers without those of one connection (named by RFC 9110 or by `connection`) and those in `drop` (lower case)."""
     named = {name.strip().lower() for name in connection.split(",")}
     gone = _HOP_BY_HOP | named | drop
-    return CIMultiDict((name, value) for name, value in headers if name.lower() not in gone)
+    return CIMultiDict([(name, value) for name, value in headers if name.lower() not in gone])
 
 
 def request_headers(request: web.Request, *, drop: frozenset[str] = frozenset()) -> CIMultiDict[str]:

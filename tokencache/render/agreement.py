@@ -16,7 +16,8 @@ import msgspec
 
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engines.driver import CHAT, Asks
-from tokencache.engines.reply import Reply, read_ids
+from tokencache.engines.echoed import read_ids
+from tokencache.engines.reply import Reply
 from tokencache.errors import EngineError, passing_cause
 from tokencache.render.boundary import ASK
 from tokencache.render.renderer import REFUSALS, Renderer, RenderError, TemplateRefusedError
@@ -54,7 +55,7 @@ async def echo_of_chat(asked: Asks, body: dict[str, Any], reply: Reply | None = 
     said.take(answer.body)
     if reply is not None:
         reply.model = said.model
-    return read_ids(said.prompt)
+    return read_ids(said.prompt.raw)
 
 
 async def agrees(asked: Asks, renderer: Renderer, model: str, args: RenderArgs) -> bool | None:

@@ -2,7 +2,7 @@
 
 Only the new messages are rendered, in a small conversation that ends like the real one with a sentinel in the
 assistant's place (`boundary`). That the small conversation's tail is the real one's is not assumed but *proven*, once
-for every **shape**, with full renderings of the first real conversation that has it:
+for every **shape** (`shapes`), with full renderings of the first real conversation that has it:
 
 1. The full conversation with a sentinel in the last reply shows where that reply ends; what stands behind is a suffix
    of the full rendering with the real reply.
@@ -28,16 +28,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from itertools import groupby, takewhile
 from typing import TypeVar
 
 import msgspec
 
 from tokencache.core import ids
-from tokencache.core.canonical import Message
-from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.render.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, learn, reworded, stand_in
 from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
+from tokencache.render.shapes import MANY, Shape, TailAsk, shape_of
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -46,59 +44,12 @@ RECHECK_EVERY, MOST_TRUST = 64, 16
 """After so many uses a proven shape is looked at again, by a rendering of a whole history; each time that it was right, after twice as
 many, up to 16 times as many: at 141 KB a rendering costs as much as five calls."""
 RETRY_EVERY = 8
-MANY = 2
 MOST_KEPT = 4096
 """How many shapes, and how many boundaries, are remembered: template arguments come from harnesses and may be all new."""
 
 
 class TailRefusedError(Exception):
     """No tail can be proven; the words say why."""
-
-
-class TailAsk(msgspec.Struct, frozen=True):
-    """What comes after which reply.
-
-    `history` are the messages up to and including the reply, as canonical entries and raw; `new` those behind it.
-    """
-
-    model: str
-    args: RenderArgs
-    history: Sequence[Message]
-    raw_history: Sequence[bytes]
-    new: Sequence[Message]
-    raw_new: Sequence[bytes]
-
-    @property
-    def reply(self) -> Message:
-        """The reply whose end is the boundary."""
-        return self.history[-1]
-
-
-_ROLES = frozenset({"system", "user", "assistant", "tool"})
-
-
-class _Shape:
-    """What is known of one shape: a way and a boundary if it was proven, else why it was refused, if it was."""
-
-    def __init__(self, name: tuple[object, ...]) -> None:
-        self.name = name
-        self.lock = asyncio.Lock()
-        self.way = ""
-        self.boundary = Boundary(b"", b"", b"")
-        self.refused = ""
-        self.proofs = 0
-        self.uses = 0  # since it was proven or looked at again, or refused
-        self.trust = 1
-
-    def __str__(self) -> str:
-        """Write its name for the log: with the roles of the new messages that everybody knows, not with those that a harness made up."""
-        model, digest, calls, text, thought, runs, *rest = self.name
-        assert isinstance(digest, bytes) and isinstance(runs, tuple)  # noqa: S101, PT018 - as `_shape` makes them
-        known = tuple((role if role in _ROLES else "other", n) for role, n in runs)
-        return f"({model}, {digest.hex()[:8]}, {calls}, {text}, {thought}, {known}, {', '.join(map(str, rest))})"
-
-    def forget(self) -> None:
-        self.way, self.trust = "", 1
 
 
 class Tails:
@@ -117,7 +68,7 @@ class Tails:
         self._stop_ids = stop_ids
         self._recheck_every = recheck_every
         self._boundaries: dict[tuple[object, ...], Boundary] = {}
-        self._shapes: dict[tuple[object, ...], _Shape] = {}
+        self._shapes: dict[tuple[object, ...], Shape] = {}
         self._learning = asyncio.Lock()
         self.renders = {"local": 0, "small": 0, "full": 0}
 
@@ -141,7 +92,7 @@ class Tails:
             log.debug("no tail: %s", why)
             raise TailRefusedError("render-error") from why
 
-    async def _first(self, ask: TailAsk, shape: _Shape, *, waited: bool) -> bytes:
+    async def _first(self, ask: TailAsk, shape: Shape, *, waited: bool) -> bytes:
         """Prove a shape; what was refused is tried again, but not by every call."""
         if shape.refused:
             shape.uses += 0 if waited else 1
@@ -160,7 +111,7 @@ class Tails:
         log.info("tails of shape %s: %s", shape, way)
         return tail
 
-    async def _again(self, ask: TailAsk, shape: _Shape) -> bytes:
+    async def _again(self, ask: TailAsk, shape: Shape) -> bytes:
         """Render a tail of a proven shape."""
         shape.uses += 1
         boundary, recheck = shape.boundary, shape.uses >= shape.trust * self._recheck_every
@@ -234,7 +185,7 @@ class Tails:
         tail = self._cut(shown, boundary)
         if not real.endswith(tail):
             raise BoundaryUnknownError("tail-not-proven")
-        other = msgspec.structs.replace(ask, raw_new=[reworded(raw) for raw in ask.raw_new])
+        other = msgspec.structs.replace(ask, raw=[*ask.raw[: ask.at], *map(reworded, ask.raw_new)])
         if boundary.before(await self._full(other, boundary)) != boundary.before(shown):
             raise BoundaryUnknownError("new-messages-reach-back")
         await self._prove_past(ask, real)
@@ -263,11 +214,11 @@ class Tails:
 
     async def _prove_past(self, ask: TailAsk, real: bytes) -> None:
         """Prove that what stood before the model's first words stands there still."""
-        lead = [raw for _, raw in takewhile(lambda both: both[0].role != "assistant", zip(ask.history, ask.raw_history, strict=True))]
+        lead = ask.conversation.debuts["assistant"]
         if not lead:
             return
         self.renders["full"] += 1
-        alone = await self._renderer.render(ask.model, lead, ask.args, generation=False)
+        alone = await self._renderer.render(ask.model, ask.raw[:lead], ask.args, generation=False)
         # The last token may have grown together with what follows, where no special token parts them.
         if ids.common_head(alone, real) < ids.count(alone) - 1:
             raise BoundaryUnknownError("past-changes")
@@ -282,17 +233,18 @@ class Tails:
     async def _full(self, ask: TailAsk, boundary: Boundary | None = None) -> bytes:
         """Render the whole conversation; given a boundary, with the sentinel in its last reply."""
         self.renders["full"] += 1
-        *before, reply = ask.raw_history
+        shown = list(ask.raw[: ask.until])
         if boundary is not None:
-            _unspoken([*before, *ask.raw_new])
-            reply = stand_in(ask.reply, SENTINEL, in_text=not boundary.in_calls)
-        return await self._renderer.render(ask.model, [*before, reply, *ask.raw_new], ask.args, generation=True)
+            shown[ask.at - 1] = b""
+            _unspoken(shown)
+            shown[ask.at - 1] = stand_in(ask.reply, SENTINEL, in_text=not boundary.in_calls)
+        return await self._renderer.render(ask.model, shown, ask.args, generation=True)
 
-    def _shape(self, ask: TailAsk) -> _Shape:
-        name = (*_shape(ask), len(self._stop_ids))
+    def _shape(self, ask: TailAsk) -> Shape:
+        name = (*shape_of(ask), len(self._stop_ids))
         known = self._shapes.get(name)
         if known is None:
-            known = _keep(self._shapes, name, _Shape(name))
+            known = _keep(self._shapes, name, Shape(name))
         return known
 
 
@@ -312,25 +264,3 @@ def _keep(kept: dict[tuple[object, ...], _T], name: tuple[object, ...], value: _
         del kept[next(iter(kept))]
     kept[name] = value
     return value
-
-
-def _shape(ask: TailAsk) -> tuple[object, ...]:
-    """Name what the form of a tail may depend on: template arguments, the reply, the new messages, what came before."""
-    runs = tuple((role, min(len(list(run)), MANY)) for role, run in groupby(m.role for m in ask.new))
-    before = ask.history[:-1]
-    roles = {m.role for m in before}
-    return (
-        ask.model,
-        ask.args.digest,
-        min(len(ask.reply.calls), MANY),
-        bool(ask.reply.text),
-        bool(ask.reply.thought),
-        runs,
-        any(m.calls for m in ask.new),
-        "tool" in roles,
-        "assistant" in roles,
-        "user" in roles,
-        bool(before) and before[0].role == "system",
-        # A later system message stays where it is, unless vLLM makes system messages of a developer's, and one of all of them.
-        any(m.role == "system" for m in ask.new) and any(b'"developer"' in raw for raw in (*ask.raw_history, *ask.raw_new)),
-    )

@@ -28,10 +28,12 @@ class HeldSession:
         self.begun = self.sampled = self.bytes = 0
         self.incidents: list[Incident] = []
         self.documents: dict[str, bytes] = {}
+        self._latest: Turn | None = None  # what the next call nearly always continues, and so need not be unpacked for
 
     def turn(self, name: str) -> Turn:
         """A turn, by its name."""
-        return unpack(self.turns[name], Turn)
+        latest = self._latest
+        return latest if latest is not None and latest.id == name else unpack(self.turns[name], Turn)
 
     def hits(self, key: bytes) -> list[Hit]:
         """The turns under a key, in the order recorded."""
@@ -47,7 +49,7 @@ class HeldSession:
         """Record a turn."""
         turn = entry.turn
         packed, tokens = pack(turn), entry.tokens
-        self.turns[turn.id] = packed
+        self.turns[turn.id], self._latest = packed, turn
         self.bytes += sum(map(len, (packed, tokens.delta, tokens.completion, tokens.logprobs, entry.context, *entry.keys)))
         self.sampled += turn.completion_tokens
         self.tokens[turn.id] = tokens

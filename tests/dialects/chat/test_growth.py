@@ -41,7 +41,7 @@ def _seen(body: bytes, bodies: Bodies, session: str):
     except HarnessError as why:
         return str(why)
     fields = {name: bytes(raw) for name, raw in call.fields.items()}
-    return (list(fields.items()), call.raw_messages, call.read, call.conversation, call.plain, call.media, call.malformed, call.model)
+    return (list(fields.items()), list(call.raw_messages), call.conversation, call.plain, call.media, call.malformed, call.model)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -75,8 +75,28 @@ def test_only_what_is_new_is_read(monkeypatch):
 def test_memory_is_bounded():
     bodies = Bodies(memory=10_000)
     for i in range(100):
-        read_chat(_body("", [json.dumps({"role": "user", "content": "x" * 500})], ",", "", space=False), bodies, f"s{i}")
+        read_chat(_body("", [json.dumps({"role": "assistant", "content": "x" * 500})], ",", "", space=False), bodies, f"s{i}")
     assert len(bodies._held) < 10
+
+
+def test_long_histories_take_little_memory(monkeypatch):
+    """Of what a harness said nothing is kept but where it stands: thousands of rollouts send long histories."""
+    bodies, long = Bodies(memory=100_000), [json.dumps({"role": "tool", "content": "x" * 50_000})] * 2
+    for i in range(50):
+        read_chat(_body("", long, ",", "", space=False), bodies, f"s{i}")
+    read = []
+    monkeypatch.setattr(bodies.messages, "read", lambda raw, real=bodies.messages.read: read.append(raw) or real(raw))
+    for i in range(50):
+        read_chat(_body("", [*long, '{"role":"user","content":"go"}'], ",", "", space=False), bodies, f"s{i}")
+    assert read == [b'{"role":"user","content":"go"}'] * 50
+
+
+def test_a_head_of_other_bytes_is_read_whole():
+    bodies, said = Bodies(), '{"role":"user","content":"%s"}'
+    read_chat(_body("", [said % "one", said % "two"], ",", "", space=False), bodies, "s")
+    call = read_chat(_body("", [said % "eno", said % "two", said % "go"], ",", "", space=False), bodies, "s")
+    assert [json.loads(raw)["content"] for raw in call.raw_messages] == ["eno", "two", "go"]
+    assert call.conversation == read_chat(_body("", [said % "eno", said % "two", said % "go"], ",", "", space=False), Bodies()).conversation
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,18 @@ Nothing is rebuilt that need not be: the members of the body stay raw JSON, and 
 them. Members unknown to us go on to the engine as they came.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from tokencache.core.canonical import Message
 from tokencache.core.chain import Conversation, converse, extend
 from tokencache.core.rules import Leniency
 from tokencache.dialects import gym
 from tokencache.dialects.body import entries_of, fields_of, member, model_of, value_of
 from tokencache.dialects.chat.growth import Bodies, Known, Split, split_whole
-from tokencache.dialects.chat.messages import ReadMessage, with_stand_ins
+from tokencache.dialects.chat.messages import with_stand_ins
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
 from tokencache.errors import HarnessError
 
@@ -50,9 +51,9 @@ class ChatCall(msgspec.Struct):
     Attributes:
         fields: the members of the body, raw.
         raw_messages: the entries of `messages`, raw.
-        read: the same entries as read; shorter if one could not be read.
         conversation: the history in canonical form; `None` if it could not be read.
-        media, malformed: whether an entry has parts that are no text, or arguments that are no JSON object.
+        media: whether an entry has parts that are no text.
+        malformed: the places of entries with arguments that are no JSON object.
         plain: why this call is not to be matched, or `""`.
         shows_ids, shows_logprobs, shows_reasoning: what the harness asked to see.
         dialect: the dialect in which the harness asked.
@@ -65,8 +66,7 @@ class ChatCall(msgspec.Struct):
     """
 
     fields: dict[str, Raw]
-    raw_messages: list[bytes]
-    read: list[ReadMessage]
+    raw_messages: Sequence[bytes]
     conversation: Conversation | None
     args: RenderArgs
     model: str
@@ -76,7 +76,7 @@ class ChatCall(msgspec.Struct):
     shows_logprobs: bool
     shows_reasoning: bool
     media: bool = False
-    malformed: bool = False
+    malformed: tuple[int, ...] = ()
     plain: str = ""
     dialect: str = "chat"
     handle: str = ""
@@ -93,6 +93,11 @@ class ChatCall(msgspec.Struct):
         return {name: value_of(self.fields[name]) for name in SAMPLING if name in self.fields}
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages of its conversation; empty if it could not be read."""
+        return self.conversation.messages if self.conversation is not None else ()
+
+    @property
     def chain(self) -> tuple[bytes, ...]:
         """The chain of its conversation; empty if it could not be read."""
         return self.conversation.chain if self.conversation is not None else ()
@@ -102,11 +107,14 @@ class ChatCall(msgspec.Struct):
         """How many tools the request offers."""
         return len(entries_of(self.args.tools)) if self.args.tools is not None else 0
 
-    def safe_messages(self) -> list[bytes]:
+    def safe_messages(self) -> Sequence[bytes]:
         """The raw messages with stand-ins for tool-call arguments that an engine may refuse."""
         if not self.malformed:
             return self.raw_messages
-        return [with_stand_ins(raw) if seen.malformed else raw for raw, seen in zip(self.raw_messages, self.read, strict=True)]
+        safe = list(self.raw_messages)
+        for place in self.malformed:
+            safe[place] = with_stand_ins(safe[place])
+        return safe
 
     def safe_fields(self) -> dict[str, Raw]:
         """The members of the request, with the messages that an engine will take."""
@@ -150,7 +158,6 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
     call = ChatCall(
         fields=fields,
         raw_messages=raw_messages,
-        read=[],
         conversation=None,
         args=render_args(fields, tools),
         model=model,
@@ -162,31 +169,32 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
         echoes=echoes,
     )
     known = split.known
+    voice = call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
     try:
-        new = [bodies.messages.read(raw) for raw in raw_messages[split.old :]]
-        voice = call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
         scope = scope_of(call.model, call.fields) + voice
-        seen = [*known.read, *new] if known is not None else new
-        if known is not None and known.scope == scope:
-            call.conversation = extend(known.conversation, [r.message for r in new], [r.digest for r in new])
-        else:
-            messages, digests = [r.message for r in seen], [r.digest for r in seen]
-            call.conversation = converse(scope, messages, digests, voice=voice, secret=bodies.secret)
+        new = [bodies.messages.read(raw) for raw in raw_messages[split.old :]]
     except (ValueError, RecursionError):  # no message that we understand, no JSON that msgspec reads, no UTF-8; too deep
         call.plain = "unreadable-history"
         return call
-    call.read = seen
+    messages, digests = [r.message for r in new], [r.digest for r in new]
+    if known is not None and known.scope != scope:
+        messages, digests = [*known.conversation.messages, *messages], [*known.conversation.digests, *digests]
+    if known is not None and known.scope == scope:
+        call.conversation = extend(known.conversation, messages, digests)
+    else:
+        call.conversation = converse(scope, messages, digests, voice=voice, secret=bodies.secret)
     call.media = (known is not None and known.media) or any(r.message.media for r in new)
-    call.malformed = (known is not None and known.malformed) or any(r.malformed for r in new)
+    found = tuple(place for place, r in enumerate(new, split.old) if r.malformed)
+    call.malformed = (*known.malformed, *found) if known is not None else found
     call.plain = _plain_reason(call)
-    bodies.remember(session, body, split, Known(scope, seen, call.conversation, call.media, call.malformed, split.echoed))
+    bodies.remember(session, body, split, Known(scope, call.conversation, call.media, call.malformed, split.echoed))
     return call
 
 
 def _without_echoes(split: Split) -> tuple[Split, dict[int, gym.Echo]]:
     """Take token ids that came back with the messages out of them."""
     entries, echoes = gym.take_all(split.entries, split.old)
-    if entries is split.entries or entries == split.entries:
+    if entries is split.entries:
         return split, echoes
     return msgspec.structs.replace(split, entries=entries, echoed=True), echoes
 

@@ -1,20 +1,28 @@
 """Growth: a body that begins like the session's last one is read from where that one ended.
 
 An agent sends its whole history with every call, so nearly all of a body is the body before. Its bytes up to the last
-known message are compared with one `memcmp`; if they are the same, only the rest is parsed: new messages and whatever
-members stand behind them. What comes out is what a whole reading would give, or the whole body is read.
+known message are hashed; if they are the same, only the rest is parsed: new messages and whatever members stand behind
+them. What comes out is what a whole reading would give, or the whole body is read.
 
     {"model":"m","messages":[{…},{…}          ,{…},{…}],"tools":[…]}
     └──────────── head, as before ──┘          └─────── parsed ────┘
+
+Of a body nothing is kept but that hash, where its messages stand, and what was read of them: thousands of rollouts send long histories.
 """
 
+import secrets
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 import msgspec
+import xxhash
 
+from tokencache.core.canonical import Message
 from tokencache.core.chain import Conversation
 from tokencache.dialects.body import entries_of, fields_of
-from tokencache.dialects.chat.messages import MessageReader, ReadMessage
+from tokencache.dialects.chat.entries import Entries, spans_of
+from tokencache.dialects.chat.messages import MessageReader
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -24,32 +32,38 @@ _LIST = msgspec.json.Decoder(list[Raw])
 _NAME = b'"messages"'
 _TRIES = 4
 MEMORY = 256 * 2**20
+PER_MESSAGE = 500
+"""Bytes: digest, link of the chain, place in the body, the objects that hold them. The words of the model's own messages come on top."""
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What was read of a body: its messages, the conversation they make under `scope`, and what is said of them all.
+    """What was read of a body: the conversation that its messages make under `scope`, and what is said of them all.
 
-    `echoed` is whether token ids came with one of its messages (`gym`), and were taken out.
+    `malformed` are the places of messages with arguments that are no JSON object; `echoed` is whether token ids came with one of the
+    messages (`gym`), and were taken out.
     """
 
     scope: bytes
-    read: list[ReadMessage]
     conversation: Conversation
     media: bool
-    malformed: bool
+    malformed: tuple[int, ...]
     echoed: bool = False
 
 
 class Split(msgspec.Struct, frozen=True):
     """A body taken apart: its members, its raw messages, and what is `known` of the first `old` of them.
 
+    `spans` is where the messages stand in the body, empty where that cannot be told; `head` has hashed as much of the body as was known
+    before.
     `echoed` is whether `entries` lack the token ids that came with them in the body.
     """
 
     fields: dict[str, Raw]
-    entries: list[bytes]
+    entries: Sequence[bytes]
+    spans: "array[int]"
     old: int = 0
     known: Known | None = None
+    head: xxhash.xxh3_128 | None = None
     echoed: bool = False
 
 
@@ -60,7 +74,10 @@ def split_whole(body: bytes) -> Split:
         HarnessError: it is no JSON object, or has no list of objects for messages.
     """
     fields = fields_of(body)
-    return Split(fields, _messages(fields))
+    entries = _messages(fields)
+    start = _place(body, bytes(fields["messages"]))
+    spans = spans_of(body, entries, start) if start >= 0 else None
+    return Split(fields, entries, spans if spans is not None else array("Q"))
 
 
 def _messages(fields: dict[str, Raw]) -> list[bytes]:
@@ -78,21 +95,24 @@ def _messages(fields: dict[str, Raw]) -> list[bytes]:
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """A session's last body.
+    """What is kept of a session's last body.
 
-    `head` are its bytes up to the end of the last message, `start` is where the list of messages begins, `leading` are
-    the members in front of it, `entries` its raw messages.
+    `head` is the hash of its bytes up to the end of the last message, `leading` are the members in front of the list, `start` is where that
+    begins. `spans` is where each message stands; `bare` are the messages themselves where token ids were taken out of them. `weight` is
+    about how many bytes all this takes.
     """
 
     head: bytes
     start: int
     leading: dict[str, Raw]
-    entries: list[bytes]
+    spans: "array[int]"
+    bare: Sequence[bytes] | None
     known: Known
+    weight: int
 
 
 class Bodies:
-    """The last body of every session that was seen here lately; up to `memory` bytes.
+    """What was read of the last body of every session that was seen here lately; up to `memory` bytes.
 
     `secret` is the deployment's, under which all conversations are chained (`Store.secret`): to be set before the first body is read. If
     it changes, what was read is forgotten.
@@ -101,6 +121,7 @@ class Bodies:
     def __init__(self, messages: MessageReader | None = None, *, memory: int = MEMORY) -> None:
         self.messages = messages or MessageReader()
         self._secret = b""
+        self._seed = secrets.randbits(64)  # as for messages: nobody can choose two heads with one hash
         self._memory = memory
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._bytes = 0
@@ -120,49 +141,65 @@ class Bodies:
     def split(self, session: str, body: bytes) -> Split | None:
         """Take a body apart with what is known of the session; `None` if it has to be read whole."""
         held = self._held.get(session)
-        if held is None or not body.startswith(held.head):
+        if held is None or len(body) < held.spans[-1]:
             return None
-        at = len(held.head)
-        at += body[at : at + 1] == b","
-        rest = body[at:]
+        at, all_of = held.spans[-1], memoryview(body)
+        head = xxhash.xxh3_128(all_of[:at], self._seed)
+        if head.digest() != held.head:
+            return None
+        comma = body[at : at + 1] == b","
+        rest = body[at + comma :]
         if _NAME in rest:  # as a member once more, or in some text: not worth telling apart
             return None
         try:
             behind = _FIELDS.decode(b'{"messages":[' + rest)
-            new = [bytes(entry) for entry in _LIST.decode(behind["messages"])]
+            listed = behind["messages"]
+            new = [bytes(entry) for entry in _LIST.decode(listed)]
         except (ValueError, RecursionError):
             return None
-        if (at > len(held.head)) != bool(new) or any(entry[:1] != b"{" for entry in new):
+        added = spans_of(body, new, at + comma)
+        if comma != bool(new) or added is None:
             return None
-        end = at + len(bytes(behind["messages"])) - 1
-        fields = {**held.leading, **behind, "messages": Raw(body[held.start : end])}
-        return Split(fields, [*held.entries, *new], len(held.entries), held.known, held.known.echoed)
+        end = at + comma + len(listed) - 1
+        fields = {**held.leading, **behind, "messages": Raw(all_of[held.start : end])}
+        spans = held.spans + added
+        entries = Entries(body, spans) if held.bare is None else [*held.bare, *new]
+        return Split(fields, entries, spans, len(held.spans) // 2, held.known, head, held.known.echoed)
 
     def remember(self, session: str, body: bytes, split: Split, known: Known) -> None:
         """Keep what was read of a body for the session's next one; a body without a session is not kept."""
         before = self._forget(session)
-        if not session:
+        if not session or not split.spans:
             return
-        listed = bytes(split.fields["messages"])
-        grown = before is not None and split.known is not None
-        start = before.start if before is not None and grown else _place(body, listed)
-        end = start + len(listed) - 1
-        if start < 0 or body[end - 1 : end] != b"}":
-            return
+        grown = before if split.known is not None else None
+        start, end = (grown.start if grown is not None else body.rindex(b"[", 0, split.spans[0])), split.spans[-1]
         try:
-            leading = before.leading if before is not None and grown else _FIELDS.decode(body[:start] + b"[]}")
+            leading = grown.leading if grown is not None else _FIELDS.decode(body[:start] + b"[]}")
         except ValueError:  # what only a lenient reader takes (`chat`) is read whole each time
             return
-        self._held[session] = _Held(body[:end], start, leading, split.entries, known)
-        self._bytes += 2 * end
+        head = split.head or xxhash.xxh3_128(b"", self._seed)
+        head.update(memoryview(body)[grown.spans[-1] if grown is not None else 0 : end])
+        bare = split.entries if split.echoed else None
+        weight = (grown.weight if grown is not None else start) + _weight(known.conversation.messages[split.old :])
+        weight += sum(map(len, bare[split.old :])) if bare is not None else 0
+        self._held[session] = _Held(head.digest(), start, leading, split.spans, bare, known, weight)
+        self._bytes += weight
         while self._bytes > self._memory:
             self._forget(next(iter(self._held)))
 
     def _forget(self, session: str) -> _Held | None:
         held = self._held.pop(session, None)
         if held is not None:
-            self._bytes -= 2 * len(held.head)
+            self._bytes -= held.weight
         return held
+
+
+def _weight(messages: Iterable[Message]) -> int:
+    """About how many bytes of memory messages take that were read."""
+    return sum(
+        PER_MESSAGE + len(m.content or "") + len(m.reasoning or "") + sum(len(call.arguments) + PER_MESSAGE for call in m.calls)
+        for m in messages
+    )
 
 
 def _place(body: bytes, listed: bytes) -> int:

@@ -6,6 +6,7 @@ by the hash of its raw bytes, and a known entry costs one short hash.
 
 import secrets
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -154,7 +155,7 @@ def with_reasoning(raw: bytes) -> bytes:
     return msgspec.json.encode(entry)
 
 
-def as_reminders(entries: list[bytes]) -> list[bytes]:
+def as_reminders(entries: Sequence[bytes]) -> list[bytes]:
     """Say system messages behind the first entry as the user's, marked as reminders: for templates that take none there.
 
     vLLM's own converter moves them to the front of the system prompt instead (Messages, 0.32), so that every new one changes
