@@ -73,6 +73,16 @@ async def test_a_worker_that_was_killed_is_replaced(press):
     assert process_of(press) is not killed
 
 
+async def test_a_worker_that_is_dead_before_it_is_asked_is_replaced(press):
+    """What was written for it stands in the pipe's buffer when that is closed."""
+    await press.run(LARGE, int, "1")
+    dead = process_of(press)
+    dead.kill()
+    await asyncio.to_thread(dead.wait)
+    assert await press.run(LARGE, int, "2") == 2
+    assert process_of(press) is not dead
+
+
 async def test_what_kills_every_worker_is_given_up(press):
     with pytest.raises(WorkerDiedError):
         await press.run(LARGE, os.abort)

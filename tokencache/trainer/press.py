@@ -10,6 +10,7 @@ outlive a proxy that was killed.
 """
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -123,7 +124,8 @@ class _Worker:
 
     def end(self) -> None:
         self._process.kill()
-        with self._process:  # closes the pipes and waits
+        # Closes the pipes and waits; what stands in one still, of work that it died over, cannot be written any more.
+        with contextlib.suppress(BrokenPipeError), self._process:
             pass
 
 
