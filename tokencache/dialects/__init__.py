@@ -16,6 +16,7 @@ What they share:
 `body`         a request's members, raw, where most of it is passed on as it came
 `gym`          token ids on messages, as NeMo Gym has them
 `heard`        what is read of a chat completion or a chunk of one
+`places`       places in a request, as errors name them
 `presenter`    speakers that show the engine's own bytes
 `sse`          server-sent events
 """

@@ -77,6 +77,14 @@ class Speaker(Protocol):
         within its stream is such a chunk (`{"error": …}`).
         """
 
+    @property
+    def unread(self) -> Callable[[bytes], bytes | None] | None:
+        """What says most events without reading them; `None` if every event must be read.
+
+        It takes an event as it came, behind the first chunk. It returns what `chunk` would have (`b""` too: then nothing is to be
+        said of it), and the event needs no `chunk` any more; or `None`, and the event must be read after all.
+        """
+
     def end(self) -> bytes:
         """What follows when the engine has said `[DONE]`: everything up to the end of the stream."""
 

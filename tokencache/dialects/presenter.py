@@ -7,7 +7,7 @@ Routed experts are never shown (`routing`): an engine that gives them gives them
 versions are shown to who asked for them; who did not gets a reply without the member (vLLM 0.33).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -41,6 +41,11 @@ class Extras:
 
 class Presenter:
     """What both have in common of `dialect.Speaker`."""
+
+    @property
+    def unread(self) -> Callable[[bytes], bytes | None] | None:
+        """See `Speaker.unread`: nothing does."""
+        return None
 
     def end(self) -> bytes:
         """See `Speaker.end`."""

@@ -105,8 +105,8 @@ class Caller:
         call = read_chat(body, self._bodies, visit.session, served=self._served(visit))
         call.harness, call.leniency = visit.harness, visit.leniency
         call.replaced = self._pin(visit, call.fields)
-        path, write, speaker = visit.origin.path, partial(_written, call), ChatPresenter(call)
-        exchange = Exchange(path, visit.headers, write, speaker, self._keep_alive, token_ids=self._token_ids, unread=speaker.unread)
+        path, write = visit.origin.path, partial(_written, call)
+        exchange = Exchange(path, visit.headers, write, ChatPresenter(call), self._keep_alive, token_ids=self._token_ids)
         return await self._run(visit, call, exchange, body)
 
     async def complete(self, visit: Visit) -> web.StreamResponse:

@@ -55,7 +55,7 @@ class Delivery:
         self._over = False  # the reply is: what follows waits for the store
         self._silent = True
         self._unsaid: list[tuple[bytes, bytes, int]] = []
-        self._unread = None if exchange.token_ids else exchange.unread
+        self._unread = None if exchange.token_ids else self._speaker.unread
 
     @property
     def left(self) -> bool:
@@ -140,7 +140,8 @@ class Delivery:
             async for chunk in answer.content.iter_any():
                 shown = bytearray()
                 for event in splitter.feed(chunk):
-                    kept = self._plain(event) or self._event(event)
+                    told = self._plain(event)
+                    kept = self._event(event) if told is None else told
                     (held if self._over else shown).extend(kept)
                 if shown and not self.unheard:
                     self._silent = False

@@ -18,8 +18,7 @@ class Exchange(NamedTuple):
     `write` makes the engine's body, in a driver's words, around an exact prompt or none. `refuse` says an engine's refusal
     (status, body) in a dialect; `None` where the harness sees the engine's own bytes. `keep_alive`: seconds that a
     stream may be silent. `token_ids` is whether the reply's ids are said on its messages (`dialects.gym`). `speaks_as` makes the speaker
-    that gives out another handle, where the dialect has any. `unread` says an event without reading it, if it is one that need not be
-    read; `None` where every event is.
+    that gives out another handle, where the dialect has any.
     """
 
     path: str
@@ -31,7 +30,6 @@ class Exchange(NamedTuple):
     media_type: str = EVENTS
     token_ids: bool = False
     speaks_as: Callable[[str], Awaitable[Speaker]] | None = None
-    unread: Callable[[bytes], bytes | None] | None = None
 
 
 def request_id(headers: CIMultiDict[str], call: str, post: int) -> CIMultiDict[str]:

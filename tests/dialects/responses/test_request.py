@@ -438,6 +438,14 @@ async def test_a_choice_of_no_kind_is_refused(choice):
         await Session().ask({"model": "m", "input": "x", "tools": tools, "tool_choice": choice})
 
 
+@pytest.mark.parametrize("odd", [{}, [], 1, "none"])
+async def test_odd_values_where_only_few_mean_anything(odd):
+    items = [{**USER, "content": [{**IMAGE, "detail": odd}]}, {**SAID, "status": odd}]
+    chat_request = await Session().chat(input=items)
+    assert chat_request["messages"][0]["content"] == [{"type": "image_url", "image_url": {"url": IMAGE["image_url"]}}]
+    assert "continue_final_message" not in chat_request
+
+
 @settings(max_examples=200, deadline=None)
 @given(JSON)
 async def test_any_json_for_a_body(value):

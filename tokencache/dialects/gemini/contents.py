@@ -30,6 +30,8 @@ _BESIDE = frozenset(
 )
 """Members that say something of a part and are none themselves (`callIndex` is Gemini CLI's own)."""
 
+_SIGNATURE = "thoughtSignature"
+
 
 class Contents:
     """Collects the messages of a conversation."""
@@ -90,7 +92,8 @@ class Contents:
         for part in parts:
             kind = _kind(part)
             if kind == "text":
-                name = "reasoning" if part.flag("thought") else "content"
+                thought = len(part.members) > 1 and part.flag("thought")  # most texts have nothing beside them
+                name = "reasoning" if thought else "content"
                 self._reply[name] = self._reply.get(name, "") + (part.text("text") or "")
             elif kind == "functionCall":
                 self._call(self._reply, part)
@@ -109,8 +112,7 @@ class Contents:
         if not name:
             raise HarnessError(f"{call.at('name')} is missing", param=call.at("name"))
         args = call.inner("args")
-        made_up = f"call_{len(self.messages) - 1}_{len(self._open)}"
-        given = _own_id(call.text("id"), name) or made_up
+        given = _own_id(call.text("id"), name) or f"call_{len(self.messages) - 1}_{len(self._open)}"
         self._open.append((name, given))
         function = {"name": name, "arguments": lenient.write(args.members if args is not None else {}).decode()}
         reply.setdefault("tool_calls", []).append({"id": given, "type": "function", "function": function})
@@ -154,25 +156,25 @@ class Contents:
 
 def _kind(part: Entry) -> str:
     """Which of its kinds a part is, by the name of its member; `""` for one with a signature and nothing else."""
-    named = [_camel(name) for name in part.named() if name not in _BESIDE]
-    if len(named) > 1:
-        raise HarnessError(f"{part.path} must have one kind of data, not {' and '.join(named)}", param=part.path)
-    if not named and _signature(part) is None:
+    named = [name for name, value in part.members.items() if value is not None and name not in _BESIDE]
+    if len(named) == 1:
+        return _camel(named[0])
+    if named:
+        raise HarnessError(f"{part.path} must have one kind of data, not {' and '.join(map(_camel, named))}", param=part.path)
+    if part.get(_SIGNATURE) is None:
         raise HarnessError(f"{part.path} has no data: it must have text, functionCall, functionResponse or inlineData", param=part.path)
-    return named[0] if named else ""
+    return ""
 
 
 def _camel(name: str) -> str:
+    if "_" not in name:  # nearly always, and of every part
+        return name
     head, *humps = name.split("_")
     return head + "".join(hump[:1].upper() + hump[1:] for hump in humps)
 
 
-def _signature(part: Entry) -> Any:
-    return part.get("thoughtSignature")
-
-
 def _handle(part: Entry) -> str | None:
-    signature = _signature(part)
+    signature = part.get(_SIGNATURE)
     return signature if isinstance(signature, str) and HANDLE.fullmatch(signature) else None
 
 

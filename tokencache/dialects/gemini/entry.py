@@ -6,19 +6,28 @@ write camelCase, hand-written ones both), 64-bit integers may come as text, and 
 """
 
 import re
+from functools import lru_cache
 from typing import Any
 
+from tokencache.dialects.places import Place, bracketed
 from tokencache.errors import HarnessError
 
 _HUMP = re.compile(r"(?<=[a-z0-9])([A-Z])")
 
 
 class Entry:
-    """An object of a request, and the path at which it stands."""
+    """An object of a request, and the place at which it stands."""
 
-    def __init__(self, members: dict[str, Any], path: str) -> None:
+    __slots__ = ("members", "place")
+
+    def __init__(self, members: dict[str, Any], place: Place) -> None:
         self.members = members
-        self.path = path
+        self.place = place
+
+    @property
+    def path(self) -> str:
+        """The name of its place."""
+        return bracketed(self.place)
 
     def named(self) -> list[str]:
         """The names of the members that have a value, as they were written."""
@@ -26,7 +35,7 @@ class Entry:
 
     def at(self, name: str) -> str:
         """The path of a member."""
-        return f"{self.path}.{name}" if self.path else name
+        return bracketed((self.place, name))
 
     def get(self, name: str) -> Any:
         """The value of a member, by its camelCase name; `None` if it is not there."""
@@ -39,6 +48,9 @@ class Entry:
         Raises:
             HarnessError: it is no text.
         """
+        value = self.members.get(name)
+        if type(value) is str:  # nearly always, and of every part
+            return value
         value = self.get(name)
         if value is not None and not isinstance(value, str):
             raise wrong(self.at(name), "a string", value)
@@ -81,8 +93,11 @@ class Entry:
         Raises:
             HarnessError: it is none.
         """
+        value = self.members.get(name)
+        if type(value) is dict:  # nearly always, and of every part
+            return Entry(value, (self.place, name))
         value = self.get(name)
-        return None if value is None else entry(value, self.at(name))
+        return None if value is None else entry(value, (self.place, name))
 
     def values(self, name: str) -> list[Any]:
         """A list, empty if it is not there.
@@ -101,7 +116,8 @@ class Entry:
         Raises:
             HarnessError: it is none.
         """
-        return [entry(item, f"{self.at(name)}[{i}]") for i, item in enumerate(self.values(name))]
+        place = self.place, name
+        return [Entry(item, (place, i)) if type(item) is dict else entry(item, (place, i)) for i, item in enumerate(self.values(name))]
 
     def texts(self, name: str) -> list[str]:
         """A list of texts.
@@ -116,15 +132,15 @@ class Entry:
         return found
 
 
-def entry(value: Any, path: str) -> Entry:
+def entry(value: Any, place: Place) -> Entry:
     """Take a value for an object.
 
     Raises:
         HarnessError: it is none.
     """
     if not isinstance(value, dict):
-        raise wrong(path or "the request body", "an object", value)
-    return Entry(value, path)
+        raise wrong(bracketed(place) or "the request body", "an object", value)
+    return Entry(value, place)
 
 
 def whole_number(value: Any, path: str) -> int:
@@ -147,6 +163,7 @@ def wrong(path: str, wanted: str, value: Any) -> HarnessError:
     return HarnessError(f"{path} must be {wanted}, not {type(value).__name__}", param=path)
 
 
+@lru_cache(maxsize=1024)  # the same few names, thousands of times in a long history
 def snake(name: str) -> str:
     """Spell a camelCase name in snake_case."""
     return _HUMP.sub(lambda hump: "_" + hump[1].lower(), name)

@@ -17,6 +17,7 @@ do, or with `MAX_TOKENS` where it was cut off.
 from typing import Any
 
 from tokencache.dialects import lenient
+from tokencache.dialects.chat.plain import piece_of
 from tokencache.dialects.gemini.words import error_of, finish_reason_of, object_of, usage_of
 from tokencache.dialects.heard import Call, Choice, Usage, hear
 from tokencache.dialects.sse import event_of
@@ -30,6 +31,8 @@ class GeminiSpeaker:
         self._shows_thoughts = shows_thoughts
         self._sse = sse
         self._id = ""
+        self._around = b"", b""
+        """What stands before and behind the parts in every response but the last: the same each time, so written once."""
         self._call: list[str] | None = None
         """The call that is being said: index, id, name, arguments."""
         self._unsigned = {"text", "functionCall"}
@@ -58,13 +61,35 @@ class GeminiSpeaker:
             return b""
         if heard.fault is not None:
             self._over = True
-            return self._framed(error_of(*heard.fault))
-        self._id = heard.id or self._id
+            return self._framed(lenient.write(error_of(*heard.fault)))
+        self._id = self._id or heard.id
         self._usage = heard.usage or self._usage
         parts = self._parts(heard.choice) if heard.choice is not None else []
         if self._reason is not None and not heard.choices:
             return self._last()
-        return self._framed(self._response(parts)) if parts else b""
+        return self._framed(lenient.write(self._response(parts))) if parts else b""
+
+    def unread(self, event: bytes) -> bytes | None:
+        """See `Speaker.unread`: the next piece of a text or a thought, or of a call, which is said when it is whole."""
+        piece = piece_of(event)
+        if piece is None or self._over:
+            return None
+        kind, call, words = piece
+        if kind == b"arguments":
+            if self._call is None or self._call[0] != str(call):
+                return None
+            self._call[3] += words
+            return b""
+        thought = kind == b"reasoning"
+        if thought and not self._shows_thoughts:
+            return b""
+        if not words or not self._id or self._call is not None or (not thought and "text" in self._unsigned):
+            return None
+        if not self._around[0]:
+            before, _, behind = lenient.write(self._response([])).partition(b"[]")
+            self._around = before, behind
+        part: dict[str, Any] = {"text": words, "thought": True} if thought else {"text": words}
+        return self._framed(lenient.write([part]).join(self._around))
 
     def end(self) -> bytes:
         """See `Speaker.end`: the last response, if it did not leave with the count, and the end of the array."""
@@ -77,7 +102,7 @@ class GeminiSpeaker:
     def failed(self, status: int, message: str) -> bytes:
         """See `Speaker.failed`."""
         self._over = True
-        return self._framed(error_of(status, message)) + self._close()
+        return self._framed(lenient.write(error_of(status, message))) + self._close()
 
     def documents(self) -> dict[str, bytes]:
         """See `Speaker.documents`: this dialect keeps nothing."""
@@ -88,10 +113,9 @@ class GeminiSpeaker:
         if self._over or self._reason is None:
             return b""
         self._over = True
-        return self._framed(self._response([self._signed("text", {"text": ""}, only_if_none=True)], last=True))
+        return self._framed(lenient.write(self._response([self._signed("text", {"text": ""}, only_if_none=True)], last=True)))
 
-    def _framed(self, response: dict[str, Any]) -> bytes:
-        said = lenient.write(response)
+    def _framed(self, said: bytes) -> bytes:
         if self._sse:
             return event_of(said)
         opening = b",\n" if self._started else b"["

@@ -22,15 +22,15 @@ Where it differs, it is because more is known here of how a reply was taken apar
   is refused by name (vLLM ignores some of them).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from tokencache.dialects import lenient
 from tokencache.dialects.dialect import HANDLE
-from tokencache.dialects.messages.blocks import Block, blocks_of, parts_of, unsupported, unwrapped
+from tokencache.dialects.messages.blocks import kind_of, listed, parts_of, unsupported, unwrapped
 from tokencache.dialects.messages.members import required, shown, wrong
+from tokencache.dialects.places import Place
 
 _BILLING = "x-anthropic-billing-header"
 _BILLING_LINE, _CACHE_MARKS = "billing-line", "cache-marks"
@@ -79,7 +79,7 @@ class History:
         self._turns: list[_Turn] = []
         self._leading_system(system)
         for i, entry in enumerate(entries):
-            self._entry(f"messages.{i}", entry)
+            self._entry(("messages", i), entry)
         self._end_turns()
 
     def _leading_system(self, system: Any) -> None:
@@ -92,80 +92,93 @@ class History:
         if system:
             self.messages.append({"role": "system", "content": system})
 
-    def _system_text(self, at: str, content: Any) -> str:
-        texts = [block.text for block in self._blocks(at, content)]
+    def _system_text(self, at: Place, content: Any) -> str:
+        texts: list[str] = []
+        for i, block in enumerate(listed(content, at)):
+            if self._kind(block, (at, i)) != "text":
+                raise unsupported(block, (at, i))
+            texts.append(required(block, "text", str, (at, i)))
         kept = [text for text in texts if not text.startswith(_BILLING)]
         if len(kept) < len(texts):
             self.left_out.add(_BILLING_LINE)
         return "".join(kept)
 
-    def _entry(self, at: str, entry: Any) -> None:
+    def _entry(self, at: Place, entry: Any) -> None:
         if not isinstance(entry, dict):
             raise wrong(at, "Input should be a valid dictionary")
         role, content = entry.get("role"), entry.get("content")
         if role == "assistant":
-            self._assistant(f"{at}.content", content)
+            self._assistant((at, "content"), content)
             return
         self._end_turns()
         if role == "user":
-            self._user(f"{at}.content", content)
+            self._user((at, "content"), content)
         elif role == "system":
-            if text := self._system_text(f"{at}.content", content):
+            if text := self._system_text((at, "content"), content):
                 self.messages.append({"role": "system", "content": text})
         else:
-            raise wrong(f"{at}.role", f"Input should be 'user', 'assistant' or 'system', not {shown(role)}")
+            raise wrong((at, "role"), f"Input should be 'user', 'assistant' or 'system', not {shown(role)}")
 
-    def _user(self, at: str, content: Any) -> None:
+    def _user(self, at: Place, content: Any) -> None:
         if content is None or isinstance(content, str):
             self.messages.append({"role": "user", "content": content or ""})
             return
         parts: list[Message] = []
-        for block in self._blocks(at, content):
-            if block.kind == "tool_result":
-                self._result(block)
+        for i, block in enumerate(listed(content, at)):
+            if self._kind(block, (at, i)) == "tool_result":
+                self._result((at, i), block)
             else:
-                parts += parts_of(block)
+                parts += parts_of(block, (at, i))
         if parts:
             lone = len(parts) == 1 and parts[0]["type"] == "text"
             self.messages.append({"role": "user", "content": parts[0]["text"] if lone else parts})
 
-    def _result(self, block: Block) -> None:
-        call, content = required(block.fields, "tool_use_id", str, block.at), block.fields.get("content")
-        parts: list[Message] = []
-        for inner in self._blocks(f"{block.at}.content", content):
-            if inner.kind == "text":
-                parts.append({"type": "text", "text": inner.text})  # an empty one, too: vLLM joins it in
-            elif inner.kind == "tool_reference":  # a tool found by a search: templates that know deferred tools expand it
-                parts.append({"type": "tool_reference", "name": required(inner.fields, "tool_name", str, inner.at)})
+    def _result(self, at: Place, block: Message) -> None:
+        call = required(block, "tool_use_id", str, at)
+        texts: list[str] = []
+        images: list[Message] = []
+        references: list[Message] = []
+        at = at, "content"
+        for i, inner in enumerate(listed(block.get("content"), at)):
+            place = at, i
+            kind = self._kind(inner, place)
+            if kind == "text":
+                texts.append(required(inner, "text", str, place))  # an empty one, too: vLLM joins it in
+            elif kind == "tool_reference":  # a tool found by a search: templates that know deferred tools expand it
+                references.append({"type": "tool_reference", "name": required(inner, "tool_name", str, place)})
             else:
-                parts += parts_of(inner)
-        texts = [part["text"] for part in parts if part["type"] == "text"]
+                for part in parts_of(inner, place):
+                    if part["type"] == "text":
+                        texts.append(part["text"])
+                    else:
+                        images.append(part)
         self.messages.append({"role": "tool", "tool_call_id": call, "content": "\n".join(texts)})
-        if images := [part for part in parts if part["type"] == "image_url"]:
+        if images:
             self.messages.append({"role": "user", "content": images})
-        if references := [part for part in parts if part["type"] == "tool_reference"]:
+        if references:
             self.messages.append({"role": "tool", "tool_call_id": call, "content": references})
 
-    def _assistant(self, at: str, content: Any) -> None:
+    def _assistant(self, at: Place, content: Any) -> None:
         begins = True
         if not self._turns:
             self._turns.append(_Turn())
-        for block in self._blocks(at, content):
-            place, kind, fields = block.at, block.kind, block.fields
+        for i, block in enumerate(listed(content, at)):
+            place = at, i
+            kind = self._kind(block, place)
             turn = self._turns[-1]
             if kind == "text":
-                turn.texts.append(block.text)
+                turn.texts.append(required(block, "text", str, place))
+            elif kind == "tool_use":
+                function = {"name": required(block, "name", str, place), "arguments": _arguments(block.get("input"))}
+                turn.calls.append({"id": required(block, "id", str, place), "type": "function", "function": function})
             elif kind == "thinking":
-                handle = _handle(fields.get("signature"))
+                handle = _handle(block.get("signature"))
                 if handle and handle != turn.handle and (turn.handle or (begins and turn != _Turn())):
                     self._turns.append(turn := _Turn())  # another reply of ours
                 turn.handle = handle or turn.handle
-                turn.thoughts.append(required(fields, "thinking", str, place))
-            elif kind == "tool_use":
-                function = {"name": required(fields, "name", str, place), "arguments": _arguments(fields.get("input"))}
-                turn.calls.append({"id": required(fields, "id", str, place), "type": "function", "function": function})
+                turn.thoughts.append(required(block, "thinking", str, place))
             elif kind != "redacted_thinking":  # that one is for its author's eyes only
-                raise unsupported(block)
+                raise unsupported(block, place)
             begins = False
 
     def _end_turns(self) -> None:
@@ -175,11 +188,12 @@ class History:
             self.messages.append(turn.message)
         self._turns = []
 
-    def _blocks(self, at: str, content: Any) -> Iterator[Block]:
-        for block in blocks_of(at, content):
-            if "cache_control" in block.fields:
-                self.left_out.add(_CACHE_MARKS)
-            yield block
+    def _kind(self, block: Any, at: Place) -> str:
+        """The type of a block; whether it has a cache mark is noted."""
+        kind = kind_of(block, at)
+        if "cache_control" in block:
+            self.left_out.add(_CACHE_MARKS)
+        return kind
 
 
 def _handle(signature: Any) -> str:

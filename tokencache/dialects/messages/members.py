@@ -6,15 +6,17 @@ Errors are worded as Anthropic's API words them, the place first: `messages.1.co
 from typing import Any
 
 from tokencache.dialects import lenient
+from tokencache.dialects.places import Place, dotted
 from tokencache.errors import HarnessError
 
 _SHOWN = 80
 _TYPES: dict[type, str] = {str: "string", dict: "dictionary", list: "list", int: "integer", float: "number", bool: "boolean"}
 
 
-def wrong(at: str, why: str) -> HarnessError:
+def wrong(at: Place, why: str) -> HarnessError:
     """Make the error for a place in the body."""
-    return HarnessError(f"{at}: {why}", param=at)
+    name = dotted(at)
+    return HarnessError(f"{name}: {why}", param=name)
 
 
 def shown(value: Any) -> str:
@@ -35,7 +37,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def optional(fields: dict[str, Any], name: str, kind: type, at: str = "") -> Any:
+def optional(fields: dict[str, Any], name: str, kind: type, at: Place = "") -> Any:
     """The value of a member; `None` if it is missing or null. An integer is a number, a boolean is neither.
 
     Raises:
@@ -44,10 +46,10 @@ def optional(fields: dict[str, Any], name: str, kind: type, at: str = "") -> Any
     value = fields.get(name)
     if value is None or (isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))):
         return value
-    raise wrong(f"{at}.{name}" if at else name, f"Input should be a valid {_TYPES[kind]}")
+    raise wrong((at, name), f"Input should be a valid {_TYPES[kind]}")
 
 
-def required(fields: dict[str, Any], name: str, kind: type, at: str = "") -> Any:
+def required(fields: dict[str, Any], name: str, kind: type, at: Place = "") -> Any:
     """The value of a member that must be there.
 
     Raises:
@@ -58,5 +60,5 @@ def required(fields: dict[str, Any], name: str, kind: type, at: str = "") -> Any
         return value
     value = optional(fields, name, kind, at)
     if value is None:
-        raise wrong(f"{at}.{name}" if at else name, "Field required")
+        raise wrong((at, name), "Field required")
     return value

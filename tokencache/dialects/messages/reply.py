@@ -20,22 +20,33 @@ Decisions, where vLLM 0.32 (`entrypoints/anthropic/serving.py`) does otherwise o
 
 from typing import Any
 
-import msgspec
-
 from tokencache.dialects import lenient
+from tokencache.dialects.chat.plain import piece_of
 from tokencache.dialects.heard import Call, Choice, Usage, hear
 from tokencache.dialects.messages.blocks import wrapped
 from tokencache.dialects.messages.ending import ending, is_json, usage_of
 from tokencache.dialects.messages.errors import error_members
 from tokencache.dialects.sse import event_of
 
+_TAIL = b"}}\n\n"
+_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"), "tool_use": ("input_json_delta", "partial_json")}
+"""How a block of each kind grows: the delta's type, and the member with the words."""
+_GROWING = {b"content": "text", b"reasoning": "thinking"}
 
-class _Block(msgspec.Struct):
+
+class _Block:
     """A block that was opened: its place in the message and, of a call, the arguments so far."""
 
-    place: int
-    kind: str
-    arguments: list[str] = []
+    def __init__(self, place: int, kind: str) -> None:
+        self.place, self.kind = place, kind
+        self.arguments: list[str] = []
+        # Its deltas differ in their last member alone, and there are hundreds: all up to that is written once.
+        delta, member = _DELTAS[kind]
+        self._head = _event("content_block_delta", index=place, delta={"type": delta, member: ""}).removesuffix(b'""' + _TAIL)
+
+    def grown(self, words: str) -> bytes:
+        """Say the next piece of it."""
+        return self._head + lenient.write(words) + _TAIL
 
 
 class MessagesSpeaker:
@@ -84,6 +95,23 @@ class MessagesSpeaker:
             self._choice(heard.choice, out)
         return b"".join(out)
 
+    def unread(self, event: bytes) -> bytes | None:
+        """See `Speaker.unread`: the next piece of a block that is open."""
+        piece = piece_of(event)
+        if piece is None or self._failed:
+            return None
+        kind, call, words = piece
+        if not words:
+            return None
+        if kind in _GROWING:
+            block = self._open[-1] if self._open else None
+            return block.grown(words) if block is not None and block.kind == _GROWING[kind] else None
+        block = self._calls.get(call)
+        if block is None:
+            return None
+        block.arguments.append(words)
+        return block.grown(words)
+
     def end(self) -> bytes:
         """Say the end of the message."""
         if self._failed:
@@ -131,20 +159,20 @@ class MessagesSpeaker:
     def _choice(self, choice: Choice, out: list[bytes]) -> None:
         said = choice.said
         if thought := said.thought:
-            self._speak("thinking", {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": thought}, out)
+            self._speak("thinking", {"thinking": "", "signature": ""}, thought, out)
         if said.content:
-            self._speak("text", {"text": ""}, {"type": "text_delta", "text": said.content}, out)
+            self._speak("text", {"text": ""}, said.content, out)
         for index, call in said.called():
             self._call(index, call, out)
         if choice.finish_reason is not None:
             self._finish, self._stop = choice.finish_reason, choice.stop_reason
             self._close(out)
 
-    def _speak(self, kind: str, empty: dict[str, str], delta: dict[str, str], out: list[bytes]) -> None:
+    def _speak(self, kind: str, empty: dict[str, str], words: str, out: list[bytes]) -> None:
         if not self._open or self._open[-1].kind != kind:
             self._close(out)
             self._begin(_Block(self._blocks, kind), empty, out)
-        out.append(_event("content_block_delta", index=self._open[-1].place, delta=delta))
+        out.append(self._open[-1].grown(words))
 
     def _call(self, index: int, call: Call, out: list[bytes]) -> None:
         block = self._calls.get(index)
@@ -156,8 +184,7 @@ class MessagesSpeaker:
             self._begin(block, {"id": call.id or "", "name": call.name, "input": {}}, out)
         if call.arguments:
             block.arguments.append(call.arguments)
-            delta = {"type": "input_json_delta", "partial_json": call.arguments}
-            out.append(_event("content_block_delta", index=block.place, delta=delta))
+            out.append(block.grown(call.arguments))
 
     def _begin(self, block: _Block, empty: dict[str, Any], out: list[bytes]) -> None:
         self._open.append(block)

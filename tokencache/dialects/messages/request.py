@@ -73,8 +73,7 @@ def read_request(body: bytes, *, counting: bool = False) -> ChatRequest:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}
     if fields.get("cache_control") is not None:
         history.left_out.add("cache-marks")
-    listed = b",".join(lenient.write(message) for message in history.messages)
-    whole = b'{"messages":[%s],%s' % (listed, lenient.write(chat)[1:])
+    whole = b'{"messages":%s,%s' % (lenient.write(history.messages), lenient.write(chat)[1:])
     return ChatRequest(whole, model, history.handles, tuple(sorted(history.left_out)))
 
 

@@ -7,6 +7,6 @@ stand in the ids of items and in `encrypted_content`.
 `codec`    the routes; `errors`: what went wrong, in OpenAI's words
 `request`  a request's members → chat; `items`: its items → chat messages; `tools`: what may be called
 `freeform` custom tools, whose input is free text
-`reply`    the chat reply as a response, whole or streamed; `output`: its items and their events
+`reply`    the chat reply as a response, whole or streamed; `output`: its items, `events`: what is told of them
 `kept`     what is kept of a response; `stored`: questions about it
 """

@@ -130,15 +130,15 @@ async def _read(asked: Asked) -> _Request:
     shown = members_shown(fields)
     instructions = member(fields, "instructions", (str,), None)
     handle, history = await _previous(asked, fields)
-    new, echoes = items_of(fields, needed=not handle)
+    new, echoes = items_of(fields, needed=not handle, kept=shown["store"])
     items = await Library(asked.documents).referred(new)
     talk = Talk()
     if instructions:
         talk.messages.append({"role": "system", "content": instructions})
     for i, (_, item) in enumerate(history):
-        talk.add(item, f"previous[{i}]")
+        talk.add(item, ("previous", i))
     for i, (_, item) in enumerate(items):
-        talk.add(item, f"input[{i}]", echoes.get(i))
+        talk.add(item, ("input", i), echoes.get(i))
     talk.close()
     offer = read_tools(shown["tools"])
     return _Request(

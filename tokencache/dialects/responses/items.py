@@ -22,15 +22,17 @@ import msgspec
 
 from tokencache.dialects.dialect import HANDLE
 from tokencache.dialects.gym import Echo
+from tokencache.dialects.places import Place, bracketed
 from tokencache.errors import HarnessError
 
 Item = tuple[bytes, Any]
-"""An item's JSON, and the same decoded."""
+"""An item's JSON, `b""` where nobody keeps it, and the same decoded."""
 
 _ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{32})_\d+")
 _TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text") | {"refusal": "refusal"}
 _ROLES = frozenset({"user", "system", "developer", "assistant"})
-_DETAILS = frozenset({"low", "high"})
+_DETAILS = "low", "high"
+_UNFINISHED = "in_progress", "incomplete"
 
 
 def item_id(prefix: str, handle: str, place: int) -> str:
@@ -68,33 +70,33 @@ class Talk:
         self._handle = self._last = ""
         self._echo: Echo | None = None
 
-    def add(self, item: Any, path: str, echo: Echo | None = None) -> None:
-        """Read one item; `path` says where it stood, `echo` are the token ids that came back with it.
+    def add(self, item: Any, at: Place, echo: Echo | None = None) -> None:
+        """Read one item; `at` says where it stood, `echo` are the token ids that came back with it.
 
         Raises:
             HarnessError: it is malformed, or of a type that is not supported.
         """
         if not isinstance(item, dict):
-            raise HarnessError(f"'{path}' must be an object", param=path)
+            raise _wrong(at, " must be an object")
         kind = item.get("type")
         if kind is None and "role" in item:
             kind = "message"
         match kind:
             case "message":
-                self._message(item, path)
+                self._message(item, at)
             case "reasoning":
-                self._continue(item, "reasoning")["reasoning"].append(_thought(item, path))
+                self._continue(item, "reasoning")["reasoning"].append(_thought(item, at))
             case "function_call":
-                name = flat_name(_text(item, "name", path), _optional(item, "namespace", path))
-                self._call(item, path, name, _text(item, "arguments", path))
+                name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
+                self._call(item, at, name, _text(item, "arguments", at))
             case "custom_tool_call":
-                name = flat_name(_text(item, "name", path), _optional(item, "namespace", path))
-                self._call(item, path, name, msgspec.json.encode({"input": _text(item, "input", path)}).decode())
+                name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
+                self._call(item, at, name, msgspec.json.encode({"input": _text(item, "input", at)}).decode())
             case "function_call_output" | "custom_tool_call_output":
-                content = _content(item.get("output"), f"{path}.output")
-                self._say({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": content})
+                content = _content(item.get("output"), (at, "output"))
+                self._say({"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": content})
             case _:
-                raise HarnessError(f"'{path}': items of type {kind!r} are not supported", param=path)
+                raise _wrong(at, f": items of type {kind!r} are not supported")
         if self._reply:  # the last item of a reply carries its ids
             self._echo = echo or self._echo
 
@@ -137,71 +139,77 @@ class Talk:
         self._last = kind
         return self._reply
 
-    def _message(self, item: dict[str, Any], path: str) -> None:
+    def _message(self, item: dict[str, Any], at: Place) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            raise HarnessError(f"'{path}.role' must be one of {', '.join(sorted(_ROLES))}, not {role!r}", param=f"{path}.role")
-        content = _content(item.get("content"), f"{path}.content")
+            raise _wrong((at, "role"), f" must be one of {', '.join(sorted(_ROLES))}, not {role!r}")
+        content = _content(item.get("content"), (at, "content"))
         if role != "assistant":
             self._say({"role": role, "content": content})
             return
         if isinstance(content, list):
-            if any(part["type"] != "text" for part in content):
-                raise HarnessError(f"'{path}.content': an assistant's message can only have text", param=f"{path}.content")
-            content = "".join(part["text"] for part in content)
+            texts = [part["text"] for part in content if part["type"] == "text"]
+            if len(texts) < len(content):
+                raise _wrong((at, "content"), ": an assistant's message can only have text")
+            content = "".join(texts)
         self._continue(item, "message")["content"].append(content)
 
-    def _call(self, item: dict[str, Any], path: str, name: str, arguments: str) -> None:
-        call = {"id": _text(item, "call_id", path), "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _call(self, item: dict[str, Any], at: Place, name: str, arguments: str) -> None:
+        call = {"id": _text(item, "call_id", at), "type": "function", "function": {"name": name, "arguments": arguments}}
         self._continue(item, "call")["tool_calls"].append(call)
 
 
 def continues(item: Any) -> bool:
     """Whether a last item asks for its own continuation: what vLLM 0.32 makes of an assistant's that is not complete."""
-    if not isinstance(item, dict) or item.get("status") not in {"in_progress", "incomplete"}:
+    if not isinstance(item, dict) or item.get("status") not in _UNFINISHED:
         return False
     return item.get("type") == "reasoning" or item.get("role") == "assistant"
 
 
-def _content(content: Any, path: str) -> str | list[dict[str, Any]]:
+def _content(content: Any, at: Place) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise HarnessError(f"'{path}' must be a string or a list of parts", param=path)
-    return [_part(part, f"{path}[{i}]") for i, part in enumerate(content)] or ""
+        raise _wrong(at, " must be a string or a list of parts")
+    return [_part(part, (at, i)) for i, part in enumerate(content)] or ""
 
 
-def _part(part: Any, path: str) -> dict[str, Any]:
+def _part(part: Any, at: Place) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
+    member = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if member is not None:
+        return {"type": "text", "text": _text(part, member, at)}
     if kind == "input_image":
         url, detail = part.get("image_url"), part.get("detail")
         if not isinstance(url, str):
-            raise HarnessError(f"'{path}': an image must have an 'image_url'; files are not kept here", param=path)
+            raise _wrong(at, ": an image must have an 'image_url'; files are not kept here")
         return {"type": "image_url", "image_url": {"url": url, **({"detail": detail} if detail in _DETAILS else {})}}
-    member = _TEXTS.get(kind) if isinstance(kind, str) else None
-    if member is None:
-        raise HarnessError(f"'{path}': content of type {kind!r} is not supported", param=path)
-    return {"type": "text", "text": _text(part, member, path)}
+    raise _wrong(at, f": content of type {kind!r} is not supported")
 
 
-def _thought(item: dict[str, Any], path: str) -> str:
+def _thought(item: dict[str, Any], at: Place) -> str:
     for member, between in (("content", ""), ("summary", "\n")):
         parts = item.get(member) or []
         if not isinstance(parts, list):
-            raise HarnessError(f"'{path}.{member}' must be a list of parts", param=f"{path}.{member}")
-        read = [_part(part, f"{path}.{member}[{i}]") for i, part in enumerate(parts)]
-        text = between.join(part["text"] for part in read if part["type"] == "text")
+            raise _wrong((at, member), " must be a list of parts")
+        read = [_part(part, ((at, member), i)) for i, part in enumerate(parts)]
+        text = between.join([part["text"] for part in read if part["type"] == "text"])
         if text:
             return text
     return ""
 
 
-def _text(item: dict[str, Any], member: str, path: str) -> str:
+def _text(item: dict[str, Any], member: str, at: Place) -> str:
     value = item.get(member)
     if not isinstance(value, str):
-        raise HarnessError(f"'{path}.{member}' must be a string", param=f"{path}.{member}")
+        raise _wrong((at, member), " must be a string")
     return value
 
 
-def _optional(item: dict[str, Any], member: str, path: str) -> str | None:
-    return _text(item, member, path) if item.get(member) is not None else None
+def _optional(item: dict[str, Any], member: str, at: Place) -> str | None:
+    return _text(item, member, at) if item.get(member) is not None else None
+
+
+def _wrong(at: Place, why: str) -> HarnessError:
+    name = bracketed(at)
+    return HarnessError(f"'{name}'{why}", param=name)

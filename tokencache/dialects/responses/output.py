@@ -6,18 +6,12 @@ Every kind of item knows how it looks and which of these events it needs; `reply
 when it ends. Members are those of openai 3.52's types.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
+from tokencache.dialects.responses.events import Delta, Events
 from tokencache.dialects.responses.freeform import FreeformInput
 from tokencache.dialects.responses.items import item_id
 from tokencache.dialects.responses.tools import ToolName
-
-
-class Tell(Protocol):
-    """Writes one event."""
-
-    def __call__(self, kind: str, **members: Any) -> None:
-        """Write an event of this kind (without `response.`) with these members."""
 
 
 class Item:
@@ -25,13 +19,15 @@ class Item:
 
     prefix = ""
 
-    def __init__(self, handle: str, place: int, tell: Tell) -> None:
+    def __init__(self, handle: str, place: int, events: Events) -> None:
         self.id = item_id(self.prefix, handle, place)
         self.status = "in_progress"
         self.tokens: dict[str, Any] = {}
         self._place = place
-        self._tell = tell
+        self._events = events
         self._pieces: list[str] = []
+        kind, members = self._delta()
+        self._grown = Delta(kind, item_id=self.id, output_index=place, **members)
 
     def shown(self) -> dict[str, Any]:
         """The item as it stands."""
@@ -43,22 +39,22 @@ class Item:
 
     def begin(self) -> None:
         """Tell that it is there."""
-        self._tell("output_item.added", output_index=self._place, item=self.shown())
+        self._events.tell("output_item.added", output_index=self._place, item=self.shown())
         self._opening()
 
     def grow(self, piece: str) -> None:
         """Add a piece to it."""
         self._pieces.append(piece)
-        self._delta(piece)
+        self._events.grow(self._grown, piece)
 
     def end(self, status: str) -> None:
         """Tell that it is over: `completed` or `incomplete`."""
         self.status = status
         self._closing("".join(self._pieces))
-        self._tell("output_item.done", output_index=self._place, item=self.shown())
+        self._events.tell("output_item.done", output_index=self._place, item=self.shown())
 
     def _about(self, kind: str, **members: Any) -> None:
-        self._tell(kind, item_id=self.id, output_index=self._place, **members)
+        self._events.tell(kind, item_id=self.id, output_index=self._place, **members)
 
     def _shape(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -66,7 +62,8 @@ class Item:
     def _opening(self) -> None:
         """Tell what follows its beginning: nothing, for most."""
 
-    def _delta(self, piece: str) -> None:
+    def _delta(self) -> tuple[str, dict[str, Any]]:
+        """The kind of event that tells of a piece, and its own members."""
         raise NotImplementedError
 
     def _closing(self, text: str) -> None:
@@ -82,8 +79,8 @@ class Reasoning(Item):
 
     prefix = "rs"
 
-    def __init__(self, handle: str, place: int, tell: Tell, *, sealed: bool, summarised: bool) -> None:
-        super().__init__(handle, place, tell)
+    def __init__(self, handle: str, place: int, events: Events, *, sealed: bool, summarised: bool) -> None:
+        super().__init__(handle, place, events)
         self._seal = {"encrypted_content": handle} if sealed else {}
         self._summarised = summarised
 
@@ -94,8 +91,8 @@ class Reasoning(Item):
     def _opening(self) -> None:
         self._about("content_part.added", content_index=0, part=_thought(""))
 
-    def _delta(self, piece: str) -> None:
-        self._about("reasoning_text.delta", content_index=0, delta=piece)
+    def _delta(self) -> tuple[str, dict[str, Any]]:
+        return "reasoning_text.delta", {"content_index": 0, "delta": ""}
 
     def _closing(self, text: str) -> None:
         self._about("reasoning_text.done", content_index=0, text=text)
@@ -113,8 +110,8 @@ class Text(Item):
     def _opening(self) -> None:
         self._about("content_part.added", content_index=0, part=_words(""))
 
-    def _delta(self, piece: str) -> None:
-        self._about("output_text.delta", content_index=0, delta=piece, logprobs=[])
+    def _delta(self) -> tuple[str, dict[str, Any]]:
+        return "output_text.delta", {"content_index": 0, "delta": "", "logprobs": []}
 
     def _closing(self, text: str) -> None:
         self._about("output_text.done", content_index=0, text=text, logprobs=[])
@@ -126,15 +123,15 @@ class FunctionCall(Item):
 
     prefix, kind, member, event = "fc", "function_call", "arguments", "function_call_arguments"
 
-    def __init__(self, handle: str, place: int, tell: Tell, *, call_id: str, name: ToolName) -> None:
-        super().__init__(handle, place, tell)
+    def __init__(self, handle: str, place: int, events: Events, *, call_id: str, name: ToolName) -> None:
+        super().__init__(handle, place, events)
         self._named = {"call_id": call_id, "name": name.name} | ({"namespace": name.namespace} if name.namespace else {})
 
     def _shape(self, text: str) -> dict[str, Any]:
         return {"type": self.kind, "status": self.status, **self._named, self.member: text}
 
-    def _delta(self, piece: str) -> None:
-        self._about(f"{self.event}.delta", delta=piece)
+    def _delta(self) -> tuple[str, dict[str, Any]]:
+        return f"{self.event}.delta", {"delta": ""}
 
     def _closing(self, text: str) -> None:
         self._about(f"{self.event}.done", **{self.member: text})
@@ -145,8 +142,8 @@ class CustomCall(FunctionCall):
 
     prefix, kind, member, event = "ctc", "custom_tool_call", "input", "custom_tool_call_input"
 
-    def __init__(self, handle: str, place: int, tell: Tell, *, call_id: str, name: ToolName) -> None:
-        super().__init__(handle, place, tell, call_id=call_id, name=name)
+    def __init__(self, handle: str, place: int, events: Events, *, call_id: str, name: ToolName) -> None:
+        super().__init__(handle, place, events, call_id=call_id, name=name)
         self._input = FreeformInput()
 
     def grow(self, piece: str) -> None:

@@ -13,16 +13,17 @@ from typing import Any
 
 import msgspec
 
+from tokencache.dialects.chat.plain import piece_of
 from tokencache.dialects.heard import Call, Choice, Heard, Usage, hear
+from tokencache.dialects.responses.events import Events
 from tokencache.dialects.responses.output import CustomCall, FunctionCall, Item, Reasoning, Text
 from tokencache.dialects.responses.tools import ToolName
-from tokencache.dialects.sse import event_of
 
 _ENCODER = msgspec.json.Encoder()
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "abort": None}
 """Ends by which a reply is cut short, and OpenAI's reason for it; it has none for an engine that aborts."""
 
-
+_GROWING = {b"content": Text, b"reasoning": Reasoning}
 _UNREADABLE = Heard(error={"message": "the engine sent what cannot be read"})
 
 
@@ -49,8 +50,7 @@ class ResponsesSpeaker:
         self._handle, self._model, self._members, self._names = handle, model, members, names
         self._thoughts, self._keep = thoughts, keep
         self._reasoning = {"sealed": sealed, "summarised": summaries}
-        self._said = bytearray()
-        self._number = 0  # of the next event
+        self._events = Events()
         self._created: int | None = None
         self._items: list[Item] = []
         self._open: Item | None = None
@@ -70,12 +70,24 @@ class ResponsesSpeaker:
         """Say one chunk; neither its framing nor the number of prompt tokens matters here."""
         del event, prompt_tokens
         self._hear(hear(data) or _UNREADABLE)
-        return self._take()
+        return self._events.take()
+
+    def unread(self, event: bytes) -> bytes | None:
+        """See `Speaker.unread`: the next piece of an item that is under way."""
+        piece = piece_of(event)
+        if piece is None or self._status != "in_progress":
+            return None
+        kind, call, words = piece
+        item = self._calls.get(call) if kind == b"arguments" else self._open
+        if not words or item is None or (kind in _GROWING and not isinstance(item, _GROWING[kind])):
+            return None
+        item.grow(words)
+        return self._events.take()
 
     def end(self) -> bytes:
         """Say the end of the response."""
         self._conclude()
-        return self._take()
+        return self._events.take()
 
     def keep_alive(self) -> bytes:
         """Write a comment."""
@@ -85,7 +97,7 @@ class ResponsesSpeaker:
         """Say that it failed; it has, whatever was ready to be said."""
         del status  # OpenAI's vocabulary has one code for all that is the server's
         self._fail(message)
-        return self._take()
+        return self._events.take()
 
     def documents(self) -> dict[str, bytes]:
         """Give out what is to be kept: of a reply that came to its end."""
@@ -106,8 +118,8 @@ class ResponsesSpeaker:
         if self._created is None:
             self._created = heard.created
             self._model = self._model or heard.model
-            self._tell("created", response=self._response())
-            self._tell("in_progress", response=self._response())
+            self._events.tell("created", response=self._response())
+            self._events.tell("in_progress", response=self._response())
 
     def _choice(self, choice: Choice) -> None:
         said = choice.said
@@ -129,7 +141,7 @@ class ResponsesSpeaker:
 
     def _begin(self, kind: type[Item], **more: Any) -> Item:
         self._close("completed")
-        item = self._open = kind(self._handle, len(self._items), self._tell, **more)
+        item = self._open = kind(self._handle, len(self._items), self._events, **more)
         self._items.append(item)
         item.begin()
         return item
@@ -155,7 +167,7 @@ class ResponsesSpeaker:
             self._fail("the engine's reply ended before it was finished")
             return
         self._status = "incomplete" if self._finish in _INCOMPLETE else "completed"
-        self._tell(self._status, response=self._response())
+        self._events.tell(self._status, response=self._response())
 
     def _fail(self, message: str) -> None:
         if self._status == "failed":
@@ -164,8 +176,8 @@ class ResponsesSpeaker:
         if self._open is not None:
             self._open.status = "incomplete"
         self._status, self._error = "failed", {"code": "server_error", "message": message}
-        self._said += self._event("error", {"code": "server_error", "message": message, "param": None})
-        self._tell("failed", response=self._response())
+        self._events.error(code="server_error", message=message, param=None)
+        self._events.tell("failed", response=self._response())
 
     def _response(self, output: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         cut = self._status == "incomplete"
@@ -181,17 +193,6 @@ class ResponsesSpeaker:
             "usage": _usage_of(self._usage) if self._usage is not None else None,
             **self._members,
         }
-
-    def _tell(self, kind: str, **members: Any) -> None:
-        self._said += self._event(f"response.{kind}", members)
-
-    def _event(self, kind: str, members: dict[str, Any]) -> bytes:
-        number, self._number = self._number, self._number + 1
-        return event_of(_ENCODER.encode({"type": kind, "sequence_number": number, **members}), kind)
-
-    def _take(self) -> bytes:
-        said, self._said = bytes(self._said), bytearray()
-        return said
 
 
 def _usage_of(usage: Usage) -> dict[str, Any]:

@@ -7,19 +7,21 @@ accepted and shown again where a response shows them. Log probabilities of the t
 reasoning and calls too, and pieces of text do not end where tokens do.
 """
 
+import contextlib
 from typing import Any
 
 import msgspec
 
 from tokencache.dialects import lenient
 from tokencache.dialects.body import entries_of, fields_of, member
-from tokencache.dialects.gym import Echo, take_all
+from tokencache.dialects.gym import TAKEN, Echo, take_all
 from tokencache.dialects.responses.items import Item
 from tokencache.dialects.responses.tools import Choice
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
 
+_LIST = msgspec.json.Decoder(list[Any])
 _MEMBERS = msgspec.json.Decoder(dict[str, Raw])
 
 SEALED = "reasoning.encrypted_content"
@@ -114,8 +116,10 @@ def members_shown(fields: dict[str, Raw]) -> dict[str, Any]:
     return {name: member(fields, name, kinds, default) for name, (kinds, default) in _SHOWN.items()}
 
 
-def items_of(fields: dict[str, Raw], *, needed: bool) -> tuple[list[Item], dict[int, Echo]]:
+def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[Item], dict[int, Echo]]:
     """Read `input`; a text is a message of the user's. Without any the list is empty, unless one is `needed`.
+
+    `kept` is whether somebody keeps the items: their JSON is cut out one by one only then.
 
     Token ids that came back with an item are taken out of it: they are the second of what is returned, by its place.
 
@@ -128,6 +132,10 @@ def items_of(fields: dict[str, Raw], *, needed: bool) -> tuple[list[Item], dict[
     if bytes(raw)[:1] == b'"':
         message = {"type": "message", "role": "user", "content": member(fields, "input", (str,), "")}
         return [(lenient.write(message), message)], {}
+    with contextlib.suppress(ValueError, RecursionError):  # what it is that cannot be read is found out below
+        items = _LIST.decode(raw)
+        if not any(isinstance(item, dict) and not TAKEN.isdisjoint(item) for item in items):
+            return list(zip(entries_of(raw) if kept else [b""] * len(items), items, strict=True)), {}
     try:
         raws, echoes = take_all(entries_of(raw), 0)
     except (ValueError, RecursionError):
