@@ -54,7 +54,7 @@ class Target:
 
 
 _ROOMY = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
-"""glibc keeps the memory of large replies at hand instead of giving it back each time: half of the mock's CPU, and it is not what is measured."""
+"""The memory of large replies is kept, not given back each time (glibc): that was half of the mock's CPU, and is not what is measured."""
 
 
 def mock() -> contextlib.AbstractContextManager[Process]:
