@@ -66,7 +66,7 @@ class Shape:
     def __str__(self) -> str:
         """Write its name for the log: with the roles of the new messages that everybody knows, not with those that a harness made up."""
         model, digest, calls, text, thought, runs, *rest = self.name
-        assert isinstance(digest, bytes) and isinstance(runs, tuple)  # noqa: S101, PT018 - as `_shape` makes them
+        assert isinstance(digest, bytes) and isinstance(runs, tuple)  # noqa: S101, PT018 - as `shape_of` makes them
         known = tuple((role if role in _ROLES else "other", n) for role, n in runs)
         return f"({model}, {digest.hex()[:8]}, {calls}, {text}, {thought}, {known}, {', '.join(map(str, rest))})"
 

@@ -171,17 +171,19 @@ class Bodies:
         before = self._forget(session)
         if not session or not split.spans:
             return
-        grown = before if split.known is not None else None
-        start, end = (grown.start if grown is not None else body.rindex(b"[", 0, split.spans[0])), split.spans[-1]
-        try:
-            leading = grown.leading if grown is not None else _FIELDS.decode(body[:start] + b"[]}")
-        except ValueError:  # what only a lenient reader takes (`chat`) is read whole each time
-            return
+        if before is not None and split.known is not None:  # it has grown
+            start, leading, hashed, weight = before.start, before.leading, before.spans[-1], before.weight
+        else:
+            start = weight = body.rindex(b"[", 0, split.spans[0])
+            hashed = 0
+            try:
+                leading = _FIELDS.decode(body[:start] + b"[]}")
+            except ValueError:  # what only a lenient reader takes (`chat`) is read whole each time
+                return
         head = split.head or xxhash.xxh3_128(b"", self._seed)
-        head.update(memoryview(body)[grown.spans[-1] if grown is not None else 0 : end])
+        head.update(memoryview(body)[hashed : split.spans[-1]])
         bare = split.entries if split.echoed else None
-        weight = (grown.weight if grown is not None else start) + _weight(known.conversation.messages[split.old :])
-        weight += sum(map(len, bare[split.old :])) if bare is not None else 0
+        weight += _weight(known.conversation.messages[split.old :]) + sum(map(len, bare[split.old :] if bare is not None else ()))
         self._held[session] = _Held(head.digest(), start, leading, split.spans, bare, known, weight)
         self._bytes += weight
         while self._bytes > self._memory:
