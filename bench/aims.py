@@ -1,6 +1,7 @@
 """What the project wants to be true of its cost, and whether a run showed it.
 
-Beside a figure stands what the floor (`bench/floor.py`) makes of the same aim: nothing that does this work in Python can be better.
+Beside a figure stands what the floors make of the same aim: `bench/floor.py` carries the bytes, `bench/proven.py` proves and keeps the
+tokens, too. An aim that a floor misses is out of reach: nothing that does this work in Python can be better.
 """
 
 import statistics
@@ -8,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.figures import counts, growth_beyond
-from bench.targets import FLOOR
+from bench.targets import FLOOR, FLOOR_PROVEN
 
 Aim = dict[str, Any]
 
 
 def aims(found: dict[str, Any]) -> list[Aim]:
-    """Each aim that this run can judge: its words, the figure, the limit, `met`; `floor`: the floor's figure, where there is one."""
+    """Each aim that this run can judge: its words, the figure, the limit, `met`; `floors`: what the floors make of it, where they ran."""
     parts: dict[str, Callable[[Any], Iterator[Aim]]] = {
         "cost": _cost,
         "load": _load,
@@ -27,13 +28,25 @@ def aims(found: dict[str, Any]) -> list[Aim]:
     return [aim for part, read in parts.items() if part in found for aim in read(found[part])]
 
 
-def _most(words: str, value: float, limit: float, unit: str, floor: float | None = None) -> Aim:
-    found = {"aim": words, "figure": round(value, 3), "limit": limit, "unit": unit, "met": value <= limit}
-    return found if floor is None else {**found, "floor": round(floor, 3)}
+FLOORS = (FLOOR, FLOOR_PROVEN)
 
 
-def _least(words: str, value: float, limit: float, unit: str, floor: float | None = None) -> Aim:
-    return {**_most(words, value, limit, unit, floor), "least": True, "met": value >= limit}
+def verdict(aim: Aim) -> str:
+    """`met`, `out of reach` where a floor misses it, too, or `not met`."""
+    if aim["met"]:
+        return "met"
+    missed = any(value < aim["limit"] if aim.get("least") else value > aim["limit"] for value in aim["floors"].values())
+    return "out of reach" if missed else "not met"
+
+
+def _most(words: str, value: float, limit: float, unit: str, all_: dict[str, float] | None = None) -> Aim:
+    """An aim that is met by figures up to the limit; `all_`: the same figure of all targets, the floors among them."""
+    floors = {name: round(all_[name], 3) for name in FLOORS if name in all_} if all_ else {}
+    return {"aim": words, "figure": round(value, 3), "limit": limit, "unit": unit, "met": value <= limit, "floors": floors}
+
+
+def _least(words: str, value: float, limit: float, unit: str, all_: dict[str, float] | None = None) -> Aim:
+    return {**_most(words, value, limit, unit, all_), "least": True, "met": value >= limit}
 
 
 def _of_one_process(values: dict[str, Any]) -> list[str]:
@@ -52,11 +65,11 @@ def _cost(rows: list[dict[str, Any]]) -> Iterator[Aim]:
         added = {q: {name: (one[f"p{q}_us"] - direct["p50_us"]) / 1000 for name, one in seen.items()} for q in (50, 99)}
         for name in _of_one_process(ratios):
             if row["case"] == "141 KB":
-                yield _most(f"141 KB, {name}: CPU over the bare relay's", ratios[name], 1.6, "x", ratios.get(FLOOR))
+                yield _most(f"141 KB, {name}: CPU over the bare relay's", ratios[name], 1.6, "x", ratios)
                 for q, limit in ADDED.items():
-                    yield _most(f"141 KB, {name}: added p{q}", added[q][name], limit, "ms", added[q].get(FLOOR))
+                    yield _most(f"141 KB, {name}: added p{q}", added[q][name], limit, "ms", added[q])
             elif row["case"] == "141 KB, 500 chunks":
-                yield _most(f"141 KB, 500 chunks, {name}: CPU over the bare relay's", ratios[name], 1.25, "x", ratios.get(FLOOR))
+                yield _most(f"141 KB, 500 chunks, {name}: CPU over the bare relay's", ratios[name], 1.25, "x", ratios)
 
 
 ADDED = {50: 1.0, 99: 5.0}
@@ -72,13 +85,13 @@ def _load(rows: list[dict[str, Any]]) -> Iterator[Aim]:
         if limit and 1 < row["connections"] <= 64 and "relay" in row["targets"]:
             ratios = _over(_medians(row["targets"], lambda run: run["cpu_us"]), "relay")
             for name in _of_one_process(ratios):
-                yield _most(f"{words}, {name}: CPU over the bare relay's", ratios[name], limit, "x", ratios.get(FLOOR))
+                yield _most(f"{words}, {name}: CPU over the bare relay's", ratios[name], limit, "x", ratios)
         if row["shape"] == "141 KB" and row["connections"] == 1:
             yield from _back_to_back(row["targets"])
         if row["shape"] == "141 KB" and row["connections"] > 1 and "litellm" in row["targets"]:
             ratios = _over(_medians(row["targets"], lambda run: run["calls_per_s"]), "litellm")
             for name in _of_one_process(ratios):
-                yield _least(f"{words}, one core, {name}: calls per s over LiteLLM's", ratios[name], 25.0, "x", ratios.get(FLOOR))
+                yield _least(f"{words}, one core, {name}: calls per s over LiteLLM's", ratios[name], 25.0, "x", ratios)
 
 
 def _medians(targets: dict[str, list[dict[str, Any]]], what: Callable[[dict[str, Any]], float]) -> dict[str, float]:
@@ -94,15 +107,15 @@ def _back_to_back(targets: dict[str, list[dict[str, Any]]]) -> Iterator[Aim]:
     added = {q: {name: (value - direct) / 1000 for name, value in each.items()} for q, each in walls.items()}
     for name in _of_one_process(added[50]):
         for q, limit in ADDED.items():
-            yield _most(f"141 KB, one after the other, {name}: added p{q}", added[q][name], limit, "ms", added[q].get(FLOOR))
+            yield _most(f"141 KB, one after the other, {name}: added p{q}", added[q][name], limit, "ms", added[q])
 
 
 def _growth(grown: dict[str, Any]) -> Iterator[Aim]:
     marks = grown["marks"]
     words = f"turn {marks[-1]['turn']} over turn {marks[0]['turn']}"
-    beyond = {name: growth_beyond(marks, name, "objects") for name in marks[0]["targets"] if name.startswith("proxy") or name == FLOOR}
+    beyond = {name: growth_beyond(marks, name, "objects") for name in marks[0]["targets"] if name.startswith("proxy") or name in FLOORS}
     for name in _of_one_process(beyond):
-        yield _most(f"{words}, {name}: CPU beyond reading the body", beyond[name], 1.3, "x", beyond.get(FLOOR))
+        yield _most(f"{words}, {name}: CPU beyond reading the body", beyond[name], 1.3, "x", beyond)
     if grown["redis_bytes_per_token"]:
         yield _most("redis: stored bytes a token", grown["redis_bytes_per_token"], 10.0, "B")
 

@@ -33,13 +33,13 @@ STOP = b"151645,"
 
 _CHAT = "/v1/chat/completions"
 _JSON = {"Content-Type": "application/json"}
-_LAST, _LAST_END = b'{"role":', b'],"model"'
+_LAST, LAST_END = b'{"role":', b'],"model"'
 _ASK = b'{"model":"mock","messages":[{"role":"assistant","content":"x"},%s],"add_generation_prompt":true}'
-_WANTED = b',"return_token_ids":true,"logprobs":true'
-_SUPPLIED = b',"kv_transfer_params":{"prompt_token_ids":['
+WANTED = b',"return_token_ids":true,"logprobs":true'
+SUPPLIED = b',"kv_transfer_params":{"prompt_token_ids":['
 _ECHO = b'"prompt_token_ids":['
 _SAMPLED = b'"token_ids":['  # not in `_ECHO`: there no quote stands before these words
-_NO_ECHO = "the engine did not say which prompt it used"
+NO_ECHO = "the engine did not say which prompt it used"
 _MADE_UP = b"100001," * 215 + b"100001"
 _MOST = 512 * 2**20
 """Bytes of ids that are kept."""
@@ -79,32 +79,32 @@ class Floor:
             return await self.relay.handle(request)
         body = await request.read()
         pieces = self.sessions.take(session)
-        sent = [memoryview(body)[:-1], _WANTED]
+        sent = [memoryview(body)[:-1], WANTED]
         if pieces:
             pieces += (b",", await self.tail(body))
-            sent += (_SUPPLIED, *pieces, b"]}")
+            sent += (SUPPLIED, *pieces, b"]}")
         async with self.engine.post(self.chat, headers=passed_on(request.headers), data=b"".join((*sent, b"}"))) as answer:
             if answer.content_length is None:
                 response, said = await self.stream(request, answer, pieces)
             else:
                 response, said = self.whole(answer, await answer.read(), pieces)
-        self.sessions.keep(session, [*pieces, _sampled(said)])
+        self.sessions.keep(session, [*pieces, sampled_in(said)])
         return response
 
     async def tail(self, body: bytes) -> bytes:
         """The ids behind the last reply: a stand-in for the reply, and the last message, are rendered by the engine."""
         if self.local:
             return _MADE_UP
-        end = body.rindex(_LAST_END)
+        end = body.rindex(LAST_END)
         async with self.engine.post(self.tokenize, headers=_JSON, data=_ASK % body[body.rindex(_LAST, 0, end) : end]) as answer:
             said = await answer.read()
         at = said.index(STOP) + len(STOP)
         return said[at : said.index(b"]", at)]
 
     def whole(self, answer: aiohttp.ClientResponse, said: bytes, pieces: list[bytes]) -> tuple[web.Response, bytes]:
-        at, end = _echo(said)
+        at, end = echo_in(said)
         if not end:
-            raise ValueError(_NO_ECHO)
+            raise ValueError(NO_ECHO)
         if not pieces:
             pieces.append(said[at:end])
         brief = said[:at] + said[end:]
@@ -120,7 +120,7 @@ class Floor:
                 await response.write(chunk)
                 continue
             first += chunk
-            at, end = _echo(first)
+            at, end = echo_in(first)
             if end:
                 if not pieces:
                     pieces.append(bytes(first[at:end]))
@@ -128,19 +128,19 @@ class Floor:
                 said.append(bytes(first))
                 await response.write(said[0])
         if not end:
-            raise ValueError(_NO_ECHO)
+            raise ValueError(NO_ECHO)
         await response.write_eof()
         return response, b"".join(said)
 
 
-def _echo(said: bytes | bytearray) -> tuple[int, int]:
+def echo_in(said: bytes | bytearray) -> tuple[int, int]:
     """Where the ids of the prompt stand; (0, 0) if they have not come whole. Finding their end takes as long as comparing them would."""
     at = said.find(_ECHO) + len(_ECHO)
     end = said.find(b"]", at) if at >= len(_ECHO) else -1
     return (at, end) if end > 0 else (0, 0)
 
 
-def _sampled(said: bytes) -> bytes:
+def sampled_in(said: bytes) -> bytes:
     """The sampled ids of a reply, whole or in events, with a comma before each."""
     return b"".join([b"," + part[: part.index(b"]")] for part in said.split(_SAMPLED)[1:]])
 

@@ -23,6 +23,7 @@ COLOURS = {
     "relay": "#3b76af",
     "floor": "#6fb1d6",
     "floor local": "#a9d3e8",
+    "floor proven": "#2f9e9e",
     "proxy memory": "#c8413b",
     "proxy redis": "#e08a3c",
     "proxy memory x2": "#7b2d5b",

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.aims import FLOORS, verdict
 from bench.figures import BEYOND, growth_beyond, verdicts
 from bench.targets import FLOOR
 
@@ -196,11 +197,11 @@ def aim_rows(found: dict[str, Any]) -> Shown:
                 aim["aim"],
                 f"{aim['figure']:g} {aim['unit']}",
                 f"{sign} {aim['limit']:g} {aim['unit']}",
-                "met" if aim["met"] else "not met",
-                f"{aim['floor']:g} {aim['unit']}" if "floor" in aim else "",
+                verdict(aim),
+                *(f"{aim['floors'][name]:g} {aim['unit']}" if name in aim["floors"] else "" for name in FLOORS),
             ]
         )
-    return Shown("Aims", ["aim", "figure", "limit", "", "the floor"], rows)
+    return Shown("Aims", ["aim", "figure", "limit", "", *FLOORS], rows)
 
 
 def profile(rows: list[dict[str, Any]]) -> Shown:
@@ -216,11 +217,11 @@ def compared(found: dict[str, Any], baseline: dict[str, Any] | None) -> Shown | 
         return None
     found_out = verdicts(found["figures"], found["machine"], baseline)
     rows = []
-    for name, verdict in sorted(found_out.items(), key=lambda item: item[1], reverse=True):
-        if verdict in {"worse", "better"}:
+    for name, change in sorted(found_out.items(), key=lambda item: item[1], reverse=True):
+        if change in {"worse", "better"}:
             pair = (found["figures"][name], baseline["figures"][name])
-            rows.append([verdict, name, *(f"{one['median']:g} ± {one['spread']:g} {one['unit']}" for one in pair)])
-    same = sum(verdict == "same" for verdict in found_out.values())
+            rows.append([change, name, *(f"{one['median']:g} ± {one['spread']:g} {one['unit']}" for one in pair)])
+    same = sum(change == "same" for change in found_out.values())
     caption = f"{same} figures are as they were; a change counts when it is more than both runs wavered, and 5 %"
     return Shown("Against bench/baseline.json", ["", "figure", "now", "then"], rows, caption, left=2)
 
@@ -232,6 +233,12 @@ def show(found: dict[str, Any], baseline: dict[str, Any] | None, console: Consol
         for n, name in enumerate(shown.head):
             table.add_column(name, justify="left" if n < shown.left else "right", no_wrap=n < shown.left)
         for row in shown.rows:
-            colours = {"met": "[green]met[/]", "not met": "[red]not met[/]", "worse": "[red]worse[/]", "better": "[green]better[/]"}
+            colours = {
+                "met": "[green]met[/]",
+                "not met": "[red]not met[/]",
+                "out of reach": "[yellow]out of reach[/]",
+                "worse": "[red]worse[/]",
+                "better": "[green]better[/]",
+            }
             table.add_row(*(colours.get(cell, cell) for cell in row))
         console.print(table)

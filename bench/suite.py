@@ -18,7 +18,7 @@ from bench.growth import MARKS, run_growth
 from bench.loads import Row
 from bench.processes import ROOT, Process
 from bench.profiled import run_profile
-from bench.targets import FLOOR, FLOOR_LOCAL, Target
+from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_PROVEN, Target
 
 PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memory x2", "proxy redis x2"
 
@@ -110,7 +110,7 @@ QUICK = Extent(
     starts=2,
     profile_s=1.0,
     parts=PARTS[:-1],
-    leave_out=frozenset({FLOOR_LOCAL, TWO_REDIS}),
+    leave_out=frozenset({FLOOR_LOCAL, FLOOR_PROVEN, TWO_REDIS}),
 )
 
 
@@ -142,6 +142,7 @@ class Suite:
             "relay": targets.relay,
             FLOOR: targets.floor,
             FLOOR_LOCAL: lambda to: targets.floor(to, local=True),
+            FLOOR_PROVEN: targets.proven,
             **targets.others(),
             PROXY: targets.proxy,
             PROXY_REDIS: lambda to: targets.proxy(to, "redis"),
@@ -166,8 +167,8 @@ class Suite:
         self.found["cost"] = []
         for case in self.extent.cases:
             self.say(f"cost: {case.name}")
-            # The call that `floor local` leaves out is nothing beside hundreds of chunks.
-            some = Rig(engine, {name: t for name, t in rig.targets.items() if not (case.chunks and name == FLOOR_LOCAL)})
+            # The call that `floor local` leaves out is nothing beside hundreds of chunks; `floor proven` does not stream.
+            some = Rig(engine, {name: t for name, t in rig.targets.items() if not (case.chunks and name in {FLOOR_LOCAL, FLOOR_PROVEN})})
             self.found["cost"].append(run_case(some, case))
             some.close()
 
@@ -191,7 +192,7 @@ class Suite:
 
     def _rollouts(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
         self.say(f"rollouts: 32 sessions x {self.extent.rollout_turns} turns")
-        some = [target for name, target in able.items() if name not in {"litellm", FLOOR_LOCAL}]
+        some = [target for name, target in able.items() if name not in {"litellm", FLOOR_LOCAL, FLOOR_PROVEN}]
         self.found["rollouts"] = loads.run_rollouts(engine, some, self.extent.rollout_rounds, self.extent.rollout_turns)
 
     def _streams(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
@@ -232,8 +233,9 @@ class Suite:
     def _profile(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
         self.say("profile")
         try:
-            with targets.relay(engine) as relay, targets.floor(engine) as floor, targets.proxy(engine) as proxy:
-                self.found["profile"] = run_profile(engine, [relay, floor, proxy], self.extent.profile_s)
+            with contextlib.ExitStack() as stack:
+                some = [stack.enter_context(make(engine)) for make in (targets.relay, targets.floor, targets.proven, targets.proxy)]
+                self.found["profile"] = run_profile(engine, some, self.extent.profile_s)
         except (FileNotFoundError, RuntimeError) as reason:
             self.found["skipped"]["profile"] = str(reason).splitlines()[0]
             self.say(f"[yellow]without a profile[/]: {reason}")

@@ -19,7 +19,7 @@ from tokencache.config import Settings
 from tokencache.testing.redis_server import find_binary
 
 OTHERS = ROOT / ".bench-venvs"
-FLOOR, FLOOR_LOCAL = "floor", "floor local"
+FLOOR, FLOOR_LOCAL, FLOOR_PROVEN = "floor", "floor local", "floor proven"
 TOKENCACHE = str(Path(sys.executable).parent / "tokencache")
 
 
@@ -77,6 +77,13 @@ def floor(engine: Process, *, local: bool = False) -> Iterator[Target]:
     more = ["--local"] if local else []
     with running("floor", lambda port: [sys.executable, "-m", "bench.floor", str(port), _url(engine), *more], "/version") as process:
         yield Target(FLOOR_LOCAL if local else FLOOR, (process,), sessions=True)
+
+
+@contextlib.contextmanager
+def proven(engine: Process) -> Iterator[Target]:
+    """The floor, and what it takes to be sure of the tokens and to keep them."""
+    with running("proven", lambda port: [sys.executable, "-m", "bench.proven", str(port), _url(engine)], "/version") as process:
+        yield Target(FLOOR_PROVEN, (process,), sessions=True)
 
 
 @contextlib.contextmanager

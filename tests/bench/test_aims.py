@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.aims import aims
+from bench.aims import aims, verdict
 from bench.drive import limit
 from bench.figures import figures, growth_beyond, verdicts
 from bench.report import aim_rows, growth
@@ -133,15 +133,41 @@ def test_added_latency_one_after_the_other_is_beside_the_direct_median():
 
 def test_the_floor_stands_beside_an_aim_where_it_was_measured():
     row = cost(700.0)
-    assert all("floor" not in aim for aim in aims({"cost": [row]}))
-    row["targets"] |= {"floor": seen(500.0, 600.0), "floor local": seen(1.0, 1.0)}
-    judged = {aim["aim"]: aim.get("floor") for aim in aims({"cost": [row]})}
+    assert all(aim["floors"] == {} for aim in aims({"cost": [row]}))
+    row["targets"] |= {"floor": seen(500.0, 600.0), "floor local": seen(1.0, 1.0), "floor proven": seen(600.0, 900.0)}
+    judged = {aim["aim"]: aim["floors"] for aim in aims({"cost": [row]})}
     assert judged == {
-        "141 KB, proxy memory: CPU over the bare relay's": 2.5,
-        "141 KB, proxy memory: added p50": 0.5,
-        "141 KB, proxy memory: added p99": 1.1,
+        "141 KB, proxy memory: CPU over the bare relay's": {"floor": 2.5, "floor proven": 3.0},
+        "141 KB, proxy memory: added p50": {"floor": 0.5, "floor proven": 0.8},
+        "141 KB, proxy memory: added p99": {"floor": 1.1, "floor proven": 1.7},
     }
-    assert [line[-1] for line in aim_rows({"aims": aims({"cost": [row]})}).rows] == ["2.5 x", "0.5 ms", "1.1 ms"]
+    assert [line[-2:] for line in aim_rows({"aims": aims({"cost": [row]})}).rows] == [
+        ["2.5 x", "3 x"],
+        ["0.5 ms", "0.8 ms"],
+        ["1.1 ms", "1.7 ms"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("figure", "floors", "words"),
+    [
+        (1.5, (1.1, 1.2), "met"),
+        (1.5, (1.7, 1.8), "met"),
+        (1.9, (1.1, 1.7), "out of reach"),
+        (1.9, (1.7, 1.8), "out of reach"),
+        (1.9, (1.1, 1.2), "not met"),
+    ],
+)
+def test_an_aim_that_a_floor_misses_is_out_of_reach(figure, floors, words):
+    met = figure <= 1.6
+    at_most = {"figure": figure, "limit": 1.6, "met": met, "floors": dict(enumerate(floors))}
+    assert verdict(at_most) == words
+    at_least = {"figure": 1 / figure, "limit": 1 / 1.6, "least": True, "met": met, "floors": {i: 1 / each for i, each in enumerate(floors)}}
+    assert verdict(at_least) == words
+
+
+def test_an_aim_without_a_floor_is_not_out_of_reach():
+    assert verdict({"limit": 1.0, "met": False, "floors": {}}) == "not met"
 
 
 def test_the_floor_is_judged_under_load_as_the_proxy_is():
@@ -157,7 +183,7 @@ def test_the_floor_is_judged_under_load_as_the_proxy_is():
     }
     rows = [{"shape": "141 KB", "connections": n, "targets": targets} for n in (1, 64)]
     p50, p99, cpu, rate = aims({"load": rows})
-    assert (p50["floor"], p99["floor"], cpu["floor"], rate["floor"]) == (1.0, 1.0, 3.0, 100.0)
+    assert [aim["floors"]["floor"] for aim in (p50, p99, cpu, rate)] == [1.0, 1.0, 3.0, 100.0]
 
 
 def test_growth_beyond_the_floor_is_what_remains_ours():
@@ -169,7 +195,7 @@ def test_growth_beyond_the_floor_is_what_remains_ours():
         )
     ]
     (aim,) = aims({"growth": {"marks": marks, "redis_bytes_per_token": None}})
-    assert (aim["figure"], aim["floor"]) == (2.0, 2.333)
+    assert (aim["figure"], aim["floors"]) == (2.0, {"floor": 2.333})
     rows = {row[0]: row[1:] for row in growth({"marks": marks}).rows}
     assert rows["last over first, beyond the floor"][-1] == "1.50"
     assert rows["last over first, beyond the bare relay"][-3:] == ["", "4.50", "2.50"]

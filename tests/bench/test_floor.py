@@ -1,6 +1,5 @@
 """The floor before the mock engine: the ids of a history reach the engine, the echo does not reach the client."""
 
-import asyncio
 import json
 import re
 
@@ -12,29 +11,6 @@ from bench.relay import listening, pool
 from bench.talk import Talk
 
 IDS = '"prompt_token_ids":['
-
-
-class Heard(mock.Server):
-    """The mock engine; keeps what it was asked."""
-
-    asked: list[tuple[bytes, bytes]]
-
-    def _serve(self, body):
-        self.asked.append((self.path, body))
-        super()._serve(body)
-
-
-@pytest.fixture
-async def asked(monkeypatch):
-    monkeypatch.setattr(Heard, "asked", [], raising=False)
-    return Heard.asked
-
-
-@pytest.fixture
-async def engine(asked):
-    server = await asyncio.get_running_loop().create_server(Heard, "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
 
 
 @pytest.fixture(params=[False, True], ids=["engine's tail", "local"])

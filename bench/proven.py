@@ -1,0 +1,185 @@
+"""The floor with proof: what the floor does, and what it takes besides to be sure of the tokens and to keep them.
+
+The floor (`bench.floor`) takes for granted that each call continues the one before. Nobody could train on what it carries. What is here
+added is what the design's invariants ask of any proxy, each in the cheapest way that Python's libraries have for it:
+
+1. the messages are compared with those of the call before: a hash of the bytes that came again; what is new is decoded and hashed; the
+   reply among it must say what was sampled. The first call of a session decodes and hashes all of it;
+2. the ids that the engine echoes are compared with those that were sent, and the first call's are read;
+3. what was sampled is decoded, as many log probabilities as ids, none of them a NaN; the client gets neither, as it asked for neither;
+4. the turn is packed as it would be stored: ids and log probabilities in bytes, the new messages deflated; and kept, in memory.
+
+What it leaves out is what makes a proxy of it: more than one conversation in a session, more than one dialect and engine, a harness that
+changes what it sends back, a client that hangs up, calls that come twice, a tail that depends on its messages, books, errors, limits.
+`tokencache` does all of that and costs more; nothing that proves its tokens, in Python on aiohttp, costs much less than this.
+
+    python -m bench.proven PORT UPSTREAM
+"""
+
+import array
+import asyncio
+import hashlib
+import math
+import sys
+import zlib
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+import uvloop
+import xxhash
+from aiohttp import web
+
+from bench.floor import LAST_END, SUPPLIED, WANTED, Floor, echo_in, sampled_in
+from bench.relay import listening, passed_on, pool
+
+_MESSAGES = b'{"messages":['
+_CHANCES, _IDS = (b'"logprobs":{', b',"finish_reason"'), (b'"token_ids":[', b"]")
+_MOST = 1024
+"""Sessions that are kept; one that was forgotten begins again."""
+
+
+class _Entry(msgspec.Struct):
+    role: str
+    content: str
+
+
+class _Chance(msgspec.Struct):
+    logprob: float
+
+
+class _Chances(msgspec.Struct):
+    content: list[_Chance]
+
+
+class _Message(msgspec.Struct):
+    content: str
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    logprobs: _Chances
+    token_ids: list[int]
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_ENTRIES = msgspec.json.Decoder(list[_Entry])
+_IDS_OF = msgspec.json.Decoder(list[int])
+_REPLY = msgspec.json.Decoder(_Reply)
+_PACK = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of a session: the ids so far as pieces of JSON, the last body by its hash, the last reply by its digest; its turns."""
+
+    pieces: list[bytes] = field(default_factory=list)
+    heard: int = 0
+    """Bytes of the last body up to the end of its messages."""
+    heard_hash: int = 0
+    reply: bytes = b""
+    turns: list[bytes] = field(default_factory=list)
+
+
+class Proven:
+    def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
+        self.floor = Floor(upstream, engine, local=False)
+        self.sessions: dict[str, Known] = {}
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Whole replies only: of streams the floor's figures say enough."""
+        name = request.headers.get("X-Tokencache-Session")
+        if name is None:
+            return await self.floor.relay.handle(request)
+        body = await request.read()
+        known = self.sessions.pop(name, None) or Known()
+        new = _new(known, body)
+        digests = _digests(new)
+        sent = [memoryview(body)[:-1], WANTED]
+        if known.pieces:
+            if digests[0] != known.reply:
+                raise ValueError("this is not what was sampled")
+            tail = await self.floor.tail(body)
+            known.turns.append(_packed(tail))
+            known.pieces += (b",", tail)
+            sent += (SUPPLIED, *known.pieces, b"]}")
+        async with self.floor.engine.post(self.floor.chat, headers=passed_on(request.headers), data=b"".join((*sent, b"}"))) as answer:
+            said = await answer.read()
+        brief = _without_echo(known, said)
+        _keep(known, new, digests, brief)
+        self.sessions[name] = known
+        if len(self.sessions) > _MOST:
+            del self.sessions[next(iter(self.sessions))]
+        return web.Response(status=answer.status, headers=passed_on(answer.headers), body=_hidden(brief))
+
+
+def _new(known: Known, body: bytes) -> bytes:
+    """The messages that the session has not sent yet, as a list of JSON."""
+    end = body.rindex(LAST_END)
+    same = known.heard and xxhash.xxh3_64_intdigest(memoryview(body)[: known.heard]) == known.heard_hash
+    new = b"[%s]" % body[known.heard + 1 if same else len(_MESSAGES) : end]
+    if known.heard and not same:
+        raise ValueError("this does not continue what was sent before")
+    known.heard, known.heard_hash = end, xxhash.xxh3_64_intdigest(memoryview(body)[:end])
+    return new
+
+
+def _digests(new: bytes) -> list[bytes]:
+    return [_digest(entry.role, entry.content) for entry in _ENTRIES.decode(new)]
+
+
+def _digest(role: str, content: str) -> bytes:
+    return hashlib.sha256(f"{role}\n{content}".encode()).digest()[:16]
+
+
+def _without_echo(known: Known, said: bytes) -> bytes:
+    """The reply without its echo. The engine must have used the ids that were sent; those of a first call are read."""
+    begin, end = echo_in(said)
+    if not known.pieces:
+        known.pieces.append(said[begin:end])
+        known.turns.append(_packed(known.pieces[0]))
+    at = begin
+    for piece in known.pieces:
+        if not said.startswith(piece, at):
+            raise ValueError("the engine used another prompt")
+        at += len(piece)
+    if at != end or begin == end:
+        raise ValueError("the engine used a longer prompt, or did not say which")
+    return said[:begin] + said[end:]
+
+
+def _packed(ids: bytes) -> bytes:
+    return array.array("I", _IDS_OF.decode(b"[%s]" % ids)).tobytes()
+
+
+def _hidden(reply: bytes) -> bytes:
+    """What the client did not ask for, cut out of a reply."""
+    for begin, end in (_CHANCES, _IDS):
+        at = reply.index(begin) + len(begin) - 1
+        reply = reply[:at] + b"null" + reply[reply.index(end, at) + (end == b"]") :]
+    return reply
+
+
+def _keep(known: Known, new: bytes, digests: list[bytes], reply: bytes) -> None:
+    """The turn, packed; what the next call is held against."""
+    choice = _REPLY.decode(reply).choices[0]
+    chances = [one.logprob for one in choice.logprobs.content]
+    if len(choice.token_ids) != len(chances) or any(map(math.isnan, chances)):
+        raise ValueError("the engine did not say how likely its tokens were")
+    known.reply = _digest("assistant", choice.message.content)
+    packed = [array.array("I", choice.token_ids).tobytes(), array.array("f", chances).tobytes(), zlib.compress(new, 1), *digests]
+    known.turns.append(_PACK.encode(packed))
+    known.pieces.append(sampled_in(reply))
+
+
+async def main(port: int, upstream: str) -> None:
+    async with pool() as engine:
+        await listening(port, Proven(upstream, engine).handle)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(int(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,30 @@
+"""The mock engine within the test's own loop: it keeps what it was asked."""
+
+import asyncio
+
+import pytest
+
+from bench import mock
+
+
+class Heard(mock.Server):
+    """The mock engine; keeps what it was asked."""
+
+    asked: list[tuple[bytes, bytes]]
+
+    def _serve(self, body):
+        self.asked.append((self.path, body))
+        super()._serve(body)
+
+
+@pytest.fixture
+async def asked(monkeypatch):
+    monkeypatch.setattr(Heard, "asked", [], raising=False)
+    return Heard.asked
+
+
+@pytest.fixture
+async def engine(asked):
+    server = await asyncio.get_running_loop().create_server(Heard, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()

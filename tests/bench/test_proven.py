@@ -1,0 +1,71 @@
+"""The floor with proof, before the mock engine: ids go and are kept, nothing shows that was not asked for, what is wrong is noticed."""
+
+import array
+import json
+
+import msgspec
+import pytest
+
+from bench import mock
+from bench.floor import SESSION
+from bench.proven import Proven
+from bench.relay import listening, pool
+from bench.talk import Talk
+
+
+@pytest.fixture
+async def proven(engine):
+    """The proven floor, and a way to ask it within one session."""
+    async with pool() as session:
+        floor = Proven(engine, session)
+        runner = await listening(0, floor.handle)
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"
+
+        async def post(body):
+            async with session.post(url, data=body, headers={SESSION: "s"}) as answer:
+                return answer.status, await answer.read()
+
+        floor.ask = post
+        yield floor
+        await runner.cleanup()
+
+
+def words(reply):
+    return json.loads(reply)["choices"][0]["message"]["content"]
+
+
+async def test_it_sends_the_ids_keeps_the_turns_and_hides_both(proven, asked):
+    talk = Talk("proven", size=3000, messages=4, mock_tokens=8)
+    for _ in range(3):
+        status, reply = await proven.ask(talk.body())
+        said = json.loads(reply)
+        assert status == 200
+        assert (said["choices"][0]["logprobs"], said["choices"][0]["token_ids"], said["prompt_token_ids"]) == (None, None, [])
+        talk.hear(words(reply), 100)
+    sent = json.loads(asked[-1][1])["kv_transfer_params"]["prompt_token_ids"]
+    kept = proven.sessions["s"].turns
+    read = [array.array("I", turn) for turn in kept[::2]]  # the first prompt and each tail
+    sampled = [msgspec.msgpack.decode(turn) for turn in kept[1::2]]
+    assert [len(turn[0]) for turn in sampled] == [32, 32, 32]
+    assert array.array("f", sampled[0][1])[:2].tolist() == [-1 / 64, -2 / 64]
+    prompt = [*read[0], *array.array("I", sampled[0][0]), *read[1], *array.array("I", sampled[1][0]), *read[2]]
+    assert prompt == sent
+    assert sent[: len(read[0])] == json.loads(b"[%s]" % mock.render(talk.entries[:4], generation=True))
+
+
+@pytest.mark.parametrize("what", ["history", "reply"])
+async def test_a_call_that_does_not_continue_is_refused(proven, what):
+    talk = Talk("changed", size=3000, messages=4, mock_tokens=8)
+    _, reply = await proven.ask(talk.body())
+    talk.hear(words(reply) + ("!" if what == "reply" else ""), 100)
+    if what == "history":
+        talk.entries[1] = msgspec.Raw(b'{"role":"user","content":"another"}')
+    assert (await proven.ask(talk.body()))[0] == 500
+
+
+async def test_an_engine_that_used_another_prompt_is_noticed(proven, monkeypatch):
+    talk = Talk("echo", size=3000, messages=4, mock_tokens=8)
+    _, reply = await proven.ask(talk.body())
+    talk.hear(words(reply), 100)
+    monkeypatch.setattr(mock, "_SUPPLIED", b"no such words")  # it renders the messages itself, and says so
+    assert (await proven.ask(talk.body()))[0] == 500
