@@ -1,10 +1,13 @@
 """Contexts: a turn's messages are found again whole, and a conversation's text is kept once."""
 
+import zlib
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokencache.core import context as contexts
 from tokencache.core.canonical import Message
 from tokencache.core.context import Context, added, pack_context, unpack_context, whole_context, whole_contexts
 from tokencache.core.turn import Turn
@@ -48,6 +51,24 @@ def test_every_context_is_put_together_again(steps):
         assert bytes(whole.members["m"]) == b"1"
         assert whole == together[f"t{n}"]
         assert list(added(whole, turns[f"t{n}"])) == list(whole.messages)[turns[f"t{n}"].context_shared :]
+
+
+LONG = "".join(f"line {n} of what was said ☕\n" for n in range(4000))
+"""More than the 32 KiB that deflate looks back."""
+
+
+@pytest.mark.parametrize("echoed", [None, Message("assistant", "said"), Message("assistant", LONG)])
+@pytest.mark.parametrize("content", ["", "said", LONG, "".join(map(chr, range(0x4E00, 0x9000)))])
+def test_contexts_of_every_size_are_read_again(content, echoed):
+    context = Context([Raw(msgspec.json.encode({"role": "user", "content": content}))])
+    assert unpack_context(pack_context(context, echoed), echoed) == context
+
+
+def test_what_was_deflated_by_zlib_is_read():
+    """Stores hold contexts of releases that did not have ISA-L: the format is deflate's, whoever writes it."""
+    plain = b'{"messages":[{"role":"user","content":"hi"}]}'
+    squeeze = zlib.compressobj(6, wbits=-15, zdict=contexts._words(None))
+    assert unpack_context(b"p" + squeeze.compress(plain) + squeeze.flush()) == Context([Raw(b'{"role":"user","content":"hi"}')])
 
 
 def test_an_empty_context_needs_no_bytes():

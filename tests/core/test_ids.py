@@ -102,7 +102,7 @@ def test_not_a_number_comes_back_as_such():
     assert back[1] == -0.5
 
 
-@pytest.mark.parametrize("values", [[2**31], [-(2**31) - 1]])
+@pytest.mark.parametrize("values", [[2**31], [0, -(2**31) - 1], [2**70]])
 def test_what_is_no_32_bit_integer_is_refused(values):
     with pytest.raises(OverflowError):
         ids.pack(values)

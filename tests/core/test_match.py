@@ -20,7 +20,7 @@ from tokencache.core.rules import Leniency
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import Verdict, judge
 
-from .settings import FEW
+from .settings import FEW, MANY
 from .world import HABITS, WrongMatchError, play
 
 
@@ -121,6 +121,19 @@ class _Index(dict):
 
 U1, U2, U3 = (Message("user", text) for text in ("one", "two", "three"))
 OK = Message("assistant", "OK")
+
+
+ROLES = st.sampled_from([U1, U2, OK, Message("assistant", ""), Message("assistant", None, None, (Call("c1", "bash", "{}"),))])
+
+
+@MANY
+@given(st.lists(ROLES, max_size=6), st.sets(st.integers(0, 5)), st.booleans())
+def test_where_nothing_was_found_no_reply_is_looked_at_and_the_result_is_the_same(history, named, looked_up):
+    told, handles = converse(b"", history), {i: "h" for i in named if i < len(history)}
+    nothing = {key: [] for key in wanted(told, handles=handles)} if looked_up else {}
+    elsewhere = {b"another's": [Hit(_turn("a", OK))]}  # never asked for, and enough to make every reply be looked at
+    for leniency in (Leniency(), Leniency(vouched=HABITS)):
+        assert match(told, nothing, leniency, handles) == match(told, nothing | elsewhere, leniency, handles)
 
 
 def test_a_retry_with_other_tokens_is_ambiguous_and_one_with_the_same_is_not():

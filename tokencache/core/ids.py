@@ -13,6 +13,7 @@ Log probabilities are packed too: float32 where that loses nothing (vLLM's are f
 that what is exported is to the last bit what the engine reported.
 """
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -33,10 +34,11 @@ def pack(ids: Iterable[int]) -> bytes:
         OverflowError: an id does not fit in a signed 32-bit integer.
         TypeError: an element is no integer.
     """
-    packed = array("i", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    listed = ids if isinstance(ids, list) else list(ids)
+    try:  # an array takes twice as long to fill
+        return struct.pack(f"<{len(listed)}i", *listed)
+    except struct.error as why:
+        raise (OverflowError if all(isinstance(i, int) for i in listed) else TypeError)(str(why)) from None
 
 
 def unpack(packed: bytes) -> list[int]:

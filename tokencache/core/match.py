@@ -41,6 +41,9 @@ class Hit(msgspec.Struct, frozen=True):
 DISAGREED = "engine-disagrees"
 """The mark of a turn whose prompt was not what was sent: nothing may continue it."""
 
+UNRECOGNISED = "unrecognised-reply"
+"""Nothing is known of a reply in the history."""
+
 Hits = Mapping[bytes, Sequence[Hit]]
 
 
@@ -67,6 +70,8 @@ def match(conversation: Conversation, hits: Hits, leniency: Leniency = STRICT, h
 
     `handles` are the places of replies that came back with a handle, and that handle.
     """
+    if not any(hits.values()):  # as for a session's first call: no reply of a long history needs looking at
+        return Match("root") if next(conversation.replies(), None) is None else Match("plain", UNRECOGNISED)
     found = _Finder(conversation, hits, leniency, handles)
     anchors: list[tuple[int, Turn]] = []
     forgiven: set[str] = set()
@@ -84,7 +89,7 @@ def match(conversation: Conversation, hits: Hits, leniency: Leniency = STRICT, h
             anchors.append((i, chosen.hit.turn))
             forgiven.update(chosen.verdict.rules)
         else:
-            reasons.append(chosen or "unrecognised-reply")
+            reasons.append(chosen or UNRECOGNISED)
     if not anchors and not reasons:
         return Match("root")
     anchors = _unique(anchors)
