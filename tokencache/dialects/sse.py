@@ -25,10 +25,15 @@ class EventSplitter:
             for end in _END.finditer(whole, scanned):
                 yield whole[at : end.end()]
                 at = end.end()
-        else:  # what vLLM sends; a prompt's echo has hundreds of kilobytes, too many for a regular expression
-            while (found := whole.find(b"\n\n", max(at, scanned))) >= 0:
-                yield whole[at : found + 2]
-                at = found + 2
+        else:  # what vLLM sends: a prompt's echo has hundreds of kilobytes, in which one byte is found a hundred times faster than two
+            found = whole.find(b"\n", scanned)
+            while found >= 0:
+                behind = found + 1
+                if whole[behind : behind + 1] == b"\n":
+                    behind += 1
+                    yield whole[at:behind]
+                    at = behind
+                found = whole.find(b"\n", behind)
         self._rest = whole[at:]
 
     @property
@@ -39,8 +44,8 @@ class EventSplitter:
 
 def data_of(event: bytes) -> bytes | None:
     """Return the data of an event, `None` if it has none (a comment, say)."""
-    if event.startswith(b"data: ") and event.find(b"\n", 0, len(event) - 2) == -1:
-        return event[6:].rstrip(b"\r\n")  # what vLLM sends: one line
+    if event.startswith(b"data: ") and event.endswith(b"\n\n") and b"\r" not in event and event.find(b"\n", 0, -2) < 0:
+        return event[6:-2]  # what vLLM sends: one line
     lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
 

@@ -11,6 +11,7 @@ While nothing comes, something is said that says nothing: harnesses and the prox
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterable
 
 import aiohttp
 from aiohttp import web
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LEFT = "the harness closed the connection"
 _BAD_GATEWAY = 502
-_DATA, _END = b"data: ", b"\n\n"
+_DATA = slice(len(b"data: "), -len(b"\n\n"))  # of a plain chunk's event
 
 
 class Delivery:
@@ -78,7 +79,7 @@ class Delivery:
             What of it the harness may see: without what is too long to look at, unless it asked for just that.
         """
         body = driver.read(self._reply.without_experts(body))
-        brief = self._reply.take(body)
+        brief = self._reply.take(body, unseen=not self._call.shows_logprobs)
         self._look_whether_dropped()
         return body if self._call.shows_ids else brief
 
@@ -111,7 +112,8 @@ class Delivery:
         response = self._hold.opened or await self._opened(answer)
         waking = asyncio.create_task(self._break_silence(response))
         try:
-            return await self._pass_on(answer, response)
+            # A task of its own: each chunk that comes would otherwise wake all that wait for the call's end, one inside the other.
+            return await asyncio.create_task(self._pass_on(answer, response))
         finally:
             waking.cancel()
 
@@ -137,15 +139,15 @@ class Delivery:
     async def _pass_on(self, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> tuple[bytes, tuple[str, str] | None]:
         splitter, held = EventSplitter(), bytearray()
         try:
-            async for chunk in answer.content.iter_any():
-                shown = bytearray()
-                for event in splitter.feed(chunk):
-                    told = self._plain(event)
-                    kept = self._event(event) if told is None else told
-                    (held if self._over else shown).extend(kept)
-                if shown and not self.unheard:
+            writer = await response.prepare(self._request)  # it is: this gives what `response.write` looks for at each chunk
+            assert writer is not None  # noqa: S101 - only an answer that has ended has none
+            while chunk := await answer.content.readany():
+                told = None if splitter.rest else self._plain(chunk)  # most often what came is one event and no more
+                if told is None:
+                    told = self._told(splitter.feed(chunk), held)
+                if told and not self.unheard:
                     self._silent = False
-                    await response.write(bytes(shown))
+                    await writer.write(told)
         except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
             # On which side? aiohttp's errors of a write and of a read look alike.
             broke = (ABORTED, LEFT) if self.left else (BROKE, f"{type(why).__name__}: {why}")
@@ -156,13 +158,22 @@ class Delivery:
             return self._lead() + bytes(held) + (splitter.rest if self._as_is else b""), None
         return self._lead() + bytes(held), broke
 
+    def _told(self, events: Iterable[bytes], held: bytearray) -> bytes:
+        """What the harness is to see of some events now; what it must wait for is added to `held`."""
+        shown = bytearray()
+        for event in events:
+            told = self._plain(event)
+            kept = self._event(event) if told is None else told
+            (held if self._over else shown).extend(kept)
+        return bytes(shown)
+
     def _plain(self, event: bytes) -> bytes | None:
         """What the harness is to see of an event that need not be read now; `None` if it must be."""
         if self._unread is None or self._over or not self.shown:
             return None
         told = self._unread(event)
         if told is not None:
-            self._reply.later(event[len(_DATA) : -len(_END)])
+            self._reply.later(event[_DATA])
         return told
 
     def _event(self, event: bytes) -> bytes:

@@ -96,6 +96,16 @@ def test_what_is_no_chunk_is_read(event):
     assert without_tokens(event) is None
 
 
+@pytest.mark.parametrize("between", [b"\n\n", b"\r\r", b"\n", b"\\\n\n"])
+def test_what_is_found_is_one_event(between):
+    """What the network brings is looked at before anybody cut it into events: a line break is never within a text."""
+    event = event_of(written(chunk({"content": "x"})))
+    assert without_tokens(event) is not None
+    assert without_tokens(event.replace(b'"x"', b'"x%sx"' % between)) is None
+    assert without_tokens(event * 2) is None
+    assert without_tokens(event[:-1]) is None
+
+
 def test_what_turns_out_to_be_no_json_is_counted():
     """The expression looks for members, not whether a text's bytes are UTF-8 or its escapes are known."""
     good, bad = written(chunk({"content": "x"})), written(chunk({"content": "x"})).replace(b'"x"', b'"\xff\\q"')

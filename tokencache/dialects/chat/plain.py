@@ -15,24 +15,25 @@ import re
 
 import msgspec
 
-_TEXT = rb'"(?:[^"\\]++|\\.)*+"'
+_TEXT = rb'"[^"\\\x00-\x1f]*+(?:\\[ -~][^"\\\x00-\x1f]*+)*+"'
+"""A string of JSON: it has no line breaks, so that what is found is one event and not two."""
 _CHANCE = rb'\{"token":' + _TEXT + rb',"logprob":-?+[0-9.eE+-]++,"bytes":(?:\[[0-9,]*+\]|null),"top_logprobs":\[\]\}'
 _SAID = rb'\{"(content|reasoning)":(' + _TEXT + rb")\}"
 _ARGUMENTS = rb'\{"content":null,"tool_calls":\[\{"index":([0-9]++),"function":\{"arguments":(' + _TEXT + rb")\}\}\]\}"
 _PLAIN = re.compile(
     rb'(data: \{"id":' + _TEXT + rb',"object":"chat\.completion\.chunk","created":[0-9]++,"model":' + _TEXT + rb","
     rb'"choices":\[\{"index":([0-9]++),"delta":(?:' + _SAID + rb"|" + _ARGUMENTS + rb'),"logprobs":)'
-    rb'(?:null|\{"content":\[' + _CHANCE + rb"(?:," + _CHANCE + rb')*+\]\})(,"finish_reason":null,"token_ids":)\[[0-9,]*+\]\}\]\}\n\n',
-    re.DOTALL,
+    rb'(?:null|\{"content":\[' + _CHANCE + rb"(?:," + _CHANCE + rb')*+\]\}),"finish_reason":null,"token_ids":\[[0-9,]*+\]\}\]\}\n\n'
 )
-_SHOWN = 1, 7  # the groups before and behind log probabilities
+_HIDDEN = b'null,"finish_reason":null,"token_ids":null}]}\n\n'
+"""What stands in the place of log probabilities and ids, and what is between and behind them."""
 _STRING = msgspec.json.Decoder(str)
 
 
 def without_tokens(event: bytes) -> bytes | None:
     """A plain chunk's event without log probabilities and ids; `None` for every other event."""
     found = _PLAIN.fullmatch(event)
-    return None if found is None else b"%snull%snull}]}\n\n" % found.group(*_SHOWN)
+    return None if found is None else found[1] + _HIDDEN
 
 
 def piece_of(event: bytes) -> tuple[bytes, int, str] | None:
