@@ -49,6 +49,7 @@ ROOMS: Mapping[str, str] = {
     "tokencache/proxy/prefixes.py": SENDING,
     "tokencache/engines/reply.py": REPLY,
     "tokencache/engines/echoed.py": REPLY,
+    "tokencache/engines/chances.py": REPLY,
     "tokencache/engines/chunks.py": REPLY,
     "tokencache/dialects/chat/reply.py": REPLY,
     "tokencache/dialects/chat/plain.py": REPLY,

@@ -22,7 +22,7 @@ def reply_to(sent: tuple[bytes, ...]) -> Reply:
 @pytest.mark.parametrize(
     "data",
     [
-        b'{"choices":[],"prompt_token_ids":[1,22,333],"prompt_text":null}',
+        b'{"choices":[{"index":0}],"prompt_token_ids":[1,22,333],"prompt_text":null}',
         b'{"prompt_token_ids":[1,22,333],"choices":[{"index":0,"delta":{"content":"x"}}]}',
         b'{"choices":[{"index":0,"message":{"content":"x"},"prompt_token_ids":[1,22,333]}]}',
     ],

@@ -4,28 +4,18 @@ Text and token ids do not line up within a chunk of vLLM's stream (partial UTF-8
 is gathered on its own: the ids as the engine gives them, the message as the harness sees it.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from tokencache.core.canonical import Call, Message
 from tokencache.dialects import routing
 from tokencache.dialects.heard import Said
-from tokencache.engines import weights
+from tokencache.engines import chances, weights
+from tokencache.engines.chances import Logprobs
 from tokencache.engines.echoed import CUT, EchoedPrompt, given
 
 Raw = msgspec.Raw
-
-
-class _Logprob(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    """Of a chat (`content`) or of a text completion (`token_logprobs`)."""
-
-    content: list[_Logprob] | None = None
-    token_logprobs: list[float | None] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -37,7 +27,7 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: Raw = Raw(b"null")
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | Literal["="] | None = None  # the mark of `chances.cut`
     weight_versions: list[Any] | None = None
     routed_experts: Raw = Raw(b"null")
 
@@ -56,7 +46,7 @@ class _Piece(msgspec.Struct):
 
     delta: Said
     token_ids: list[int]
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
     index: int = 0
 
 
@@ -102,7 +92,7 @@ class Choice:
         """Add what one chunk, or a whole body, says of this choice; `pieces` were cut out of it (`routing`)."""
         before = len(self.ids)
         self.ids += choice.token_ids or ()
-        if choice.logprobs is not None:
+        if isinstance(choice.logprobs, Logprobs):
             self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
             self.logprobs += [value for value in choice.logprobs.token_logprobs or () if value is not None]
         if bytes(choice.prompt_token_ids) != CUT:
@@ -200,29 +190,35 @@ class Reply:
             return data  # among hundreds of kilobytes of ids nobody need look
         return routing.cut(data, self._pieces)
 
-    def take(self, data: bytes) -> bytes:
-        """Add a chunk's JSON, or that of a whole body.
+    def take(self, data: bytes, *, unseen: bool = False) -> bytes:
+        """Add a chunk's JSON, or that of a whole body; `unseen`: its log probabilities are shown to nobody.
 
         Returns:
-            The same JSON; without the ids of the prompt where they are, byte for byte, those that were `sent`. Hundreds
-            of kilobytes of digits are so compared, and never parsed.
+            The same JSON; without the ids of the prompt (`EchoedPrompt`), and without log probabilities that are unseen.
         """
         if self._unread:
             self._read()
-        brief = self.prompt.cut(data)
+        brief = cut = self.prompt.cut(data)
+        told = None
+        if unseen and self.expected == 1:
+            brief, told = chances.cut(cut)
         try:
             chunk = _CHUNK.decode(brief)
         except (ValueError, RecursionError):
             self.unreadable += 1
             return data
         echoes = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
-        if brief is not data and not any(bytes(echo) == CUT for echo in echoes):
+        if cut is not data and not self._placed(chunk, echoes):
             return self._take_long(data)
+        if told is not None and not (_of_chat(chunk) and any(choice.logprobs == chances.CUT for choice in chunk.choices)):
+            return self.take(data)  # what was cut out stood elsewhere
         self.model = chunk.model or self.model
         self.error = self.error or given(chunk.error)
         for echo in echoes:
-            self.prompt.hear(echo, cut=brief is not data)
+            self.prompt.hear(echo, cut=cut is not data)
         for choice in chunk.choices:
+            if choice.logprobs == chances.CUT:
+                choice.logprobs = told
             self._choice(choice.index).take(choice, self._pieces)
         for extra in (chunk.metadata, chunk.sglext):
             self._metadata = self._metadata or _metadata(bytes(extra))
@@ -233,9 +229,14 @@ class Reply:
         choice = self.choices[index]
         return weights.spans(choice.versions, self._metadata if index == 0 else None, self.version, len(choice.ids))
 
+    def _placed(self, chunk: _Chunk, echoes: list[Raw]) -> bool:
+        """Whether the ids that were cut out are what counts, in a reply; unless they were sent, in a chat's: each text has its own."""
+        first = next(filter(None, map(given, echoes)), b"")
+        return first == CUT and bool(chunk.choices) and (bool(self.prompt.sent) or _of_chat(chunk))
+
     def _take_long(self, data: bytes) -> bytes:
         """What was cut out stood elsewhere: read it all."""
-        self.prompt.sent = ()
+        self.prompt.leave()
         return self.take(data)
 
     @property
@@ -252,6 +253,10 @@ class Reply:
     def aborted(self) -> bool:
         """Whether the engine ended all of it by itself: `/pause?mode=abort` and `/abort_requests` (vLLM), weight updates."""
         return self.finished and all(choice.finish_reason == "abort" for choice in self.choices.values())
+
+
+def _of_chat(chunk: _Chunk) -> bool:
+    return all(choice.text is None for choice in chunk.choices)
 
 
 def _metadata(raw: bytes) -> weights.Metadata | None:

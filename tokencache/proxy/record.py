@@ -148,7 +148,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         plan, whole = self.plan, self.reply.prompt  # what the engine says of all choices; `echo` is of one
         if not echo and whole.agreed and (exact := plan.exact) is not None:
             return _Prompt(exact.ids, exact.fragment, plan)
-        echoed = read_ids(echo := echo or whole.raw)
+        echoed, echo = (read_ids(echo), echo) if echo else (whole.packed, whole.raw)
         if echoed is None:
             return None
         if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
