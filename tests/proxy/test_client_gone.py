@@ -110,6 +110,35 @@ async def test_while_the_call_is_planned():
         assert len(rig.book("s")) == 3
 
 
+async def test_while_the_call_is_opened():
+    """The store has opened the call and not said so yet when the harness leaves: it is closed, and no engine is asked."""
+    async with proxied() as rig:
+        opened, go = asyncio.Event(), asyncio.Event()
+        begin = rig.store.begin
+
+        async def slow(*args, **kwargs):
+            begun = await begin(*args, **kwargs)
+            opened.set()
+            await go.wait()
+            return begun
+
+        async def noticed():
+            return bool(rig.proxy.ledger._tasks)
+
+        rig.store.begin = slow
+        call = asyncio.create_task(rig.http.post(rig.url + CHAT, json=ASK, headers={HEADER: "s"}))
+        await opened.wait()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await until(noticed)
+        assert len((await rig.info())["open_calls"]) == 1
+        go.set()
+        info = await settled(rig)
+        assert (info["complete"], info["turns"]) == (True, 0)
+        assert not rig.book("s")
+        await goes_on(rig)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_while_the_turn_is_stored(stream):
     """The engine was done, the harness left before the end: one turn, once."""

@@ -109,7 +109,7 @@ class Answering:
             async with self._hold.awake():
                 return await asyncio.shield(work)
         except asyncio.CancelledError:
-            self._ending.write(self._gone_while_parsed(work, driver, outcome))
+            await self._ending.write(self._gone_while_parsed(work, driver, outcome))
             raise
 
     async def _gone_while_parsed(self, work: "asyncio.Future[Parsed]", driver: Driver, outcome: Outcome) -> None:

@@ -6,7 +6,8 @@ The turn is stored before the reply's last byte leaves: of a stream everything i
 with which the last choice is finished; that one waits until the turn stands in the store. So a harness that has seen
 the end of a reply can send the next call to any replica.
 
-A harness that leaves ends its call, by cancelling `run`: unless it is let go on unheard (`repeats`), because who asked may ask again.
+A harness that leaves ends its call, by cancelling the task that serves it: unless it is let go on unheard (`repeats`), because who
+asked may ask again.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -41,6 +42,7 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan, keys_wanted
 from tokencache.proxy.record import ABORTED, BROKE, Outcome
 from tokencache.proxy.sending import Sending
+from tokencache.proxy.undisturbed import Undisturbed
 from tokencache.store.contract import Begun, Incident, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,8 @@ class Call:
         self._sent = False  # an engine may have begun to sample
         self._keys = keys_wanted(call)
         self._id = os.urandom(8).hex()
-        self._ending = Ending(session, self._id, ledger, exchange.speaker, hold)
+        self._undisturbed = Undisturbed()
+        self._ending = Ending(session, self._id, ledger, exchange.speaker, hold, undisturbed=self._undisturbed)
         self._reply = Reply(call.n)
         self._delivery = Delivery(request, call, exchange, self._reply, hold)
         self._outcome: Outcome
@@ -98,14 +101,12 @@ class Call:
             SessionSealedError: and what else `Store.begin` raises.
             StoreError: the store failed and the policy is strict.
         """
+        return await self._undisturbed.work(self._begun(join))
+
+    async def _begun(self, join: Join) -> Beginning:
         imprint = self._repeat.imprint
         first = [repeat_key(imprint)] if imprint else []  # behind a known `c` key nothing is looked up
-        beginning = asyncio.ensure_future(self._ledger.begin(self._session, self._id, [*first, *self._keys], asked=imprint, join=join))
-        try:
-            begun = await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            self._ledger.detach(asyncio.create_task(self._unbegin(beginning)))
-            raise
+        begun = await self._ledger.begin(self._session, self._id, [*first, *self._keys], asked=imprint, join=join)
         if begun is not None and begun.twin is None:
             self._ending.begun = msgspec.structs.replace(begun, hits=begun.hits[len(first) :])
         self._outcome = self._nothing_yet()
@@ -143,11 +144,11 @@ class Call:
             async with self._hold.awake():  # while it is planned, and an engine queues it before it says a first byte
                 answer = await self._hold.taken(self._ask)
         except asyncio.CancelledError:
-            # The harness left. What it was given is recorded all the same, by a task that outlives this one.
+            # The harness left. What it was given is recorded all the same: this task outlives its.
             if self._sent:
-                self._gone()
+                await self._gone()
             elif not self._ending.under_way:
-                self._ending.close()
+                await self._ending.close()
             raise
         except EngineError as why:
             await self._ending.settle(self._outcome, BROKE if why.reached else "upstream-down", str(why), hole=why.reached)
@@ -156,7 +157,7 @@ class Call:
             return await self._answered(answer)
         except asyncio.CancelledError:
             if not self._ending.under_way:
-                self._gone()
+                await self._gone()
             raise
 
     def _nothing_yet(self) -> Outcome:
@@ -188,21 +189,18 @@ class Call:
         await self._ending.close(incidents)
         return await self._delivery.say(last_reply(self._call, self._id))
 
-    def _gone(self) -> None:
+    async def _gone(self) -> None:
         self._outcome.broke, self._outcome.detail = ABORTED, LEFT
-        self._ending.record(self._outcome)
+        await self._ending.record(self._outcome)
 
-    async def _unbegin(self, beginning: "asyncio.Future[Begun | None]") -> None:
-        """Close a call whose harness left while it began."""
-        begun = await beginning
-        if begun is not None and begun.twin is None:
-            self._ending.begun = begun
+    def stop(self, task: "asyncio.Task[Any]") -> None:
+        """Cancel the task that serves it; if that is just writing to the store, as soon as this is done."""
+        self._undisturbed.cancel(task)
+
+    async def stopped(self) -> None:
+        """End it if its task was cancelled between `begin` and `run`: then nobody else does."""
+        if self._ending.begun is not None and not self._ending.under_way:
             await self._ending.close()
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether its end is written to the store, or being written."""
-        return self._ending.under_way
 
     @property
     def may_go_on(self) -> bool:

@@ -1,10 +1,8 @@
-"""Ending: what a call came to is written to the store, once, by a task that ends even if its harness leaves meanwhile."""
+"""Ending: what a call came to is written to the store, once, and to the end even if its harness leaves meanwhile."""
 
-import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
 
 from tokencache import metrics
 from tokencache.core.match import DISAGREED
@@ -14,6 +12,7 @@ from tokencache.proxy.hold import Hold
 from tokencache.proxy.imprint import claim
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.record import NO_IDS, Outcome, Recorded
+from tokencache.proxy.undisturbed import Undisturbed
 from tokencache.store.contract import Begun, Incident
 
 log = logging.getLogger(__name__)
@@ -26,39 +25,39 @@ class Ending:
     comes to nothing.
     """
 
-    def __init__(self, session: str, call_id: str, ledger: Ledger, speaker: Speaker, hold: Hold) -> None:
+    def __init__(self, session: str, call_id: str, ledger: Ledger, speaker: Speaker, hold: Hold, *, undisturbed: Undisturbed) -> None:
         self._session, self._id, self._ledger, self._speaker, self._hold = session, call_id, ledger, speaker, hold
+        self._undisturbed = undisturbed
         self.begun: Begun | None = None
         self.under_way = False
         self.left_behind: dict[str, bytes] = {}
 
-    def write(self, work: Coroutine[Any, Any, None]) -> "asyncio.Future[None]":
-        """Let some work end the call, whoever waits for it."""
+    async def write(self, work: Awaitable[None]) -> None:
+        """Let some work end the call."""
         self.under_way = True
-        task = asyncio.create_task(self._written(work))
-        self._ledger.detach(task)
-        return asyncio.shield(task)
-
-    async def _written(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await work
+            await self._undisturbed.work(work)
         finally:
             self._ledger.twins.closed(self._id)
 
-    def close(self, incidents: Sequence[Incident] = ()) -> "asyncio.Future[None]":
-        """End a call of which there is no turn; the result raises `StoreError` if the store failed and the policy is strict."""
-        return self.write(self._ledger.settle(self.begun, self._session, self._id, incidents, documents=self.left_behind))
+    async def close(self, incidents: Sequence[Incident] = ()) -> None:
+        """End a call of which there is no turn.
 
-    def settle(self, outcome: Outcome, kind: str, detail: str, *, hole: bool = False) -> "asyncio.Future[None]":
+        Raises:
+            StoreError: the store failed and the policy is strict.
+        """
+        await self.write(self._ledger.settle(self.begun, self._session, self._id, incidents, documents=self.left_behind))
+
+    async def settle(self, outcome: Outcome, kind: str, detail: str, *, hole: bool = False) -> None:
         """End a call that brought no turn, and say why; raises as `close` does."""
         metrics.CALLS.labels(outcome.call.dialect, kind).inc()
         incident = outcome.tell(kind, detail, hole=hole)
         self._log(incident)
-        return self.close([incident])
+        await self.close([incident])
 
-    def record(self, outcome: Outcome) -> "asyncio.Future[None]":
+    async def record(self, outcome: Outcome) -> None:
         """End a call with the turns that its reply makes; raises as `close` does."""
-        return self.write(self.recorded(outcome))
+        await self.write(self.recorded(outcome))
 
     async def recorded(self, outcome: Outcome) -> None:
         """Record the turns that a reply makes, and what its dialect must find again."""

@@ -38,11 +38,13 @@ from tokencache.proxy.latecomers import Latecomers
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.record import UNANSWERED
 from tokencache.proxy.twins import Ended
-from tokencache.store.contract import Incident, StoreError
+from tokencache.store.contract import Incident, Join, StoreError
 
 log = logging.getLogger(__name__)
 
 JOINED, REPLAYED = "retry-joined", "retry-replayed"
+
+_Task = asyncio.Task[web.StreamResponse | Beginning | None]
 
 
 class Asking(NamedTuple):
@@ -68,7 +70,7 @@ class Repeats:
     def __init__(self, ledger: Ledger, *, policy: Policy, linger: float) -> None:
         self._ledger, self._policy, self._linger = ledger, policy, linger
         self._told = Latecomers()
-        self._lingering: set[asyncio.Task[web.StreamResponse | None]] = set()
+        self._lingering: dict[_Task, Call] = {}
 
     def look(self, request: web.Request, path: str, body: bytes, harness: str) -> Repeat:
         """Look whether a request may be a repetition; `path` with its query."""
@@ -83,32 +85,37 @@ class Repeats:
         join = asking.repeat.join if asking.can_be_said else "never"
         budget = asking.budget
         while True:
-            live = attempt(budget)
-            async with asking.hold.awake():
-                known = await live.begin(join)
-            if known.twin is not None:
-                ended = await self._end_of_twin(asking, known)
+            answer = await self._outlived(asking, attempt(budget), join)
+            if isinstance(answer, Beginning):
+                ended = await self._end_of_twin(asking, answer)
                 turns = again.whole(ended.turns, asking.call.n) if ended.turns else ()
                 if turns:
                     return await self._joined(asking, turns)
                 join = join if ended.died else "never"
-                continue
-            turns = again.whole(known.earlier, asking.call.n) if known.earlier else ()
-            if turns and await self._is_due(asking, turns):
-                return await self._replayed(asking, live, turns)
-            if turns:
-                metrics.REPEATS.labels("sampled").inc()
-            response = await self._outlived(live, second=turns[0].call if turns else "")
-            if response is not None:
-                return response
-            budget = Budget()  # who was let in is not turned away because the engine dropped its reply
-            await asking.hold.before_next()
+            elif answer is not None:
+                return answer
+            else:
+                budget = Budget()  # who was let in is not turned away because the engine dropped its reply
+                await asking.hold.before_next()
 
     async def close(self) -> None:
         """Let nothing go on any more that nobody listens to."""
-        for task in self._lingering:
-            task.cancel()
+        for task, live in self._lingering.items():
+            live.stop(task)
         await asyncio.gather(*self._lingering, return_exceptions=True)
+
+    async def _served(self, asking: Asking, live: Call, join: Join) -> web.StreamResponse | Beginning | None:
+        """Begin a call and answer it; what is known of its twin, if there is one, and `None` if it is to be made again."""
+        async with asking.hold.awake():
+            known = await live.begin(join)
+        if known.twin is not None:
+            return known
+        turns = again.whole(known.earlier, asking.call.n) if known.earlier else ()
+        if turns and await self._is_due(asking, turns):
+            return await self._replayed(asking, live, turns)
+        if turns:
+            metrics.REPEATS.labels("sampled").inc()
+        return await live.run(second=turns[0].call if turns else "")
 
     async def _end_of_twin(self, asking: Asking, known: Beginning) -> Ended:
         assert known.twin is not None  # noqa: S101 - the caller looked
@@ -189,37 +196,37 @@ class Repeats:
         metrics.CALLS.labels(asking.call.dialect, kind).inc()
         return await again.say_again(asking.request, asking.call, asking.exchange, asking.hold, turns)
 
-    async def _outlived(self, live: Call, *, second: str) -> web.StreamResponse | None:
-        """Run a call by a task that may outlive its harness."""
-        task = asyncio.create_task(live.run(second=second))
+    async def _outlived(self, asking: Asking, live: Call, join: Join) -> web.StreamResponse | Beginning | None:
+        """Serve a call by a task that may outlive its harness."""
+        task = asyncio.create_task(self._served(asking, live, join))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if not task.done() and self._linger and live.may_go_on:
-                self._lingering.add(task)
+                self._lingering[task] = live
                 self._ledger.detach(asyncio.create_task(self._let_go_on(live, task)))
             elif task.done():
                 task.cancelled() or task.exception()  # nobody is there to be told
             else:
-                task.cancel()
+                live.stop(task)
                 self._ledger.detach(asyncio.create_task(self._ended_with(live, task)))
             raise
 
-    async def _let_go_on(self, live: Call, task: "asyncio.Task[web.StreamResponse | None]") -> None:
+    async def _let_go_on(self, live: Call, task: _Task) -> None:
         await live.leave()
         while (await asyncio.wait({task}, timeout=self._linger))[1]:
             if not await live.leave():
-                task.cancel()
+                live.stop(task)
                 break
         await self._ended_with(live, task)
-        self._lingering.discard(task)
+        del self._lingering[task]
 
     @staticmethod
-    async def _ended_with(live: Call, task: "asyncio.Task[web.StreamResponse | None]") -> None:
+    async def _ended_with(live: Call, task: _Task) -> None:
         """Wait for the end of a task that nobody else waits for; what it came to is recorded."""
         await asyncio.wait({task})
         if not task.cancelled():
             if (why := task.exception()) is not None and not isinstance(why, (EngineError, StoreError)):
                 log.error("a call that nobody listens to failed", exc_info=why)
-        elif not live.is_ended:  # it was cancelled before its first step
-            await live.close([])
+        else:
+            await live.stopped()
