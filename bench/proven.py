@@ -16,12 +16,11 @@ changes what it sends back, a client that hangs up, calls that come twice, a tai
     python -m bench.proven PORT UPSTREAM
 """
 
-import array
 import asyncio
 import hashlib
 import math
+import struct
 import sys
-import zlib
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -29,6 +28,7 @@ import msgspec
 import uvloop
 import xxhash
 from aiohttp import web
+from isal import isal_zlib
 
 from bench.floor import LAST_END, SUPPLIED, WANTED, Floor, echo_in, sampled_in
 from bench.relay import listening, passed_on, pool
@@ -152,7 +152,11 @@ def _without_echo(known: Known, said: bytes) -> bytes:
 
 
 def _packed(ids: bytes) -> bytes:
-    return array.array("I", _IDS_OF.decode(b"[%s]" % ids)).tobytes()
+    return _ints(_IDS_OF.decode(b"[%s]" % ids))
+
+
+def _ints(ids: list[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}i", *ids)
 
 
 def _hidden(reply: bytes) -> bytes:
@@ -170,7 +174,7 @@ def _keep(known: Known, new: bytes, digests: list[bytes], reply: bytes) -> None:
     if len(choice.token_ids) != len(chances) or any(map(math.isnan, chances)):
         raise ValueError("the engine did not say how likely its tokens were")
     known.reply = _digest("assistant", choice.message.content)
-    packed = [array.array("I", choice.token_ids).tobytes(), array.array("f", chances).tobytes(), zlib.compress(new, 1), *digests]
+    packed = [_ints(choice.token_ids), struct.pack(f"<{len(chances)}f", *chances), isal_zlib.compress(new), *digests]
     known.turns.append(_PACK.encode(packed))
     known.pieces.append(sampled_in(reply))
 

@@ -117,6 +117,18 @@ async def test_relay_a_past_that_cannot_be_read(store, broken):
         assert exported["complete"]
 
 
+async def test_before_a_session_has_turns_the_store_is_asked_once(store):
+    """Replies from elsewhere are looked for further only where there is something to be found."""
+    history = [entry for n in range(8) for entry in (user(f"question {n}"), {"role": "assistant", "content": f"Not ours: {n}."})]
+    async with proxied(store=store) as rig:
+        store.broken.add("find")
+        await rig.say("s", [*history, user("three")])
+        assert store.failed == []
+        await rig.say("s", [*history, user("four")])
+        assert store.failed == ["find"]
+        assert [(turn["match"], turn["reason"]) for turn in await rig.turns()] == [("plain", "unrecognised-reply"), ("plain", "store-error")]
+
+
 @pytest.mark.parametrize("operation", ["begin", "commit"])
 async def test_fail_the_harness_gets_a_503(store, operation):
     async with proxied(store=store, on_store_error="fail") as rig:

@@ -87,8 +87,10 @@ class Planner:
         self._store = store
         self._prefixes = prefixes
 
-    async def plan(self, session: str, call: ChatCall, keys: Sequence[bytes], hits: Sequence[list[Hit]], model: Model) -> Plan:
-        """Plan a call; `hits` are what the store found under `keys`.
+    async def plan(
+        self, session: str, call: ChatCall, keys: Sequence[bytes], hits: Sequence[list[Hit]], model: Model, *, first: bool = False
+    ) -> Plan:
+        """Plan a call; `hits` are what the store found under `keys`, `first`: before it nobody called in its session.
 
         Raises:
             StoreError: the store failed in between.
@@ -96,7 +98,7 @@ class Planner:
         """
         if call.plain or call.conversation is None:
             return Plan(match="plain", reason=call.plain)
-        found = await self._match(session, call, keys, hits)
+        found = match(call.conversation, {}, call.leniency) if first else await self._match(session, call, keys, hits)
         if found.kind in {"root", "plain"}:
             return Plan(match=found.kind, reason=found.reason)
         blocked = await self._blocked(call, model)

@@ -43,7 +43,7 @@ class Prompts:
         model = None
         try:
             model = await engine.model(call.model)
-            return await self._planner.plan(session, call, keys, begun.hits, model), model
+            return await self._planner.plan(session, call, keys, begun.hits, model, first=begun.calls == 1), model
         except EngineError as why:
             if why.passing:
                 raise
