@@ -27,6 +27,7 @@ from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.hold import Hold
 from tokencache.proxy.record import ABORTED, BROKE
 from tokencache.proxy.relay import open_response
+from tokencache.proxy.signs import SignsOfLife
 
 log = logging.getLogger(__name__)
 
@@ -110,19 +111,17 @@ class Delivery:
             What is to wait for the store; and how the stream was cut off and why, `None` if it was not.
         """
         response = self._hold.opened or await self._opened(answer)
-        waking = asyncio.create_task(self._break_silence(response))
-        try:
+        async with SignsOfLife(self._exchange.keep_alive, lambda: self._break_silence(response)):
             # A task of its own: each chunk that comes would otherwise wake all that wait for the call's end, one inside the other.
             return await asyncio.create_task(self._pass_on(answer, response))
-        finally:
-            waking.cancel()
 
     async def finish(self, response: web.StreamResponse, held: bytes, *, cut: bool = False) -> web.StreamResponse:
         """Say what waited, and end the stream, or break it off."""
         with contextlib.suppress(ConnectionError):  # the harness may leave even now; its turn is recorded
-            await response.write(held)
-            if not cut:
-                await response.write_eof()
+            if cut:
+                await response.write(held)
+            else:
+                await response.write_eof(held)  # in one write, which wakes the harness once
         if cut:
             self.break_off()
         return response
@@ -218,9 +217,6 @@ class Delivery:
         return gym.with_tokens(data, self._reply.prompt.raw, self._reply.choices) if self._exchange.token_ids else data
 
     async def _break_silence(self, response: web.StreamResponse) -> None:
-        with contextlib.suppress(ConnectionError):
-            while True:
-                await asyncio.sleep(self._exchange.keep_alive)
-                if self._silent:
-                    await response.write(self._speaker.keep_alive())
-                self._silent = True
+        if self._silent:
+            await response.write(self._speaker.keep_alive())
+        self._silent = True

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 import aiohttp
@@ -29,6 +29,7 @@ from tokencache.engines.engine import Engine
 from tokencache.engines.pool import Pool
 from tokencache.errors import NOT_NOW, EngineError
 from tokencache.proxy.exchange import Exchange
+from tokencache.proxy.signs import SignsOfLife
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Hold:
         self._request, self._exchange, self._stream = request, exchange, stream
         self._seconds = seconds
         self._again = 0
-        self._waking = False
+        self._signs: SignsOfLife | None = None
         self.engine: Engine
         self.opened: web.StreamResponse | None = None
         self.waited = 0.0
@@ -145,20 +146,10 @@ class Hold:
 
     def awake(self) -> AbstractAsyncContextManager[None]:
         """Give a streaming harness signs of life while the context is open."""
-        return self._awake() if self._stream and not self._waking else _AS_IT_IS
-
-    @contextlib.asynccontextmanager
-    async def _awake(self) -> AsyncIterator[None]:
-        self._waking, waking = True, list[asyncio.Task[None]]()
-        wake = asyncio.get_running_loop().call_later(self._exchange.keep_alive, lambda: waking.append(asyncio.create_task(self._wake())))
-        try:
-            yield
-        finally:
-            self._waking = False
-            wake.cancel()
-            for task in waking:
-                task.cancel()
-            await asyncio.gather(*waking, return_exceptions=True)
+        if not self._stream or (self._signs is not None and self._signs.open):
+            return _AS_IT_IS
+        self._signs = SignsOfLife(self._exchange.keep_alive, self._sign)
+        return self._signs
 
     async def open(self) -> web.StreamResponse:
         """Begin the answer to a harness that streams, unless it has begun: what goes wrong from then on is said within it."""
@@ -169,11 +160,8 @@ class Hold:
             self.opened = opened
         return self.opened
 
-    async def _wake(self) -> None:
-        with contextlib.suppress(ConnectionError):
-            while True:
-                await (await self.open()).write(self._exchange.speaker.keep_alive())
-                await asyncio.sleep(self._exchange.keep_alive)
+    async def _sign(self) -> None:
+        await (await self.open()).write(self._exchange.speaker.keep_alive())
 
 
 class _NotTakenError(Exception):
