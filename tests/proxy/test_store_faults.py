@@ -126,7 +126,8 @@ async def test_before_a_session_has_turns_the_store_is_asked_once(store):
         assert store.failed == []
         await rig.say("s", [*history, user("four")])
         assert store.failed == ["find"]
-        assert [(turn["match"], turn["reason"]) for turn in await rig.turns()] == [("plain", "unrecognised-reply"), ("plain", "store-error")]
+        seen = [(turn["match"], turn["reason"]) for turn in await rig.turns()]
+        assert seen == [("plain", "unrecognised-reply"), ("plain", "store-error")]
 
 
 @pytest.mark.parametrize("operation", ["begin", "commit"])
