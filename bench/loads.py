@@ -69,10 +69,8 @@ def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
     def says_more(name: str, target: Target) -> bool:
         if name in SLOW:
             return whole and few and row.shape != "1 MB"  # there too few answers come for a figure
-        if name == FLOOR_LOCAL:
-            return whole and few  # it only leaves a small call out
-        if name == FLOOR_PROVEN:
-            return few  # it forgets sessions when they are many
+        if name in {FLOOR_LOCAL, FLOOR_PROVEN}:
+            return whole and few  # the one only leaves a small call out, the other does not stream
         if target.workers > 1:  # one call at a time needs no second process; what two do with streams is measured with 16,384
             return whole and row.connections > 1 and (few or row.shape == "1 KB")
         return True

@@ -31,12 +31,10 @@ from aiohttp import web
 from isal import isal_zlib
 
 from bench.floor import LAST_END, SUPPLIED, WANTED, Floor, echo_in, sampled_in
-from bench.relay import begun, listening, passed_on, pool
-from tokencache.dialects.chat.plain import without_tokens
+from bench.relay import listening, passed_on, pool
 
 _MESSAGES = b'{"messages":['
 _CHANCES, _IDS = (b'"logprobs":{', b',"finish_reason"'), (b'"token_ids":[', b"]")
-_EVENT, _DONE = b"data: ", b"\n\ndata: [DONE]\n\n"
 _MOST = 1024
 """Sessions that are kept; one that was forgotten begins again."""
 
@@ -55,16 +53,13 @@ class _Chances(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    content: str = ""
+    content: str
 
 
 class _Choice(msgspec.Struct):
-    """A choice, or a piece of one."""
-
-    message: _Message = msgspec.field(default_factory=_Message)
-    delta: _Message = msgspec.field(default_factory=_Message)
-    logprobs: _Chances | None = None
-    token_ids: list[int] | None = None
+    message: _Message
+    logprobs: _Chances
+    token_ids: list[int]
 
 
 class _Reply(msgspec.Struct):
@@ -73,7 +68,7 @@ class _Reply(msgspec.Struct):
 
 _ENTRIES = msgspec.json.Decoder(list[_Entry])
 _IDS_OF = msgspec.json.Decoder(list[int])
-_REPLIES = msgspec.json.Decoder(list[_Reply])
+_REPLY = msgspec.json.Decoder(_Reply)
 _PACK = msgspec.msgpack.Encoder()
 
 
@@ -95,6 +90,7 @@ class Proven:
         self.sessions: dict[str, Known] = {}
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Whole replies only: of streams the floor's figures say enough."""
         name = request.headers.get("X-Tokencache-Session")
         if name is None:
             return await self.floor.relay.handle(request)
@@ -111,38 +107,13 @@ class Proven:
             known.pieces += (b",", tail)
             sent += (SUPPLIED, *known.pieces, b"]}")
         async with self.floor.engine.post(self.floor.chat, headers=passed_on(request.headers), data=b"".join((*sent, b"}"))) as answer:
-            if answer.content_length is None:
-                response, said = await _streamed(request, answer, known)
-            else:
-                said = _without_echo(known, await answer.read())
-                response = web.Response(status=answer.status, headers=passed_on(answer.headers), body=_hidden(said))
-        _keep(known, new, digests, said)
+            said = await answer.read()
+        brief = _without_echo(known, said)
+        _keep(known, new, digests, brief)
         self.sessions[name] = known
         if len(self.sessions) > _MOST:
             del self.sessions[next(iter(self.sessions))]
-        return response  # a stream ends behind this: the turn is kept by then
-
-
-async def _streamed(request: web.Request, answer: aiohttp.ClientResponse, known: Known) -> tuple[web.StreamResponse, bytes]:
-    """Pass a stream on without what the client did not ask for; all of it, but for the echo, comes back."""
-    response = begun(answer)
-    await response.prepare(request)
-    rest, said = b"", list[bytes]()
-    async for chunk in answer.content.iter_any():
-        events = rest + chunk if rest else chunk
-        shown, rest = without_tokens(events), b""
-        if shown is None:
-            end = len(events) if events.endswith(b"\n\n") else events.rfind(b"\n\n") + 2
-            if end < 2:
-                rest = events
-                continue
-            events, rest = events[:end], events[end:]
-            if not said:
-                events = _without_echo(known, events)
-            shown = b"\n\n".join([_hidden(event) for event in events.split(b"\n\n")])
-        said.append(events)
-        await response.write(shown)
-    return response, b"".join(said)
+        return web.Response(status=answer.status, headers=passed_on(answer.headers), body=_hidden(brief))
 
 
 def _new(known: Known, body: bytes) -> bytes:
@@ -189,27 +160,23 @@ def _ints(ids: list[int]) -> bytes:
 
 
 def _hidden(reply: bytes) -> bytes:
-    """What the client did not ask for, cut out of a reply or an event."""
+    """What the client did not ask for, cut out of a reply."""
     for begin, end in (_CHANCES, _IDS):
-        at = reply.find(begin) + len(begin) - 1
-        if at >= len(begin) - 1:
-            reply = reply[:at] + b"null" + reply[reply.index(end, at) + (end == b"]") :]
+        at = reply.index(begin) + len(begin) - 1
+        reply = reply[:at] + b"null" + reply[reply.index(end, at) + (end == b"]") :]
     return reply
 
 
-def _keep(known: Known, new: bytes, digests: list[bytes], said: bytes) -> None:
+def _keep(known: Known, new: bytes, digests: list[bytes], reply: bytes) -> None:
     """The turn, packed; what the next call is held against."""
-    replies = [said] if said.startswith(b"{") else said.removesuffix(_DONE).split(b"\n\n")
-    read = _REPLIES.decode(b"[%s]" % b",".join([reply.removeprefix(_EVENT) for reply in replies]))
-    choices = [reply.choices[0] for reply in read if reply.choices]
-    ids = [id_ for choice in choices for id_ in choice.token_ids or ()]
-    chances = [one.logprob for choice in choices if choice.logprobs for one in choice.logprobs.content]
-    if len(ids) != len(chances) or any(map(math.isnan, chances)):
+    choice = _REPLY.decode(reply).choices[0]
+    chances = [one.logprob for one in choice.logprobs.content]
+    if len(choice.token_ids) != len(chances) or any(map(math.isnan, chances)):
         raise ValueError("the engine did not say how likely its tokens were")
-    known.reply = _digest("assistant", "".join([choice.message.content or choice.delta.content for choice in choices]))
-    packed = [_ints(ids), struct.pack(f"<{len(chances)}f", *chances), isal_zlib.compress(new), *digests]
+    known.reply = _digest("assistant", choice.message.content)
+    packed = [_ints(choice.token_ids), struct.pack(f"<{len(chances)}f", *chances), isal_zlib.compress(new), *digests]
     known.turns.append(_PACK.encode(packed))
-    known.pieces.append(sampled_in(said))
+    known.pieces.append(sampled_in(reply))
 
 
 async def main(port: int, upstream: str) -> None:
