@@ -39,7 +39,7 @@ WANTED = b',"return_token_ids":true,"logprobs":true'
 SUPPLIED = b',"kv_transfer_params":{"prompt_token_ids":['
 _ECHO = b'"prompt_token_ids":['
 _SAMPLED = b'"token_ids":['  # not in `_ECHO`: there no quote stands before these words
-NO_ECHO = "the engine did not say which prompt it used"
+_NO_ECHO = "the engine did not say which prompt it used"
 _MADE_UP = b"100001," * 215 + b"100001"
 _MOST = 512 * 2**20
 """Bytes of ids that are kept."""
@@ -104,7 +104,7 @@ class Floor:
     def whole(self, answer: aiohttp.ClientResponse, said: bytes, pieces: list[bytes]) -> tuple[web.Response, bytes]:
         at, end = echo_in(said)
         if not end:
-            raise ValueError(NO_ECHO)
+            raise ValueError(_NO_ECHO)
         if not pieces:
             pieces.append(said[at:end])
         brief = said[:at] + said[end:]
@@ -128,7 +128,7 @@ class Floor:
                 said.append(bytes(first))
                 await response.write(said[0])
         if not end:
-            raise ValueError(NO_ECHO)
+            raise ValueError(_NO_ECHO)
         await response.write_eof()
         return response, b"".join(said)
 

@@ -30,7 +30,7 @@ import xxhash
 from aiohttp import web
 from isal import isal_zlib
 
-from bench.floor import LAST_END, SUPPLIED, WANTED, Floor, echo_in, sampled_in
+from bench.floor import LAST_END, SESSION, SUPPLIED, WANTED, Floor, echo_in, sampled_in
 from bench.relay import listening, passed_on, pool
 
 _MESSAGES = b'{"messages":['
@@ -91,7 +91,7 @@ class Proven:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Whole replies only: of streams the floor's figures say enough."""
-        name = request.headers.get("X-Tokencache-Session")
+        name = request.headers.get(SESSION)
         if name is None:
             return await self.floor.relay.handle(request)
         body = await request.read()
