@@ -17,7 +17,6 @@ continues the one before, and forgets sessions when they are many. Nobody could 
 `--local` leaves the second call out, as if a tokenizer in the proxy cost nothing: the tail is then the same made-up ids at each call.
 """
 
-import asyncio
 import sys
 
 import aiohttp
@@ -25,7 +24,7 @@ import uvloop
 from aiohttp import web
 from yarl import URL
 
-from bench.relay import Relay, begun, listening, passed_on, pool
+from bench.relay import Relay, begun, passed_on, serve
 
 SESSION = "X-Tokencache-Session"
 STOP = b"151645,"
@@ -145,11 +144,5 @@ def sampled_in(said: bytes) -> bytes:
     return b"".join([b"," + part[: part.index(b"]")] for part in said.split(_SAMPLED)[1:]])
 
 
-async def main(port: int, upstream: str, *, local: bool) -> None:
-    async with pool() as engine:
-        await listening(port, Floor(upstream, engine, local=local).handle)
-        await asyncio.Event().wait()
-
-
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), sys.argv[2], local="--local" in sys.argv))
+    uvloop.run(serve(int(sys.argv[1]), lambda engine: Floor(sys.argv[2], engine, local="--local" in sys.argv).handle))

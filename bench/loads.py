@@ -53,12 +53,11 @@ class Row:
         streamed = SHAPES[self.shape].get("chunks", 0) * SHAPES[self.shape].get("pace_ms", 0) / 1000
         queue = self.connections / 1500  # the first of thousands are answered at once, the last after all others
         if streamed:  # from the middle of a stream to the middle of another: as many are counted as were paid for
-            return msgspec.structs.replace(
-                _NONE, connections=self.connections, seconds=2 * streamed, warm_s=1.5 * streamed, **SHAPES[self.shape]
-            )
-        warm = min(20.0, 0.3 + queue)
-        wanted = min(FAST_SECONDS, self.seconds) if fast else self.seconds * (3 if slow else 1)
-        seconds = min(40.0, wanted + 2 * queue)
+            warm, seconds = 1.5 * streamed, 2 * streamed
+        else:
+            warm = min(20.0, 0.3 + queue)
+            wanted = min(FAST_SECONDS, self.seconds) if fast else self.seconds * (3 if slow else 1)
+            seconds = min(40.0, wanted + 2 * queue)
         return msgspec.structs.replace(_NONE, connections=self.connections, seconds=seconds, warm_s=warm, **SHAPES[self.shape])
 
 

@@ -16,7 +16,6 @@ changes what it sends back, a client that hangs up, calls that come twice, a tai
     python -m bench.proven PORT UPSTREAM
 """
 
-import asyncio
 import hashlib
 import math
 import struct
@@ -31,7 +30,7 @@ from aiohttp import web
 from isal import isal_zlib
 
 from bench.floor import LAST_END, SESSION, SUPPLIED, WANTED, Floor, echo_in, sampled_in
-from bench.relay import listening, passed_on, pool
+from bench.relay import passed_on, serve
 
 _MESSAGES = b'{"messages":['
 _CHANCES, _IDS = (b'"logprobs":{', b',"finish_reason"'), (b'"token_ids":[', b"]")
@@ -179,11 +178,5 @@ def _keep(known: Known, new: bytes, digests: list[bytes], reply: bytes) -> None:
     known.pieces.append(sampled_in(reply))
 
 
-async def main(port: int, upstream: str) -> None:
-    async with pool() as engine:
-        await listening(port, Proven(upstream, engine).handle)
-        await asyncio.Event().wait()
-
-
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), sys.argv[2]))
+    uvloop.run(serve(int(sys.argv[1]), lambda engine: Proven(sys.argv[2], engine).handle))

@@ -26,7 +26,10 @@ def pool() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, read_bufsize=256 * 1024)
 
 
-async def listening(port: int, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.AppRunner:
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def listening(port: int, handler: Handler) -> web.AppRunner:
     """A server for all paths; whoever asked for it cleans it up."""
     app = web.Application(client_max_size=64 * 2**20)
     app.router.add_route("*", "/{path:.*}", handler)
@@ -34,6 +37,13 @@ async def listening(port: int, handler: Callable[[web.Request], Awaitable[web.St
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
     return runner
+
+
+async def serve(port: int, handler: Callable[[aiohttp.ClientSession], Handler]) -> None:
+    """Serve until the process ends; `handler` is made of the connections to the engine."""
+    async with pool() as engine:
+        await listening(port, handler(engine))
+        await asyncio.Event().wait()
 
 
 class Relay:
@@ -55,11 +65,5 @@ class Relay:
             return response
 
 
-async def main(port: int, upstream: str) -> None:
-    async with pool() as engine:
-        await listening(port, Relay(upstream, engine).handle)
-        await asyncio.Event().wait()
-
-
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), sys.argv[2]))
+    uvloop.run(serve(int(sys.argv[1]), lambda engine: Relay(sys.argv[2], engine).handle))

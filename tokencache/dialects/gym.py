@@ -89,10 +89,9 @@ def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dic
         All entries, the very ones where there was nothing to take out; and what came back, by place.
     """
     bare, echoes = list[bytes](), dict[int, Echo]()
-    marked = [place for place, entry in enumerate(entries[start:], start) if _MARK in entry]  # hardly ever one: and a history has hundreds
-    for place in marked:
-        left, echo = take_out(entries[place])
-        if left is not entries[place]:
+    for place, entry in enumerate(entries[start:], start):
+        left, echo = take_out(entry)
+        if left is not entry:
             bare = bare or list(entries)
             bare[place] = left
         if echo is not None:
