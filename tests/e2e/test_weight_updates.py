@@ -15,15 +15,17 @@ from tokencache.core import invariants
 from tokencache.store.memory import MemoryStore
 from tokencache.testing.tokenizer import build_tokenizer
 
-LONG = "<think>\nI count.\n</think>\n\n" + ", ".join(str(n) for n in range(1000, 1400)) + "."
+LONG = "<think>\nI count.\n</think>\n\n" + ", ".join(str(n) for n in range(1000, 1100)) + "."
 EPISODES = {"count": ["<think>\nSmall first.\n</think>\n\nOne, two.", LONG, "<think>\nok\n</think>\n\nThree."]}
 MODES = ("abort", "wait", "keep")
 SECONDS = 150
+PACE = "0.01"
+"""Seconds a token: a reply of some 600 is still being sampled when the engine is told to pause, however late that is."""
 
 
 @pytest.fixture
 def server(servers, tmp_path_factory):
-    """A server in development mode."""
+    """A server in development mode, which takes its time over a reply."""
 
     def start():
         tokenizer = tmp_path_factory.mktemp("tokenizer")
@@ -31,7 +33,7 @@ def server(servers, tmp_path_factory):
         model = make_model(tokenizer, tmp_path_factory.mktemp("model"))
         made = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=tmp_path_factory.mktemp("vllm"))
         environment = made.environment
-        made.environment = lambda: environment() | {"VLLM_SERVER_DEV_MODE": "1"}
+        made.environment = lambda: environment() | {"VLLM_SERVER_DEV_MODE": "1", "PACE": PACE}
         return made
 
     return servers.keep("development mode", start)

@@ -12,6 +12,9 @@ Episodes are read once from the file that `$EPISODES` names. It maps a name to a
 titles that way), a turn of `asked` to one with these words behind the last answer (a summary is wanted, say).
 Past its last turn an episode repeats that turn. `{{seen:PATTERN}}` in a turn stands for what the pattern's group last
 matched in the prompt: an id, say, that a tool gave out in this run.
+
+`$PACE` (seconds) is what each step takes at least. A model this small samples thousands of tokens before a busy machine lets
+the API server look up, so whoever wants to do something in the middle of a reply asks for a pace.
 """
 
 import json
@@ -19,6 +22,7 @@ import logging
 import os
 import random
 import re
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +90,7 @@ class ScriptedModel(LogitsProcessor):
         self.batch = {}  # index in the batch -> Line
         self.lines = OrderedDict()  # id of the request's list of sampled ids -> Line, for requests that leave the batch and return
         self.planned = 0
+        self.pace = float(os.environ.get("PACE", "0"))
 
     def is_argmax_invariant(self):
         return False
@@ -143,6 +148,8 @@ class ScriptedModel(LogitsProcessor):
                 self.batch[source] = replaced
 
     def apply(self, logits):
+        if self.pace:
+            time.sleep(self.pace)
         for index, line in self.batch.items():
             if line.free:
                 continue
