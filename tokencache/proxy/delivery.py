@@ -8,10 +8,10 @@ chunks in which it would have come, all at once.
 While nothing comes, something is said that says nothing: harnesses and the proxies before them hang up on silence.
 """
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import web
@@ -23,16 +23,22 @@ from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engines.chunks import as_chunks
 from tokencache.engines.driver import Driver
 from tokencache.engines.reply import Reply
+from tokencache.engines.wire import Wire
 from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.hold import Hold
 from tokencache.proxy.record import ABORTED, BROKE
 from tokencache.proxy.relay import open_response
 from tokencache.proxy.signs import SignsOfLife
 
+if TYPE_CHECKING:
+    import asyncio
+
 log = logging.getLogger(__name__)
 
 LEFT = "the harness closed the connection"
 _BAD_GATEWAY = 502
+_UNSENT = 64 * 1024
+"""Bytes that a harness may be behind before the engine has to wait for it; as many as aiohttp allows."""
 _DATA = slice(len(b"data: "), -len(b"\n\n"))  # of a plain chunk's event
 
 
@@ -58,6 +64,7 @@ class Delivery:
         self._silent = True
         self._unsaid: list[tuple[bytes, bytes, int]] = []
         self._unread = None if exchange.token_ids else self._speaker.unread
+        self._way: asyncio.WriteTransport | None = None  # to the harness, once the head and a first event are out
 
     @property
     def left(self) -> bool:
@@ -112,8 +119,7 @@ class Delivery:
         """
         response = self._hold.opened or await self._opened(answer)
         async with SignsOfLife(self._exchange.keep_alive, lambda: self._break_silence(response)):
-            # A task of its own: each chunk that comes would otherwise wake all that wait for the call's end, one inside the other.
-            return await asyncio.create_task(self._pass_on(answer, response))
+            return await self._pass_on(answer, response)
 
     async def finish(self, response: web.StreamResponse, held: bytes, *, cut: bool = False) -> web.StreamResponse:
         """Say what waited, and end the stream, or break it off."""
@@ -140,13 +146,14 @@ class Delivery:
         try:
             writer = await response.prepare(self._request)  # it is: this gives what `response.write` looks for at each chunk
             assert writer is not None  # noqa: S101 - only an answer that has ended has none
-            while chunk := await answer.content.readany():
-                told = None if splitter.rest else self._plain(chunk)  # most often what came is one event and no more
-                if told is None:
-                    told = self._told(splitter.feed(chunk), held)
-                if told and not self.unheard:
-                    self._silent = False
-                    await writer.write(told)
+            chunked = response.headers.get("Transfer-Encoding") == "chunked"
+            with Wire(answer, self._settle) as wire:
+                while came := await wire.next():
+                    told = self._told(splitter.feed(came), held)
+                    if told and not self.unheard:
+                        self._silent = False
+                        await writer.write(told)
+                        self._way = self._request.transport if chunked else None
         except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
             # On which side? aiohttp's errors of a write and of a read look alike.
             broke = (ABORTED, LEFT) if self.left else (BROKE, f"{type(why).__name__}: {why}")
@@ -156,6 +163,16 @@ class Delivery:
         else:
             return self._lead() + bytes(held) + (splitter.rest if self._as_is else b""), None
         return self._lead() + bytes(held), broke
+
+    def _settle(self, event: bytes) -> bool:
+        """Pass an event on that need not be read now; false if it must be, or has to wait for a slow harness."""
+        if self._way is None or self._way.is_closing() or self._way.get_write_buffer_size() > _UNSENT:
+            return False
+        told = self._plain(event)
+        if told and not self.unheard:
+            self._silent = False
+            self._way.write(b"%x\r\n%b\r\n" % (len(told), told))  # what `response.write` would
+        return told is not None
 
     def _told(self, events: Iterable[bytes], held: bytearray) -> bytes:
         """What the harness is to see of some events now; what it must wait for is added to `held`."""
