@@ -3,6 +3,7 @@
 `upstream`  the HTTP client: one pool, no limits of its own
 `pool`      several engines: which of them a session goes to
 `health`    whether an engine is there, and is what it was
+`wire`      the connection that a stream comes on: most of it is settled where it arrives
 `driver`    how an exact prompt is handed in, and where ids come back: what a driver is
 `vllm`      the driver for vLLM, and for older ones with our plugin
 `nemo`      the drivers for NeMo RL's worker and NeMo Gym's model server

@@ -36,6 +36,7 @@ deltas = st.one_of(
     st.builds(lambda text: {"content": text}, texts),
     st.builds(lambda text: {"reasoning": text}, texts),
     st.builds(lambda n, text: {"content": None, "tool_calls": [{"index": n, "function": {"arguments": text}}]}, st.integers(0, 3), texts),
+    st.just({}),
 )
 tokens = st.lists(st.tuples(texts, st.floats(-50, 0, width=32)), max_size=3)
 chunks = st.builds(chunk, deltas, tokens, st.integers(0, 2))
@@ -72,7 +73,8 @@ NOT_PLAIN = {
     "an end": chunk({"content": "x"}, finish_reason="stop"),
     "a stop reason": chunk({"content": "x"}, stop_reason=None),
     "who speaks": chunk({"role": "assistant", "content": ""}),
-    "nothing said": chunk({}),
+    "an end that says nothing": chunk({}, finish_reason="stop", stop_reason=None),
+    "somebody, who says nothing": chunk({"role": "assistant"}),
     "text and reasoning": chunk({"content": "x", "reasoning": "y"}),
     "a call's name": chunk({"content": None, "tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}),
     "versions": chunk({"content": "x"}, weight_versions=[["1", 0, 1]]),

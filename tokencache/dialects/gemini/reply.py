@@ -75,6 +75,8 @@ class GeminiSpeaker:
         if piece is None or self._over:
             return None
         kind, call, words = piece
+        if not kind:
+            return b""
         if kind == b"arguments":
             if self._call is None or self._call[0] != str(call):
                 return None

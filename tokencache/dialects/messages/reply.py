@@ -101,6 +101,8 @@ class MessagesSpeaker:
         if piece is None or self._failed:
             return None
         kind, call, words = piece
+        if not kind:
+            return b""
         if not words:
             return None
         if kind in _GROWING:

@@ -78,6 +78,8 @@ class ResponsesSpeaker:
         if piece is None or self._status != "in_progress":
             return None
         kind, call, words = piece
+        if not kind:
+            return b""
         item = self._calls.get(call) if kind == b"arguments" else self._open
         if not words or item is None or (kind in _GROWING and not isinstance(item, _GROWING[kind])):
             return None
