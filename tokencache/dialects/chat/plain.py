@@ -3,10 +3,11 @@
     data: {"id":…,"object":"chat.completion.chunk","created":…,"model":…,"choices":[{"index":0,"delta":{"content":" and"},
            "logprobs":{"content":[…]},"finish_reason":null,"token_ids":[323]}]}
 
-Of such an event a harness that asked for neither sees the same bytes with `null` for its log probabilities and ids; and of one whose
-delta is `{}` nothing: there the engine's parsers hold text back, in tags and the heads of calls, and without ids it would have sent none. One regular expression
-finds it, member by member as vLLM (0.27 to 0.32) writes it, in a sixth of the time that a JSON reader and writer need; whatever is
-written in any other way is no plain chunk, and is read. What was passed on so is read later, many at once (`engines.reply`).
+Of such an event a harness that asked for neither sees the same bytes with `null` for its log probabilities and ids. Where the delta is
+`{}` it sees nothing: there the engine's parsers hold text back (tags, the heads of calls), and without the ids no chunk would have come. One
+regular expression finds it, member by member as vLLM (0.27 to 0.32) writes it, in a sixth of the time that a JSON reader and writer
+need; whatever is written in any other way is no plain chunk, and is read. What was passed on so is read later, many at once
+(`engines.reply`).
 
 A dialect that is translated says the same piece of text in its own words (`piece_of`): the expression finds where it stands, and that
 string alone is decoded, by a JSON reader.
@@ -43,7 +44,7 @@ def piece_of(event: bytes) -> tuple[bytes, int, str] | None:
     """What a plain chunk of the first choice says; `None` for every other event, and for a text that is no JSON.
 
     Returns:
-        What it is a piece of: `b"content"`, `b"reasoning"`, of a call `b"arguments"`, `b""` if it says nothing; that call's number; the text.
+        What it is a piece of: `b"content"`, `b"reasoning"`, of a call `b"arguments"`, `b""` of nothing; that call's number; the text.
     """
     found = _PLAIN.fullmatch(event)
     if found is None or found[2] != b"0":

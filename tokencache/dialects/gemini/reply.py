@@ -75,15 +75,13 @@ class GeminiSpeaker:
         if piece is None or self._over:
             return None
         kind, call, words = piece
-        if not kind:
+        thought = kind == b"reasoning"
+        if not kind or (thought and not self._shows_thoughts):
             return b""
         if kind == b"arguments":
             if self._call is None or self._call[0] != str(call):
                 return None
             self._call[3] += words
-            return b""
-        thought = kind == b"reasoning"
-        if thought and not self._shows_thoughts:
             return b""
         if not words or not self._id or self._call is not None or (not thought and "text" in self._unsigned):
             return None
