@@ -224,6 +224,21 @@ async def test_the_connection_has_its_own_protocol_again(end):
     assert transport.protocol is (other if end else own)
 
 
+async def test_a_connection_that_serves_another_call_is_left_alone():
+    """Where more came than the reader holds, the stream's end is found while it is read: then nobody tells the wire."""
+    transport, answer = await opened(CHUNKED)
+    large = b"data: " + b"x" * (1 << 20) + b"\n\n"
+    with Wire(answer, lambda _: True) as wire:
+        transport.protocol.data_received(framed(large) + LAST)
+        assert not answer.content.is_eof()
+        read = b""
+        while data := await wire.next():
+            read += data
+        assert read == large
+        transport.set_protocol(other := asyncio.Protocol())
+    assert transport.protocol is other
+
+
 async def test_an_answer_that_has_come_whole_leaves_its_connection_alone():
     transport, answer = await opened(CHUNKED)
     transport.protocol.data_received(framed(b"data: all\n\n") + LAST)

@@ -113,5 +113,5 @@ class Wire(asyncio.Protocol):
 
     def _leave(self) -> None:
         transport, self._transport = self._transport, None
-        if transport is not None:
+        if transport is not None and transport.get_protocol() is self:  # else another call has it already, and a wire of its own
             transport.set_protocol(self._protocol)
