@@ -15,12 +15,12 @@ from tokencache.core import invariants
 from tokencache.store.memory import MemoryStore
 from tokencache.testing.tokenizer import build_tokenizer
 
-LONG = "<think>\nI count.\n</think>\n\n" + ", ".join(str(n) for n in range(1000, 1100)) + "."
+LONG = "<think>\nI count.\n</think>\n\n" + ", ".join(str(n) for n in range(1000, 1050)) + "."
 EPISODES = {"count": ["<think>\nSmall first.\n</think>\n\nOne, two.", LONG, "<think>\nok\n</think>\n\nThree."]}
 MODES = ("abort", "wait", "keep")
 SECONDS = 150
 PACE = "0.01"
-"""Seconds a token: a reply of some 600 is still being sampled when the engine is told to pause, however late that is."""
+"""Seconds a token: a reply of some 300 is still being sampled when the engine is told to pause, however late that is."""
 
 
 @pytest.fixture
