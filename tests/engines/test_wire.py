@@ -89,8 +89,10 @@ async def came(pieces, head=CHUNKED, wire=Wire):
             await asyncio.sleep(0)
         transport.protocol.data_received(piece)
     transport.protocol.connection_lost(None)
-    async with asyncio.timeout(5):
-        await reader
+    for _ in range(100):  # nobody waits for anything but the loop
+        await asyncio.sleep(0)
+    assert reader.done()
+    await reader
     return b"".join(everything), settled
 
 
@@ -117,6 +119,9 @@ def cut(raw, ends, waits):
     waits=st.lists(st.booleans(), min_size=1, max_size=5),
 )
 @example(chunks=[(b"x\n\n\r\n10\r\ndata: plain {}\n\n\r\n", "%x")], ends=[9, 31], whole=False, waits=[True])
+@example(
+    chunks=[(b"data: other\n\n", "%x"), (b"data: plain {}\n\n\r\n".ljust(0x110, b"x"), "%x")], ends=[18, 19, 41], whole=False, waits=[True]
+)
 @example(chunks=[(b"data: other\n\n", "%x"), (b"data: plain {}\n\n", "%x")], ends=[], whole=True, waits=[True])
 @example(chunks=[(b"data: other\n\n", "%x"), (b"data: plain {}\n\n", "0%x")], ends=[], whole=True, waits=[True])
 def test_everything_comes_out_once_and_in_order(chunks, ends, whole, waits):
@@ -208,6 +213,32 @@ async def test_a_broken_connection_is_raised():
         transport.protocol.connection_lost(ConnectionResetError("gone"))
         with pytest.raises(aiohttp.ClientPayloadError):
             await asyncio.wait_for(waiting, 5)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["waiting for anything", "waiting for what is not settled"])
+async def test_what_is_no_http_is_raised(whole):
+    """aiohttp closes such a connection, and leaves its reader waiting for ever."""
+
+    async def garbled(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED)
+        writer.write(framed(b"data: first\n\n" if whole else b"data: fi"))
+        await garbles.wait()
+        writer.write(b"no size\r\n")
+        await reader.read()
+        writer.close()
+
+    async def read():
+        with Wire(answer, lambda _: True) as wire:
+            while await wire.next():
+                garbles.set()
+
+    garbles = asyncio.Event()
+    server = await asyncio.start_server(garbled, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    async with server, asyncio.timeout(10), aiohttp.ClientSession() as http, http.get(url) as answer:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await read()
 
 
 @pytest.mark.parametrize("end", [framed(b"data: [DONE]\n\n") + LAST, b""], ids=["the stream ends", "whoever follows it stops"])

@@ -100,6 +100,8 @@ class Wire(asyncio.Protocol):
         """See `asyncio.Protocol`."""
         self._transport = None
         self._protocol.connection_lost(exc)
+        if not self._content.is_eof() and self._content.exception() is None:  # of bytes that are no HTTP aiohttp (3.14) tells no reader
+            self._content.set_exception(aiohttp.ClientPayloadError("what came is not HTTP"))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
