@@ -5,7 +5,7 @@ import random
 import msgspec
 
 from tokencache.core import ids
-from tokencache.core.turn import Tokens, Turn, hash_ids
+from tokencache.core.turn import Tokens, Turn, hash_ids, hash_logprobs
 
 
 class Forest:
@@ -39,6 +39,7 @@ class Forest:
             completion_tokens=len(completion),
             prefix_hash=hash_ids(packed + own),
             completion_hash=hash_ids(own),
+            logprobs_hash=hash_logprobs(ids.pack_logprobs(values)),
             marks=marks,
             **more,
         )

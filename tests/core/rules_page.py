@@ -15,12 +15,42 @@ likeness. The verdicts: `same`; `equivalent` (canonical rules only); `rewritten`
 adapter vouches for every rule that was needed); `foreign` (no rule makes this of what the model said). What is not supplied is
 text of the harness's own: the turn is a miss, with a reason. Ids and handles say where to look, never that it is the same.
 
+Every reply in a prompt is judged, not only the last. A turn keeps a hash of the assistant messages of its history as they were
+written, of their handles, and of the rules in force. A history that begins with the same bytes inherits that judgement. Otherwise
+each reply is judged again along the line of turns (`core/evidence.py`).
+
 Every rule can be switched off by its name; a reply that needs it is then not supplied. A call of which a codec left something
 out by a rule that is switched off is rendered plainly (`switched-off`).
 
 **Context is never forgiven.** Dates, reminders, directory trees, pruned tool results, edited system prompts are the harness's own
-words, and the prompt must hold them as they are (fidelity). Where they change, the replies that are still the model's own keep
-their tokens in a fresh rendering: `resplice`, a new lineage.
+words, and the prompt must hold them as they are (fidelity). That includes white space, the number of text parts, names of participants
+and tools, ids of tool results, members that we do not know, and the reasoning of assistant messages that the model did not write. Where
+something changes, the conversation is rendered anew, and the replies that are still the model's own keep their tokens: `resplice`, a new
+lineage. If the template renders both alike, the prompt goes on from the same ids after all: `continue`, reason `rendered-alike`. So a
+change that no template shows costs one full rendering and nothing else.
+
+Left out of the comparison is what vLLM 0.32 hides from every template: the order of JSON members, `cache_control`, and a single text part
+in place of a string.
+
+## Evidence: which turn is this reply?
+
+Where nothing before a reply was touched, its place names it. Elsewhere, words alone are no evidence: a few-shot example may hold the
+very words of a reply. What counts, the strongest first:
+
+| evidence | how strong |
+|---|---|
+| the place: everything before it is unchanged | names the turn, unless two turns of the same place said the same in other tokens |
+| a handle that was given out with the reply | 128 random bits |
+| an id of a call, as it was issued, that looks drawn at random | as strong as the engine makes its ids: 64 bits in vLLM 0.32 |
+| an id of a call that only counts (`functions.bash:0`) | counts with the same message, or the same recognised reply, directly before |
+| the same message directly before the reply | names the turn if no other recorded turn has both the words and that message |
+| the same reply before, and all the same messages since | decides between turns that fit equally |
+
+If several turns still fit and their tokens differ, none is taken (`ambiguous-reply`). Turns of equal tokens are interchangeable. A harness
+that copies both a reply's words and the message before it into an example is not told from the model: no evidence is left that could.
+Only turns of the same model are compared: tokens of another model are not looked for.
+
+## The rules
 
 | rule | kind | verdict | who does it | what | where it was seen |
 |---|---|---|---|---|---|

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencache.core import invariants
+from tokencache.core import evidence, invariants
 from tokencache.core import match as matching
 from tokencache.core.canonical import Call, Message, digest
 from tokencache.core.chain import converse
@@ -16,7 +16,7 @@ from tokencache.core.interrupt import Cut, heard, pack_cuts, unpack_cuts
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, wanted
 from tokencache.core.lineage import sequences
 from tokencache.core.match import Hit, match
-from tokencache.core.rules import Leniency
+from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import Verdict, judge
 
@@ -46,7 +46,7 @@ def test_every_result_every_reason_and_every_rule_occurs():
     assert seen["continue"] > seen["plain"]
 
 
-def _ignoring_ambiguity(echoed, judged, *, in_place):
+def _ignoring_ambiguity(echoed, judged):
     return next((found for found in judged if found.verdict.supplied), None)
 
 
@@ -94,7 +94,9 @@ def _taking_the_beginning_for_the_whole(turn, echoed, leniency):
         ("heard", _taking_the_beginning_for_the_whole),
         ("may_be", lambda turn, echoed: False),
         ("_unsure", lambda conversation, anchors: ()),
-        ("_unique", list),
+        ("_interchangeable", lambda turns, *, in_place: True),
+        ("_Finder.was_judged", lambda self, turn, i: True),
+        ("_Finder._evident", lambda self, i, genuine: genuine),
     ],
 )
 def test_the_truth_convicts_a_careless_matcher(monkeypatch, name, mutant):
@@ -109,21 +111,50 @@ def _turn(name, served, prefix=None):
     return Turn(id=name, call=name, match="root", served=served, prefix_hash=said, completion_hash=said)
 
 
+def _answering(conversation, turn, leniency, parent=None):
+    """A turn as it is recorded that answers a conversation, with the replies of its parent's prompt and the parent's own."""
+    until = len(conversation.messages)
+    return msgspec.structs.replace(
+        turn,
+        match="continue" if parent else "root",
+        parent=parent and parent.id,
+        place=conversation.chain[-1],
+        judged=evidence.judged(conversation, until, leniency, {}),
+        foreign=evidence.foreign(conversation, parent.messages + 1 if parent else 0, until, (), parent.foreign if parent else b""),
+        before=evidence.before(conversation, until),
+        messages=until,
+    )
+
+
 class _Index(dict):
-    def add(self, turn, *context, scope=b""):
-        for key in keys_of_turn(converse(scope, context), turn.served, digest(turn.served)):
+    """What was recorded, by its keys, and asked for as the planner asks."""
+
+    def __init__(self, leniency=STRICT):
+        super().__init__()
+        self.leniency = leniency
+        self.turns = {}
+
+    def add(self, turn, *context, scope=b"", voice=b"", aborted=False, parent=None):
+        conversation = converse(scope, context, voice=voice)
+        turn = self.turns[turn.id] = _answering(conversation, turn, self.leniency, parent)
+        keys = keys_of_turn(conversation, turn.served, digest(turn.served), handle=turn.handle, leniency=self.leniency)
+        for key in keys_of_aborted(conversation) if aborted else keys:
             self.setdefault(key, []).append(Hit(turn))
         return turn
 
-    def match(self, *history, scope=b""):
-        return match(converse(scope, history), self)
+    def match(self, *history, scope=b"", voice=b"", handles=None):
+        conversation = converse(scope, history, voice=voice)
+        found = match(conversation, self, self.leniency, handles or {})
+        return match(conversation, self, self.leniency, handles or {}, self.turns) if found.turns_wanted else found
 
 
+C1, C2, C3 = ("call_7d1e40aa", "toolu_93bf21c0", "call-5a0c88d7")  # of different makes
+S1 = Message("system", "new")
 U1, U2, U3 = (Message("user", text) for text in ("one", "two", "three"))
 OK = Message("assistant", "OK")
 
 
-ROLES = st.sampled_from([U1, U2, OK, Message("assistant", ""), Message("assistant", None, None, (Call("c1", "bash", "{}"),))])
+ROLES = st.sampled_from([U1, U2, OK, Message("assistant", ""), Message("assistant", None, None, (Call(C1, "bash", "{}"),))])
 
 
 @MANY
@@ -159,10 +190,10 @@ def test_ids_tell_siblings_apart():
         return Message("assistant", None, None, (Call(name, "bash", "{}"),))
 
     index = _Index()
-    index.add(_turn("a", reply("c1")), U1)
-    index.add(_turn("b", reply("c2")), U1)
-    assert index.match(U1, reply("c2"), Message("tool", "x", answers="c2")).parent.id == "b"
-    assert index.match(U1, reply("c3"), Message("tool", "x", answers="c3")).reason == "ambiguous-reply"
+    index.add(_turn("a", reply(C1)), U1)
+    index.add(_turn("b", reply(C2)), U1)
+    assert index.match(U1, reply(C2), Message("tool", "x", answers=C2)).parent.id == "b"
+    assert index.match(U1, reply(C3), Message("tool", "x", answers=C3)).reason == "ambiguous-reply"
 
 
 def test_an_id_that_two_calls_share_once_sanitised_tells_nothing():
@@ -191,27 +222,30 @@ def test_edited_context_keeps_the_replies():
     two = index.add(_turn("b", Message("assistant", "so")), U1, OK, U2)
     system = Message("system", "new")
     found = index.match(system, U1, OK, U2, two.served, U3)
-    assert (found.kind, found.parent, found.anchors) == ("resplice", None, ((2, one), (4, two)))
+    assert (found.kind, found.parent, found.anchors) == ("resplice", None, ((2, Hit(one)), (4, Hit(two))))
     pruned = index.match(U1, OK, Message("user", "pruned"), two.served, U3)
-    assert (pruned.kind, pruned.parent, pruned.at, pruned.anchors) == ("resplice", one, 2, ((3, two),))
+    assert (pruned.kind, pruned.parent, pruned.at, pruned.reason) == ("continue", one, 2, "foreign-reply"), "words alone"
+    called = index.add(_turn("c", _bash(C1, "ls")), U1, OK, U2, two.served, U3, parent=two)
+    pruned = index.match(U1, OK, Message("user", "pruned"), two.served, U3, called.served, Message("tool", "x", answers=C1))
+    assert (pruned.kind, pruned.parent, pruned.at, pruned.anchors) == ("resplice", one, 2, ((5, Hit(called)),))
     assert index.match(U1, OK, U2, two.served, U3, scope=b"other tools").kind == "resplice"
 
 
 def test_out_of_its_context_a_call_is_known_by_its_id_and_a_blank_reply_not_at_all():
-    call = Message("assistant", None, None, (Call("c1", "bash", '{"a": 1}'),))
+    call = Message("assistant", None, None, (Call(C1, "bash", '{"a": 1}'),))
     index = _Index()
     index.add(_turn("a", call), U1)
     index.add(_turn("b", Message("assistant", "")), U2)
-    twin = Message("assistant", None, None, (Call("c2", "bash", '{"a": 1}'),))
+    twin = Message("assistant", None, None, (Call(C2, "bash", '{"a": 1}'),))
     assert index.match(U3, call, U2).kind == "resplice"
     assert index.match(U3, twin, U2).reason == "foreign-reply"
     assert index.match(U3, Message("assistant", None), U2).reason == "foreign-reply"
 
 
 def test_tool_results_swapped_are_another_conversation():
-    call = Message("assistant", None, None, (Call("c1", "bash", "{}"), Call("c2", "bash", "{}")))
-    first, second = Message("tool", "x", answers="c1"), Message("tool", "y", answers="c2")
-    crossed = Message("tool", "x", answers="c2"), Message("tool", "y", answers="c1")
+    call = Message("assistant", None, None, (Call(C1, "bash", "{}"), Call(C2, "bash", "{}")))
+    first, second = Message("tool", "x", answers=C1), Message("tool", "y", answers=C2)
+    crossed = Message("tool", "x", answers=C2), Message("tool", "y", answers=C1)
     index = _Index()
     index.add(_turn("a", call), U1)
     index.add(_turn("b", OK), U1, call, first, second)
@@ -220,7 +254,7 @@ def test_tool_results_swapped_are_another_conversation():
 
 
 def test_the_deepest_key_is_asked_for_first():
-    conversation = converse(b"", [U1, OK, U2, OK, U3])
+    conversation = converse(b"", [U1, Message("assistant", "so"), U2, OK, U3])
     keys = wanted(conversation)
     assert [key[:1] for key in keys] == [b"p", b"c", b"r"] * 2
     assert keys[1] == b"c" + conversation.chain[4]
@@ -256,63 +290,45 @@ def _bash(name, command):
 CLAUDE = Leniency(vouched=frozenset({"cd-prefix"}))
 
 
-class _Session(_Index):
-    """An index that is asked as the planner asks."""
-
-    def __init__(self, leniency=CLAUDE):
-        super().__init__()
-        self.leniency = leniency
-
-    def add(self, turn, *context, aborted=False):
-        conversation = converse(b"", context)
-        turn = msgspec.structs.replace(turn, place=conversation.chain[-1], handle=turn.handle)
-        keys = keys_of_turn(conversation, turn.served, digest(turn.served), handle=turn.handle, leniency=self.leniency)
-        for key in keys_of_aborted(conversation) if aborted else keys:
-            self.setdefault(key, []).append(Hit(turn))
-        return turn
-
-    def match(self, *history, handles=None):
-        return match(converse(b"", history), self, self.leniency, handles or {})
-
-
 def test_a_rewritten_call_is_known_in_its_place_and_out_of_it_by_its_id_alone():
-    index = _Session()
-    one = index.add(_turn("a", _bash("c1", "cd /w && ls")), U1)
-    assert index.match(U1, _bash("c1", "ls"), U2)[:3] == ("continue", "", one)
-    assert index.match(U3, _bash("c1", "ls"), U2).anchors == ((1, one),)
-    assert index.match(U3, _bash("c2", "ls"), U2).kind == "plain"
-    assert index.match(U1, _bash("c1", "rm"), U2)[:2] == ("plain", "foreign-reply")
+    index = _Index(CLAUDE)
+    one = index.add(_turn("a", _bash(C1, "cd /w && ls")), U1)
+    assert index.match(U1, _bash(C1, "ls"), U2)[:3] == ("continue", "", one)
+    assert index.match(U3, _bash(C1, "ls"), U2).anchors == ((1, Hit(one)),)
+    assert index.match(U3, _bash(C2, "ls"), U2).kind == "plain"
+    assert index.match(U1, _bash(C1, "rm"), U2)[:2] == ("plain", "foreign-reply")
     index.leniency = Leniency()
-    assert index.match(U1, _bash("c1", "ls"), U2)[:2] == ("plain", "rewritten-reply")
+    assert index.match(U1, _bash(C1, "ls"), U2)[:2] == ("plain", "rewritten-reply")
 
 
 def test_an_id_that_was_issued_to_another_turn_is_not_a_renamed_one():
     for leniency, expected in ((CLAUDE, "b"), (Leniency(), None)):
-        index = _Session(leniency)
-        index.add(_turn("a", _bash("c1", "ls")), U1)
-        index.add(_turn("b", _bash("c2", "cd /w && ls")), U1)
-        found = index.match(U1, _bash("c2", "ls"), U2)
+        index = _Index(leniency)
+        index.add(_turn("a", _bash(C1, "ls")), U1)
+        index.add(_turn("b", _bash(C2, "cd /w && ls")), U1)
+        found = index.match(U1, _bash(C2, "ls"), U2)
         assert (found.parent.id if found.parent else None) == expected
-        assert index.match(U1, _bash("c1", "ls"), U2).parent.id == "a"
+        assert index.match(U1, _bash(C1, "ls"), U2).parent.id == "a"
 
 
 def test_two_replies_that_a_rewriting_makes_alike_are_ambiguous():
-    index = _Session(Leniency(vouched=frozenset({"markup-removed"})))
+    index = _Index(Leniency(vouched=frozenset({"markup-removed"})))
     index.add(_turn("a", OK), U1)
     assert index.match(U1, OK, U2).parent.id == "a"
     two = index.add(_turn("b", Message("assistant", "OK<tool_call>x</tool_call>")), U1)
     assert index.match(U1, OK, U2).reason == "ambiguous-reply"
-    assert index.match(U3, OK, U2).reason == "ambiguous-reply"
+    assert index.match(S1, U1, OK, U2).reason == "ambiguous-reply"
+    assert index.match(U3, OK, U2).reason == "foreign-reply"
     assert index.match(U1, two.served, U2).parent.id == "b"
 
 
 def test_a_handle_says_which_and_never_what():
-    index = _Session()
+    index = _Index(CLAUDE)
     for name in "ab":
         index.add(msgspec.structs.replace(_turn(name, OK), handle=name * 32), U1)
     assert index.match(U1, OK, U2).reason == "ambiguous-reply"
     assert index.match(U1, OK, U2, handles={1: "b" * 32}).parent.id == "b"
-    assert index.match(U3, OK, U2, handles={1: "b" * 32}).anchors[0][1].id == "b"
+    assert index.match(U3, OK, U2, handles={1: "b" * 32}).anchors[0][1].turn.id == "b"
     other = Message("assistant", "Got it.")
     assert index.match(U1, other, U2, handles={1: "b" * 32})[:2] == ("plain", "foreign-reply")
     assert index.match(U1, OK, U2, handles={1: "c" * 32})[:2] == ("plain", "foreign-reply")
@@ -324,7 +340,7 @@ def _left(name, text, cuts, **more):
 
 
 def test_what_was_heard_before_an_interrupt():
-    index = _Session()
+    index = _Index(CLAUDE)
     turn = index.add(_left("a", "One, two ", (3, 5, 8, 9)), U1, aborted=True)
     found = index.match(U1, Message("assistant", "One, two"), U2)
     assert (found.parent, found.heard.text, found.heard.after, found.forgiven) == (turn, "One, two", 3, ("interrupted",))
@@ -334,14 +350,14 @@ def test_what_was_heard_before_an_interrupt():
     assert index.match(U1, Message("assistant", "One, two", "other thoughts"), U2).heard is None
     index.add(_turn("b", Message("assistant", "One, two")), U1)
     assert index.match(U1, Message("assistant", "One, two"), U2).reason == "ambiguous-reply"
-    assert index.match(U3, Message("assistant", "One, two"), U2).reason == "ambiguous-reply"
-    off = _Session(Leniency(off=frozenset({"interrupted"})))
+    assert index.match(S1, U1, Message("assistant", "One, two"), U2).reason == "ambiguous-reply"
+    off = _Index(Leniency(off=frozenset({"interrupted"})))
     off.add(_left("a", "One, two", (3, 8)), U1, aborted=True)
     assert off.match(U1, Message("assistant", "One, two"), U2).kind == "plain"
 
 
 def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():
-    index = _Session()
+    index = _Index(CLAUDE)
     left = index.add(_left("a", "One, two", (3, 8)), U1, aborted=True)
     again = _turn("b", Message("assistant", "One, two"))
     index.add(msgspec.structs.replace(again, prefix_hash=left.prefix_hash), U1)
@@ -350,15 +366,15 @@ def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():
 
 
 def test_an_aborted_turn_with_a_call_is_never_taken():
-    index = _Session()
-    index.add(_left("a", "One", (3,), calls=(Call("c1", "Bash", "{"),)), U1, aborted=True)
+    index = _Index(CLAUDE)
+    index.add(_left("a", "One", (3,), calls=(Call(C1, "Bash", "{"),)), U1, aborted=True)
     assert index.match(U1, Message("assistant", "One"), U2).kind == "plain"
-    assert index.match(U1, Message("assistant", "One", None, (Call("c1", "Bash", "{"),)), U2).kind == "plain"
+    assert index.match(U1, Message("assistant", "One", None, (Call(C1, "Bash", "{"),)), U2).kind == "plain"
 
 
 def test_a_turn_that_the_harness_dropped_leaves_the_one_before_it():
     """Thinking only, or a format error: dropped, and the user asked once more; or the identical request was sent again."""
-    index = _Session()
+    index = _Index(CLAUDE)
     one = index.add(_turn("a", OK), U1)
     index.add(_turn("b", Message("assistant", None, "thinking only")), U1, OK, U2)
     assert index.match(U1, OK, U2, U3)[:4] == ("continue", "", one, 2)
@@ -367,7 +383,7 @@ def test_a_turn_that_the_harness_dropped_leaves_the_one_before_it():
 
 
 def test_rollback_and_parallel_agents_each_find_their_own():
-    index = _Session()
+    index = _Index(CLAUDE)
     index.add(_turn("a", OK), U1)
     index.add(_turn("b", Message("assistant", "so")), U1, OK, U2)
     index.add(_turn("c", OK), U2)
@@ -375,15 +391,149 @@ def test_rollback_and_parallel_agents_each_find_their_own():
     assert index.match(U1, OK, U3).parent.id == "a"
     assert index.match(U2, OK, U3, Message("assistant", "sub"), U1).parent.id == "d"
     assert index.match(U1, OK, U2, Message("assistant", "so"), U3).parent.id == "b"
-    assert index.match(U3, OK, U2).reason == "ambiguous-reply"
+    assert index.match(S1, U1, OK, U3, OK, U2).reason == "context-edited"
+    assert index.match(U3, OK, U2).reason == "foreign-reply"
 
 
 def test_after_a_compaction_the_summary_is_foreign_and_the_kept_tail_is_known():
     """OpenCode: the assistant's summary, then the last turns: two assistant's messages in a row. Claude Code: rewritten, too."""
-    index = _Session()
-    kept = index.add(_turn("a", _bash("c1", "cd /w && ls")), U1)
+    index = _Index(CLAUDE)
+    kept = index.add(_turn("a", _bash(C1, "cd /w && ls")), U1)
     summary = Message("assistant", "we did much")
-    found = index.match(U3, summary, _bash("c1", "ls"), Message("tool", "x", answers="c1"))
-    assert (found.kind, found.parent, found.anchors) == ("resplice", None, ((2, kept),))
-    merged = Message("assistant", "Got it. Thanks for the additional context!", None, _bash("c1", "cd /w && ls").calls)
-    assert index.match(U3, merged, Message("tool", "x", answers="c1"))[:2] == ("plain", "foreign-reply")
+    found = index.match(U3, summary, _bash(C1, "ls"), Message("tool", "x", answers=C1))
+    assert (found.kind, found.parent, found.anchors) == ("resplice", None, ((2, Hit(kept)),))
+    merged = Message("assistant", "Got it. Thanks for the additional context!", None, _bash(C1, "cd /w && ls").calls)
+    assert index.match(U3, merged, Message("tool", "x", answers=C1))[:2] == ("plain", "foreign-reply")
+
+
+# --- what a digest does not show -----------------------------------------------------------------------------------------
+
+
+def _thought(text, reasoning):
+    return Message("assistant", text, reasoning)
+
+
+def test_other_reasoning_beside_an_older_reply_is_found():
+    index = _Index()
+    one = index.add(_turn("a", _thought("OK", "this way")), U1)
+    two = index.add(_turn("b", _thought("so", "because")), U1, one.served, U2, parent=one)
+    for echoed in (one.served, OK):  # it came back whole, or left out
+        assert index.match(U1, echoed, U2, two.served, U3)[:4] == ("continue", "", two, 4)
+    edited = index.match(U1, _thought("OK", "no way"), U2, two.served, U3)
+    assert (edited.kind, edited.parent, edited.anchors) == ("resplice", None, ((3, Hit(two)),)), "its words stand as the harness has them"
+
+
+def test_a_rule_that_is_switched_off_is_not_relied_on_for_older_replies_either():
+    index = _Index()
+    one = index.add(_turn("a", _thought("OK", "this way")), U1)
+    two = index.add(_turn("b", Message("assistant", "so")), U1, one.served, U2, parent=one)
+    three = index.add(_turn("c", _bash(C1, "ls")), U1, one.served, U2, two.served, U3, parent=two)
+    index.leniency = Leniency(off=frozenset({"reasoning-dropped"}))
+    result = Message("tool", "x", answers=C1)
+    assert index.match(U1, one.served, U2, two.served, U3, three.served, result)[:4] == ("continue", "", three, 6)
+    silent = index.match(U1, OK, U2, two.served, U3, three.served, result)
+    assert (silent.kind, silent.parent, silent.anchors) == ("resplice", None, ((3, Hit(two)), (5, Hit(three))))
+
+
+def test_a_message_of_the_harnesss_own_is_context_reasoning_and_white_space_included():
+    index = _Index()
+    own = _thought("Like this.", "an example")
+    one = index.add(_turn("a", OK), U1, own, U2)
+    two = index.add(_turn("b", Message("assistant", "so")), U1, own, U2, OK, U3, parent=one)
+    assert index.match(U1, own, U2, OK, U3, two.served, U1).parent == two
+    for other in (_thought("Like this.", "another"), _thought("Like this.", None), _thought("Like this. ", "an example")):
+        changed = index.match(U1, other, U2, OK, U3, two.served, U1)
+        assert (changed.kind, changed.anchors) == ("resplice", ((3, Hit(one)), (5, Hit(two)))), other
+
+
+def test_context_is_never_forgiven():
+    index = _Index()
+    one = index.add(_turn("a", OK), U1)
+    for context in (Message("user", "one "), Message("user", "one", parts=True)):
+        assert index.match(context, OK, U2)[:3] == ("resplice", "context-edited", None)
+    assert index.match(U1, OK, U2).parent == one
+    results = [Message("tool", "x", answers=C1), Message("tool", "x", answers=C1, name="bash")]
+    call = index.add(_turn("b", _bash(C1, "ls")), U3)
+    two = index.add(_turn("c", Message("assistant", "so")), U3, call.served, results[0], parent=call)
+    assert index.match(U3, call.served, results[0], two.served, U2).parent == two
+    assert index.match(U3, call.served, results[1], two.served, U2).kind == "resplice"
+
+
+# --- evidence out of context ------------------------------------------------------------------------------------------------
+
+
+def test_few_shot_examples_are_no_replies():
+    index = _Index()
+    index.add(_turn("a", Message("assistant", "Yes.", "a secret of another agent")), Message("user", "Is 4 even?"))
+    examples = [Message("user", "Is 2 even?"), Message("assistant", "Yes."), Message("user", "Is 8 even?")]
+    assert index.match(*examples)[:2] == ("plain", "foreign-reply")
+
+
+def test_replies_of_equal_words_under_other_template_arguments_are_seen_side_by_side():
+    index = _Index()
+    index.add(_turn("a", OK), U1, scope=b"thinking")
+    index.add(_turn("b", OK), U1, scope=b"not thinking")
+    assert index.match(U1, OK, U2, scope=b"thinking").parent.id == "a"
+    assert index.match(S1, U1, OK, U2, scope=b"thinking").reason == "ambiguous-reply"
+    assert index.match(U1, OK, U2, scope=b"other").reason == "ambiguous-reply"
+
+
+def test_with_other_template_arguments_a_reply_is_known_by_what_stands_before_it():
+    index = _Index()
+    one = index.add(_turn("a", OK), U1, scope=b"low")
+    assert index.match(U1, OK, U2, scope=b"high").anchors == ((1, Hit(one)),), "that it is rendered alike is for the planner to prove"
+
+
+def _poll(name, n):
+    return Message("assistant", None, None, (Call(name, "bash", '{"command": "ls"}'),)), Message("tool", "same", answers=name)
+
+
+def test_rewritten_ids_in_an_edited_context_leave_words_and_order():
+    """An agent that asks the same again and again, and a harness that writes other ids: their order says which is which."""
+    index, history, parent = _Index(), [U1], None
+    said = []
+    for n in range(6):
+        served, result = _poll(f"functions.bash:{n}", n)
+        parent = index.add(_turn(f"t{n}", served), *history, parent=parent)
+        said.append(parent)
+        history += [served, result]
+    renamed = [Message("user", "one")]
+    for n in range(6):
+        renamed += _poll(f"x{n}", n)
+    found = index.match(S1, *renamed, U2)
+    assert [hit.turn.id for _, hit in found.anchors] == [turn.id for turn in said]
+    apart = index.match(S1, U3, *renamed[3:], U2)  # which of them is gone?
+    assert (apart.kind, apart.reason) == ("plain", "ambiguous-reply")
+
+
+def test_an_id_that_counts_is_no_evidence_by_itself():
+    index = _Index()
+    served, result = _poll("functions.bash:0", 0)
+    one = index.add(_turn("a", served), U1)
+    two = index.add(_turn("b", _poll("functions.bash:1", 1)[0]), U1, served, result, parent=one)
+    assert index.match(U3, served, result)[:2] == ("plain", "foreign-reply"), "the harness's own example may have the same"
+    assert index.match(S1, U1, served, result).anchors == ((2, Hit(one)),)
+    pruned = index.match(S1, U1, served, Message("tool", "[old]", answers=result.answers), two.served, U2)
+    assert pruned.anchors == ((2, Hit(one)), (4, Hit(two))), "behind the same reply"
+
+
+def test_two_calls_with_one_id_do_not_lose_each_other():
+    index = _Index()
+    first, second = (Message("assistant", None, None, (Call("functions.bash:0", "bash", f'{{"n": {n}}}'),)) for n in (1, 2))
+    result = Message("tool", "x", answers="functions.bash:0")
+    one = index.add(_turn("a", first), U1)
+    two = index.add(_turn("b", second), U1, first, result, parent=one)
+    history = [U1, first, result, second, result]
+    assert len(wanted(converse(b"", history))) == len(set(wanted(converse(b"", history))))
+    assert index.match(*history).parent == two
+    assert index.match(S1, *history).anchors == ((2, Hit(one)), (4, Hit(two)))
+
+
+def test_equal_replies_of_equal_tokens_are_interchangeable():
+    index = _Index()
+    one = index.add(_turn("a", OK, b"same"), U1)
+    two = index.add(_turn("b", OK, b"same"), U1, OK, U1, parent=one)
+    found = index.match(S1, U1, OK, U1, OK, U2)
+    assert [place for place, _ in found.anchors] == [2, 4]
+    assert {hit.turn.id for _, hit in found.anchors} == {one.id, two.id}
+    assert index.match(S1, U1, OK, U1, OK, U1, OK, U2).anchors == (), "one of the three is the harness's own, and nobody knows which"

@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencache.core.canonical import Call, Message, digest
+from tokencache.core.canonical import Call, Message, digest, exact
 from tokencache.core.chain import converse, extend
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, wanted
 from tokencache.dialects.chat.call import read_chat
@@ -27,7 +27,8 @@ def every_key(history, secret):
     messages = [message for pair in before for message in pair]
     asked = converse(b"scope", [*messages, user], voice=b"voice", secret=secret)
     stored = {*keys_of_turn(asked, reply, digest(reply), handle="handle"), *keys_of_aborted(asked)}
-    echoed = extend(asked, [reply, Message("user", "go on")], [digest(reply), digest(Message("user", "go on"))])
+    added = [reply, Message("user", "go on")]
+    echoed = extend(asked, added, list(map(digest, added)), list(map(exact, added)))
     return stored, set(wanted(echoed, handles={len(messages) + 1: "handle"}))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tokencache.core import ids, interrupt, invariants
+from tokencache.core import evidence, ids, interrupt, invariants
 from tokencache.core import match as matching
 from tokencache.core.canonical import Call, Message, digest
 from tokencache.core.chain import Conversation, converse
@@ -129,8 +129,8 @@ class World:
     index: dict[bytes, list[str]] = field(default_factory=lambda: defaultdict(list))
     continued: set[str] = field(default_factory=set)
     prefixes: dict[str, bytes] = field(default_factory=dict)
-    own: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    places: dict[str, list[int]] = field(default_factory=dict)
+    own: dict[str, list[Anchor]] = field(default_factory=dict)
+    asked: dict[str, list[Entry]] = field(default_factory=dict)
     recorded: dict[Any, list[str]] = field(default_factory=lambda: defaultdict(list))
     books: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
@@ -163,10 +163,16 @@ class World:
 
     def match(self, conversation: Conversation, handles: dict[int, str], hits: dict[bytes, list[Hit]]) -> Match:
         """Match as the planner does: look again where the match is unsure, and let go of a beginning that no token ends."""
+        turns = None
         found = matching.match(conversation, hits, self.leniency, handles)
+        if found.turns_wanted:
+            self.seen["judged anew"] += 1
+            turns = {turn.id: turn for turn in self.turns}
+            hits = {**self.hits(conversation, handles), **hits}
+            found = matching.match(conversation, hits, self.leniency, handles, turns)
         if found.unsure:
             hits = {**hits, **{key: self.look(key) for key in found.unsure}}
-            found = matching.match(conversation, hits, self.leniency, handles)
+            found = matching.match(conversation, hits, self.leniency, handles, turns)
         if found.heard is None or self.kept(found) is not None:
             return found
         self.seen["inside-token"] += 1
@@ -192,21 +198,20 @@ class World:
         short = self.match(conversation, handles, self.hits(conversation, handles, short=True))
         self.judge(short, history, scope, complete=False)
         self.seen.update([found.kind, *([found.reason] if found.reason else []), *found.forgiven])
-        prompt, own, places, anchors = self.splice(found, history)
+        prompt, own = self.splice(found, history)
         rendered = decode(t for e in history for t in template(e)) + NAMES[ROLE["assistant"]]
-        written = [self.written(history[at], end, prompt) for at, (_, end) in zip(places, own, strict=True)]
-        assert invariants.fidelity(prompt, own, decode, rendered, written) == []
-        return self.record(conversation, history, scope, (found, prompt, own, places, anchors), leave=leave)
+        written = [self.written(history[span.place], span.end, prompt) for span in own]
+        assert invariants.fidelity(prompt, [(span.start, span.end) for span in own], decode, rendered, written) == []
+        return self.record(conversation, history, scope, (found, prompt, own), leave=leave)
 
     @staticmethod
     def written(said: Entry, end: int, prompt: list[int]) -> str:
         body = template(said, reply_only=True)
         return decode(body if prompt[end - 1] == END else body[:-1])
 
-    def splice(self, found: Match, history: list[Entry]) -> tuple[list[int], list[tuple[int, int]], list[int], list[Anchor]]:
-        own: list[tuple[int, int]] = []
-        places: list[int] = []
-        anchors = []
+    def splice(self, found: Match, history: list[Entry]) -> tuple[list[int], list[Anchor]]:
+        """The prompt, and where in it the model's replies stand."""
+        own: list[Anchor] = []
         packed, start = b"", 0
         pending = b""  # a reply whose end of turn is still to come
 
@@ -219,33 +224,27 @@ class World:
         if found.parent is not None:
             parent = found.parent.id
             packed, start = self.prefixes[parent], found.at
-            own, places = list(self.own[parent]), list(self.places[parent])
             pending = self.tokens[parent].completion
             if found.heard is not None:
                 packed = ids.head(packed, found.parent.prompt_tokens + (self.kept(found) or 0))
                 pending = ids.tail(packed, found.parent.prompt_tokens)
-                if packed != self.prefixes[parent]:
-                    anchors.append(Anchor(parent, found.parent.prompt_tokens, ids.count(packed)))
-            own.append((found.parent.prompt_tokens, ids.count(packed)))
-            places.append(found.at - 1)
+            own = [*self.own[parent], Anchor(parent, found.parent.prompt_tokens, ids.count(packed), found.at - 1)]
             put([END])
-        standing = {i: turn.id for i, turn in found.anchors}
+        standing = {i: hit.turn.id for i, hit in found.anchors}
         for i in range(start, len(history)):
             if i in standing:
                 put([ROLE["assistant"]])
                 begin, pending = ids.count(packed), self.tokens[standing[i]].completion
                 packed += pending
-                own.append((begin, ids.count(packed)))
-                places.append(i)
-                anchors.append(Anchor(standing[i], *own[-1]))
+                own.append(Anchor(standing[i], begin, ids.count(packed), i))
                 put([END])
             else:
                 put(template(history[i]))
         put([ROLE["assistant"]])
-        return ids.unpack(packed), own, places, anchors
+        return ids.unpack(packed), own
 
     def record(self, conversation: Conversation, history: list[Entry], scope: bytes, sent: Any, *, leave: bool) -> Entry:
-        found, prompt, own, places, anchors = sent
+        found, prompt, own = sent
         name = f"t{len(self.turns)}"
         completion, served = self.sample()
         whole, cuts = completion, []
@@ -260,8 +259,9 @@ class World:
         packed = ids.pack(prompt)
         parent = found.parent.id if found.parent is not None else None
         shared = ids.common_head(self.prefixes[parent], packed) if parent is not None else 0
-        shortened = any(anchor.turn == parent for anchor in anchors)
+        shortened = found.heard is not None and shared < ids.count(self.prefixes[parent])
         follows = found.kind in ("continue", "branch") and not shortened
+        anchors = () if follows else tuple(own)
         turn = Turn(
             id=name,
             call=name,
@@ -270,7 +270,7 @@ class World:
             parent=parent if follows else None,
             origin=None if follows else parent,
             forgiven=found.forgiven,
-            anchors=tuple(anchors),
+            anchors=anchors,
             base=parent,
             shared=shared,
             prompt_tokens=len(prompt),
@@ -279,6 +279,16 @@ class World:
             completion_hash=hash_ids(ids.pack(completion)),
             served=served,
             place=conversation.chain[-1],
+            judged=evidence.judged(conversation, len(history), self.leniency, {i: e.handle for i, e in enumerate(history) if e.handle}),
+            foreign=evidence.foreign(
+                conversation,
+                found.at if follows else 0,
+                len(history),
+                {anchor.place for anchor in anchors},
+                self.turn(parent).foreign if follows and parent is not None else b"",
+            ),
+            before=evidence.before(conversation, len(history)),
+            messages=len(history),
             handle=handle,
             cuts=interrupt.pack_cuts(cuts),
             stopped=completion[-1:] == [END],
@@ -288,7 +298,7 @@ class World:
         self.turns.append(turn)
         self.tokens[name] = Tokens(ids.tail(packed, shared), ids.pack(completion), b"" if bare else ids.pack_logprobs(values))
         self.prefixes[name] = packed + ids.pack(completion)
-        self.own[name], self.places[name] = own, places
+        self.own[name], self.asked[name] = own, list(history)
         if turn.parent is not None:
             self.continued.add(turn.parent)
         whole_keys = keys_of_turn(conversation, served, digest(served), handle=handle, leniency=self.leniency)
@@ -337,7 +347,7 @@ class World:
         inline = reasoning is not None and rng.random() < 0.3
         calls = []
         for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
-            name = rng.choice(["functions.bash:{}", "call-{}"]).format(self.fresh())
+            name = rng.choice(["functions.bash:{}", "call-{:08d}"]).format(self.fresh())
             commands = ['{"command": "cd /w && ls"}', '{"command": "ls"}']
             arguments = [*commands, '{"a": 1, "b": [2.0]}', '{"b": "x"}', "", '{"b": "5"}', '{"b": 5}']
             calls.append(Call(name, rng.choice(["Bash", "edit"]), rng.choice(arguments)))
@@ -368,6 +378,7 @@ class World:
             if e.message.role == "assistant":
                 calls = tuple(call.id for call in e.message.calls)
             if e.message.role == "tool":
+                said.append(e.message.answers)
                 said.append(calls.index(e.message.answers) if e.message.answers in calls else e.message.answers)
         return scope, tuple(said)
 
@@ -385,9 +396,9 @@ class World:
         if found.parent is not None:
             self._judge_parent(found, history, scope)
         _so([i for i, _ in found.anchors] == sorted({i for i, _ in found.anchors if i >= found.at}), "anchors in disorder")
-        _so(len({turn.id for _, turn in found.anchors}) == len(found.anchors), "a turn stands in two places")
-        for i, turn in found.anchors:
-            truth = history[i].truth
+        _so(len({hit.turn.id for _, hit in found.anchors}) == len(found.anchors), "a turn stands in two places")
+        for i, hit in found.anchors:
+            turn, truth = hit.turn, history[i].truth
             _so(truth is not None, f"the harness wrote entry {i} itself, not {turn.id}")
             _so(self.turn(truth).completion_hash == turn.completion_hash, f"entry {i} is {truth}, not {turn.id}")
         if complete and replies:
@@ -395,8 +406,16 @@ class World:
             truth = history[last].truth
             here = self.said_there(history, last + 1, scope)
             left = any("aborted" in self.turn(t).marks for t in self.recorded.get(self.place(history, last, scope), []))
-            if truth in here and not left and self.recognisable(history[last], truth) and len({self.prefixes[t] for t in here}) == 1:
-                _so(found.at == last + 1, f"{history[last].truth} was not found, though nothing is ambiguous")
+            one = truth in here and len({self.prefixes[t] for t in here}) == 1
+            if one and not left and self.recognisable(history[last], truth) and self.unchanged(history, truth):
+                known = found.at == last + 1 or last in dict(found.anchors)
+                _so(known, f"{history[last].truth} was not found, though nothing is ambiguous")
+
+    def unchanged(self, history: list[Entry], turn: str) -> bool:
+        """Whether the replies in a turn's prompt came back as the model's, and what else was said there as it was then."""
+        standing = {span.place for span in self.own[turn]}
+        asked = self.asked[turn]
+        return all(e.truth is not None if i in standing else e.message == asked[i].message for i, e in enumerate(history[: len(asked)]))
 
     def recognisable(self, said: Entry, truth: str) -> bool:
         """Whether an entry says what the turn said, or has kept the ids beside what the harness made of it."""
@@ -408,6 +427,12 @@ class World:
         assert parent is not None
         truth = history[at - 1].truth
         _so(truth is not None, f"the harness wrote entry {at - 1} itself, not {parent.id}")
+        standing = {span.place: span.turn for span in self.own[parent.id]}
+        for i, e in enumerate(history[: at - 1]):
+            if i in standing:
+                _so(e.truth is not None, f"the harness wrote entry {i} itself, not {standing[i]}, which {parent.id} goes on from")
+            elif e.message.role == "assistant":
+                _so(e.message == self.asked[parent.id][i].message, f"entry {i}, the harness's own, was changed")
         if found.heard is not None or "aborted" in parent.marks:
             _so(truth == parent.id, f"entry {at - 1} is {truth}, not the beginning of {parent.id}")
             _so(parent.id in self.recorded.get(self.place(history, at - 1, scope), []), f"{parent.id} stood in another context")
@@ -563,8 +588,8 @@ class Harness:
             self.forged(history, i, msgspec.structs.replace(history[i].message, content=note, reasoning=None))
 
     def rethink(self, history: list[Entry]) -> None:
-        """Send other reasoning beside what the model said. Only a last reply: of others the core does not look at it."""
-        i = self.replies(history)[-1]
+        """Send other reasoning beside what somebody said: beside the last reply, an older one, or words of the harness's own."""
+        i = self.rng.choice(self.replies(history))
         if i:
             text = (history[i].message.content or "").split("</think>")[-1]
             message = msgspec.structs.replace(history[i].message, reasoning=f"{LIE}{self.world.fresh()}", content=text)
@@ -589,7 +614,7 @@ class Harness:
         i = self.rng.choice(self.replies(history))
         if i and history[i].message.calls:
             calls = tuple(msgspec.structs.replace(c, id=f"forged{self.world.fresh()}") for c in history[i].message.calls)
-            twin = replace(history[i], message=msgspec.structs.replace(history[i].message, calls=calls), origin=None)
+            twin = Entry(msgspec.structs.replace(history[i].message, calls=calls), None, history[i].meaning)
             asked = entry("user", f"unheard of {self.world.fresh()}")
             # Beside the genuine call, or in a context of its own, where nothing but the id tells it from the model's.
             history[:] = [*history, asked, twin] if self.rng.random() < 0.5 else [asked, twin]

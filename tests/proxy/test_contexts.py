@@ -52,13 +52,13 @@ async def test_a_conversation_is_kept_once_and_found_whole():
 async def test_an_edited_history_shares_its_beginning():
     store = MemoryStore()
     async with proxied(store=store) as rig:
-        messages = [user("EPISODE:talk go"), user("and more")]
+        messages = [user("EPISODE:talk go"), user("so"), user("and more")]
         said = await rig.say("s", messages)
         edited = [*messages, echo(said), user("next")]
         await rig.say("s", edited)
         await rig.say("s", [messages[0], user("something else"), *edited[2:], user("again")])
     found = await contexts(store)
-    assert [kept for _, kept in found] == [2, 2, 4]
+    assert [kept for _, kept in found] == [3, 2, 5]
     assert found[2][0] == [messages[0], user("something else"), *edited[2:], user("again")]
     assert [turn.match for turn in await store.turns("s")] == ["root", "continue", "resplice"]
 

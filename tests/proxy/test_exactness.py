@@ -24,9 +24,10 @@ KNOWN = {
     "rewritten-reply",
     "ambiguous-reply",
     "foreign-reply",
-    "foreign-reply-between",
     "context-edited",
-    "replies-without-anything-between",
+    "rendered-alike",
+    "opener-unknown",
+    "past-changes",
 }
 """Reasons that such traffic gives; none of them is a failure of ours."""
 

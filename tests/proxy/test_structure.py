@@ -84,7 +84,8 @@ async def test_compaction_keeps_what_is_still_the_models_own(rig):
     opening = [system("You lead."), user("EPISODE:demo")]
     history = await agent(rig, opening, 3)
     summary = await rig.say("s", [*history, user("Summarise all this.")], tools=TOOLS)
-    kept = history[-4:] if history[-4]["role"] == "assistant" else history[-2:]
+    called = max(i for i, message in enumerate(history) if message.get("tool_calls"))
+    kept = history[called:]  # a call is known by its id, and what follows by what stands before it
     compacted = [system("You lead."), user(f"EPISODE:demo\nSummary: {summary['content']}"), *kept]
     said = await rig.say("s", compacted, tools=TOOLS)
     await rig.say("s", [*compacted, echo(said), *results(said)], tools=TOOLS)
@@ -96,13 +97,13 @@ async def test_compaction_keeps_what_is_still_the_models_own(rig):
 
 
 async def test_a_summary_on_another_system_prompt_is_a_line_of_its_own(rig):
-    """OpenCode's way: the whole history flattened into one message, then a history that begins with the summary."""
+    """OpenCode's way: the whole history flattened into one message, then a history that begins with the summary: words, no reply."""
     history = await agent(rig, [system("You lead."), user("EPISODE:demo")], 2)
     flat = "\n".join(f"{entry['role']}: {entry.get('content')}" for entry in history)
     summary = await rig.say("s", [system("You summarise."), user(flat)])
     assert summary["content"]
     await agent(rig, [system("You lead."), user("What did we do so far? EPISODE:demo"), echo(summary), user("Continue.")], 2)
-    sequences = await starts(rig, root=2, resplice=1)
+    sequences = await starts(rig, root=2, plain=1)
     assert sum(len(sequence["turns"]) for sequence in sequences) == 5
 
 

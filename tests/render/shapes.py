@@ -101,9 +101,9 @@ SHAPES = {
 
 
 def ask(messages: Sequence[dict[str, Any]], at: int, until: int, *, tools: bool, kwargs: dict[str, Any] | None = None) -> TailAsk:
-    """Ask for the tail behind `messages[at - 1]`, as the planner does."""
-    raw = [msgspec.json.encode(message) for message in messages]
-    read = [read_message(message) for message in messages]
+    """Ask for the tail behind `messages[at - 1]` up to `messages[until]`, as the planner does."""
+    raw = [msgspec.json.encode(message) for message in messages[:until]]
+    read = [read_message(message) for message in messages[:until]]
     offered = msgspec.Raw(msgspec.json.encode(TOOLS)) if tools else None
     args = RenderArgs(b"%d" % tools + msgspec.json.encode(kwargs or {}), b"", {}, {}, kwargs or {}, offered)
-    return TailAsk("m", args, converse(b"m", read), raw, at, until)
+    return TailAsk("m", args, converse(b"m", read), raw, at)

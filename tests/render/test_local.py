@@ -183,10 +183,10 @@ async def test_tails_are_the_engines(rig, local, name):
     right, proof = await rig.asked(without.tail(asked_of(name)))
     first, local_proof = await rig.asked(with_it.tail(asked_of(name)))
     assert first == right
-    assert local_proof == proof - 1  # the engine's small rendering need not be proven, too
+    assert local_proof == proof - 2  # the engine's small renderings, with the generation prompt and without, need not be proven, too
     assert await rig.asked(without.tail(asked_of(name))) == (right, 1)
     assert await rig.asked(with_it.tail(asked_of(name))) == (right, 0)
-    assert with_it.renders["local"] == 2
+    assert with_it.renders["local"] == 4  # three for the proof
 
 
 async def test_only_proofs_are_asked_for(rig, local):
@@ -229,7 +229,7 @@ async def test_words_that_differ_are_found_by_the_recheck(rig, folder, caplog):
     right = await plain.tail(two)
     for _ in range(3):
         assert await tails.tail(two) == right
-    assert tails.renders["local"] == 4  # none after the recheck
+    assert tails.renders["local"] == 6  # none after the recheck
 
 
 async def test_what_is_declined_is_rendered_by_the_engine(rig, local):

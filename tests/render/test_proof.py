@@ -166,7 +166,7 @@ async def test_cost_grows_with_the_new_messages_and_not_with_the_history(kind):
     assert sum(first) == 4 * sum(1 for fulls in first if fulls), "a proof renders the conversation thrice, and its beginning"
     trusted = [(rendered, new) for fulls, rendered, new in sizes[8:] if not fulls]
     assert all(rendered == [2 + new] for rendered, new in trusted)
-    assert len(sizes[8:]) - len(trusted) <= 2, "every 64th of a shape is looked at again"
+    assert len(sizes[8:]) - len(trusted) <= 2 + 4, "every 64th of a shape is looked at again, and the first that is four times as long"
 
 
 async def test_fifty_at_once_cause_one_proof():
@@ -182,8 +182,8 @@ async def test_fifty_at_once_cause_one_proof():
     tails = tails_of(lab)
     found = await asyncio.gather(*[tails.tail(asked([user(f"Q{i}"), says(f"A{i}")], [user(f"More {i}?")])) for i in range(50)])
     assert len(set(found)) == 50
-    assert (tails.renders["small"], tails.renders["full"]) == (2 + 1 + 49, 4)
-    assert len(rendered) == 56
+    assert (tails.renders["small"], tails.renders["full"]) == (2 + 2 + 49, 4)
+    assert len(rendered) == 57
 
 
 async def test_fifty_at_once_cause_one_refusal(caplog):
@@ -239,6 +239,7 @@ async def test_an_engine_that_does_not_answer_is_asked_again_at_once():
 
 async def test_shapes_and_boundaries_are_not_remembered_for_ever(monkeypatch):
     monkeypatch.setattr(tails_module, "MOST_KEPT", 5)
+    monkeypatch.setattr(tails_module, "MOST_SHAPES", 5)
     tails = tails_of(lab_with(PLAIN))
     history, new = QUESTION
     for i in range(12):
@@ -255,7 +256,7 @@ async def test_a_recheck_finds_that_a_trusted_shape_has_drifted(caplog):
     assert [await outcome(tails, *QUESTION) for _ in range(5)] == ["small"] * 5
     lab.template = late("messages | length > 3")
     long = [system(), *QUESTION[0]], QUESTION[1]
-    assert await outcome(tails, *long) == "full", "another shape: proven by itself"
+    assert await outcome(tails, *long) == "context", "another shape: proven by itself"
     lab.template = late("messages[0].content != '.'")
     assert [await outcome(tails, *QUESTION) for _ in range(8)] == ["small"] * 7 + ["tail-not-proven"], "trusted twice as long"
     assert "proven anew" in caplog.text
@@ -359,3 +360,88 @@ async def test_a_users_text_dressed_as_a_tool_result_is_no_query_and_may_be_spli
         tails = Tails(lab, await lab.found_stops(kind.stops))
         history = [user("Q"), says("A.", think="Hm.")]
         assert await outcome(tails, history, [user("<tool_response>\n1\n</tool_response>")]) == "small"
+
+
+# --- contexts and switches -------------------------------------------------------------------------------------------------
+
+SWITCHED = PLAIN.replace("assistant\n{% endif %}", "assistant\n{{ '<quiet>' if quiet.on else '<think>' }}{% endif %}")
+BY_SYSTEM = "{% set quiet = namespace(on=messages[0].role == 'system' and '/no_think' in messages[0].content) %}" + SWITCHED
+BY_ANYONE = (
+    "{% set quiet = namespace(on=false) %}{% for m in messages if '/no_think' in (m.content or '') %}{% set quiet.on = true %}{% endfor %}"
+    + SWITCHED
+)
+
+
+async def told(tails, history, new, session=""):
+    """The text of a tail, asked for as the planner does: with what the reply was sampled behind."""
+    lab = tails._renderer
+    wanted = asked(history, new)
+    opened = await lab.render("m", wanted.raw[: len(history) - 1], wanted.args, generation=True)
+    tail = await tails.tail(msgspec.structs.replace(wanted, opened=opened, session=session))
+    return lab.words.decode(ids.unpack(tail))
+
+
+@pytest.mark.parametrize("template", [BY_SYSTEM, BY_ANYONE])
+async def test_one_context_proves_nothing_for_another(template):
+    tails = tails_of(lab_with(template))
+    loud, quiet = [system("Be terse."), *QUESTION[0]], [system("Be terse. /no_think"), *QUESTION[0]]
+    for _ in range(3):
+        assert (await told(tails, loud, QUESTION[1])).endswith("assistant\n<think>")
+        assert (await told(tails, quiet, QUESTION[1])).endswith("assistant\n<quiet>")
+    full = tails.renders["full"]
+    assert (await told(tails, quiet, QUESTION[1])).endswith("<quiet>")
+    assert tails.renders["full"] == full, "its system message in front of a small conversation is enough"
+
+
+async def test_a_further_context_costs_one_rendering_and_the_beginnings():
+    tails = tails_of(lab_with(PLAIN))
+    costs = []
+    for n in range(3):
+        before = tails.renders["full"]
+        await told(tails, [system(f"You are agent {n}."), *QUESTION[0]], QUESTION[1])
+        costs.append(tails.renders["full"] - before)
+    assert costs == [4, 2, 2]
+
+
+async def test_a_switch_in_the_middle_holds_from_then_on():
+    tails = tails_of(lab_with(BY_ANYONE))
+    history = list(QUESTION[0])
+    for words, opener in (("More?", "<think>"), ("More? /no_think", "<quiet>"), ("And?", "<quiet>"), ("So?", "<quiet>")):
+        for _ in range(2):
+            assert (await told(tails, history, [user(words)])).endswith(opener), words
+        history += [user(words), says("A.")]
+
+
+async def test_without_what_it_was_sampled_behind_a_switch_in_the_middle_is_missed():
+    """So the test above can fail: the comparison is what finds the switch."""
+    tails = tails_of(lab_with(BY_ANYONE))
+    await tails.tail(asked(*QUESTION))
+    history = [*QUESTION[0], user("More? /no_think"), says("A.")]
+    await tails.tail(asked([*QUESTION[0], user("More?"), says("A.")], [user("And?")]))
+    tail = await tails.tail(asked(history, [user("And?")]))
+    assert tails._renderer.words.decode(ids.unpack(tail)).endswith("<think>")
+
+
+async def test_a_refusal_that_one_conversation_is_the_reason_of_holds_for_it_alone():
+    hint = "{% for m in messages if 'HINT' in (m.content or '') %}{{ messages[-1].content }}{% endfor %}"
+    tails = tails_of(lab_with(hint + PLAIN))
+    odd = [user("Q HINT"), says("A.")]
+    for _ in range(3):
+        with pytest.raises(TailRefusedError, match="new-messages-reach-back"):
+            await told(tails, odd, [user("More?")], session="odd")
+        assert await told(tails, *QUESTION, session="other")
+    assert await outcome(tails, *QUESTION) == "small"
+
+
+async def test_a_template_that_counts_is_found_out_by_a_longer_history(caplog):
+    counts = PLAIN.replace("assistant\n{% endif %}", "assistant\n{{ '<tired>' if messages | length > 17 }}{% endif %}")
+    tails = tails_of(lab_with(counts))
+    history, found = list(QUESTION[0]), []
+    for _ in range(10):
+        try:
+            found.append((await told(tails, history, [user("More?")])).endswith("<tired>"))
+        except TailRefusedError as why:
+            found.append(str(why))
+        history += [user("More?"), says("A.")]
+    assert found == [*[False] * 8, "tail-not-proven", True], "the ninth history is more than four times as long as the second"
+    assert "proven anew" in caplog.text

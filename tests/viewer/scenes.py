@@ -11,7 +11,7 @@ from tests.proxy.kit import echo, results, user
 from tokencache.core import ids
 from tokencache.core.canonical import Call, Message
 from tokencache.core.context import Context, Raw, pack_context
-from tokencache.core.turn import Tokens, Turn, hash_ids
+from tokencache.core.turn import Tokens, Turn, hash_ids, hash_logprobs
 from tokencache.store.contract import Entry
 from tokencache.testing import Fault, build_tokenizer
 
@@ -98,6 +98,7 @@ async def long(store, turns=200, tokens=100_000, branch_at=120):
             text = [tokenizer.encode(" ".join(rng.choices(words, k=each))) for _ in range(2)]
             new, said = ids.pack(text[0][: each // 2]), ids.pack(text[1][: each - each // 2])
             whole = prefix + new + said
+            logprobs = ids.pack_logprobs([-rng.expovariate(1.5) for _ in range(ids.count(said))])
             call = Call(f"call_{n}", "Bash", json.dumps({"command": f"step {n}"}))
             turn = Turn(
                 id=f"{n:06d}{'b' if twin else 'a'}{rng.randbytes(4).hex()}",
@@ -110,6 +111,7 @@ async def long(store, turns=200, tokens=100_000, branch_at=120):
                 completion_tokens=ids.count(said),
                 prefix_hash=hash_ids(whole),
                 completion_hash=hash_ids(said),
+                logprobs_hash=hash_logprobs(logprobs),
                 served=Message("assistant", f"Step {n} of many.", calls=(call,)),
                 place=n.to_bytes(16, "big"),
                 finish_reason="tool_calls",
@@ -122,7 +124,6 @@ async def long(store, turns=200, tokens=100_000, branch_at=120):
                 created=1_790_000_000.0 + 7 * n + twin,
                 seconds=2.5,
             )
-            logprobs = ids.pack_logprobs([-rng.expovariate(1.5) for _ in range(ids.count(said))])
             asked = pack_context(Context([Raw(json.dumps(user(f"go on {n}")).encode())]))
             await store.commit(session, begun.life, turn.call, [Entry(turn, Tokens(new, said, logprobs), (), asked)])
         prefix, messages, name = whole, messages + 1, turn.id

@@ -123,14 +123,14 @@ async def test_a_forgiven_rewriting_stands_beside_what_was_served(rig):
 
 
 async def test_what_split_a_rollout_is_shown(rig):
-    """The words that were put in the model's mouth stand beside those it said in that place, and what stood behind is found elsewhere."""
+    """The words that were put in the model's mouth stand beside those it said in that place, and what follows keeps its tokens."""
     await lively(rig)
     turns = (await rig.get(f"{SESSION}/outline"))["turns"]
-    plain = next(turn for turn in turns if turn["match"] == "plain")
-    first, second = (await rig.get(f"{SESSION}/turns/{plain['id']}"))["echoes"]
+    split = [turn for turn in turns if turn["match"] == "resplice"][-1]
+    first, second = (await rig.get(f"{SESSION}/turns/{split['id']}"))["echoes"]
     assert (first["turn"], first["verdict"], first["relied"], first["elsewhere"]) == (turns[5]["id"], "foreign", False, False)
     assert ["differs", "three", "2"] in dict(first["parts"])["content"]
-    assert (second["turn"], second["relied"], second["elsewhere"]) == (turns[6]["id"], False, True)
+    assert (second["turn"], second["relied"], second["elsewhere"]) == (turns[6]["id"], True, False)
 
 
 async def test_sessions_come_a_page_at_a_time(rig):

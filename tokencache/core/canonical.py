@@ -13,12 +13,16 @@ is forgiven is this short list and nothing else; the names are those that `verdi
 `inline-think`      a leading `<think>…</think>` in an assistant's text is its reasoning
 `reasoning-dropped` reasoning is no part of an assistant's digest
 `tool-ids`          ids of tool calls are no part of a digest; a tool result answers the n-th call
-`members`           `cache_control`, `name` of a tool's or an assistant's message, `annotations` and other members beside text and calls
+`members`           `cache_control`, `annotations` and other members beside text and calls of an assistant's message
                     (nothing of them is kept, so this rule is never reported)
 ==================  ================================================================================================
 
 What an entry says in its own bytes stays with it (`Message`), so that a digest that matched can be judged field by
 field afterwards: hash proposes, evidence disposes.
+
+These rules hold for replies of the model only. The harness's own words are context, and a template may show every
+difference in them. So a message has two digests: `digest` is equal for all writings of one reply, `exact` only for what no
+template can tell apart.
 """
 
 import hashlib
@@ -105,6 +109,36 @@ def digest(message: Message) -> bytes:
     if message.media:
         _put(h, b"media", message.media)
     return h.digest()[:16]
+
+
+def exact(message: Message) -> bytes:
+    """Digest one message as it is written: 16 bytes of its SHA-256. For messages that were not read from JSON (`exact_entry`)."""
+    return hashlib.sha256(_VERSION + msgspec.json.encode(message)).digest()[:16]
+
+
+def exact_entry(entry: dict[str, Any]) -> bytes:
+    """Digest a decoded chat message as it is written: 16 bytes of its SHA-256.
+
+    Forgiven is only what vLLM 0.32 hides from every template: the order of members, `cache_control`, and a single text part
+    in place of a string. All else may be rendered: white space, the number of parts, names, ids, other members.
+    """
+    shown = _unmarked(entry)
+    if isinstance(content := shown.get("content"), list):
+        parts = [_unmarked(part) if isinstance(part, dict) else part for part in content]
+        shown["content"] = parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts
+    try:
+        written = _SORTED.encode(shown)
+    except UnicodeEncodeError:  # a lone surrogate
+        written = json.dumps(shown, sort_keys=True).encode()
+    return hashlib.sha256(_VERSION + written).digest()[:16]
+
+
+def _unmarked(members: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in members.items() if name != "cache_control"}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
 
 
 def _put(h: "hashlib._Hash", tag: bytes, data: bytes) -> None:

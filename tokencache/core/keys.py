@@ -6,13 +6,16 @@ Every reply that a harness was given whole is found under up to four keys, and o
 first  of                      finds the reply
 =====  ======================  =============================================================================================
 `c`    the chain through it    where nothing before it was touched: nearly always, and at the first look
-`r`    its digest              wherever it stands, under the same model and template arguments
-`i`    its first call's id     wherever it stands, if its words were rewritten
+`r`    its digest              wherever it stands, under the same model
+`i`    its first call's id     the same, if its words were rewritten
 `h`    the call's handle       the same, in a dialect that lets us give one out
 `p`    the chain before it     in its place, of a harness that left before it was whole: a beginning of it may come back
-`a`    model and arguments     the same, wherever it stands: so that no other reply is taken for such a beginning
+`a`    the model               the same, wherever it stands: so that no other reply is taken for such a beginning
 `q`    the whole request       for a call that asks for the same again (`proxy.imprint`); every turn has it that was asked for like that
 =====  ======================  =============================================================================================
+
+No key but the chain's names the template's arguments: two replies of the same words, one sampled with thinking and one without,
+must be seen side by side, or the wrong one would be taken for certain.
 
 Changes of a text that somebody vouches for can be told beforehand (`rewrites.foretold`): such a reply has its `c` and `r`
 keys twice, and its rewriting is found like any other echo, as are two replies that rewriting makes alike.
@@ -42,12 +45,12 @@ def place_key(chain: bytes) -> bytes:
 
 
 def reply_key(digest: bytes, voice: bytes) -> bytes:
-    """Name a reply regardless of its context, but not of the model and template arguments that it was sampled under: 17 bytes."""
+    """Name a reply regardless of its context, but not of the model that it was sampled from: 17 bytes."""
     return b"r" + xxhash.xxh3_128_digest(voice + digest)
 
 
 def aborted_key(voice: bytes) -> bytes:
-    """Name all replies that a harness has left under this model and these template arguments: 17 bytes."""
+    """Name all replies of this model that a harness has left: 17 bytes."""
     return b"a" + xxhash.xxh3_128_digest(voice)
 
 
@@ -92,11 +95,12 @@ def wanted(conversation: Conversation, last: int | None = None, handles: Mapping
     """The keys to look up for a history, the deepest first; the first `c` key that is known ends the search.
 
     `last` takes those of so many of its last replies only: nearly always the very last one is known. The `p` key stands
-    first: it is known where a harness has left, and then the reply may be a beginning as well as a whole.
+    first: it is known where a harness has left, and then the reply may be a beginning as well as a whole. No key is named twice, though
+    two replies may have one: equal words, or equal ids of calls.
     """
-    keys: list[bytes] = []
+    keys: dict[bytes, None] = {}
     for i in islice(conversation.replies(), last):
         names = (call_key(conversation, i), handle_key(handles.get(i, ""), conversation.salt))
-        keys += (place_key(conversation.chain[i]), chain_key(conversation.chain[i + 1]))
-        keys += (reply_key(conversation.digests[i], conversation.voice), *filter(None, names))
-    return keys
+        places = (place_key(conversation.chain[i]), chain_key(conversation.chain[i + 1]))
+        keys |= dict.fromkeys((*places, reply_key(conversation.digests[i], conversation.voice), *filter(None, names)))
+    return list(keys)

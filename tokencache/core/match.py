@@ -12,8 +12,18 @@ names the parent; replies behind it that are known out of their context become *
 `plain`     the history holds replies, and none of them is known for certain
 ==========  =========================================================================================================
 
-What to look at is found under keys (`keys`); a key proposes, the fields decide (`verdict`). Never guess: where several
-recorded turns fit and their tokens differ, none is taken.
+What to look at is found under keys (`keys`); a key proposes, the fields decide (`verdict`). A parent is taken only if every reply
+in its prompt is judged, or was when the same bytes came before (`evidence`).
+
+Out of its context a reply is known by more than its words. In this order:
+
+1. the handle that was given out with it;
+2. the ids of its calls, as they were issued. An id that does not look drawn at random (`functions.bash:0`) may be issued twice, or be the
+   harness's own: it counts together with the message, or the reply, directly before;
+3. the message directly before it, if that is the one behind which it was sampled.
+
+Of several that fit equally, the one that was sampled behind the same reply and all the same messages since. Never guess: where several
+recorded turns still fit and their tokens differ, none is taken.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +32,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokencache.core import evidence
 from tokencache.core.canonical import Message
 from tokencache.core.chain import Conversation
 from tokencache.core.interrupt import Heard, heard, may_be
 from tokencache.core.keys import aborted_key, call_key, chain_key, handle_key, place_key, reply_key
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn
-from tokencache.core.verdict import Verdict, judge
+from tokencache.core.verdict import Verdict, is_unique, judge, safe_id
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -44,79 +55,71 @@ DISAGREED = "engine-disagrees"
 UNRECOGNISED = "unrecognised-reply"
 """Nothing is known of a reply in the history."""
 
+AMBIGUOUS = "ambiguous-reply"
+"""Several recorded turns may be meant, and their tokens differ."""
+
+FOREIGN = "foreign-reply"
+"""The model did not say this, or only its words say that it did."""
+
 Hits = Mapping[bytes, Sequence[Hit]]
 
 
 class Match(NamedTuple):
     """How a history relates to what was recorded.
 
-    `at` counts the messages that the parent's prefix covers. `anchors` are (place in the history, turn), in order.
+    `at` counts the messages that the parent's prefix covers. `anchors` are (place in the history, hit), in order.
     `heard` says of an aborted parent how much of it the history holds: to be proven. `unsure` are keys that may know
     better, and are to be looked up before this is relied on: the parent's ids did not come back, or an anchor has none.
+    `turns_wanted`: the session's turns are needed before this is relied on.
     """
 
     kind: MatchKind
     reason: str = ""
     parent: Turn | None = None
     at: int = 0
-    anchors: tuple[tuple[int, Turn], ...] = ()
+    anchors: tuple[tuple[int, Hit], ...] = ()
     forgiven: tuple[str, ...] = ()
     heard: Heard | None = None
     unsure: tuple[bytes, ...] = ()
+    turns_wanted: bool = False
 
 
-def match(conversation: Conversation, hits: Hits, leniency: Leniency = STRICT, handles: Mapping[int, str] = MappingProxyType({})) -> Match:
+def match(
+    conversation: Conversation,
+    hits: Hits,
+    leniency: Leniency = STRICT,
+    handles: Mapping[int, str] = MappingProxyType({}),
+    turns: Mapping[str, Turn] | None = None,
+) -> Match:
     """Relate a history to the recorded turns in `hits` (the values found under `keys.wanted`).
 
-    `handles` are the places of replies that came back with a handle, and that handle.
+    `handles` are the places of replies that came back with a handle, and that handle. `turns` are all turns of the session, by
+    their ids, if they are at hand: few histories need them.
     """
     if not any(hits.values()):  # as for a session's first call: no reply of a long history needs looking at
         return Match("root") if next(conversation.replies(), None) is None else Match("plain", UNRECOGNISED)
-    found = _Finder(conversation, hits, leniency, handles)
-    anchors: list[tuple[int, Turn]] = []
-    forgiven: set[str] = set()
-    reasons: list[str] = []
+    found = _Finder(conversation, hits, leniency, handles, turns or {})
+    claims: list[_Claim] = []
+    parent: tuple[int, _Found] | None = None
     for i in conversation.replies():
         chosen = found.in_place(i)
         if isinstance(chosen, _Found):
-            forgiven.update(chosen.verdict.rules)
-            result = _continue(conversation, chosen, i + 1, anchors, (forgiven, reasons))
-            unsure = _unsure(conversation, result.anchors)
-            return result._replace(unsure=unsure if chosen.verdict.ids_kept else (*unsure, call_key(conversation, i)))
-        if not isinstance(chosen, _Found) and chosen in {None, "foreign-reply"}:
-            chosen = found.elsewhere(i) or chosen
-        if isinstance(chosen, _Found):
-            anchors.append((i, chosen.hit.turn))
-            forgiven.update(chosen.verdict.rules)
-        else:
-            reasons.append(chosen or UNRECOGNISED)
-    if not anchors and not reasons:
+            if found.was_judged(chosen.hit.turn, i):
+                parent = (i, chosen)
+                break
+            if turns is None:
+                return Match("plain", UNRECOGNISED, turns_wanted=True)
+            if found.holds(chosen.hit.turn):
+                parent = (i, chosen)
+                break
+            chosen = None
+        claims.append(found.elsewhere(i) if chosen in {None, FOREIGN} else _Claim(i, (), chosen or ""))
+    if parent is None and not claims:
         return Match("root")
-    anchors = _unique(anchors)
-    if anchors:
-        unsure = _unsure(conversation, anchors)
-        return Match("resplice", "context-edited", None, 0, tuple(reversed(anchors)), tuple(sorted(forgiven)), unsure=unsure)
-    return Match("plain", reasons[0] if reasons else "ambiguous-reply")
-
-
-def _unsure(conversation: Conversation, anchors: Sequence[tuple[int, Turn]]) -> tuple[bytes, ...]:
-    """Where an anchor is known by its words alone, they may be the beginning of a reply that was never whole."""
-    return (aborted_key(conversation.voice),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
-
-
-def _continue(
-    conversation: Conversation, by: "_Found", at: int, anchors: list[tuple[int, Turn]], found: tuple[set[str], list[str]]
-) -> Match:
-    forgiven, reasons = found
-    rules = tuple(sorted(forgiven))
-    inside = set(conversation.digests[:at]) if anchors else ()  # what stands in the parent's prefix cannot stand behind it, too
-    kept = tuple(reversed([(i, turn) for i, turn in _unique(anchors) if conversation.digests[i] not in inside]))
-    if kept:
-        return Match("resplice", "context-edited", by.hit.turn, at, kept, rules, by.heard)
-    reason = reasons[0] if reasons else ""
-    if any(m.role == "assistant" for m in conversation.messages[at:]) and not reason:
-        reason = "ambiguous-reply"
-    return Match("branch" if by.hit.continued else "continue", reason, by.hit.turn, at, (), rules, by.heard)
+    some = any(len(claim.candidates) > (parent is None) for claim in claims)
+    if turns is None and some:  # which of them, and whether they stand in the parent's prompt, is known by the line of turns
+        return Match("plain", UNRECOGNISED, turns_wanted=True)
+    return _result(conversation, found, claims, parent)
 
 
 class _Found(NamedTuple):
@@ -125,7 +128,135 @@ class _Found(NamedTuple):
     heard: Heard | None = None
 
 
+class _Claim(NamedTuple):
+    """A reply out of its context: the turns that it may be, or why it is none.
+
+    `in_order`: those count only that were sampled behind the reply that stands before.
+    """
+
+    place: int
+    candidates: tuple[_Found, ...]
+    reason: str = ""
+    in_order: bool = False
+
+
 _ANOTHER = Verdict("foreign", ids_kept=False, supplied=False)
+
+
+def _result(conversation: Conversation, finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] | None) -> Match:
+    """Put together what was found: the parent, and the replies behind it, which are looked at in their order."""
+    standing = evidence.standing(parent[1].hit.turn, finder.turns) or () if parent is not None else ()
+    inside = {reply.turn.id for reply in standing} | ({parent[1].hit.turn.id} if parent is not None else set())
+    anchors, reasons = _settled(conversation, list(reversed(claims)), inside, parent, finder.turns)
+    rules = {rule for _, found in anchors for rule in found.verdict.rules}
+    hits = tuple((place, found.hit) for place, found in anchors)
+    unsure = _unsure(conversation, anchors)
+    if parent is None:
+        if hits:
+            return Match("resplice", "context-edited", None, 0, hits, tuple(sorted(rules)), unsure=unsure)
+        return Match("plain", reasons[-1] if reasons else AMBIGUOUS)
+    i, by = parent
+    rules.update(by.verdict.rules)
+    forgiven = tuple(sorted(rules))
+    if not by.verdict.ids_kept:
+        unsure = (*unsure, call_key(conversation, i))
+    if hits:
+        return Match("resplice", "context-edited", by.hit.turn, i + 1, hits, forgiven, by.heard, unsure)
+    kind: MatchKind = "branch" if by.hit.continued else "continue"
+    return Match(kind, reasons[-1] if reasons else "", by.hit.turn, i + 1, (), forgiven, by.heard, unsure)
+
+
+def _settled(
+    conversation: Conversation,
+    claims: Sequence[_Claim],
+    inside: set[str],
+    parent: tuple[int, _Found] | None,
+    turns: Mapping[str, Turn],
+) -> tuple[list[tuple[int, _Found]], list[str]]:
+    """Choose one turn for each claim, in the order of the history; a turn stands in one place only.
+
+    Two places may claim replies of equal tokens: which of them is which then makes no difference, if there are as many. That a turn
+    stands elsewhere (`inside` are those in the parent's prefix) does not make another one certain.
+    """
+    said: list[tuple[int, tuple[_Found, ...]]] = []
+    reasons: list[str] = []
+    last: tuple[Turn, ...] = (parent[1].hit.turn,) if parent is not None else ()
+    for claim in claims:
+        here, able = _Here(conversation, claim.place, last, turns), claim.candidates
+        if claim.in_order:
+            able = tuple(found for found in able if here.follows(found.hit.turn, at_least=True))
+        able = _narrowed(here, able) if len(able) > 1 else able
+        certain = bool(able) and _interchangeable([found.hit.turn for found in able], in_place=False)
+        last = tuple(found.hit.turn for found in able) if certain else ()
+        if certain:
+            said.append((claim.place, able))
+        else:
+            reasons.append(claim.reason or AMBIGUOUS)
+    settled: list[tuple[int, _Found]] = []
+    taken = set(inside)
+    for place, able in said:
+        words = able[0].hit.turn.completion_hash
+        rivals = [others for _, others in said if others[0].hit.turn.completion_hash == words]
+        turns_left = {found.hit.turn.id for others in rivals for found in others} - inside
+        free = [found for found in able if found.hit.turn.id not in taken]
+        if not free or len(rivals) > len(turns_left):
+            reasons.append(AMBIGUOUS)
+            continue
+        taken.add(free[0].hit.turn.id)
+        settled.append((place, free[0]))
+    return settled, reasons
+
+
+class _Here(NamedTuple):
+    """A reply out of its context, and the turns of which one is known to stand before it: the last of its assistant's messages."""
+
+    conversation: Conversation
+    place: int
+    last: tuple[Turn, ...]
+    turns: Mapping[str, Turn]
+
+    @property
+    def before(self) -> evidence.Before:
+        return evidence.parted(evidence.before(self.conversation, self.place))
+
+    def follows(self, turn: Turn, *, at_least: bool = False) -> bool | None:
+        """Whether a turn was sampled behind the reply that stands before; `None` if its record does not tell.
+
+        It was not if other messages stood between; `at_least` lets these be others, as many.
+        """
+        if not at_least and evidence.parted(turn.before).messages != self.before.messages:
+            return False
+        before = reversed(self.conversation.messages[: self.place])
+        since = next((n for n, message in enumerate(before) if message.role == "assistant"), self.place)
+        at = turn.messages - since - 1
+        if at < 0 or not self.last:
+            return False if at < 0 else None
+        if turn.anchors:
+            where, whose = turn.anchors[-1].place, turn.anchors[-1].turn
+        else:
+            whose = turn.parent or ""
+            named = next((one for one in self.last if one.id == whose), self.turns.get(whose))
+            where = named.messages if named is not None else -1
+        return any(one.id == whose for one in self.last) if where == at else None
+
+
+def _narrowed(here: _Here, able: tuple[_Found, ...]) -> tuple[_Found, ...]:
+    """Of several turns that a reply may be, keep those that were sampled behind the same message, then those behind the same reply, too.
+
+    One that may have been keeps the others from being certain.
+    """
+    message = here.before.message
+    able = tuple(found for found in able if message and evidence.parted(found.hit.turn.before).message == message) or able
+    if here.last and not _interchangeable([found.hit.turn for found in able], in_place=False):
+        follow = [here.follows(found.hit.turn) for found in able]
+        if True in follow:
+            able = tuple(found for found, follows in zip(able, follow, strict=True) if follows is not False)
+    return able
+
+
+def _unsure(conversation: Conversation, anchors: Sequence[tuple[int, _Found]]) -> tuple[bytes, ...]:
+    """Where an anchor is known without its calls, its words may be the beginning of a reply that was never whole."""
+    return (aborted_key(conversation.voice),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
 
 
 class _Finder(NamedTuple):
@@ -135,6 +266,7 @@ class _Finder(NamedTuple):
     hits: Hits
     leniency: Leniency
     handles: Mapping[int, str]
+    turns: Mapping[str, Turn]
 
     def in_place(self, i: int) -> _Found | str | None:
         """Find the turn that said this behind just this context; a word for why it is none; `None` where nothing was said."""
@@ -146,33 +278,68 @@ class _Finder(NamedTuple):
         aborted = [hit for hit in self.hits.get(place_key(place), ()) if hit.turn.prefix_hash not in told and may_be(hit.turn, echoed)]
         parts = [(hit, heard(hit.turn, echoed, self.leniency)) for hit in aborted]
         judged += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
-        chosen = _choose(echoed, judged, in_place=True)
+        chosen = _choose(echoed, judged)
         if isinstance(chosen, _Found) and any(part is None for _, part in parts):
-            return "ambiguous-reply"
-        if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i):
+            return AMBIGUOUS
+        if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
             return "rewritten-reply"
         return chosen
 
-    def _issued_to_another(self, i: int) -> bool:
+    def was_judged(self, turn: Turn, i: int) -> bool:
+        """Whether all that stands before the reply was judged when the turn was sent, under these rules and in these bytes."""
+        unsaid = self.conversation.written[i] == self.conversation.written[0]
+        return unsaid or turn.judged == evidence.judged(self.conversation, i, self.leniency, self.handles)
+
+    def holds(self, turn: Turn) -> bool:
+        """Whether every reply in a turn's prompt came back, judged anew."""
+        return evidence.holds(turn, self.conversation, self.turns, self._came_back)
+
+    def _came_back(self, turn: Turn, place: int) -> bool:
+        echoed = self.conversation.messages[place]
+        if "aborted" in turn.marks and heard(turn, echoed, self.leniency) is not None:
+            return True
+        return self._judged(place, [Hit(turn)])[0].verdict.supplied
+
+    def _issued_to_another(self, i: int, turn: Turn) -> bool:
         """Whether the reply's first call has an id that was issued, though not to the turn that seems to be meant."""
         name = self.conversation.messages[i].calls[0].id
-        return any(hit.turn.served.calls[0].id == name for hit in self._by_name(i) if hit.turn.served.calls)
+        others = [hit.turn for hit in self._by_name(i) if hit.turn.id != turn.id and hit.turn.served.calls]
+        return any(name in {other.served.calls[0].id, safe_id(other.served.calls[0].id)} for other in others)
 
-    def elsewhere(self, i: int) -> _Found | str | None:
-        """Find the turn that said this, whatever stood before it."""
+    def elsewhere(self, i: int) -> _Claim:
+        """Find the turns that may have said this, whatever stood before it."""
         echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
         hits = [*self.hits.get(reply_key(self.conversation.digests[i], self.conversation.voice), ()), *self._by_name(i)]
         judged = self._judged(i, _once(hits))
-        # Out of its context a call is known by its id or not at all, and silence by its handle or by nothing.
-        known = [f for f in judged if not f.verdict.supplied or _is_evidence(echoed, f, handle)]
-        if judged and not known:
-            return "foreign-reply"
-        chosen = _choose(echoed, known, in_place=False)
-        if isinstance(chosen, _Found) and not (handle and chosen.hit.turn.handle == handle):
-            aborted = self.hits.get(aborted_key(self.conversation.voice), ())
-            if any(may_be(hit.turn, echoed) for hit in aborted):
-                return "ambiguous-reply"
-        return chosen
+        if not judged:
+            return _Claim(i, (), UNRECOGNISED)
+        genuine = [found for found in judged if found.verdict.supplied]
+        evident = self._evident(i, genuine)
+        by_number = [found for found in genuine if found.verdict.ids_kept and any(call.id for call in found.hit.turn.served.calls)]
+        known = evident or by_number
+        if not known:
+            return _Claim(i, (), _why_not(judged) if not genuine else FOREIGN)
+        if any(DISAGREED in found.hit.turn.marks for found in known):
+            return _Claim(i, (), DISAGREED)
+        by_handle = handle and all(found.hit.turn.handle == handle for found in known)
+        if not by_handle and any(may_be(hit.turn, echoed) for hit in self.hits.get(aborted_key(self.conversation.voice), ())):
+            return _Claim(i, (), AMBIGUOUS)
+        return _Claim(i, tuple(known), "" if evident else FOREIGN, in_order=not evident)
+
+    def _evident(self, i: int, genuine: list[_Found]) -> list[_Found]:
+        """Keep the turns that more than their words speak for, by the strongest evidence that speaks for any."""
+        echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
+        by_handle = [found for found in genuine if handle and found.hit.turn.handle == handle]
+        if by_handle:
+            return by_handle
+        by_id = [found for found in genuine if found.verdict.ids_kept and any(is_unique(call.id) for call in found.hit.turn.served.calls)]
+        if by_id:
+            return by_id
+        here = evidence.parted(evidence.before(self.conversation, i)).message
+        said = echoed.text or echoed.calls
+        behind = [found for found in genuine if said and here and evidence.parted(found.hit.turn.before).message == here]
+        kept = [found for found in behind if found.verdict.ids_kept]
+        return kept or [found for found in behind if not self._issued_to_another(i, found.hit.turn)]
 
     def _by_name(self, i: int) -> list[Hit]:
         """What is known under the id of the reply's first call, and under its handle."""
@@ -189,40 +356,30 @@ class _Finder(NamedTuple):
         return judged
 
 
-def _is_evidence(echoed: Message, found: _Found, handle: str) -> bool:
-    if echoed.calls:
-        return found.verdict.ids_kept
-    return bool(found.hit.turn.served.text or found.hit.turn.served.calls) or (bool(handle) and found.hit.turn.handle == handle)
-
-
 def _once(hits: Iterable[Hit]) -> list[Hit]:
     return list({hit.turn.id: hit for hit in hits}.values())
 
 
-def _choose(echoed: Message, judged: Sequence[_Found], *, in_place: bool) -> _Found | str | None:
-    """Pick the one turn that an echoed reply is; a word for why none can be picked; None where there is nothing."""
+def _why_not(judged: Sequence[_Found]) -> str:
+    return "rewritten-reply" if any(found.verdict.kind == "rewritten" for found in judged) else FOREIGN
+
+
+def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
+    """Pick the one turn that a reply in its place is; a word for why none can be picked; None where there is nothing."""
     if not judged:
         return None
     genuine = [found for found in judged if found.verdict.supplied]
     if echoed.calls:
         genuine = [found for found in genuine if found.verdict.ids_kept] or genuine
     if not genuine:
-        return "rewritten-reply" if any(found.verdict.kind == "rewritten" for found in judged) else "foreign-reply"
+        return _why_not(judged)
     if any(DISAGREED in found.hit.turn.marks for found in genuine):
         return DISAGREED
     if len(genuine) > 1 and any(found.heard is not None for found in genuine):
-        return "ambiguous-reply"  # a beginning is known by its words alone
-    return genuine[0] if _interchangeable([found.hit.turn for found in genuine], in_place=in_place) else "ambiguous-reply"
+        return AMBIGUOUS  # a beginning is known by its words alone
+    return genuine[0] if _interchangeable([found.hit.turn for found in genuine], in_place=True) else AMBIGUOUS
 
 
 def _interchangeable(turns: list[Turn], *, in_place: bool) -> bool:
     """Whether it makes no difference which of these turns is taken: they hold the same tokens."""
     return len({turn.prefix_hash if in_place else turn.completion_hash for turn in turns}) == 1
-
-
-def _unique(anchors: list[tuple[int, Turn]]) -> list[tuple[int, Turn]]:
-    """Keep the anchors whose turn is claimed once: a reply cannot stand in two places."""
-    claims: dict[str, int] = {}
-    for _, turn in anchors:
-        claims[turn.id] = claims.get(turn.id, 0) + 1
-    return [(i, turn) for i, turn in anchors if claims[turn.id] == 1]

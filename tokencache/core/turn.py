@@ -16,12 +16,16 @@ from tokencache.core.canonical import Message
 MatchKind = Literal["root", "continue", "branch", "resplice", "plain"]
 
 
-class Anchor(msgspec.Struct, frozen=True):
-    """A recognised reply that stands, with its exact ids, inside a respliced prompt: whose, and where (in tokens)."""
+class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A recognised reply that stands, with its exact ids, inside a respliced prompt: whose, and where (in tokens).
+
+    `place` is the index of its message in the request; -1 in records of versions before 0.2, which did not keep it.
+    """
 
     turn: str
     start: int
     end: int
+    place: int = -1
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -37,8 +41,10 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         base, shared: token storage: the prompt's first `shared` tokens are those of `base`'s prefix.
         prompt_tokens, completion_tokens: lengths, in tokens.
         prefix_hash, completion_hash: xxh3-128 of the packed ids; equal hashes mean interchangeable turns.
+        logprobs_hash: xxh3-128 of the packed log probabilities (`Tokens.logprobs`); empty where there are none.
         served: the message as the harness was given it.
         place: the chain of the conversation that it answers: what had been said when it was sampled (16 bytes).
+        judged, foreign, before: hashes of the history that it answers, see `evidence`.
         handle: what the harness was given to echo with it; `""` if nothing.
         cuts: of an aborted turn, where the harness may have left (`interrupt`).
         stopped: the completion ends with a stop id, which is the template's end of turn or the next opener.
@@ -72,8 +78,12 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     completion_tokens: int = 0
     prefix_hash: bytes = b""
     completion_hash: bytes = b""
+    logprobs_hash: bytes = b""
     served: Message = Message("assistant")
     place: bytes = b""
+    judged: bytes = b""
+    foreign: bytes = b""
+    before: bytes = b""
     handle: str = ""
     cuts: bytes = b""
     finish_reason: str | None = None
@@ -124,6 +134,11 @@ class Prefix(msgspec.Struct, frozen=True):
 def hash_ids(packed: bytes) -> bytes:
     """Hash packed ids: xxh3-128, 16 bytes."""
     return xxhash.xxh3_128_digest(packed)
+
+
+def hash_logprobs(packed: bytes) -> bytes:
+    """Hash packed log probabilities: xxh3-128, 16 bytes; no bytes where there are none."""
+    return xxhash.xxh3_128_digest(packed) if packed else b""
 
 
 def grow(packed: bytearray, record: Turn, tokens: Tokens) -> None:

@@ -41,6 +41,12 @@ def safe_id(name: str) -> str:
     return _UNSAFE.sub("_", name)
 
 
+def is_unique(name: str) -> bool:
+    """Whether a call's id looks drawn at random: others (`functions.bash:0`) count calls, and a harness may count the same way."""
+    drawn = _RANDOM.search(name)
+    return drawn is not None and any(map(str.isdigit, drawn[0]))
+
+
 def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
     """Compare an echoed assistant message with the one that was served, field by field."""
     told = _tell(served, echoed, leniency)

@@ -5,17 +5,19 @@ proven ends in a plain plan with the reason: the engine renders, the turn starts
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
-from tokencache.core import ids
+from tokencache.core import evidence, ids
 from tokencache.core.canonical import Message
+from tokencache.core.evidence import Standing
 from tokencache.core.interrupt import RULE, Heard
-from tokencache.core.keys import wanted
+from tokencache.core.keys import chain_key, wanted
 from tokencache.core.match import Hit, Match, match
-from tokencache.core.splice import REPLACED, Boundary, boundary, join
-from tokencache.core.turn import Anchor, MatchKind, Turn
+from tokencache.core.splice import REPLACED, boundary, join
+from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.driver import Exact, Head
 from tokencache.engines.engine import Model
@@ -24,7 +26,7 @@ from tokencache.proxy import interrupts
 from tokencache.proxy.prefixes import Held, Prefixes
 from tokencache.render.renderer import RenderError
 from tokencache.render.shapes import TailAsk
-from tokencache.render.tails import TailRefusedError
+from tokencache.render.tails import Around, TailRefusedError
 from tokencache.store.contract import Store
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,13 @@ TAIL_BY_ENGINE = "tail-by-engine"
 """The engine put the tail behind the history, and nobody proved it: what stands there is as good as the engine is."""
 UNRENDERED = "no-rendering"
 """The engine renders nothing for us, and without that nothing can be put behind an edited context."""
+RENDERED_ALIKE = "rendered-alike"
+"""The context was edited, and the template renders it as before: the prompt goes on from a turn's exact ids all the same."""
+PAST_CHANGES = "past-changes"
+EDITED = frozenset({PAST_CHANGES, "new-messages-reach-back", "tail-not-proven"})
+"""Why no tail can be put behind a history that is what it was: the template writes the history otherwise now, as if it had been edited."""
+UNPLACED = "unplaced-replies"
+"""The records do not say where replies stand in the prompt that is to be gone on from."""
 FIRST_REPLIES = 2
 """Replies that are looked up when a call begins; the others only if none of these is known."""
 
@@ -49,7 +58,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prompt, or its beginning up to the end of the last reply, where the engine adds the tail. `head` is that reply. `parent`,
     `origin`, `anchors` and `forgiven` are those of the turn to be recorded. `near` is a turn whose prefix the prompt
     shares a beginning with: `shared` tokens, or if that is 0 as many as will be found. They are not stored again.
-    `heard` is how many of the request's messages are those of the parent's request; behind them stands `served`, its reply.
+    `heard` is how many of the request's messages are those of the parent's request; behind them stands `served`, its reply. `foreign`
+    names the harness's own assistant's messages among them (`core.evidence`).
     """
 
     match: MatchKind
@@ -66,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shared: int = 0
     heard: int = 0
     served: Message | None = None
+    foreign: bytes = b""
 
     @property
     def exact(self) -> Exact | None:
@@ -132,9 +143,15 @@ class Planner:
                 found = await self._without(session, call, found.parent, known)
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
-        if found.parent is not None and not found.anchors:
-            return await self._continue(session, call, found, model, cut)
-        if not model.capability.tokenizes:
+        renders = model.capability.tokenizes
+        if found.parent is not None and not found.anchors and not (renders and _may_change(found.parent, call.messages[found.at :])):
+            try:
+                return await self._continue(session, call, found, model, cut)
+            except TailRefusedError as why:
+                if not renders or str(why) not in EDITED:
+                    raise
+                found = found._replace(reason=str(why))
+        if not renders:
             return Plan(match="plain", reason=UNRENDERED)
         return await self._resplice(session, call, found, model, cut)
 
@@ -153,19 +170,26 @@ class Planner:
         assert call.conversation is not None  # noqa: S101 - the caller looked
         by_key = dict(zip(keys, hits, strict=True))
         found = match(call.conversation, by_key, call.leniency, call.handles)
-        if found.parent is None and keys:
+        turns: dict[str, Turn] | None = None
+        ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and by_key[key]), len(keys) - 1)
+        looked = found.parent is not None and chain_key(call.conversation.chain[found.at]) in keys[: ended + 1]
+        if keys and not looked:
             # The last replies are not known, or the deepest known place was not the model's reply after all: look at the rest.
-            ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and by_key[key]), len(keys) - 1)
-            found = await self._look(session, call, by_key, wanted(call.conversation, handles=call.handles)[ended + 1 :]) or found
-        return await self._look(session, call, by_key, found.unsure) or found
+            more = wanted(call.conversation, handles=call.handles)[ended + 1 :]
+            by_key |= zip(more, await self._store.find(session, more), strict=True) if more else ()
+            found = match(call.conversation, by_key, call.leniency, call.handles)
+        if found.turns_wanted:
+            turns = await self._turns(session)
+            found = match(call.conversation, by_key, call.leniency, call.handles, turns)
+        if found.unsure:
+            by_key |= zip(found.unsure, await self._store.find(session, found.unsure), strict=True)
+            found = match(call.conversation, by_key, call.leniency, call.handles, turns)
+            if found.turns_wanted:
+                found = match(call.conversation, by_key, call.leniency, call.handles, await self._turns(session))
+        return found
 
-    async def _look(self, session: str, call: ChatCall, by_key: dict[bytes, list[Hit]], more: Sequence[bytes]) -> Match | None:
-        """Match again with what is found under more keys; `None` if there are none."""
-        if not more:
-            return None
-        assert call.conversation is not None  # noqa: S101 - the caller looked
-        by_key |= zip(more, await self._store.find(session, more), strict=True)
-        return match(call.conversation, by_key, call.leniency, call.handles)
+    async def _turns(self, session: str) -> dict[str, Turn]:
+        return {turn.id: turn for turn in await self._store.turns(session)}
 
     async def _cut(self, session: str, call: ChatCall, turn: Turn, part: Heard, model: Model) -> bytes | None:
         """Cut an aborted turn's prefix (packed ids) where its harness left; `None` if no token is proven to end there.
@@ -198,12 +222,13 @@ class Planner:
         head = await self._head(session, found.at - 1, parent, base, model)
         if not model.capability.tokenizes:
             return self._open_ended(found, held, head, cut)
-        tail = await model.tails.tail(_ask(call, found.at, len(call.raw_messages)))
+        tail = await model.tails.tail(_ask(session, call, found.at, ids.head(base, parent.prompt_tokens)))
         where = boundary(base, tail, model.stop_ids)
         added = ids.tail(tail, where.skip)
         if where == REPLACED or len(base) < len(held.prefix.ids):
             prompt = join(base, tail, where)
             kept = ids.count(base) - where.drop
+            last = Standing(found.at - 1, parent, parent.prompt_tokens, kept)
             return Plan(
                 match="resplice",
                 reason="other-stop" if where == REPLACED else RULE,
@@ -211,7 +236,7 @@ class Planner:
                 fragment=ids.extended((), prompt),
                 head=head._replace(end=kept),
                 origin=parent.id,
-                anchors=(Anchor(parent.id, parent.prompt_tokens, kept),),
+                anchors=(*[reply.anchor for reply in await self._standing(session, parent)], last.anchor),
                 forgiven=found.forgiven,
                 near=parent.id,
                 shared=kept,
@@ -228,6 +253,7 @@ class Planner:
             shared=ids.count(base),
             heard=found.at - 1,
             served=parent.served,
+            foreign=parent.foreign,
         )
 
     @staticmethod
@@ -249,6 +275,7 @@ class Planner:
             shared=head.end,
             heard=found.at - 1,
             served=found.parent.served,
+            foreign=found.parent.foreign,
         )
 
     async def _head(self, session: str, place: int, turn: Turn, base: bytes, model: Model) -> Head:
@@ -258,59 +285,106 @@ class Planner:
             logprobs = (await self._store.tokens(session, [turn.id]))[turn.id].logprobs
         return Head(place, turn.prompt_tokens, ids.count(base), logprobs)
 
+    async def _standing(self, session: str, turn: Turn) -> tuple[Standing, ...]:
+        """List the replies that stand in a turn's prompt.
+
+        Raises:
+            TailRefusedError: the records do not say where.
+        """
+        if turn.parent is None and not turn.anchors:
+            return ()
+        known = evidence.standing(turn, await self._turns(session))
+        if known is None:
+            raise TailRefusedError(UNPLACED)
+        return known
+
     async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
         """Render afresh, with every recognised reply standing in its exact ids."""
-        places = [i for i, _ in found.anchors]
-        if any(i not in places and call.messages[i].role == "assistant" for i in range(found.at, places[-1])):
-            # How a template writes a reply may depend on what follows it, and there a part is rendered without that.
-            raise TailRefusedError("foreign-reply-between")
-        stored = await self._store.tokens(session, [turn.id for _, turn in found.anchors])
+        replies = [evidence.whole(place, hit.turn) for place, hit in found.anchors]
         if found.parent is not None:
-            prompt, at = cut or (await self._prefixes.get(session, found.parent.id)).prefix.ids, found.at
+            last = evidence.whole(found.at - 1, found.parent)
+            last = last if cut is None else msgspec.structs.replace(last, end=ids.count(cut))
+            replies = [*await self._standing(session, found.parent), last, *replies]
+        stored = await self._store.tokens(session, [reply.turn.id for reply in replies])
+        while replies:
+            around = await model.tails.around(_ask(session, call, replies[-1].place + 1), [reply.place for reply in replies])
+            openers = [await self._opener(session, around, n, reply, stored) for n, reply in enumerate(replies)]
+            if None not in openers:
+                break
+            # What a reply was sampled behind is not known to be a generation prompt: it is text like any other.
+            replies = [reply for reply, opener in zip(replies, openers, strict=True) if opener is not None]
         else:
-            prompt, at = await model.renderer.render(call.model, call.safe_messages()[: places[0]], call.args, generation=True), places[0]
-        anchors: list[Anchor] = []
-        for place, turn in found.anchors:
-            if at < place or (found.parent is not None and not anchors):
-                prompt = await self._behind(call, prompt, at, place, model=model, anchors=anchors)
-            elif anchors:
-                raise TailRefusedError("replies-without-anything-between")
-            start = ids.count(prompt)
-            prompt += stored[turn.id].completion
-            anchors.append(Anchor(turn.id, start, ids.count(prompt)))
-            at = place + 1
-        place, last = found.anchors[-1]
-        prompt = await self._behind(call, prompt, at, len(call.raw_messages), model=model, anchors=anchors)
-        head = Head(place, anchors[-1].start, anchors[-1].end, stored[last.id].logprobs)
-        near = found.parent or last
-        return Plan(
+            raise TailRefusedError("opener-unknown")
+        said = [ids.head(stored[reply.turn.id].completion, reply.end - reply.start) for reply in replies]
+        opened = [opener or b"" for opener in openers]
+        prompt, replies = _filled(around.pieces, opened, list(zip(replies, said, strict=True)), model.stop_ids)
+        last = replies[-1]
+        parent = await self._gone_on_from(session, prompt, last)
+        near = parent or found.parent or last.turn
+        plan = Plan(
             match="resplice",
-            reason=found.reason,
+            reason=found.reason or PAST_CHANGES,
             prompt=prompt,
             fragment=ids.extended((), prompt),
-            head=head,
+            head=Head(last.place, last.start, last.end, stored[last.turn.id].logprobs),
             origin=near.id,
-            anchors=tuple(anchors),
+            anchors=tuple(reply.anchor for reply in replies),
             forgiven=found.forgiven,
             near=near.id,
         )
+        if parent is None:
+            return plan
+        follows = msgspec.structs.replace(plan, match="continue", reason=RENDERED_ALIKE, parent=parent.id, origin=None, shared=last.end)
+        if parent is found.parent and not found.anchors:  # nothing was edited: it only had to be proven
+            return msgspec.structs.replace(
+                follows, match=found.kind, reason="", anchors=(), heard=found.at - 1, served=parent.served, foreign=parent.foreign
+            )
+        continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
+        return msgspec.structs.replace(follows, match="branch") if continued else follows
 
-    @staticmethod
-    async def _behind(call: ChatCall, prompt: bytes, at: int, until: int, *, model: Model, anchors: list[Anchor]) -> bytes:
-        """Join a prompt that ends with the reply `messages[at - 1]` with what the template puts behind that reply.
+    async def _opener(self, session: str, around: Around, n: int, reply: Standing, stored: Mapping[str, Tokens]) -> bytes | None:
+        """Find the generation prompt that a reply was sampled behind; `None` if it is not known to be one."""
+        opened = stored[reply.turn.id].delta
+        if len(opened) < max(map(len, around.openers)):  # most of its prompt is stored with another turn
+            opened = (await self._prefixes.get(session, reply.turn.id)).prefix.prompt
+        return around.opener(n, opened)
 
-        A stop id of that reply that is not the template's is replaced, and its anchor ends before it.
-        """
-        tail = await model.tails.tail(_ask(call, at, until))
-        where: Boundary = boundary(prompt, tail, model.stop_ids)
-        if anchors:
-            anchors[-1] = msgspec.structs.replace(anchors[-1], end=anchors[-1].end - where.drop)
-        return join(prompt, tail, where)
+    async def _gone_on_from(self, session: str, prompt: bytes, last: Standing) -> Turn | None:
+        """Find the turn whose exact ids a prompt goes on from, though its context was edited: the template renders both alike."""
+        if last != evidence.whole(last.place, last.turn):
+            return None
+        held = await self._prefixes.get(session, last.turn.id)
+        return last.turn if prompt.startswith(held.prefix.ids) else None
 
 
-def _ask(call: ChatCall, at: int, until: int) -> TailAsk:
+def _may_change(parent: Turn, new: Sequence[Message]) -> bool:
+    """Whether a template may write the history otherwise now.
+
+    Many show the thinking of assistant's messages behind the last question only. The model's own stand as they were sampled; of the
+    harness's own it is to be proven that they stand as they did.
+    """
+    return bool(parent.foreign) and any(message.role != "tool" for message in new)
+
+
+def _filled(
+    pieces: Sequence[bytes], openers: Sequence[bytes], replies: Sequence[tuple[Standing, bytes]], stop_ids: AbstractSet[int]
+) -> tuple[bytes, list[Standing]]:
+    """Put replies (packed ids) into what was rendered around them; return the prompt, and where each stands in it.
+
+    A stop id that ends a reply and is not the template's is replaced: such a reply ends before it.
+    """
+    prompt, stands = pieces[0] + openers[0], []
+    for (reply, said), piece, opener in zip(replies, pieces[1:], (*openers[1:], b""), strict=True):
+        start, prompt = ids.count(prompt), prompt + said
+        where = boundary(said, piece + opener, stop_ids)
+        stands.append(msgspec.structs.replace(reply, start=start, end=ids.count(prompt) - where.drop))
+        prompt = join(prompt, piece + opener, where)
+    return prompt, stands
+
+
+def _ask(session: str, call: ChatCall, at: int, opened: bytes | None = None) -> TailAsk:
     assert call.conversation is not None  # noqa: S101 - it was matched
-    return TailAsk(call.model, call.args, call.conversation, call.safe_messages(), at, until)
+    return TailAsk(call.model, call.args, call.conversation, call.safe_messages(), at, opened, session)
 
 
 def keys_wanted(call: ChatCall) -> list[bytes]:

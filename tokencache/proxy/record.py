@@ -10,14 +10,14 @@ from itertools import takewhile
 
 import msgspec
 
-from tokencache.core import ids
+from tokencache.core import evidence, ids
 from tokencache.core.canonical import digest
 from tokencache.core.context import Context, pack_context
 from tokencache.core.ids import Pieces
 from tokencache.core.interrupt import Cut, pack_cuts
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, repeat_key
 from tokencache.core.match import DISAGREED
-from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids
+from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids, hash_logprobs
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.echoed import read_ids, spelled
 from tokencache.engines.engine import Model
@@ -179,8 +179,10 @@ class Outcome(msgspec.Struct, kw_only=True):
             completion_tokens=len(choice.ids),
             prefix_hash=hash_ids(packed),
             completion_hash=hash_ids(completion),
+            logprobs_hash=hash_logprobs(logprobs),
             served=served,
             place=call.chain[-1] if call.chain else b"",
+            **self._evidence(plan),
             handle=call.handle,
             cuts=pack_cuts(_cuts(choice, with_reasoning=call.shows_reasoning)) if self._cut_short(choice) else b"",
             finish_reason=choice.finish_reason or ("abort" if self.broke else None),
@@ -215,6 +217,19 @@ class Outcome(msgspec.Struct, kw_only=True):
         chain = () if call.media else call.chain  # of a call whose messages are not kept none can be shared
         held = Held(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), chain)
         return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(plan, turn.context_shared)), held
+
+    def _evidence(self, plan: Plan) -> dict[str, bytes]:
+        """Hash what later histories are held against (`core.evidence`)."""
+        told = self.call.conversation
+        if told is None or self.call.plain:
+            return {}
+        until = len(told.messages)
+        start = plan.heard + 1 if plan.parent is not None and not plan.anchors else 0
+        return {
+            "judged": evidence.judged(told, until, self.call.leniency, self.call.handles),
+            "foreign": evidence.foreign(told, start, until, {anchor.place for anchor in plan.anchors}, plan.foreign),
+            "before": evidence.before(told, until),
+        }
 
     def _context(self, plan: Plan, shared: int) -> bytes:
         """Pack the messages that this call does not share; media stay out of the store, and their messages with them."""

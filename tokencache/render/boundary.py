@@ -64,15 +64,23 @@ class Boundary(msgspec.Struct, frozen=True):
         """
         return rendered[: self._end(rendered)]
 
-    def _end(self, rendered: bytes) -> int:
+    def around(self, rendered: bytes) -> tuple[bytes, bytes]:
+        """Part a rendering at the first sentinel: what stands before it, and what stands behind its reply.
+
+        Raises:
+            BoundaryUnknownError: the sentinel is not there, or not as it was when the boundary was learned.
+        """
         key = self.mark + self.closing
         at = ids.find(rendered, key)
         if at < 0:
             raise BoundaryUnknownError("sentinel-lost")
-        end = at * ids.ID_BYTES + len(key)
-        if ids.find(rendered[end:], key) >= 0:
+        return ids.head(rendered, at), rendered[at * ids.ID_BYTES + len(key) :]
+
+    def _end(self, rendered: bytes) -> int:
+        _, behind = self.around(rendered)
+        if ids.find(behind, self.mark + self.closing) >= 0:
             raise BoundaryUnknownError("sentinel-twice")
-        return end
+        return len(rendered) - len(behind)
 
 
 def reworded(message: bytes) -> bytes:
@@ -118,9 +126,8 @@ async def learn(renderer: Renderer, model: str, args: RenderArgs, reply: Message
         BoundaryUnknownError: the template does not show the sentinel, or no stop id ends the reply.
         RenderError: the template refuses the small conversation.
     """
-    small = msgspec.structs.replace(args, tools=None)
     first, second = [
-        await renderer.render(model, [ASK, stand_in(reply, s, in_text=in_text)], small, generation=False) for s in (SENTINEL, OTHER)
+        await renderer.render(model, [ASK, stand_in(reply, s, in_text=in_text)], args, generation=False) for s in (SENTINEL, OTHER)
     ]
     if first == second:
         raise BoundaryUnknownError("reply-not-rendered")

@@ -1,7 +1,9 @@
 """Shapes: on what the form of a tail may depend, and what is known of each.
 
 A tail is the ids that a template puts behind a reply (`tails`). Which template, which arguments, what kind of reply, who speaks behind
-it and who has spoken before: conversations that agree in all of this have one *shape*, and what was proven for one of them holds for all.
+it and who has spoken before: conversations that agree in all of this have one *form*. A template may look further: at the system
+prompt, the tools. So what is trusted is a form in one *context* (what the conversation starts from), a *shape*: what was proven for one
+conversation of a shape holds for all that have it.
 """
 
 import asyncio
@@ -11,7 +13,8 @@ from itertools import groupby
 import msgspec
 
 from tokencache.core.canonical import Message
-from tokencache.core.chain import Conversation
+from tokencache.core.chain import CALLS, Conversation
+from tokencache.core.verdict import is_unique
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.render.boundary import Boundary
 
@@ -19,9 +22,10 @@ MANY = 2
 
 
 class TailAsk(msgspec.Struct, frozen=True):
-    """A request for a tail: what stands behind the reply `messages[at - 1]` of a history, up to `messages[until]`.
+    """A request for a tail: what stands behind the reply `messages[at - 1]` of a history.
 
-    The history is the whole `conversation`; `raw` are its messages as they were written. Both are long, and only looked into.
+    The history is the whole `conversation`; `raw` are its messages as they were written. Both are long, and only looked into. `opened`
+    is the prompt that the reply was sampled behind (packed), `None` if it is not known. `session` is whose conversation this is.
     """
 
     model: str
@@ -29,7 +33,8 @@ class TailAsk(msgspec.Struct, frozen=True):
     conversation: Conversation
     raw: Sequence[bytes]
     at: int
-    until: int
+    opened: bytes | None = None
+    session: str = ""
 
     @property
     def reply(self) -> Message:
@@ -39,59 +44,105 @@ class TailAsk(msgspec.Struct, frozen=True):
     @property
     def new(self) -> Sequence[Message]:
         """The messages behind it."""
-        return self.conversation.messages[self.at : self.until]
+        return self.conversation.messages[self.at :]
 
     @property
     def raw_new(self) -> Sequence[bytes]:
         """The messages behind it, raw."""
-        return self.raw[self.at : self.until]
+        return self.raw[self.at :]
+
+    @property
+    def lead(self) -> int:
+        """How many messages stand before the model's first words."""
+        return self.conversation.debuts["assistant"]
+
+    @property
+    def systems(self) -> Sequence[bytes]:
+        """The system messages in front, raw."""
+        messages = self.conversation.messages
+        return self.raw[: next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))]
 
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
+class Refusal:
+    """Why no tail is given, and how often one was asked for since."""
+
+    __slots__ = ("asked", "reason")
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.asked = reason, 0
+
+
 class Shape:
-    """What is known of one shape: a way and a boundary if it was proven, else why it was refused, if it was."""
+    """What is known of one shape.
+
+    `way` and `boundary` are set if it was proven, `opener` is then what its small conversations end with: the generation prompt.
+    `deepest` is the longest history (messages) that was looked at as a whole. `refusals` are those of single conversations; that of `None`
+    is the template's own, whoever asks.
+    """
+
+    __slots__ = ("boundary", "deepest", "lock", "name", "opener", "proofs", "refusals", "trust", "uses", "way")
 
     def __init__(self, name: tuple[object, ...]) -> None:
         self.name = name
         self.lock = asyncio.Lock()
         self.way = ""
         self.boundary = Boundary(b"", b"", b"")
-        self.refused = ""
+        self.opener = b""
+        self.deepest = 0
+        self.refusals: dict[object, Refusal] = {}
         self.proofs = 0
-        self.uses = 0  # since it was proven or looked at again, or refused
+        self.uses = 0  # since it was proven or looked at again
         self.trust = 1
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Its name without its context."""
+        return self.name[1:]
 
     def __str__(self) -> str:
         """Write its name for the log: with the roles of the new messages that everybody knows, not with those that a harness made up."""
-        model, digest, calls, text, thought, runs, *rest = self.name
-        assert isinstance(digest, bytes) and isinstance(runs, tuple)  # noqa: S101, PT018 - as `shape_of` makes them
+        context, model, digest, calls, text, thought, twice, runs, *rest = self.name
+        assert isinstance(context, bytes) and isinstance(digest, bytes) and isinstance(runs, tuple)  # noqa: S101, PT018 - `shape_of` makes them
         known = tuple((role if role in _ROLES else "other", n) for role, n in runs)
-        return f"({model}, {digest.hex()[:8]}, {calls}, {text}, {thought}, {known}, {', '.join(map(str, rest))})"
+        named = f"{context.hex()[:8]}, {model}, {digest.hex()[:8]}"
+        return f"({named}, {calls}, {text}, {thought}, {twice}, {known}, {', '.join(map(str, rest))})"
 
     def forget(self) -> None:
         """Unlearn what was proven."""
-        self.way, self.trust = "", 1
+        self.way, self.trust, self.deepest = "", 1, 0
 
 
 def shape_of(ask: TailAsk) -> tuple[object, ...]:
-    """Name what the form of a tail may depend on: template arguments, the reply, the new messages, what came before."""
+    """Name what the form of a tail may depend on: its context first, then arguments, the reply, the new messages, what came before."""
     new = ask.new
     runs = tuple((role, min(len(list(run)), MANY)) for role, run in groupby(m.role for m in new))
     spoken = {role for role, place in ask.conversation.debuts.items() if place < ask.at - 1}
     return (
+        ask.conversation.context,
         ask.model,
         ask.args.digest,
         min(len(ask.reply.calls), MANY),
         bool(ask.reply.text),
         bool(ask.reply.thought),
+        _counted_twice(ask),
         runs,
         any(m.calls for m in new),
         "tool" in spoken,
+        CALLS in spoken,
         "assistant" in spoken,
         "user" in spoken,
         ask.at > 1 and ask.conversation.messages[0].role == "system",
         # A later system message stays where it is, unless vLLM makes system messages of a developer's, and one of all of them.
-        any(m.role == "system" for m in new) and any(b'"developer"' in raw for raw in ask.raw[: ask.until]),
+        any(m.role == "system" for m in new) and any(b'"developer"' in raw for raw in ask.raw),
     )
+
+
+def _counted_twice(ask: TailAsk) -> bool:
+    """Whether a call of the reply has an id that an earlier call has: a template that looks results up by it finds the earlier one."""
+    names = {call.id for call in ask.reply.calls if not is_unique(call.id)}
+    if not names or ask.conversation.debuts.get(CALLS, ask.at) >= ask.at - 1:
+        return False
+    return any(call.id in names for message in ask.conversation.messages[: ask.at - 1] for call in message.calls)

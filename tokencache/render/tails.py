@@ -1,8 +1,8 @@
 """Tails: the ids that the template puts behind a history, found without rendering the history.
 
 Only the new messages are rendered, in a small conversation that ends like the real one with a sentinel in the
-assistant's place (`boundary`). That the small conversation's tail is the real one's is not assumed but *proven*, once
-for every **shape** (`shapes`), with full renderings of the first real conversation that has it:
+assistant's place (`boundary`). That the small conversation's tail is the real one's is not assumed but *proven*, for
+every **shape** (`shapes`), with full renderings of the first real conversation that has it:
 
 1. The full conversation with a sentinel in the last reply shows where that reply ends; what stands behind is a suffix
    of the full rendering with the real reply.
@@ -14,28 +14,42 @@ for every **shape** (`shapes`), with full renderings of the first real conversat
    past is then no prefix of what the template renders now.
 4. The small conversation gives the very same ids.
 
-Four things can come of it, and every 64th tail of a shape is compared with full renderings again:
+Five things can come of it, and every 64th tail of a shape is compared with full renderings again:
 
 `local`    all of it holds, and the local tokenizer, if there is one, gives these ids: it makes the small renderings
 `small`    all of it holds: the engine's small renderings are trusted for this shape
+`context`  all of it holds if the small conversation begins with the real one's system messages and tools
 `full`     all but the last holds (DeepSeek-V3's second round of tool results): this shape is rendered in full each time
 refused    nothing is spliced, the call is rendered plainly, and the reason is recorded; every 8th call tries again
 
-What was learned is keyed by how many stop ids are known: with a new one everything is learned anew.
+A shape belongs to one context: the system messages, tools and template arguments that a conversation starts from. Where the form was
+proven in another context, one full rendering and the beginning's (3 and 4) are enough; and one more each time that a history is four
+times as long as any before it.
+
+Templates also look at words in the middle: `/no_think` in any user's message changes the generation prompt from then on (Nemotron Nano
+2). That shows when the message is new, and stays in what the next reply is sampled behind. So the generation prompt of each tail
+is compared with the one that the last reply was sampled behind, and with the one that the shape was proven with. If either differs,
+the tail is taken from a full rendering.
+
+A refusal that is due to one conversation holds for that conversation alone. What was learned is keyed by how many stop ids are known: with
+a new one everything is learned anew.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TypeVar
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from tokencache.core import ids
+from tokencache.core.canonical import Message
 from tokencache.render.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, learn, reworded, stand_in
 from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
-from tokencache.render.shapes import MANY, Shape, TailAsk, shape_of
+from tokencache.render.shapes import MANY, Refusal, Shape, TailAsk, shape_of
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -43,13 +57,50 @@ _T = TypeVar("_T")
 RECHECK_EVERY, MOST_TRUST = 64, 16
 """After so many uses a proven shape is looked at again, by a rendering of a whole history; each time that it was right, after twice as
 many, up to 16 times as many: at 141 KB a rendering costs as much as five calls."""
+DEEPER = 4
+"""A history that is so many times as long as any that was looked at before is looked at as a whole: a template may count messages."""
 RETRY_EVERY = 8
-MOST_KEPT = 4096
-"""How many shapes, and how many boundaries, are remembered: template arguments come from harnesses and may be all new."""
+MOST_KEPT, MOST_SHAPES = 4096, 65_536
+"""How many boundaries and shapes are remembered: template arguments and system prompts come from harnesses and may be all new."""
+MOST_REFUSALS, MOST_OPENERS, MOST_HEADS = 64, 64, 8
+END_OF_MESSAGE = 8
+"""Tokens by which the end of a message is known."""
 
 
 class TailRefusedError(Exception):
     """No tail can be proven; the words say why."""
+
+
+class Around(NamedTuple):
+    """What a template puts around recognised replies: packed ids.
+
+    `pieces` stand before the first reply, between replies and behind the last, less what opens a reply in a history (`heads`, one for
+    each reply; `None` where that cannot be told). `openers` are the generation prompts that are known.
+    """
+
+    pieces: list[bytes]
+    heads: list[bytes | None]
+    openers: tuple[bytes, ...]
+
+    def opener(self, n: int, opened: bytes) -> bytes | None:
+        """Find the generation prompt that ends `opened`, the prompt that reply `n` was sampled behind; `None` if none is known.
+
+        There may be none at all, in the template or behind such a message: then both end with the same token.
+        """
+        head = self.heads[n]
+        if head is None:
+            return None
+        able = [opener for opener in (*self.openers, head) if opener and opened.endswith(opener)]
+        bare = opened[-ids.ID_BYTES :] == self.pieces[n][-ids.ID_BYTES :] and not (head and any(self.openers))
+        return max(able, key=len, default=b"" if bare else None)
+
+
+class _Proven(NamedTuple):
+    """A tail, the way that leads to it, and the small conversation's rendering that holds it."""
+
+    tail: bytes
+    way: str
+    small: bytes
 
 
 class Tails:
@@ -67,8 +118,12 @@ class Tails:
         self._warned = False
         self._stop_ids = stop_ids
         self._recheck_every = recheck_every
-        self._boundaries: dict[tuple[object, ...], Boundary] = {}
-        self._shapes: dict[tuple[object, ...], Shape] = {}
+        self._boundaries: OrderedDict[object, Boundary] = OrderedDict()
+        self._heads: OrderedDict[object, set[bytes]] = OrderedDict()
+        self._shapes: OrderedDict[object, Shape] = OrderedDict()
+        self._forms: OrderedDict[object, str] = OrderedDict()
+        self._openers: OrderedDict[object, bytes] = OrderedDict()
+        self._usual: OrderedDict[object, bytes] = OrderedDict()  # the opener of a context, as far as it was asked for
         self._learning = asyncio.Lock()
         self.renders = {"local": 0, "small": 0, "full": 0}
 
@@ -81,9 +136,9 @@ class Tails:
         shape = self._shape(ask)
         try:
             proofs = shape.proofs
-            if not shape.way:
+            if not shape.way or _whose(ask) in shape.refusals:
                 async with shape.lock:  # thousands of rollouts begin alike: one proves, the others wait
-                    if not shape.way:
+                    if not shape.way or _whose(ask) in shape.refusals:
                         return await self._first(ask, shape, waited=shape.proofs != proofs)
             return await self._again(ask, shape)
         except (BoundaryUnknownError, TemplateRefusedError) as why:
@@ -92,24 +147,48 @@ class Tails:
             log.debug("no tail: %s", why)
             raise TailRefusedError("render-error") from why
 
+    async def around(self, ask: TailAsk, places: Sequence[int]) -> Around:
+        """Render a whole conversation, and find what stands around the replies at `places`, of which the last is that of `ask`.
+
+        Raises:
+            TailRefusedError: it cannot be proven what that is.
+        """
+        try:
+            return await self._around(ask, places)
+        except (BoundaryUnknownError, TemplateRefusedError) as why:
+            raise TailRefusedError(_reason(why)) from why
+        except RenderError as why:
+            log.debug("nothing around replies: %s", why)
+            raise TailRefusedError("render-error") from why
+
     async def _first(self, ask: TailAsk, shape: Shape, *, waited: bool) -> bytes:
         """Prove a shape; what was refused is tried again, but not by every call."""
-        if shape.refused:
-            shape.uses += 0 if waited else 1
-            if waited or shape.uses % RETRY_EVERY:
-                raise BoundaryUnknownError(shape.refused)
+        whose = _whose(ask)
+        refusal = shape.refusals.get(None) or shape.refusals.get(whose)
+        if refusal is not None:
+            refusal.asked += 0 if waited else 1
+            if waited or refusal.asked % RETRY_EVERY:
+                raise BoundaryUnknownError(refusal.reason)
+        due_to: object = None
         try:
             boundary = await self._boundary(ask)
-            tail, way = await self._prove(ask, boundary)
+            due_to = whose
+            confirms = shape.form in self._forms and refusal is None
+            found = await (self._confirm(ask, boundary) if confirms else self._prove(ask, boundary))
+            shape.opener = await self._opener_of_shape(ask, boundary, found)
         except (BoundaryUnknownError, TemplateRefusedError) as why:
-            shape.refused = _reason(why)
-            log.warning("tails of shape %s are refused: %s", shape, shape.refused)
+            _keep(shape.refusals, due_to, Refusal(_reason(why)), MOST_REFUSALS)
+            level = logging.WARNING if due_to is None else logging.INFO  # what one conversation holds is no fault of the template's
+            log.log(level, "session %s: tails of shape %s are refused: %s", ask.session, shape, _reason(why))
             raise
         finally:
             shape.proofs += 1
-        shape.way, shape.boundary, shape.refused, shape.uses = way, boundary, "", 0
-        log.info("tails of shape %s: %s", shape, way)
-        return tail
+        shape.way, shape.boundary, shape.uses, shape.deepest = found.way, boundary, 0, ask.at
+        shape.refusals.pop(None, None)
+        shape.refusals.pop(whose, None)
+        _keep(self._forms, shape.form, found.way, MOST_KEPT)
+        log.info("tails of shape %s: %s", shape, found.way)
+        return found.tail
 
     async def _again(self, ask: TailAsk, shape: Shape) -> bytes:
         """Render a tail of a proven shape."""
@@ -119,13 +198,13 @@ class Tails:
         try:
             if ask.reply.calls and not boundary.in_calls:
                 boundary = await self._boundary(ask)  # the calls stand behind the text, and these may have other names
-            tail = await self._locally(ask, boundary) if shape.way == "local" else None
-            if not tail:  # what is rendered in full is right by construction
-                shown = await (self._small(ask, boundary) if shape.way == "small" else self._full(ask, boundary))
-                tail = self._cut(shown, boundary)
+            tail = await self._trusted(ask, shape, boundary)
             if recheck:
                 await self._recheck(ask, boundary, (tail, shape.way))
                 shape.trust = min(2 * shape.trust, MOST_TRUST)
+            elif ask.at > DEEPER * shape.deepest and shape.way != "full":
+                shape.deepest = ask.at
+                _same_tail(tail, self._cut(await self._full(ask, boundary), boundary))
         except BoundaryUnknownError as why:
             log.error("a tail of a trusted shape is not what it was (%s); the shape is proven anew: %s", why, shape)  # noqa: TRY400
             shape.forget()
@@ -133,44 +212,73 @@ class Tails:
             raise
         return tail
 
+    async def _trusted(self, ask: TailAsk, shape: Shape, boundary: Boundary) -> bytes:
+        """Render a tail as it was proven, or in full where its generation prompt is not the one that is expected."""
+        if shape.way != "full":
+            tail = await self._locally(ask, boundary) if shape.way == "local" else None
+            if not tail:
+                way = "small" if shape.way == "local" else shape.way
+                tail = self._cut(await self._small(ask, boundary, way), boundary)
+            if tail.endswith(shape.opener) and (ask.opened is None or ask.opened.endswith(shape.opener)):
+                return tail
+        return self._cut(await self._full(ask, boundary), boundary)  # right by construction
+
     async def _recheck(self, ask: TailAsk, boundary: Boundary, found: tuple[bytes, str]) -> None:
-        tail, way = await self._prove(ask, boundary)
+        tail, way, _ = await self._prove(ask, boundary)
         if tail != found[0] and found[1] == "local":
             log.error("the local tokenizer is no longer used: it gave other ids than the engine")
             self._local = None
             for shape in self._shapes.values():
                 shape.way = "" if shape.way == "local" else shape.way
-        if tail != found[0] or found[1] not in {way, "local"}:  # this very conversation may not have been one for the local tokenizer
+        _same_tail(tail, found[0])
+        if found[1] not in {way, "local"}:  # this very conversation may not have been one for the local tokenizer
             raise BoundaryUnknownError("tail-not-proven")
 
-    async def _boundary(self, ask: TailAsk) -> Boundary:
+    async def _boundary(self, ask: TailAsk, reply: Message | None = None) -> Boundary:
         if not self._stop_ids:
             raise BoundaryUnknownError("stop-ids-unknown")
-        reply = ask.reply
+        reply = reply or ask.reply
         kind = (ask.model, ask.args.digest, min(len(reply.calls), MANY), bool(reply.text), len(self._stop_ids))
-        named = (*kind, *(call.name for call in reply.calls))  # where only the text is shown, the calls may stand behind it
+        # Where only the text is shown the calls may stand behind it, and where ids are shown they may stand behind the arguments.
+        named = (*kind, *(call.name for call in reply.calls))
+        identified = (*named, *(call.id for call in reply.calls))
         async with self._learning:
-            known = self._boundaries.get(kind) or self._boundaries.get(named)
+            known = self._boundaries.get(kind) or self._boundaries.get(named) or self._boundaries.get(identified)
             if known is None:
-                known = await self._learn(ask)
-                _keep(self._boundaries, kind if known.in_calls or not reply.calls else named, known)
+                known = await self._learn(ask, reply)
+                name: tuple[object, ...] = kind
+                if reply.calls:
+                    name = (identified if await self._shows_ids(ask, reply, known) else kind) if known.in_calls else named
+                _keep(self._boundaries, name, known, MOST_KEPT)
         return known
 
-    async def _learn(self, ask: TailAsk) -> Boundary:
-        calls = bool(ask.reply.calls)
+    async def _learn(self, ask: TailAsk, reply: Message) -> Boundary:
+        calls = bool(reply.calls)
         self.renders["small"] += 2
         try:
-            return await learn(self._renderer, ask.model, ask.args, ask.reply, self._stop_ids, in_text=not calls)
+            return await learn(self._renderer, ask.model, ask.args, reply, self._stop_ids, in_text=not calls)
         except BoundaryUnknownError:
             if not calls:
                 raise
         # A template that never shows calls may still show the text beside them.
         self.renders["small"] += 2
-        return await learn(self._renderer, ask.model, ask.args, ask.reply, self._stop_ids, in_text=True)
+        return await learn(self._renderer, ask.model, ask.args, reply, self._stop_ids, in_text=True)
+
+    async def _shows_ids(self, ask: TailAsk, reply: Message, known: Boundary) -> bool:
+        """Whether a template writes the ids of calls behind their arguments."""
+        other = msgspec.structs.replace(reply, calls=tuple(msgspec.structs.replace(call, id=call.id[::-1] + "0") for call in reply.calls))
+        self.renders["small"] += 1
+        try:
+            shown = await self._renderer.render(ask.model, [ASK, stand_in(other, SENTINEL)], ask.args, generation=False)
+            return known.cut(shown) != known.turn_end
+        except (BoundaryUnknownError, TemplateRefusedError):
+            return True
 
     def _cut(self, shown: bytes, boundary: Boundary) -> bytes:
         """Cut a tail out of a rendering; refuse one that does not begin where a reply ends."""
-        tail = boundary.cut(shown)
+        return self._ended(boundary.cut(shown), boundary)
+
+    def _ended(self, tail: bytes, boundary: Boundary) -> bytes:
         if not tail:
             raise BoundaryUnknownError("empty-tail")
         if boundary.closing and not boundary.turn_end and ids.unpack(ids.head(tail, 1))[0] not in self._stop_ids:
@@ -178,8 +286,8 @@ class Tails:
             raise BoundaryUnknownError("no-stop-id-behind-the-reply")
         return tail
 
-    async def _prove(self, ask: TailAsk, boundary: Boundary) -> tuple[bytes, str]:
-        """Find a tail and prove it, as the head of this module says; return it and the way that led to it."""
+    async def _prove(self, ask: TailAsk, boundary: Boundary) -> _Proven:
+        """Find a tail and prove it, as the head of this module says."""
         real = await self._full(ask)
         shown = await self._full(ask, boundary)
         tail = self._cut(shown, boundary)
@@ -189,24 +297,39 @@ class Tails:
         if boundary.before(await self._full(other, boundary)) != boundary.before(shown):
             raise BoundaryUnknownError("new-messages-reach-back")
         await self._prove_past(ask, real)
+        return await self._way(ask, boundary, tail)
+
+    async def _confirm(self, ask: TailAsk, boundary: Boundary) -> _Proven:
+        """Find a tail of a form that was proven in another context, and the way that leads to it in this one."""
+        shown = await self._full(ask, boundary)
+        tail = self._cut(shown, boundary)
+        await self._prove_past(ask, shown)
+        return await self._way(ask, boundary, tail)
+
+    async def _way(self, ask: TailAsk, boundary: Boundary, tail: bytes) -> _Proven:
+        """Find the cheapest way that leads to a tail."""
         local = await self._locally(ask, boundary)
         if local == tail:
-            return tail, "local"
-        try:
-            small = boundary.cut(await self._small(ask, boundary))
-        except (BoundaryUnknownError, TemplateRefusedError):
-            return tail, "full"  # a template may refuse a conversation that small
-        if small == tail and local is not None and not self._warned:
-            self._warned = True
-            log.warning("the local tokenizer gives other ids than the engine for some conversations: those are left to the engine")
-        return tail, "small" if small == tail else "full"
+            return _Proven(tail, "local", await self._small(ask, boundary, "local"))
+        for way in ("small", "context") if ask.systems or ask.args.tools is not None else ("small",):
+            try:
+                shown = await self._small(ask, boundary, way)
+                small = boundary.cut(shown)
+            except (BoundaryUnknownError, TemplateRefusedError):
+                continue  # a template may refuse a conversation that small
+            if small == tail:
+                if local is not None and not self._warned:
+                    self._warned = True
+                    log.warning("the local tokenizer gives other ids than the engine for some conversations: those are left to the engine")
+                return _Proven(tail, way, shown)
+        return _Proven(tail, "full", b"")
 
     async def _locally(self, ask: TailAsk, boundary: Boundary) -> bytes | None:
         """Take a tail from the local tokenizer; `None` if it leaves this conversation to the engine, nothing if it hides the tail."""
         if self._local is None:
             return None
         try:
-            return boundary.cut(await self._small(ask, boundary, self._local))
+            return boundary.cut(await self._small(ask, boundary, "local"))
         except TemplateRefusedError:
             return None
         except BoundaryUnknownError:
@@ -214,38 +337,168 @@ class Tails:
 
     async def _prove_past(self, ask: TailAsk, real: bytes) -> None:
         """Prove that what stood before the model's first words stands there still."""
-        lead = ask.conversation.debuts["assistant"]
-        if not lead:
+        if not ask.lead:
             return
         self.renders["full"] += 1
-        alone = await self._renderer.render(ask.model, ask.raw[:lead], ask.args, generation=False)
-        # The last token may have grown together with what follows, where no special token parts them.
-        if ids.common_head(alone, real) < ids.count(alone) - 1:
-            raise BoundaryUnknownError("past-changes")
+        _same_past(await self._renderer.render(ask.model, ask.raw[: ask.lead], ask.args, generation=False), real)
 
-    async def _small(self, ask: TailAsk, boundary: Boundary, local: Renderer | None = None) -> bytes:
-        self.renders["small" if local is None else "local"] += 1
+    async def _opener_of_shape(self, ask: TailAsk, boundary: Boundary, found: _Proven) -> bytes:
+        """Find the generation prompt with which the small conversations of a shape end."""
+        if found.way == "full":
+            return b""
+        return self._opened(found.small, await self._small(ask, boundary, found.way, generation=False))
+
+    def _opened(self, with_it: bytes, without: bytes) -> bytes:
+        """What `with_it` has at its end and `without` has not: a generation prompt; it is remembered."""
+        opener = ids.tail(with_it, ids.common_head(with_it, without))
+        return _keep(self._openers, opener, opener, MOST_OPENERS)
+
+    async def _small(self, ask: TailAsk, boundary: Boundary, way: str, *, generation: bool = True) -> bytes:
+        """Render a small conversation, one way or another."""
+        self.renders["local" if way == "local" else "small"] += 1
         _unspoken(ask.raw_new)
-        args = msgspec.structs.replace(ask.args, tools=None)
+        renderer = self._local if way == "local" and self._local is not None else self._renderer
+        front, args = (ask.systems, ask.args) if way == "context" else ((), msgspec.structs.replace(ask.args, tools=None))
         reply = stand_in(ask.reply, SENTINEL, in_text=not boundary.in_calls)
-        return await (local or self._renderer).render(ask.model, [ASK, reply, *ask.raw_new], args, generation=True)
+        return await renderer.render(ask.model, [*front, ASK, reply, *ask.raw_new], args, generation=generation)
 
-    async def _full(self, ask: TailAsk, boundary: Boundary | None = None) -> bytes:
+    async def _full(self, ask: TailAsk, boundary: Boundary | None = None, *, generation: bool = True) -> bytes:
         """Render the whole conversation; given a boundary, with the sentinel in its last reply."""
+        return await self._whole(ask, {} if boundary is None else {ask.at - 1: boundary}, generation=generation)
+
+    async def _whole(self, ask: TailAsk, marked: dict[int, Boundary], *, generation: bool = True) -> bytes:
+        """Render the whole conversation, with the sentinel in the replies at the places of `marked`."""
         self.renders["full"] += 1
-        shown = list(ask.raw[: ask.until])
-        if boundary is not None:
-            shown[ask.at - 1] = b""
+        shown = list(ask.raw)
+        for place in marked:
+            shown[place] = b""
+        if marked:
             _unspoken(shown)
-            shown[ask.at - 1] = stand_in(ask.reply, SENTINEL, in_text=not boundary.in_calls)
-        return await self._renderer.render(ask.model, shown, ask.args, generation=True)
+        for place, boundary in marked.items():
+            shown[place] = stand_in(ask.conversation.messages[place], SENTINEL, in_text=not boundary.in_calls)
+        return await self._renderer.render(ask.model, shown, ask.args, generation=generation)
+
+    # a history that was edited
+
+    async def _around(self, ask: TailAsk, places: Sequence[int]) -> Around:
+        boundaries = {place: await self._boundary(ask, ask.conversation.messages[place]) for place in places}
+        shown = rest = await self._whole(ask, boundaries)
+        real = await self._full(ask)
+        await self._learn_openers(ask, shown, real)
+        pieces: list[bytes] = []
+        heads: list[bytes | None] = []
+        for n, (place, boundary) in enumerate(boundaries.items()):
+            front, rest = boundary.around(rest)
+            self._ended(rest, boundary)
+            piece, head = await self._parted(ask, front, place, places[n - 1] if n else None, boundaries)
+            pieces.append(piece)
+            heads.append(head)
+        pieces.append(rest)
+        if None not in heads:
+            _stands(pieces, real)
+        return Around(pieces, heads, tuple(self._openers.values()))
+
+    async def _parted(
+        self, ask: TailAsk, front: bytes, place: int, last: int | None, boundaries: Mapping[int, Boundary]
+    ) -> tuple[bytes, bytes | None]:
+        """Part what was rendered between the reply at `last` and that at `place` into the messages and what opens the latter.
+
+        `None` in the latter's place says that where it begins cannot be told.
+        """
+        messages = ask.conversation.messages
+        named = tuple(call.name for call in messages[place].calls) if boundaries[place].in_calls else ()
+        role = messages[place - 1].role if place else ""
+        kind = (ask.conversation.context, named, bool(messages[place].text), role)
+        known = self._heads.get(kind) or _keep(self._heads, kind, set(), MOST_KEPT)
+        head = max((head for head in known if front.endswith(head)), key=len, default=b"")
+        if head:
+            return front[: len(front) - len(head)], head
+        piece, begins = _parted(await self._body(ask, place, last, boundaries), front, self._stop_ids)
+        if begins is not None and len(known) < MOST_HEADS and front == piece + begins:
+            known.add(begins)
+        return piece, begins
+
+    async def _body(self, ask: TailAsk, place: int, last: int | None, boundaries: Mapping[int, Boundary]) -> bytes:
+        """Render what stands between two replies without the latter: what is rendered with a generation prompt and without."""
+        shown, args = list(ask.raw[:place]), ask.args
+        if last is not None:
+            reply = stand_in(ask.conversation.messages[last], SENTINEL, in_text=not boundaries[last].in_calls)
+            shown = [*ask.systems, ASK, reply, *ask.raw[last + 1 : place]]
+        self.renders["full" if last is None else "small"] += 2
+        both = [await self._renderer.render(ask.model, shown, args, generation=generation) for generation in (True, False)]
+        if last is not None:
+            both = [boundaries[last].cut(one) for one in both]
+        self._opened(*both)
+        return ids.head(both[0], ids.common_head(*both))
+
+    async def _learn_openers(self, ask: TailAsk, shown: bytes, real: bytes) -> None:
+        """Learn the generation prompts that replies in this conversation may have been sampled behind."""
+        context = ask.conversation.context
+        usual = self._usual.get(context)
+        if usual is None:
+            self.renders["small"] += 2
+            with suppress(TemplateRefusedError):
+                asked = [await self._renderer.render(ask.model, [*ask.systems, ASK], ask.args, generation=on) for on in (True, False)]
+                usual = _keep(self._usual, context, self._opened(*asked), MOST_SHAPES)
+        if usual is None or not shown.endswith(usual):
+            self._opened(real, await self._full(ask, generation=False))
 
     def _shape(self, ask: TailAsk) -> Shape:
         name = (*shape_of(ask), len(self._stop_ids))
         known = self._shapes.get(name)
         if known is None:
-            known = _keep(self._shapes, name, Shape(name))
+            return _keep(self._shapes, name, Shape(name), MOST_SHAPES)
+        self._shapes.move_to_end(name)
         return known
+
+
+def _whose(ask: TailAsk) -> object:
+    """Name a conversation for which a tail may have to be refused though its shape is proven: its session, and how it began."""
+    return ask.session, ask.conversation.chain[ask.lead]
+
+
+def _same_tail(one: bytes, other: bytes) -> None:
+    if one != other:
+        raise BoundaryUnknownError("tail-not-proven")
+
+
+def _same_past(before: bytes, rendered: bytes) -> None:
+    """Refuse a rendering that does not begin with what stood before the model's first words."""
+    # The last token may have grown together with what follows, where no special token parts them.
+    if ids.common_head(before, rendered) < ids.count(before) - 1:
+        raise BoundaryUnknownError("past-changes")
+
+
+def _parted(body: bytes, front: bytes, stop_ids: AbstractSet[int]) -> tuple[bytes, bytes | None]:
+    """Part a rendering behind the messages that `body` is a rendering of; `None` if it cannot be told where that is."""
+    same = ids.common_head(body, front)
+    if same == ids.count(body):
+        return body, front[len(body) :]
+    if same == ids.count(body) - 1:  # its last token has grown together with what follows, which the reply was not sampled behind
+        return body, ids.tail(front, same)
+    # How the last message begins, and what stands before it, is written otherwise there: its end is looked for.
+    end = ids.tail(body, max(ids.count(body) - END_OF_MESSAGE, 0))
+    at = front.rfind(end)
+    while at > 0 and at % ids.ID_BYTES:
+        at = front.rfind(end, 0, at + len(end) - 1)
+    cut = at + len(end)
+    if at < 0 or not stop_ids.isdisjoint(ids.unpack(front[cut:])):
+        return front, None
+    return front[:cut], front[cut:]
+
+
+def _stands(pieces: Sequence[bytes], real: bytes) -> None:
+    """Refuse pieces that are not, in order, in the rendering with the real replies: these change what stands around them."""
+    _same_past(pieces[0], real)
+    if not real.endswith(pieces[-1]):
+        raise BoundaryUnknownError("tail-not-proven")
+    rest = ids.tail(real, max(ids.count(pieces[0]) - 1, 0))
+    for piece in pieces[1:-1]:
+        sure = ids.head(piece, max(ids.count(piece) - 1, 0))  # the last may have grown, as above
+        at = ids.find(rest, sure)
+        if at < 0:
+            raise BoundaryUnknownError("tail-not-proven")
+        rest = ids.tail(rest, at + ids.count(sure))
 
 
 def _unspoken(messages: Sequence[bytes]) -> None:
@@ -259,8 +512,8 @@ def _reason(why: Exception) -> str:
     return "template-refuses" if isinstance(why, TemplateRefusedError) else str(why)
 
 
-def _keep(kept: dict[tuple[object, ...], _T], name: tuple[object, ...], value: _T) -> _T:
-    if len(kept) >= MOST_KEPT:
+def _keep(kept: "OrderedDict[object, _T] | dict[object, _T]", name: object, value: _T, most: int) -> _T:
+    if len(kept) >= most and name not in kept:
         del kept[next(iter(kept))]
     kept[name] = value
     return value

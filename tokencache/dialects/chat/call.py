@@ -53,7 +53,7 @@ class ChatCall(msgspec.Struct):
         raw_messages: the entries of `messages`, raw.
         conversation: the history in canonical form; `None` if it could not be read.
         media: whether an entry has parts that are no text.
-        malformed: the places of entries with arguments that are no JSON object.
+        malformed: the places of entries with arguments that an engine may refuse.
         plain: why this call is not to be matched, or `""`.
         shows_ids, shows_logprobs, shows_reasoning: what the harness asked to see.
         dialect: the dialect in which the harness asked.
@@ -169,20 +169,21 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
         echoes=echoes,
     )
     known = split.known
-    voice = call.model.encode("utf-8", "surrogatepass") + b"\0" + call.args.template
+    voice = call.model.encode("utf-8", "surrogatepass")
     try:
-        scope = scope_of(call.model, call.fields) + voice
+        scope = scope_of(call.model, call.fields) + voice + b"\0" + call.args.template
         new = [bodies.messages.read(raw) for raw in raw_messages[split.old :]]
     except (ValueError, RecursionError):  # no message that we understand, no JSON that msgspec reads, no UTF-8; too deep
         call.plain = "unreadable-history"
         return call
-    messages, digests = [r.message for r in new], [r.digest for r in new]
-    if known is not None and known.scope != scope:
-        messages, digests = [*known.conversation.messages, *messages], [*known.conversation.digests, *digests]
+    messages, digests, exacts = [r.message for r in new], [r.digest for r in new], [r.exact for r in new]
     if known is not None and known.scope == scope:
-        call.conversation = extend(known.conversation, messages, digests)
+        call.conversation = extend(known.conversation, messages, digests, exacts)
     else:
-        call.conversation = converse(scope, messages, digests, voice=voice, secret=bodies.secret)
+        if known is not None:
+            told = known.conversation
+            messages, digests, exacts = [*told.messages, *messages], [*told.digests, *digests], [*told.exacts, *exacts]
+        call.conversation = converse(scope, messages, digests, exacts, voice=voice, secret=bodies.secret)
     call.media = (known is not None and known.media) or any(r.message.media for r in new)
     found = tuple(place for place, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *found) if known is not None else found

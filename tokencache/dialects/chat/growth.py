@@ -32,14 +32,14 @@ _LIST = msgspec.json.Decoder(list[Raw])
 _NAME = b'"messages"'
 _TRIES = 4
 MEMORY = 256 * 2**20
-PER_MESSAGE = 500
-"""Bytes: digest, link of the chain, place in the body, the objects that hold them. The words of the model's own messages come on top."""
+PER_MESSAGE = 600
+"""Bytes: two digests, links of two chains, place in the body, the objects that hold them. The words of the model's messages come on top."""
 
 
 class Known(msgspec.Struct, frozen=True):
     """What was read of a body: the conversation that its messages make under `scope`, and what is said of them all.
 
-    `malformed` are the places of messages with arguments that are no JSON object; `echoed` is whether token ids came with one of the
+    `malformed` are the places of messages with arguments that an engine may refuse; `echoed` is whether token ids came with one of the
     messages (`gym`), and were taken out.
     """
 

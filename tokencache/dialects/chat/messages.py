@@ -4,6 +4,7 @@ A conversation is sent whole with every call, so nearly every entry has been see
 by the hash of its raw bytes, and a known entry costs one short hash.
 """
 
+import json
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,8 +13,14 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tokencache.core.canonical import Call, Message, canonical_json, digest
+from tokencache.core.canonical import Call, Message, canonical_json, digest, exact_entry
 
+Raw = msgspec.Raw
+
+_MEMBERS = msgspec.json.Decoder(dict[str, Raw])
+_CALLS = msgspec.json.Decoder(list[dict[str, Raw]] | None)
+_ENCODER = msgspec.json.Encoder()
+_NULL, _NO_ARGUMENTS = Raw(b"null"), Raw(b'"{}"')
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 
 
@@ -24,12 +31,14 @@ class UnreadableError(ValueError):
 class ReadMessage(msgspec.Struct, frozen=True):
     """An entry as read.
 
-    `message` keeps the text of an assistant's entries only: of all others the digest is enough. `malformed` says that
-    the arguments of a call are not the JSON text of an object.
+    `message` keeps the text of an assistant's entries only: of all others the digests are enough. `digest` is equal for all writings
+    of one reply, `exact` for what no template can tell apart (`core.canonical`). `malformed` says that an engine may refuse the
+    arguments of a call (`with_stand_ins`).
     """
 
     message: Message
     digest: bytes
+    exact: bytes
     malformed: bool = False
 
 
@@ -60,10 +69,11 @@ class MessageReader:
 
 
 def _slim(message: Message, entry: dict[str, Any]) -> ReadMessage:
-    own = digest(message)
+    own, written = digest(message), exact_entry(entry)
     if message.role == "assistant":
-        return ReadMessage(message, own, any(not _is_object(call["function"].get("arguments")) for call in entry.get("tool_calls") or ()))
-    return ReadMessage(Message(message.role, answers=message.answers, media=b"1" if message.media else b""), own)
+        malformed = any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
+        return ReadMessage(message, own, written, malformed)
+    return ReadMessage(Message(message.role, answers=message.answers, media=b"1" if message.media else b""), own, written)
 
 
 def read_message(entry: Any) -> Message:
@@ -136,23 +146,40 @@ def _text(value: Any, what: str) -> str | None:
     return value
 
 
-def _is_object(arguments: Any) -> bool:
-    """Whether arguments are what the API wants: the JSON text of an object."""
-    try:
-        return isinstance(arguments, str) and isinstance(msgspec.json.decode(arguments), dict)
-    except (msgspec.DecodeError, RecursionError):
+def _is_json(arguments: Any) -> bool:
+    """Whether arguments are a text that the engine can read as JSON.
+
+    vLLM reads it with Python's `json`, which also takes NaN, Infinity and numbers that no double can hold.
+    """
+    if not isinstance(arguments, str):
         return False
+    try:
+        msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        try:
+            json.loads(arguments)
+        except (ValueError, RecursionError):
+            return False
+    return True
 
 
 def with_reasoning(raw: bytes) -> bytes:
-    """Write `reasoning_content` as `reasoning`: chat completions take both, `/tokenize` only the latter (vLLM 0.32)."""
-    if b'"reasoning_content"' not in raw:
+    """Write `reasoning_content` as `reasoning`: chat completions take both, `/tokenize` only the latter (vLLM 0.32).
+
+    All other members keep their bytes, and an entry that cannot be read is returned as it is.
+    """
+    if b'"reasoning_content"' not in raw and b"\\u" not in raw:
         return raw
-    entry = msgspec.json.decode(raw)
-    inner = entry.pop("reasoning_content", None)
-    if inner is not None and entry.get("reasoning") is None:
-        entry["reasoning"] = inner
-    return msgspec.json.encode(entry)
+    try:
+        members = _MEMBERS.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return raw
+    inner = members.pop("reasoning_content", None)
+    if inner is None:
+        return raw
+    if bytes(members.get("reasoning", _NULL)) == b"null":
+        members["reasoning"] = inner  # which may be null, too
+    return _ENCODER.encode(members)
 
 
 def as_reminders(entries: Sequence[bytes]) -> list[bytes]:
@@ -175,17 +202,24 @@ def _as_reminder(raw: bytes) -> bytes:
 
 
 def with_stand_ins(raw: bytes) -> bytes:
-    """Write tool-call arguments that are no JSON text of an object as one: objects as their text, all else as `{}`.
+    """Replace tool-call arguments that an engine may refuse: an object or a list by its text, all else that is no JSON text by `{}`.
 
-    An engine may refuse the whole history for them, and so every later turn (vLLM before 0.32 where the text is no
-    JSON, 0.32 where it is an object or `null`); where the exact ids are sent, or the call is only part of a history to
-    be rendered, their text no longer matters.
+    An engine may refuse the whole history for them, and so every later turn (vLLM before 0.32 where the text is no JSON, 0.32
+    where it is an object or `null`). vLLM 0.32 itself renders `{}` where the text is no JSON. Arguments that it can read keep
+    their bytes, and so do all other members: what is rendered is what the engine renders of the harness's own bytes.
     """
-    entry = msgspec.json.decode(raw)
-    for call in entry.get("tool_calls") or ():
-        arguments = call["function"].get("arguments")
-        if isinstance(arguments, dict):
-            call["function"]["arguments"] = msgspec.json.encode(arguments).decode()
-        elif not _is_object(arguments):
-            call["function"]["arguments"] = "{}"
-    return msgspec.json.encode(entry)
+    members = _MEMBERS.decode(raw)
+    calls = _CALLS.decode(members.get("tool_calls", _NULL)) or []
+    for call in calls:
+        function = _MEMBERS.decode(call["function"])
+        function["arguments"] = _safe(function.get("arguments", _NULL))
+        call["function"] = Raw(_ENCODER.encode(function))
+    return _ENCODER.encode({**members, "tool_calls": Raw(_ENCODER.encode(calls))}) if calls else raw
+
+
+def _safe(arguments: Raw) -> Raw:
+    """Return raw arguments that an engine takes."""
+    given = bytes(arguments)
+    if given[:1] in {b"{", b"["}:
+        return Raw(_ENCODER.encode(given.decode()))
+    return arguments if _is_json(msgspec.json.decode(given)) else _NO_ARGUMENTS
