@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -83,6 +84,32 @@ async def test_export_and_verify(shell, tmp_path, ending):
     assert f"{path}: 2 rollouts, 8 turns, " in checked
     assert "all holds" in checked
     assert "no export can show it" in checked
+
+
+def _swap_first_two(logprobs):
+    """Swap the first two log probabilities that differ."""
+    sampled = [i for i, value in enumerate(logprobs) if value != 0.0]
+    a, b = next((i, j) for i, j in itertools.pairwise(sampled) if logprobs[i] != logprobs[j])
+    logprobs[a], logprobs[b] = logprobs[b], logprobs[a]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+async def test_log_probabilities_that_changed_places_in_a_file_are_found(shell, tmp_path, ending):
+    await played(shell.rig, "a")
+    path = tmp_path / f"a{ending}"
+    await shell("export", "a", "--to", str(path))
+    if ending == ".jsonl":
+        told = msgspec.json.decode(path.read_bytes())
+        _swap_first_two(told["sequences"][0]["logprobs"])
+        path.write_bytes(msgspec.json.encode(told) + b"\n")
+    else:
+        table = pq.read_table(path)
+        rows = table.to_pylist()
+        _swap_first_two(rows[0]["logprobs"])
+        pq.write_table(table.from_pylist(rows, schema=table.schema), path)
+    checked = (await shell("verify", str(path), far=False, code=1)).stdout
+    assert "1 BREAK" in checked
+    assert "the log probabilities of tokens" in checked
 
 
 async def test_export_to_standard_output_is_what_the_proxy_says(shell):

@@ -134,6 +134,38 @@ BROKEN = {
         "t0",
         FIRST,
     ),
+    "two log probabilities of a turn swapped": (
+        "linear",
+        lambda t: swapped(sequence(t)["logprobs"], FIRST, FIRST + 1),
+        "hashes",
+        "the log probabilities of tokens",
+        "t0",
+        FIRST,
+    ),
+    "two log probabilities of two turns swapped": (
+        "linear",
+        lambda t: swapped(sequence(t)["logprobs"], said(t)[0], said(t, 1)[0]),
+        "hashes",
+        "the log probabilities of tokens",
+        "t0",
+        FIRST,
+    ),
+    "another log probability": (
+        "linear",
+        lambda t: put(sequence(t)["logprobs"], FIRST, math.nextafter(sequence(t)["logprobs"][FIRST], -9)),
+        "hashes",
+        "the log probabilities of tokens",
+        "t0",
+        FIRST,
+    ),
+    "another hash of log probabilities": (
+        "linear",
+        lambda t: set_in(turn(t, 1), logprobs_hash="0" * 32),
+        "hashes",
+        "the log probabilities of tokens",
+        "t1",
+        None,
+    ),
     "a branch's context": (
         "thrown-away",
         lambda t: put(sequence(t, 1)["token_ids"], 4, 7),
@@ -204,6 +236,42 @@ def test_each_check_can_fail(name):
         assert found[0].token == token
 
 
+def test_log_probabilities_moved_between_sequences():
+    trajectory = exported(ROLLOUTS["sub-agent"])
+    first, second = sequence(trajectory, 0)["logprobs"], sequence(trajectory, 1)["logprobs"]
+    a, b = said(trajectory)[0], said(trajectory, of=1)[0]
+    first[a], second[b] = second[b], first[a]
+    assert [(one.check, one.sequence) for one in breaks(trajectory)] == [
+        ("hashes", sequence(trajectory, 0)["id"]),
+        ("hashes", sequence(trajectory, 1)["id"]),
+    ]
+
+
+def test_an_older_export_without_hashes_of_log_probabilities_has_no_break():
+    trajectory = exported(ROLLOUTS["linear"])
+    for one in sequence(trajectory)["turns"]:
+        assert len(one.pop("logprobs_hash")) == 32
+    assert breaks(trajectory) == []
+    swapped(sequence(trajectory)["logprobs"], FIRST, FIRST + 1)
+    assert breaks(trajectory) == [], "nothing in such an export shows it"
+    assert any("logprobs_hash" in line for line in NOT_CHECKED)
+
+
+def test_each_turn_is_checked_for_which_the_hash_is_there():
+    trajectory = exported(ROLLOUTS["linear"])
+    del turn(trajectory, 0)["logprobs_hash"]
+    for n in (0, 1):
+        swapped(sequence(trajectory)["logprobs"], said(trajectory, n)[0], said(trajectory, n)[0] + 1)
+    assert [one.turn for one in breaks(trajectory)] == ["t1"]
+
+
+def test_a_turn_without_log_probabilities_has_no_hash_of_them():
+    trajectory = exported(ROLLOUTS["without-logprobs"])
+    assert [bool(one["logprobs_hash"]) for one in sequence(trajectory)["turns"]] == [
+        "no-logprobs" not in one["marks"] for one in sequence(trajectory)["turns"]
+    ]
+
+
 def test_the_first_break_is_nearest_to_the_cause():
     trajectory = exported(ROLLOUTS["linear"])
     trajectory["sequences"][0]["token_ids"][said(trajectory, 1)[0] + 1] = 7
@@ -259,6 +327,18 @@ def _spoil_logprob(t, rng):
     s["logprobs"][i] = rng.choice([1e-6, 0.5, math.nan, math.inf, -math.inf])
 
 
+def _nudge_logprob(t, rng):
+    s = rng.choice(t["sequences"])
+    i = rng.choice([i for i, mask in enumerate(s["loss_mask"]) if mask])
+    s["logprobs"][i] = math.nextafter(s["logprobs"][i], -math.inf)
+
+
+def _swap_logprobs(t, rng):
+    places = [(s["logprobs"], i) for s in t["sequences"] for i, mask in enumerate(s["loss_mask"]) if mask]
+    (a, i), (b, j) = rng.sample(places, 2)
+    a[i], b[j] = b[j], a[i]
+
+
 def _drop_turn(t, rng):
     s = rng.choice(t["sequences"])
     gone = s["turns"].pop(rng.randrange(len(s["turns"])))
@@ -287,7 +367,19 @@ def _swap_tokens_of_sequences(t, rng):
 
 @SOME
 @given(
-    st.integers(0, 2**32), st.sampled_from([_change_token, _flip_mask, _spoil_logprob, _drop_turn, _swap_turns, _swap_tokens_of_sequences])
+    st.integers(0, 2**32),
+    st.sampled_from(
+        [
+            _change_token,
+            _flip_mask,
+            _spoil_logprob,
+            _nudge_logprob,
+            _swap_logprobs,
+            _drop_turn,
+            _swap_turns,
+            _swap_tokens_of_sequences,
+        ]
+    ),
 )
 def test_any_single_change_is_found(seed, change):
     rng = random.Random(seed)
@@ -297,7 +389,7 @@ def test_any_single_change_is_found(seed, change):
         change(trajectory, rng)
     except (IndexError, ValueError):  # nothing there to change: no token, or a single sequence
         return
-    if repr(trajectory) == repr(good):  # two sequences with the very same tokens were swapped
+    if repr(trajectory) == repr(good):  # two sequences with the very same tokens were swapped, or two equal log probabilities
         return
     found = breaks(trajectory)
     assert found, change.__name__

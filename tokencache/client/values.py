@@ -40,6 +40,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
             it belongs to the turns before, or to the sequence that this one branched off.
         match, reason, forgiven, anchors: how the prompt came about (`docs/api.md`); `parent` is the turn that it extends, `origin` the
             one that its context was taken from.
+        prefix_hash, completion_hash, logprobs_hash: by these `tokencache verify` finds altered ids and log probabilities; the last is empty
+            where there are none, or where an older version recorded the turn.
         sampling: the parameters that were sent to the engine; `replaced`: what the harness had asked for instead.
         logprob_kind: `raw` (of the model's own distribution), `processed` (after temperature, top-p and masks), `""`: unknown.
         weight_versions: spans of the completion and the weights that sampled them, as the engine gives them.
@@ -62,6 +64,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
     prefix_hash: str = ""
     completion_hash: str = ""
+    logprobs_hash: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     model: str = ""

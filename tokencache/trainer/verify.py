@@ -1,14 +1,15 @@
 """Verify: what must hold of an exported trajectory, checked with nothing but the export.
 
 A file may have been written by an old version, cut, merged, edited or damaged since it left the proxy. All of this shows,
-for an export says the same thing more than once: every turn carries the hashes of its ids, every range has a neighbour,
-every figure can be counted again.
+for an export says the same thing more than once: every turn carries the hashes of its ids and of its log probabilities,
+every range has a neighbour, every figure can be counted again.
 
 ===========  =========================================================================================================
 `aligned`    ids, mask and log probabilities have one length, which the turns part in order and without a gap
 `trained`    mask 1 on what was sampled with log probabilities, and nowhere else; log probabilities at most 0 there, 0.0
              elsewhere, all of them numbers
-`hashes`     the ids are those that were recorded: the hashes of every prefix and completion, computed again
+`hashes`     ids and log probabilities are those that were recorded: the hashes of every prefix, of every completion and of
+             its log probabilities, computed again
 `lineage`    a turn with a parent stands behind all its tokens, in the same sequence or, branching off, in another
 `anchors`    the replies that a `resplice` names stand where it says
 `once`       each turn and each sequence is there once
@@ -31,7 +32,7 @@ import xxhash
 from tokencache.client.values import Sequence, Trajectory, TurnSpan
 from tokencache.core import ids
 from tokencache.core.match import DISAGREED
-from tokencache.core.turn import hash_ids
+from tokencache.core.turn import hash_ids, hash_logprobs
 
 Range = tuple[int, int]
 """A half-open range of a sequence's tokens."""
@@ -39,7 +40,7 @@ Range = tuple[int, int]
 NOT_CHECKED = (
     "that the engine saw and said these very ids (its own books are not in an export)",
     "that a spliced prompt reads as the template renders it (this needs the template)",
-    "the value of a log probability, beyond being a number that is at most 0 (it is not hashed)",
+    "the log probabilities of a turn without logprobs_hash (an older version recorded it), beyond being numbers that are at most 0",
 )
 
 AROUND = 10
@@ -194,6 +195,13 @@ def _hashes(s: Sequence) -> Iterator[Break]:
             same = False  # and so will be those of all turns behind it
             if genuine:
                 yield _at("hashes", f"tokens {_range(turn.prompt)} are not those that it was sampled behind", s, turn, turn.prompt)
+        if turn.logprobs_hash and not _same_logprobs(s, turn):
+            words = f"the log probabilities of tokens {_range(turn.completion)} are not those that were recorded"
+            yield _at("hashes", words, s, turn, turn.completion)
+
+
+def _same_logprobs(s: Sequence, turn: TurnSpan) -> bool:
+    return hash_logprobs(ids.pack_logprobs(s.logprobs[slice(*turn.completion)])).hex() == turn.logprobs_hash
 
 
 def _range(span: Range) -> str:

@@ -27,6 +27,7 @@ async def check_round_trip(store: Store) -> None:
         completion_tokens=1,
         prefix_hash=EVERY_BYTE[:16],
         completion_hash=EVERY_BYTE[-16:],
+        logprobs_hash=EVERY_BYTE[16:32],
         served=Message("assistant", "naïve ☕\x00", "thought", (Call("call_1", "bash", '{"a": 1.0}'),), None, "me", EVERY_BYTE, True),
         finish_reason="tool_calls",
         stop_reason=151_645,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tokencache.core import ids
 from tokencache.core.canonical import Message
-from tokencache.core.turn import MatchKind, Tokens, Turn, hash_ids
+from tokencache.core.turn import MatchKind, Tokens, Turn, hash_ids, hash_logprobs
 from tokencache.store.contract import Entry, Store
 
 LONG = 200
@@ -47,6 +47,7 @@ def build(
     common = ids.count(before) if shared is None else shared
     delta, completion = ids.pack(tail), ids.pack(reply)
     prefix = ids.head(before, common) + delta + completion
+    logprobs = ids.pack_logprobs([-0.5] * len(reply))
     match: MatchKind = "root" if base is None else "continue" if extends else "resplice"
     turn = Turn(
         id=name,
@@ -60,9 +61,10 @@ def build(
         completion_tokens=len(reply),
         prefix_hash=hash_ids(prefix),
         completion_hash=hash_ids(completion),
+        logprobs_hash=hash_logprobs(logprobs),
         served=Message("assistant", f"reply {name}"),
     )
-    return Built(Entry(turn, Tokens(delta, completion, ids.pack_logprobs([-0.5] * len(reply))), keys), prefix)
+    return Built(Entry(turn, Tokens(delta, completion, logprobs), keys), prefix)
 
 
 async def record(store: Store, session: str, *built: Built) -> str:

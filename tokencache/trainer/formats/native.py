@@ -86,6 +86,7 @@ def turn_object(turn: Turn, drift: Drift | None = None) -> dict[str, Any]:
         "completion_tokens": turn.completion_tokens,
         "prefix_hash": turn.prefix_hash.hex(),
         "completion_hash": turn.completion_hash.hex(),
+        "logprobs_hash": turn.logprobs_hash.hex(),
         "finish_reason": turn.finish_reason,
         "stop_reason": turn.stop_reason,
         "model": turn.model,
