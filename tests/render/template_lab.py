@@ -328,11 +328,64 @@ NO_ARGS = RenderArgs(b"", b"", {}, {}, {})
 # --- the model ---------------------------------------------------------------------------------------------------------
 
 
+_CALLS = {
+    "toolcall": ("<TOOLCALL>[", '{{"name": "{name}", "arguments": {args}}}', ", ", "]</TOOLCALL>"),
+    "kimi": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>{id}<|tool_call_argument_begin|>{args}<|tool_call_end|>",
+        *("", "<|tool_calls_section_end|>"),
+    ),
+    "minimax": ("\n<minimax:tool_call>\n", '<invoke name="{name}">\n{xml}</invoke>', "\n", "\n</minimax:tool_call>"),
+    "mistral": ("[TOOL_CALLS] [", '{{"name": "{name}", "arguments": {args}, "id": "{id}"}}', ", ", "]"),
+    "pythonic": ("[", "{name}({python})", ", ", "]"),
+    "olmo": ("<function_calls>\n", "{name}({python})", "\n", "\n</function_calls>"),
+    "command": ("<|START_ACTION|>[\n", '    {{"tool_name": "{name}", "parameters": {args}}}', ",\n", "\n]<|END_ACTION|>"),
+    "granite": ("<|tool_call|>[", '{{"name": "{name}", "arguments": {args}}}', ", ", "]"),
+    "phi": ("", '<|tool_call|>{{"name": "{name}", "arguments": {args}}}<|/tool_call|>', "", ""),
+    "hunyuan": ("<tool_calls>[", '{{"name": "{name}", "arguments": {args}}}', ", ", "]</tool_calls>"),
+    "deepseek-3.1": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{args}<｜tool▁call▁end｜>",
+        *("", "<｜tool▁calls▁end｜>"),
+    ),
+    "seed": ("", "\n<seed:tool_call>\n<function={name}>\n{xml}</function>\n</seed:tool_call>", "", ""),
+}
+"""How a style writes calls: what opens them, one call, what parts two, what closes them."""
+_THINKING = {"command": ("<|START_THINKING|>", "<|END_THINKING|>"), "seed": ("<seed:think>", "</seed:think>")}
+_ANSWER = {"command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"), "mistral": (" ", ""), "hunyuan": ("助手：", "")}
+
+
+def _written(kind: Kind, reply: dict[str, Any], prompt: str, text: str) -> str:
+    """What the model writes in a style of `_CALLS`."""
+    thought, out = reply.get("reasoning"), ""
+    begin, end = _THINKING.get(kind.style, ("<think>\n", "\n</think>\n\n"))
+    if prompt.rstrip("\n").endswith(begin.strip()):
+        out = (thought or "hm") + end
+    elif thought and "</think>" not in prompt[-20:]:
+        out = begin + thought + end
+    calls = reply.get("tool_calls") or ()
+    before, after = _ANSWER.get(kind.style, ("", "")) if text and not calls else ("", "")
+    out += before + text + after
+    if calls:
+        opening, form, between, closing = _CALLS[kind.style]
+        out += opening + between.join(_call(form, call) for call in calls) + closing
+    return out + ("\n" if kind.stops[0] == "<SPECIAL_12>" else "")  # Nemotron Nano ends its words with a newline
+
+
+def _call(form: str, call: dict[str, Any]) -> str:
+    given = json.loads(call["function"]["arguments"])
+    xml = _each(given, '<parameter name="{}">{}</parameter>')
+    python = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
+    return form.format(name=call["function"]["name"], args=json.dumps(given), id=call.get("id", ""), xml=xml, python=python)
+
+
 def speech(kind: Kind, reply: dict[str, Any], prompt: str) -> str:
     """What the model writes behind `prompt`, in its own format, less the stop token."""
     thought, text = reply.get("reasoning"), reply.get("content") or ""
     text = text if isinstance(text, str) else "".join(part["text"] for part in text)
     calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in reply.get("tool_calls") or ()]
+    if kind.style in _CALLS:
+        return _written(kind, reply, prompt, text)
     opened = prompt.endswith("<think>\n")
     thinking = "" if opened or thought else None
     if kind.style == "harmony":
