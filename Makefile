@@ -18,7 +18,7 @@ E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspa
 PYTEST_E2E = $(BIN)/pytest -o addopts="-q --strict-markers --strict-config"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock audit demo lint lint-deploy test e2e e2e-engine e2e-harnesses e2e-versions consumers chaos fuzz bench bench-quick bench-engine bench-others clean
+.PHONY: help install lock audit demo lint lint-deploy test e2e e2e-engine e2e-harnesses e2e-versions consumers chaos fuzz adversary bench bench-quick bench-engine bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -85,6 +85,9 @@ chaos: $(STAMP) ## 2,000 turns while proxies, Redis and engines are killed, froz
 
 fuzz: $(STAMP) ## the parsers that read what strangers write, for two minutes; guided by coverage after .venv/bin/pip install atheris. ARGS="path --seconds 600"
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+adversary: $(STAMP) ## random agent sessions against reading, matching, planning and recording, judged message by message. ARGS="--turns 1000000 --processes 2"
+	$(BIN)/python -m tests.adversary $(ARGS)
 
 bench: bench-others ## what the proxy costs, beside a bare relay, nginx, LiteLLM and more: 25 minutes, on a quiet machine
 	$(BIN)/python -m bench $(ARGS)

@@ -1,0 +1,179 @@
+"""What a message says, however it is written; and the harmless ways to write it otherwise.
+
+Written from docs/rules.md, not from the product's code, so that it can be wrong only in its own way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+Message = dict[str, Any]
+
+_THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_LONE = re.compile("[\ud800-\udfff]")
+
+
+def stripped(text: str) -> str:
+    """A text without the white space, and the byte order marks, around it."""
+    before = None
+    while text != before:
+        before, text = text, text.strip().strip("\ufeff")
+    return text
+
+
+def text_of(message: Message) -> str:
+    """The text as it stands: parts are joined with newlines, no text is empty."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
+def _parted(message: Message) -> tuple[str, str]:
+    """The reasoning at the beginning of a reply's text, and the rest."""
+    text = text_of(message)
+    inline = _THINK.match(text)
+    return (stripped(inline[1]), stripped(text[inline.end() :])) if inline else ("", stripped(text))
+
+
+def arguments_of(text: Any) -> str:
+    """The value of a call's arguments: equal for all writings of one value; what is no JSON is only itself."""
+    if not isinstance(text, str):
+        text = json.dumps(text)
+    if not stripped(text):
+        return "{}"
+    try:
+        value = json.loads(stripped(text), parse_int=_number, parse_float=_number, parse_constant=_number)
+    except (ValueError, RecursionError):
+        return f"no JSON: {text}"
+    return json.dumps(_clean(value), sort_keys=True)
+
+
+def _number(written: str) -> str:
+    value = float(written)
+    finite = f"\0number {value + 0.0!r}"
+    return finite if math.isfinite(value) else f"\0number {written}" if written.strip("-").isdecimal() else f"\0number {value}"
+
+
+def _clean(value: Any) -> Any:
+    """A value with its texts told apart from the numbers, which are texts by now."""
+    if isinstance(value, str):
+        return value if value.startswith("\0number ") else "text " + _LONE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return list(map(_clean, value))
+    return {_LONE.sub("\ufffd", name): _clean(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+
+
+def meaning(message: Message) -> tuple[Any, ...]:
+    """Who says what; of a reply without its reasoning, and without the ids of its calls."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    if role != "assistant":
+        return role, stripped(text_of(message)), message.get("name") if role != "tool" else None
+    calls = tuple((call["function"]["name"], arguments_of(call["function"]["arguments"])) for call in message.get("tool_calls") or ())
+    return role, _parted(message)[1], calls
+
+
+def thoughts(message: Message) -> set[str]:
+    """The reasoning of a reply, wherever it stands."""
+    member = message.get("reasoning") or message.get("reasoning_content") or ""
+    return {stripped(member), _parted(message)[0]} - {""}
+
+
+def says(message: Message, reply: Message) -> bool:
+    """Whether a message says what a reply said, and thinks nothing that the reply did not."""
+    return meaning(message) == meaning(reply) and thoughts(message) <= thoughts(reply)
+
+
+def call_ids(message: Message) -> tuple[str, ...]:
+    """The ids of a message's calls."""
+    return tuple(call["id"] for call in message.get("tool_calls") or ())
+
+
+def safe(name: str) -> str:
+    """An id as harnesses write it that allow few characters."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)
+
+
+# --- other writings ------------------------------------------------------------------------------------------------------
+
+
+def trimmed(message: Message, _: random.Random) -> Message:
+    return {**message, "content": stripped(message["content"])} if isinstance(message.get("content"), str) else message
+
+
+def padded(message: Message, rng: random.Random) -> Message:
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": rng.choice(["", " ", "\n", "\ufeff"]) + message["content"] + rng.choice(["\n", "\u00a0", "  "])}
+
+
+def blank(message: Message, rng: random.Random) -> Message:
+    if stripped(text_of(message)):
+        return message
+    other = {name: value for name, value in message.items() if name != "content"}
+    return rng.choice([other, {**message, "content": None}, {**message, "content": ""}, {**message, "content": " \n"}])
+
+
+def in_parts(message: Message, _: random.Random) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) and content else message
+
+
+def rewritten_json(message: Message, rng: random.Random) -> Message:
+    """The arguments written anew, as JavaScript, Python or a pretty-printer would."""
+
+    def one(call: Message) -> Message:
+        arguments = call["function"]["arguments"]
+        try:
+            value = json.loads(arguments)
+            style = rng.choice([{"sort_keys": True}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}])
+            written = json.dumps(value, **style)
+            written.encode()
+        except (ValueError, TypeError):
+            return call
+        if arguments_of(written) != arguments_of(arguments):  # a number that Python cannot keep
+            return call
+        return {**call, "function": {**call["function"], "arguments": written}}
+
+    return {**message, "tool_calls": list(map(one, message["tool_calls"]))} if message.get("tool_calls") else message
+
+
+def silent(message: Message, _: random.Random) -> Message:
+    """Without the reasoning in its own member."""
+    return {name: value for name, value in message.items() if name not in {"reasoning", "reasoning_content"}}
+
+
+def renamed_member(message: Message, _: random.Random) -> Message:
+    if not message.get("reasoning"):
+        return message
+    other = silent(message, _)
+    return {**other, "reasoning_content": message["reasoning"]}
+
+
+def inline(message: Message, _: random.Random) -> Message:
+    """The reasoning moved to the beginning of the text."""
+    thought = message.get("reasoning")
+    content = message.get("content")
+    if not thought or "</think>" in thought or not (content is None or isinstance(content, str)) or "<think>" in (content or ""):
+        return message
+    return {**silent(message, _), "content": f"<think>\n{thought}\n</think>\n\n{content or ''}"}
+
+
+HARMLESS: dict[str, Callable[[Message, random.Random], Message]] = {
+    "trimmed": trimmed,
+    "padded": padded,
+    "blank": blank,
+    "in parts": in_parts,
+    "rewritten JSON": rewritten_json,
+    "silent": silent,
+    "renamed member": renamed_member,
+    "inline": inline,
+}
+"""What a canonical rule of docs/rules.md forgives: done to a reply, it is the same reply."""
