@@ -6,7 +6,8 @@ works out what could be known from the requests alone, by the evidence that docs
 ============  =============================================================================================================
 `false`       tokens of a turn stand where the message is not that turn's reply
 `unfaithful`  outside the model's own spans the prompt is not what the template renders
-`owed`        a reply that can be known for certain was not given its tokens
+`missed`      a reply that can be known for certain was not given its tokens
+`not placed`  the same, where the product says that the template does not let it be proven where the reply stands
 `lost`        what was sampled is in no turn
 `trained…`    what was sampled is trained other than once
 `broken`      what is recorded is not what went into the engine and came out of it
@@ -39,6 +40,14 @@ _DRAWN = re.compile(r"(?=[a-zA-Z]*[0-9])[0-9a-zA-Z]{8,}$")
 """An id that was drawn at random, so that nobody else comes by it: others count calls, and harnesses count, too."""
 CONTEXT_FREE = frozenset({"unreadable-history", "media"})
 """Reasons of a request that nobody can read: nothing in it is owed."""
+
+NOT_PLACED = frozenset(
+    {
+        *("opener-unknown", "sentinel-lost", "sentinel-twice", "reply-not-rendered", "empty-tail", "no-stop-id-behind-the-reply"),
+        *("tail-not-proven", "past-changes", "new-messages-reach-back", "template-refuses"),
+    }
+)
+"""Reasons of a prompt in which recognised replies could not be placed, for the template does not let it be proven where."""
 
 NEVER = ("false", "unfaithful", "lost", "trained twice", "broken", "internal-error")
 
@@ -172,7 +181,7 @@ class Tally:
         """What was seen, a line for each."""
         lines = [(name, self.counts[name]) for name in ("turns", "refused", "not read", "served otherwise")]
         lines += [(f"  {name}", number) for name, number in self.matches.most_common()]
-        lines += [(name, self.counts[name]) for name in (*NEVER, "owed", "missed")]
+        lines += [(name, self.counts[name]) for name in (*NEVER, "owed", "not placed", "missed")]
         lines += [(f"  {name}", number) for name, number in self.missed.most_common(20)]
         return "\n".join(f"{name:60} {number:9}" for name, number in lines)
 
@@ -375,7 +384,10 @@ class Oracle:
             if not evidence or place < settled:
                 continue
             self.tally.counts["owed"] += 1
-            if place not in supplied:
+            if place not in supplied and plan.reason in NOT_PLACED:
+                self.tally.counts["not placed"] += 1
+                self.tally.missed[f"{self.stack.kind.name}, {plan.match}: {plan.reason}"] += 1
+            elif place not in supplied:
                 self.tally.missed[f"{self.stack.kind.name}, {plan.match}: {plan.reason}"] += 1
                 self._find("missed", f"message {place} is turn {entry.turn} by {evidence}; {plan.match}: {plan.reason}")
 

@@ -187,7 +187,7 @@ def _settled(
             able = tuple(found for found in able if here.follows(found.hit.turn, at_least=True))
         able = _narrowed(here, able) if len(able) > 1 else able
         certain = bool(able) and _interchangeable([found.hit.turn for found in able], in_place=False)
-        last = tuple(found.hit.turn for found in able) if certain else ()
+        last = (able[0].hit.turn,) if certain and len(able) == 1 else ()
         if certain:
             said.append((claim.place, able))
         else:
@@ -195,11 +195,10 @@ def _settled(
     settled: list[tuple[int, _Found]] = []
     taken = set(inside)
     for place, able in said:
-        words = able[0].hit.turn.completion_hash
-        rivals = [others for _, others in said if others[0].hit.turn.completion_hash == words]
-        turns_left = {found.hit.turn.id for others in rivals for found in others} - inside
+        names = {found.hit.turn.id for found in able}
+        rivals = [own for _, others in said if names & (own := {found.hit.turn.id for found in others})]
         free = [found for found in able if found.hit.turn.id not in taken]
-        if not free or len(rivals) > len(turns_left):
+        if not free or len(rivals) > len(set().union(*rivals) - inside):
             reasons.append(AMBIGUOUS)
             continue
         taken.add(free[0].hit.turn.id)

@@ -41,6 +41,8 @@ RENDERED_ALIKE = "rendered-alike"
 PAST_CHANGES = "past-changes"
 EDITED = frozenset({PAST_CHANGES, "new-messages-reach-back", "tail-not-proven"})
 """Why no tail can be put behind a history that is what it was: the template writes the history otherwise now, as if it had been edited."""
+OPENER_UNKNOWN = "opener-unknown"
+"""What recognised replies were sampled behind is not known to be a generation prompt: these are text like any other."""
 UNPLACED = "unplaced-replies"
 """The records do not say where replies stand in the prompt that is to be gone on from."""
 FIRST_REPLIES = 2
@@ -308,13 +310,13 @@ class Planner:
         stored = await self._store.tokens(session, [reply.turn.id for reply in replies])
         while replies:
             around = await model.tails.around(_ask(session, call, replies[-1].place + 1), [reply.place for reply in replies])
-            openers = [await self._opener(session, around, n, reply, stored) for n, reply in enumerate(replies)]
+            openers = [await self._opener(session, call, (around, n), reply, stored) for n, reply in enumerate(replies)]
             if None not in openers:
                 break
-            # What a reply was sampled behind is not known to be a generation prompt: it is text like any other.
             replies = [reply for reply, opener in zip(replies, openers, strict=True) if opener is not None]
+            found = found._replace(reason=OPENER_UNKNOWN)
         else:
-            raise TailRefusedError("opener-unknown")
+            raise TailRefusedError(OPENER_UNKNOWN)
         said = [ids.head(stored[reply.turn.id].completion, reply.end - reply.start) for reply in replies]
         opened = [opener or b"" for opener in openers]
         prompt, replies = _filled(around.pieces, opened, list(zip(replies, said, strict=True)), model.stop_ids)
@@ -334,20 +336,26 @@ class Planner:
         )
         if parent is None:
             return plan
-        follows = msgspec.structs.replace(plan, match="continue", reason=RENDERED_ALIKE, parent=parent.id, origin=None, shared=last.end)
-        if parent is found.parent and not found.anchors:  # nothing was edited: it only had to be proven
+        reason = found.reason if found.reason == OPENER_UNKNOWN else RENDERED_ALIKE
+        follows = msgspec.structs.replace(plan, match="continue", reason=reason, parent=parent.id, origin=None, shared=last.end)
+        if parent is found.parent and not found.anchors and reason == RENDERED_ALIKE:  # nothing was edited: it only had to be proven
             return msgspec.structs.replace(
                 follows, match=found.kind, reason="", anchors=(), heard=found.at - 1, served=parent.served, foreign=parent.foreign
             )
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
         return msgspec.structs.replace(follows, match="branch") if continued else follows
 
-    async def _opener(self, session: str, around: Around, n: int, reply: Standing, stored: Mapping[str, Tokens]) -> bytes | None:
+    async def _opener(
+        self, session: str, call: ChatCall, place: tuple[Around, int], reply: Standing, stored: Mapping[str, Tokens]
+    ) -> bytes | None:
         """Find the generation prompt that a reply was sampled behind; `None` if it is not known to be one."""
+        around, n = place
+        assert call.conversation is not None  # noqa: S101 - it was matched
         opened = stored[reply.turn.id].delta
         if len(opened) < max(map(len, around.openers)):  # most of its prompt is stored with another turn
             opened = (await self._prefixes.get(session, reply.turn.id)).prefix.prompt
-        return around.opener(n, opened)
+        before = evidence.parted(evidence.before(call.conversation, reply.place)).message
+        return around.opener(n, opened, alike=before == evidence.parted(reply.turn.before).message)
 
     async def _gone_on_from(self, session: str, prompt: bytes, last: Standing) -> Turn | None:
         """Find the turn whose exact ids a prompt goes on from, though its context was edited: the template renders both alike."""

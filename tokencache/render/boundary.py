@@ -13,6 +13,7 @@ turn, which starts with a stop id; or nothing after the closing, where the stop 
 """
 
 import secrets
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -96,6 +97,13 @@ def reworded(message: bytes) -> bytes:
             texts[0]["text"] = _interject(texts[0]["text"])
             return msgspec.json.encode(entry)
     return msgspec.json.encode({**entry, "content": _interject(content if isinstance(content, str) else "")})
+
+
+def answering(message: bytes, names: Mapping[str, str]) -> bytes:
+    """Let a raw tool message answer the call of another id, by `names`; all others stay as they are."""
+    entry = msgspec.json.decode(message)
+    answers = entry.get("tool_call_id")
+    return msgspec.json.encode({**entry, "tool_call_id": names[answers]}) if answers in names else message
 
 
 def _interject(text: str) -> str:

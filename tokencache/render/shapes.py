@@ -127,7 +127,7 @@ def shape_of(ask: TailAsk) -> tuple[object, ...]:
         min(len(ask.reply.calls), MANY),
         bool(ask.reply.text),
         bool(ask.reply.thought),
-        _counted_twice(ask),
+        counted_twice(ask),
         runs,
         any(m.calls for m in new),
         "tool" in spoken,
@@ -140,7 +140,7 @@ def shape_of(ask: TailAsk) -> tuple[object, ...]:
     )
 
 
-def _counted_twice(ask: TailAsk) -> bool:
+def counted_twice(ask: TailAsk) -> bool:
     """Whether a call of the reply has an id that an earlier call has: a template that looks results up by it finds the earlier one."""
     names = {call.id for call in ask.reply.calls if not is_unique(call.id)}
     if not names or ask.conversation.debuts.get(CALLS, ask.at) >= ask.at - 1:

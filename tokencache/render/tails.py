@@ -47,9 +47,10 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.canonical import Message
-from tokencache.render.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, learn, reworded, stand_in
+from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.render.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, answering, learn, reworded, stand_in
 from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
-from tokencache.render.shapes import MANY, Refusal, Shape, TailAsk, shape_of
+from tokencache.render.shapes import MANY, Refusal, Shape, TailAsk, counted_twice, shape_of
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -82,16 +83,17 @@ class Around(NamedTuple):
     heads: list[bytes | None]
     openers: tuple[bytes, ...]
 
-    def opener(self, n: int, opened: bytes) -> bytes | None:
+    def opener(self, n: int, opened: bytes, *, alike: bool) -> bytes | None:
         """Find the generation prompt that ends `opened`, the prompt that reply `n` was sampled behind; `None` if none is known.
 
-        There may be none at all, in the template or behind such a message: then both end with the same token.
+        There may be none at all, in the template or behind such a message: then both end with the same token. Where the message directly
+        before is another one now (`alike` is false), that may be by chance.
         """
         head = self.heads[n]
         if head is None:
             return None
         able = [opener for opener in (*self.openers, head) if opener and opened.endswith(opener)]
-        bare = opened[-ids.ID_BYTES :] == self.pieces[n][-ids.ID_BYTES :] and not (head and any(self.openers))
+        bare = opened[-ids.ID_BYTES :] == self.pieces[n][-ids.ID_BYTES :] and (alike or not (head and any(self.openers)))
         return max(able, key=len, default=b"" if bare else None)
 
 
@@ -308,6 +310,8 @@ class Tails:
 
     async def _way(self, ask: TailAsk, boundary: Boundary, tail: bytes) -> _Proven:
         """Find the cheapest way that leads to a tail."""
+        if counted_twice(ask) and not await self._hides_ids(ask, boundary, tail):
+            return _Proven(tail, "full", b"")  # which call a result belongs to is for the template to find out, among all calls
         local = await self._locally(ask, boundary)
         if local == tail:
             return _Proven(tail, "local", await self._small(ask, boundary, "local"))
@@ -323,6 +327,20 @@ class Tails:
                     log.warning("the local tokenizer gives other ids than the engine for some conversations: those are left to the engine")
                 return _Proven(tail, way, shown)
         return _Proven(tail, "full", b"")
+
+    async def _hides_ids(self, ask: TailAsk, boundary: Boundary, tail: bytes) -> bool:
+        """Whether a tail is the same if the reply's calls, and what answers them, have ids that no other call has."""
+        other = {call.id: f"{call.id}{SENTINEL[::-1]}" for call in ask.reply.calls}
+        reply = msgspec.structs.replace(
+            ask.reply, calls=tuple(msgspec.structs.replace(call, id=other[call.id]) for call in ask.reply.calls)
+        )
+        new = [answering(raw, other) for raw in ask.raw_new]
+        shown = [*ask.raw[: ask.at - 1], stand_in(reply, SENTINEL, in_text=not boundary.in_calls), *new]
+        self.renders["full"] += 1
+        try:
+            return boundary.cut(await self._renderer.render(ask.model, shown, ask.args, generation=True)) == tail
+        except (BoundaryUnknownError, TemplateRefusedError):
+            return False
 
     async def _locally(self, ask: TailAsk, boundary: Boundary) -> bytes | None:
         """Take a tail from the local tokenizer; `None` if it leaves this conversation to the engine, nothing if it hides the tail."""
@@ -414,18 +432,29 @@ class Tails:
         if head:
             return front[: len(front) - len(head)], head
         piece, begins = _parted(await self._body(ask, place, last, boundaries), front, self._stop_ids)
+        if begins is None and (ask.systems or ask.args.tools is not None):  # which a template may write before the last message
+            with suppress(BoundaryUnknownError, TemplateRefusedError):
+                bare = msgspec.structs.replace(ask.args, tools=None)
+                piece, begins = _parted(await self._body(ask, place, last, boundaries, args=bare), front, self._stop_ids)
         if begins is not None and len(known) < MOST_HEADS and front == piece + begins:
             known.add(begins)
         return piece, begins
 
-    async def _body(self, ask: TailAsk, place: int, last: int | None, boundaries: Mapping[int, Boundary]) -> bytes:
-        """Render what stands between two replies without the latter: what is rendered with a generation prompt and without."""
-        shown, args = list(ask.raw[:place]), ask.args
-        if last is not None:
+    async def _body(
+        self, ask: TailAsk, place: int, last: int | None, boundaries: Mapping[int, Boundary], *, args: RenderArgs | None = None
+    ) -> bytes:
+        """Render what stands between two replies without the latter: what is rendered with a generation prompt and without.
+
+        With other `args` the system messages in front are left out.
+        """
+        systems = ask.systems if args is None else ()
+        if last is None:
+            shown = [*systems, *ask.raw[len(ask.systems) : place]]
+        else:
             reply = stand_in(ask.conversation.messages[last], SENTINEL, in_text=not boundaries[last].in_calls)
-            shown = [*ask.systems, ASK, reply, *ask.raw[last + 1 : place]]
+            shown = [*systems, ASK, reply, *ask.raw[last + 1 : place]]
         self.renders["full" if last is None else "small"] += 2
-        both = [await self._renderer.render(ask.model, shown, args, generation=generation) for generation in (True, False)]
+        both = [await self._renderer.render(ask.model, shown, args or ask.args, generation=generation) for generation in (True, False)]
         if last is not None:
             both = [boundaries[last].cut(one) for one in both]
         self._opened(*both)
