@@ -93,15 +93,15 @@ async def test_a_session_in_figures_and_as_a_tree(rig, look):
         ("masked tokens", f"{figures['masked_tokens']:,}"), ("incidents", 1), ("forgiven", sum(figures["forgiven"].values())),
     ]:  # fmt: skip
         await expect(page.locator(f"[data-tile='{name}'] dd")).to_contain_text(str(value))
-    await expect(page.locator("[data-tile='drift avoided'] dd")).to_contain_text(re.compile(r"[\d,]+ tokensin 4 of 4 last prompts"))
-    await expect(page.locator(".mix li")).to_have_text(["2 root", "6 continue", "1 branch", "1 resplice", "1 plain"])
+    await expect(page.locator("[data-tile='drift avoided'] dd")).to_contain_text(re.compile(r"[\d,]+ tokensin 5 of 5 last prompts"))
+    await expect(page.locator(".mix li")).to_have_text(["2 root", "6 continue", "1 branch", "2 resplice"])
     rows = page.locator(".turn-row")
     await expect(rows.nth(1)).to_contain_text("thrown away")
     await expect(rows.nth(1)).to_have_class(re.compile("dim"))
     await expect(rows.nth(2).locator(".b-branch")).to_have_text("branch")
     await expect(rows.nth(7).locator(".b-resplice")).to_have_text("resplice")
     await expect(rows.nth(7)).to_contain_text("context-edited")
-    await expect(rows.nth(9).locator(".b-plain")).to_have_text("plain")
+    await expect(rows.nth(9).locator(".b-resplice")).to_have_text("resplice")
     await expect(rows.nth(10)).to_contain_text("upstream-broke")
     assert await number(page, ".turn-row:nth-child(7) .edge.dashed")  # the resplice takes its context from a turn above
     lanes = [await rows.nth(n).locator("circle").get_attribute("cx") for n in range(11)]
@@ -128,10 +128,10 @@ async def test_why_a_rollout_split(rig, look):
     page = await look("#/session/rollout-7")
     await page.locator(".turn-row").nth(9).locator("a.row").click()
     panel = page.locator("aside")
-    await expect(panel).to_contain_text("foreign-reply-between")
+    await expect(panel).to_contain_text("context-edited")
     await expect(panel.locator(".echo[data-verdict='foreign']")).to_contain_text("no exact tokens stand for it")
     await expect(panel.locator(".echo[data-verdict='foreign'] ins")).to_contain_text(["2"])
-    await expect(panel.locator(".echo", has_text="said in another context")).to_contain_text("turn 6")
+    await expect(panel.locator(".echo[data-verdict='equivalent']")).to_contain_text("its exact tokens stand in the prompt")
 
 
 async def test_incidents_sequences_and_what_was_forgiven(rig, look):
@@ -143,9 +143,9 @@ async def test_incidents_sequences_and_what_was_forgiven(rig, look):
     await row.get_by_role("link", name="turn 10").click()
     await expect(page.locator("aside h2")).to_have_text("Turn 10")
     await page.get_by_role("navigation", name="Parts").get_by_role("link", name="sequences").click()
-    await expect(page.locator("tbody .badge")).to_have_text(["root", "branch", "root", "resplice", "plain"])
+    await expect(page.locator("tbody .badge")).to_have_text(["root", "branch", "root", "resplice", "resplice"])
     await page.get_by_role("navigation", name="Parts").get_by_role("link", name="forgiven").click()
-    await expect(page.locator("tbody tr")).to_have_count(8)
+    await expect(page.locator("tbody tr")).to_have_count(9)
     await expect(page.locator("tbody tr").first).to_contain_text("cd-prefix")
 
 
