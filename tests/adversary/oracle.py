@@ -3,15 +3,16 @@
 It knows of every message whether the model said it, and in which turn (`Entry.turn`), because it watches what the harness does. It
 works out what could be known from the requests alone, by the evidence that docs/rules.md names, and holds every prompt against both:
 
-============  =============================================================================================================
-`false`       tokens of a turn stand where the message is not that turn's reply
-`unfaithful`  outside the model's own spans the prompt is not what the template renders
-`missed`      a reply that can be known for certain was not given its tokens
-`not placed`  the same, where the product says that the template does not let it be proven where the reply stands
-`lost`        what was sampled is in no turn
-`trained…`    what was sampled is trained other than once
-`broken`      what is recorded is not what went into the engine and came out of it
-============  =============================================================================================================
+==============  ===========================================================================================================
+`false`         tokens of a turn stand where the message is not that turn's reply
+`unfaithful`    outside the model's own spans the prompt is not what the template renders
+`lost`          what was sampled is in no turn
+`trained…`      what was sampled is trained other than once
+`broken`        what is recorded is not what went into the engine and came out of it
+`no rendering`  a prompt was sent, and the template refuses the request as a whole: a direct call would have been refused
+`missed`        a reply that can be known for certain was not given its tokens
+`not placed`    the same, where the product says that the template does not let it be proven where the reply stands
+==============  ===========================================================================================================
 
 The rendering that a prompt must equal is found by another way than the product's: the whole request is rendered, as text, with a
 word in the place of every recognised reply, and cut at those words.
@@ -181,7 +182,7 @@ class Tally:
         """What was seen, a line for each."""
         lines = [(name, self.counts[name]) for name in ("turns", "refused", "not read", "served otherwise")]
         lines += [(f"  {name}", number) for name, number in self.matches.most_common()]
-        lines += [(name, self.counts[name]) for name in (*NEVER, "owed", "not placed", "missed")]
+        lines += [(name, self.counts[name]) for name in (*NEVER, "no rendering", "owed", "not placed", "missed")]
         lines += [(f"  {name}", number) for name, number in self.missed.most_common(20)]
         return "\n".join(f"{name:60} {number:9}" for name, number in lines)
 
@@ -435,7 +436,8 @@ class Oracle:
         try:
             wanted = self.template.pieces(called, spans, [self.turns[span.turn].opening for span in spans])
         except (LookupError, RefusedError) as why:
-            self._find("unfaithful", f"no rendering of the request shows the replies: {why}")
+            kind = "no rendering" if isinstance(why, RefusedError) else "unfaithful"
+            self._find(kind, f"no rendering of the request shows the replies: {why}")
             return self.stack.renderer.words.decode(called.prompt)
         decode = self.stack.renderer.words.decode
         at = 0

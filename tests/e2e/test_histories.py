@@ -159,7 +159,7 @@ async def test_edited_context_is_respliced(proxied, stream, edit):
     assert (turn["match"], turn["reason"]) == ("resplice", "context-edited")
     replies, spans = harness.replies[3 - kept : 3], turn["anchors"]
     if edit == "result":  # the first reply stands before the edit, where it always stood
-        spans = [{"start": len(replies[0].prompt), "end": len(replies[0].prefix)}, *spans]
+        assert (spans[0]["start"], spans[0]["end"]) == (len(replies[0].prompt), len(replies[0].prefix))
         assert after.extends(replies[0])
     for span, reply in zip(spans, replies, strict=True):
         assert after.prompt[span["start"] : span["end"]] == reply.ids

@@ -352,7 +352,7 @@ class Planner:
         around, n = place
         assert call.conversation is not None  # noqa: S101 - it was matched
         opened = stored[reply.turn.id].delta
-        if len(opened) < max(map(len, around.openers)):  # most of its prompt is stored with another turn
+        if len(opened) < around.longest:  # most of its prompt is stored with another turn
             opened = (await self._prefixes.get(session, reply.turn.id)).prefix.prompt
         before = evidence.parted(evidence.before(call.conversation, reply.place)).message
         return around.opener(n, opened, alike=before == evidence.parted(reply.turn.before).message)

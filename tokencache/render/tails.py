@@ -83,17 +83,23 @@ class Around(NamedTuple):
     heads: list[bytes | None]
     openers: tuple[bytes, ...]
 
+    @property
+    def longest(self) -> int:
+        """How many bytes of a prompt's end have to be looked at."""
+        return max(END_OF_MESSAGE * ids.ID_BYTES, *map(len, self.openers))
+
     def opener(self, n: int, opened: bytes, *, alike: bool) -> bytes | None:
         """Find the generation prompt that ends `opened`, the prompt that reply `n` was sampled behind; `None` if none is known.
 
-        There may be none at all, in the template or behind such a message: then both end with the same token. Where the message directly
-        before is another one now (`alike` is false), that may be by chance.
+        There may be none at all, in the template or behind such a message: then it was sampled directly behind the message that stands
+        before it now. `alike`: it is the same message. Where it is not, only a template without generation prompts leaves no doubt.
         """
         head = self.heads[n]
         if head is None:
             return None
         able = [opener for opener in (*self.openers, head) if opener and opened.endswith(opener)]
-        bare = opened[-ids.ID_BYTES :] == self.pieces[n][-ids.ID_BYTES :] and (alike or not (head and any(self.openers)))
+        end = self.pieces[n][-END_OF_MESSAGE * ids.ID_BYTES :] if alike else self.pieces[n][-ids.ID_BYTES :]
+        bare = opened.endswith(end) and (alike or not (head and any(self.openers)))
         return max(able, key=len, default=b"" if bare else None)
 
 
