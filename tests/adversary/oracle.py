@@ -197,6 +197,12 @@ class Tally:
         return any(self.counts[kind] for kind in NEVER)
 
 
+def _since(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
+    """What was said since the last reply, however it is written."""
+    last = max((place for place, entry in enumerate(entries) if entry.is_reply), default=-1)
+    return [entry.loose for entry in entries[last + 1 :]]
+
+
 class Oracle:
     """Judges the calls of one session."""
 
@@ -417,8 +423,9 @@ class Oracle:
             return "handle"
         if own in beside and self._alone(own, beside):
             return "neighbour"
-        led = [said for said in beside if previous is not None and said.last == previous]
-        return "neighbour and previous reply" if own in led and self._alone(own, led) else ""
+        since = _since(entries[:place])
+        led = [said for said in beside if previous is not None and said.last == previous and _since(said.entries) == since]
+        return "previous reply and all since" if own in led and self._alone(own, led) else ""
 
     def _claimed_elsewhere(self, own: Said, entries: Sequence[Entry], place: int, scope: str) -> bool:
         """Whether another message of the history may just as well be this turn's reply: it stands in one place only."""

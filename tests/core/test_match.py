@@ -537,3 +537,11 @@ def test_equal_replies_of_equal_tokens_are_interchangeable():
     assert [place for place, _ in found.anchors] == [2, 4]
     assert {hit.turn.id for _, hit in found.anchors} == {one.id, two.id}
     assert index.match(S1, U1, OK, U1, OK, U1, OK, U2).anchors == (), "one of the three is the harness's own, and nobody knows which"
+
+
+def test_a_turn_that_a_switched_off_rule_bars_leaves_the_others_in_doubt():
+    index = _Index(Leniency(off=frozenset({"reasoning-dropped"})))
+    index.add(_turn("a", OK), U1)
+    assert index.match(S1, U1, OK, U2).anchors != ()
+    index.add(_turn("b", _thought("OK", "because")), U1)
+    assert index.match(S1, U1, OK, U2).reason == "ambiguous-reply"

@@ -320,10 +320,19 @@ class _Finder(NamedTuple):
             return _Claim(i, (), _why_not(judged) if not genuine else FOREIGN)
         if any(DISAGREED in found.hit.turn.marks for found in known):
             return _Claim(i, (), DISAGREED)
+        if self._may_be_barred(i, judged, known):
+            return _Claim(i, (), AMBIGUOUS)
         by_handle = handle and all(found.hit.turn.handle == handle for found in known)
         if not by_handle and any(may_be(hit.turn, echoed) for hit in self.hits.get(aborted_key(self.conversation.voice), ())):
             return _Claim(i, (), AMBIGUOUS)
         return _Claim(i, tuple(known), "" if evident else FOREIGN, in_order=not evident)
+
+    def _may_be_barred(self, i: int, judged: Sequence[_Found], known: Sequence[_Found]) -> bool:
+        """Whether another turn fits as well, but for a rule that may not be relied on: that leaves the others in doubt."""
+        here = evidence.parted(evidence.before(self.conversation, i)).message
+        barred = [found.hit.turn for found in judged if found.verdict.rules and not found.verdict.supplied]
+        tokens = {found.hit.turn.completion_hash for found in known}
+        return any(evidence.parted(turn.before).message == here and turn.completion_hash not in tokens for turn in barred)
 
     def _evident(self, i: int, genuine: list[_Found]) -> list[_Found]:
         """Keep the turns that more than their words speak for, by the strongest evidence that speaks for any."""
