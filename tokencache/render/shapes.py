@@ -53,8 +53,10 @@ class TailAsk(msgspec.Struct, frozen=True):
 
     @property
     def lead(self) -> int:
-        """How many messages stand before the model's first words."""
-        return self.conversation.debuts["assistant"]
+        """How many messages stand before the first answer to a user: a greeting in front is none, and may be all that stands still."""
+        messages = self.conversation.messages
+        asked = self.conversation.debuts.get("user", 0)
+        return next((i for i in range(asked, self.at) if messages[i].role == "assistant"), self.conversation.debuts["assistant"])
 
     @property
     def systems(self) -> Sequence[bytes]:
