@@ -34,8 +34,8 @@ in place of a string.
 
 ## Evidence: which turn is this reply?
 
-Where nothing before a reply was touched, its place names it. Elsewhere, words alone are no evidence: a few-shot example may hold the
-very words of a reply. What counts, the strongest first:
+If nothing before a reply changed, its position identifies it. Otherwise its text alone does not: a few-shot example may contain the
+same text. The following evidence counts, strongest first:
 
 | evidence | how strong |
 |---|---|

@@ -31,8 +31,8 @@ class Conversation(msgspec.Struct, frozen=True):
 
     `chain` and `written` have one entry more than `messages`: `chain[i]` covers `messages[:i]`, and `written[i]` the assistant's
     messages among them, as they are written. `digests[i]` and `exacts[i]` are those of `messages[i]` alone. `voice` names the model.
-    `salt` is for keys of what is said nowhere in the conversation. `debuts` is where each role speaks first, and where the first call is
-    made (`CALLS`).
+    `salt` is for keys of values that the conversation does not contain. `debuts` maps each role to its first message, and `CALLS` to the
+    first message with a call.
     """
 
     messages: tuple[Message, ...]
@@ -49,10 +49,14 @@ class Conversation(msgspec.Struct, frozen=True):
         return (i for i in range(len(self.messages) - 1, -1, -1) if self.messages[i].role == "assistant")
 
     @property
+    def systems(self) -> int:
+        """The number of system messages in front."""
+        return next((i for i, message in enumerate(self.messages) if message.role != "system"), len(self.messages))
+
+    @property
     def context(self) -> bytes:
         """What the conversation starts from: the scope and the system messages in front (16 bytes)."""
-        systems = next((i for i, message in enumerate(self.messages) if message.role != "system"), len(self.messages))
-        return self.chain[systems]
+        return self.chain[self.systems]
 
 
 def converse(

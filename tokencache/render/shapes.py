@@ -61,8 +61,7 @@ class TailAsk(msgspec.Struct, frozen=True):
     @property
     def systems(self) -> Sequence[bytes]:
         """The system messages in front, raw."""
-        messages = self.conversation.messages
-        return self.raw[: next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))]
+        return self.raw[: self.conversation.systems]
 
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})

@@ -38,9 +38,9 @@ a new one everything is learned anew.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -129,7 +129,7 @@ class Tails:
         self._boundaries: OrderedDict[object, Boundary] = OrderedDict()
         self._heads: OrderedDict[object, set[bytes]] = OrderedDict()
         self._shapes: OrderedDict[object, Shape] = OrderedDict()
-        self._forms: OrderedDict[object, str] = OrderedDict()
+        self._forms: OrderedDict[object, None] = OrderedDict()
         self._openers: OrderedDict[object, bytes] = OrderedDict()
         self._usual: OrderedDict[object, bytes] = OrderedDict()  # the opener of a context, as far as it was asked for
         self._learning = asyncio.Lock()
@@ -142,18 +142,13 @@ class Tails:
             TailRefusedError: it cannot be proven what they are.
         """
         shape = self._shape(ask)
-        try:
+        with _refusing():
             proofs = shape.proofs
             if not shape.way or _whose(ask) in shape.refusals:
                 async with shape.lock:  # thousands of rollouts begin alike: one proves, the others wait
                     if not shape.way or _whose(ask) in shape.refusals:
                         return await self._first(ask, shape, waited=shape.proofs != proofs)
             return await self._again(ask, shape)
-        except (BoundaryUnknownError, TemplateRefusedError) as why:
-            raise TailRefusedError(_reason(why)) from why
-        except RenderError as why:
-            log.debug("no tail: %s", why)
-            raise TailRefusedError("render-error") from why
 
     async def around(self, ask: TailAsk, places: Sequence[int]) -> Around:
         """Render a whole conversation, and find what stands around the replies at `places`, of which the last is that of `ask`.
@@ -161,13 +156,8 @@ class Tails:
         Raises:
             TailRefusedError: it cannot be proven what that is.
         """
-        try:
+        with _refusing():
             return await self._around(ask, places)
-        except (BoundaryUnknownError, TemplateRefusedError) as why:
-            raise TailRefusedError(_reason(why)) from why
-        except RenderError as why:
-            log.debug("nothing around replies: %s", why)
-            raise TailRefusedError("render-error") from why
 
     async def _first(self, ask: TailAsk, shape: Shape, *, waited: bool) -> bytes:
         """Prove a shape; what was refused is tried again, but not by every call."""
@@ -194,7 +184,7 @@ class Tails:
         shape.way, shape.boundary, shape.uses, shape.deepest = found.way, boundary, 0, ask.at
         shape.refusals.pop(None, None)
         shape.refusals.pop(whose, None)
-        _keep(self._forms, shape.form, found.way, MOST_KEPT)
+        _keep(self._forms, shape.form, None, MOST_KEPT)
         log.info("tails of shape %s: %s", shape, found.way)
         return found.tail
 
@@ -274,7 +264,7 @@ class Tails:
 
     async def _shows_ids(self, ask: TailAsk, reply: Message, known: Boundary) -> bool:
         """Whether a template writes the ids of calls behind their arguments."""
-        other = msgspec.structs.replace(reply, calls=tuple(msgspec.structs.replace(call, id=call.id[::-1] + "0") for call in reply.calls))
+        other = _renamed(reply, _other_ids(reply))
         self.renders["small"] += 1
         try:
             shown = await self._renderer.render(ask.model, [ASK, stand_in(other, SENTINEL)], ask.args, generation=False)
@@ -336,10 +326,8 @@ class Tails:
 
     async def _hides_ids(self, ask: TailAsk, boundary: Boundary, tail: bytes) -> bool:
         """Whether a tail is the same if the reply's calls, and what answers them, have ids that no other call has."""
-        other = {call.id: f"{call.id}{SENTINEL[::-1]}" for call in ask.reply.calls}
-        reply = msgspec.structs.replace(
-            ask.reply, calls=tuple(msgspec.structs.replace(call, id=other[call.id]) for call in ask.reply.calls)
-        )
+        other = _other_ids(ask.reply)
+        reply = _renamed(ask.reply, other)
         new = [answering(raw, other) for raw in ask.raw_new]
         shown = [*ask.raw[: ask.at - 1], stand_in(reply, SENTINEL, in_text=not boundary.in_calls), *new]
         self.renders["full"] += 1
@@ -492,6 +480,15 @@ def _whose(ask: TailAsk) -> object:
     return ask.session, ask.conversation.chain[ask.lead]
 
 
+def _other_ids(reply: Message) -> dict[str, str]:
+    """Other ids for the calls of a reply, which no call has: nobody else knows the sentinel."""
+    return {call.id: f"{call.id}{SENTINEL[::-1]}" for call in reply.calls}
+
+
+def _renamed(reply: Message, names: Mapping[str, str]) -> Message:
+    return msgspec.structs.replace(reply, calls=tuple(msgspec.structs.replace(call, id=names[call.id]) for call in reply.calls))
+
+
 def _same_tail(one: bytes, other: bytes) -> None:
     if one != other:
         raise BoundaryUnknownError("tail-not-proven")
@@ -541,6 +538,18 @@ def _unspoken(messages: Sequence[bytes]) -> None:
     plain = (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw for raw in messages)
     if any(SENTINEL.encode() in raw for raw in plain):
         raise TailRefusedError("sentinel-in-messages")
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn what a template or an engine refuses into the refusal of a tail."""
+    try:
+        yield
+    except (BoundaryUnknownError, TemplateRefusedError) as why:
+        raise TailRefusedError(_reason(why)) from why
+    except RenderError as why:
+        log.debug("no rendering: %s", why)
+        raise TailRefusedError("render-error") from why
 
 
 def _reason(why: Exception) -> str:
