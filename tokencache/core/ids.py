@@ -87,6 +87,14 @@ def find(haystack: bytes, needle: bytes) -> int:
     return at // ID_BYTES if at != -1 else -1
 
 
+def find_last(haystack: bytes, needle: bytes) -> int:
+    """Find the last place, in tokens, where the packed ids `needle` stand within `haystack`; -1 if nowhere."""
+    at = haystack.rfind(needle)
+    while at != -1 and at % ID_BYTES:
+        at = haystack.rfind(needle, 0, at + len(needle) - 1)
+    return at // ID_BYTES if at != -1 else -1
+
+
 def common_head(a: bytes, b: bytes) -> int:
     """Count the tokens that two packed sequences share at their beginning."""
     if a == b:

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from enum import Enum
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,17 +38,25 @@ class BoundaryUnknownError(Exception):
     """The template hides the end of a reply: nothing is spliced behind such replies."""
 
 
+class Spot(Enum):
+    """Where in a reply the sentinel stands: in the arguments of a call, or in the text."""
+
+    LAST_CALL = "last call"
+    FIRST_CALL = "first call"
+    TEXT = "text"
+
+
 class Boundary(msgspec.Struct, frozen=True):
     """What a template puts behind a reply.
 
-    `mark` is the packed sentinel, `closing` what the model samples behind it, `turn_end` what the template adds then
-    when nothing follows (empty where the next message's opener ends a turn). `in_calls` says where the sentinel stands.
+    `mark` is the packed sentinel, which stands at `spot`, `closing` what the model samples behind it, `turn_end` what the template adds
+    then when nothing follows (empty where the next message's opener ends a turn).
     """
 
     mark: bytes
     closing: bytes
     turn_end: bytes
-    in_calls: bool = False
+    spot: Spot = Spot.TEXT
 
     def cut(self, rendered: bytes) -> bytes:
         """Cut what stands behind the sentinel's reply out of a rendering.
@@ -111,15 +120,16 @@ def _interject(text: str) -> str:
     return text[:middle] + OTHER + text[middle:]
 
 
-def stand_in(reply: Message, sentinel: str, *, in_text: bool = False) -> bytes:
-    """Write an assistant message like `reply`, raw, with the sentinel where its words end."""
+def stand_in(reply: Message, sentinel: str, spot: Spot) -> bytes:
+    """Write an assistant message like `reply`, raw, with the sentinel where its words end, or where the template shows it."""
     calls: list[dict[str, Any]] = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "{}"}} for call in reply.calls
     ]
     entry: dict[str, Any] = {"role": "assistant"}
-    if calls and not in_text:
+    if calls and spot is not Spot.TEXT:
         entry["content"] = "." if reply.text else None
-        calls[-1]["function"]["arguments"] = msgspec.json.encode({"s": sentinel}).decode()
+        shown = calls[-1 if spot is Spot.LAST_CALL else 0]
+        shown["function"]["arguments"] = msgspec.json.encode({"s": sentinel}).decode()
     else:
         entry["content"] = sentinel
     if calls:
@@ -127,25 +137,22 @@ def stand_in(reply: Message, sentinel: str, *, in_text: bool = False) -> bytes:
     return msgspec.json.encode(entry)
 
 
-async def learn(renderer: Renderer, model: str, args: RenderArgs, reply: Message, stop_ids: AbstractSet[int], *, in_text: bool) -> Boundary:
+async def learn(renderer: Renderer, model: str, args: RenderArgs, reply: Message, stop_ids: AbstractSet[int], *, spot: Spot) -> Boundary:
     """Learn what the template puts behind replies like `reply`.
 
     Raises:
         BoundaryUnknownError: the template does not show the sentinel, or no stop id ends the reply.
         RenderError: the template refuses the small conversation.
     """
-    first, second = [
-        await renderer.render(model, [ASK, stand_in(reply, s, in_text=in_text)], args, generation=False) for s in (SENTINEL, OTHER)
-    ]
+    first, second = [await renderer.render(model, [ASK, stand_in(reply, s, spot)], args, generation=False) for s in (SENTINEL, OTHER)]
     if first == second:
         raise BoundaryUnknownError("reply-not-rendered")
     start, end = ids.common_head(first, second), ids.count(first) - ids.common_end(first, second)
     mark, behind = ids.tail(ids.head(first, end), start), ids.tail(first, end)
     stop = next((i for i, token in enumerate(ids.unpack(behind)) if token in stop_ids), None)
-    in_calls = bool(reply.calls) and not in_text
     if stop is None:
-        return Boundary(mark, behind, b"", in_calls)
-    return Boundary(mark, ids.head(behind, stop), ids.tail(behind, stop), in_calls)
+        return Boundary(mark, behind, b"", spot)
+    return Boundary(mark, ids.head(behind, stop), ids.tail(behind, stop), spot)
 
 
 class Candidates(NamedTuple):
@@ -171,12 +178,12 @@ async def candidates(renderer: Renderer, model: str, args: RenderArgs) -> Candid
         RenderError: the template refuses the small conversation.
     """
     said, called = Message("assistant", content="."), Message("assistant", calls=(_CALL,))
-    boundary = await learn(renderer, model, args, said, frozenset(), in_text=True)
+    boundary = await learn(renderer, model, args, said, frozenset(), spot=Spot.TEXT)
     ends = ids.unpack(boundary.closing)
     openers = await _opener(renderer, model, args, said, boundary=msgspec.structs.replace(boundary, closing=b""), following=ASK)
     possible = [*ends, *openers]
     with suppress(RenderError, BoundaryUnknownError):  # a template without tools, say
-        boundary = await learn(renderer, model, args, called, frozenset(), in_text=False)
+        boundary = await learn(renderer, model, args, called, frozenset(), spot=Spot.LAST_CALL)
         results = await _opener(renderer, model, args, called, boundary=boundary, following=_RESULT)
         possible += [*ids.unpack(boundary.closing)[-_END_OF_TURN:], *results]
         openers += results
@@ -186,7 +193,7 @@ async def candidates(renderer: Renderer, model: str, args: RenderArgs) -> Candid
 async def _opener(renderer: Renderer, model: str, args: RenderArgs, reply: Message, *, boundary: Boundary, following: bytes) -> list[int]:
     """Find the id with which `following` begins behind a reply."""
     try:
-        shown = await renderer.render(model, [ASK, stand_in(reply, SENTINEL, in_text=not reply.calls), following], args, generation=True)
+        shown = await renderer.render(model, [ASK, stand_in(reply, SENTINEL, boundary.spot), following], args, generation=True)
         return ids.unpack(ids.head(boundary.cut(shown), 1))
     except (RenderError, BoundaryUnknownError):
         return []

@@ -16,7 +16,6 @@ from tokencache.core.canonical import Message
 from tokencache.core.chain import CALLS, Conversation
 from tokencache.core.verdict import is_unique
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.render.boundary import Boundary
 
 MANY = 2
 
@@ -79,18 +78,17 @@ class Refusal:
 class Shape:
     """What is known of one shape.
 
-    `way` and `boundary` are set if it was proven, `opener` is then what its small conversations end with: the generation prompt.
+    `way` is set if it was proven, `opener` is then what its small conversations end with: the generation prompt.
     `deepest` is the longest history (messages) that was looked at as a whole. `refusals` are those of single conversations; that of `None`
     is the template's own, whoever asks.
     """
 
-    __slots__ = ("boundary", "deepest", "lock", "name", "opener", "proofs", "refusals", "trust", "uses", "way")
+    __slots__ = ("deepest", "lock", "name", "opener", "proofs", "refusals", "trust", "uses", "way")
 
     def __init__(self, name: tuple[object, ...]) -> None:
         self.name = name
         self.lock = asyncio.Lock()
         self.way = ""
-        self.boundary = Boundary(b"", b"", b"")
         self.opener = b""
         self.deepest = 0
         self.refusals: dict[object, Refusal] = {}

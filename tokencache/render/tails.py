@@ -9,9 +9,9 @@ every **shape** (`shapes`), with full renderings of the first real conversation 
 2. Other words in the new messages change nothing in front of that place. vLLM 0.32 moves later system messages to the
    front where a developer's are there, and DeepSeek's template does so always: their text would be missing from a
    spliced prompt, and no suffix would tell.
-3. What stood before the model's first words is still what the full rendering begins with. A template that moves its
-   tools, or a hint, to the last user message changes the past with every new message; what was sampled behind the old
-   past is then no prefix of what the template renders now.
+3. What stood before the model's first words is still what the full rendering begins with, and the messages that the last reply was
+   sampled behind are still rendered as they were. A template that moves its tools, or a hint, to the last user message changes the past
+   with every new message; what was sampled behind the old past is then no prefix of what the template renders now.
 4. The small conversation gives the very same ids.
 
 Five things can come of it, and every 64th tail of a shape is compared with full renderings again:
@@ -48,12 +48,13 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.canonical import Message
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.render.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, answering, learn, reworded, stand_in
+from tokencache.render.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, Spot, answering, learn, reworded, stand_in
 from tokencache.render.renderer import Renderer, RenderError, TemplateRefusedError
 from tokencache.render.shapes import MANY, Refusal, Shape, TailAsk, counted_twice, shape_of
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_REPLY = b'{"role":"assistant","content":"."}'
 
 RECHECK_EVERY, MOST_TRUST = 64, 16
 """After so many uses a proven shape is looked at again, by a rendering of a whole history; each time that it was right, after twice as
@@ -64,8 +65,8 @@ RETRY_EVERY = 8
 MOST_KEPT, MOST_SHAPES = 4096, 65_536
 """How many boundaries and shapes are remembered: template arguments and system prompts come from harnesses and may be all new."""
 MOST_REFUSALS, MOST_OPENERS, MOST_HEADS = 64, 64, 8
-END_OF_MESSAGE = 8
-"""Tokens by which the end of a message is known."""
+END_OF_MESSAGE, SHORT = 8, 3
+"""Tokens by which the end of a message is known, and that of a short message."""
 
 
 class TailRefusedError(Exception):
@@ -76,12 +77,14 @@ class Around(NamedTuple):
     """What a template puts around recognised replies: packed ids.
 
     `pieces` stand before the first reply, between replies and behind the last, less what opens a reply in a history (`heads`, one for
-    each reply; `None` where that cannot be told). `openers` are the generation prompts that are known.
+    each reply; `None` where that cannot be told). `openers` are the generation prompts that are known; `unprompted` says for each reply
+    whether the template has none behind messages of the role that stands before it.
     """
 
     pieces: list[bytes]
     heads: list[bytes | None]
     openers: tuple[bytes, ...]
+    unprompted: list[bool]
 
     @property
     def longest(self) -> int:
@@ -92,14 +95,15 @@ class Around(NamedTuple):
         """Find the generation prompt that ends `opened`, the prompt that reply `n` was sampled behind; `None` if none is known.
 
         There may be none at all, in the template or behind such a message: then it was sampled directly behind the message that stands
-        before it now. `alike`: it is the same message. Where it is not, only a template without generation prompts leaves no doubt.
+        before it now. `alike`: it is the same message, by whose end that can be seen. Otherwise, and where other words stand in front of a
+        short message, only a template that has no generation prompt there leaves no doubt.
         """
         head = self.heads[n]
         if head is None:
             return None
         able = [opener for opener in (*self.openers, head) if opener and opened.endswith(opener)]
-        end = self.pieces[n][-END_OF_MESSAGE * ids.ID_BYTES :] if alike else self.pieces[n][-ids.ID_BYTES :]
-        bare = opened.endswith(end) and (alike or not (head and any(self.openers)))
+        end, last = self.pieces[n][-END_OF_MESSAGE * ids.ID_BYTES :], self.pieces[n][-ids.ID_BYTES :]
+        bare = (alike and opened.endswith(end)) or (opened.endswith(last) and (self.unprompted[n] or not (head and any(self.openers))))
         return max(able, key=len, default=b"" if bare else None)
 
 
@@ -109,6 +113,26 @@ class _Proven(NamedTuple):
     tail: bytes
     way: str
     small: bytes
+
+
+class _End(NamedTuple):
+    """With what conversations of a context end: the generation prompt, and the part of it that is there without being asked for."""
+
+    opener: bytes
+    trailer: bytes
+
+
+_NOTHING = _End(b"", b"")
+
+
+class _Heads:
+    """What opens replies of one kind in a history; `unprompted`: no generation prompt was ever seen there."""
+
+    __slots__ = ("heads", "unprompted")
+
+    def __init__(self) -> None:
+        self.heads: set[bytes] = set()
+        self.unprompted = True
 
 
 class Tails:
@@ -127,11 +151,11 @@ class Tails:
         self._stop_ids = stop_ids
         self._recheck_every = recheck_every
         self._boundaries: OrderedDict[object, Boundary] = OrderedDict()
-        self._heads: OrderedDict[object, set[bytes]] = OrderedDict()
+        self._heads: OrderedDict[object, _Heads] = OrderedDict()
         self._shapes: OrderedDict[object, Shape] = OrderedDict()
         self._forms: OrderedDict[object, None] = OrderedDict()
         self._openers: OrderedDict[object, bytes] = OrderedDict()
-        self._usual: OrderedDict[object, bytes] = OrderedDict()  # the opener of a context, as far as it was asked for
+        self._usual: OrderedDict[object, _End] = OrderedDict()  # of contexts for which it was asked
         self._learning = asyncio.Lock()
         self.renders = {"local": 0, "small": 0, "full": 0}
 
@@ -181,7 +205,7 @@ class Tails:
             raise
         finally:
             shape.proofs += 1
-        shape.way, shape.boundary, shape.uses, shape.deepest = found.way, boundary, 0, ask.at
+        shape.way, shape.uses, shape.deepest = found.way, 0, ask.at
         shape.refusals.pop(None, None)
         shape.refusals.pop(whose, None)
         _keep(self._forms, shape.form, None, MOST_KEPT)
@@ -191,11 +215,10 @@ class Tails:
     async def _again(self, ask: TailAsk, shape: Shape) -> bytes:
         """Render a tail of a proven shape."""
         shape.uses += 1
-        boundary, recheck = shape.boundary, shape.uses >= shape.trust * self._recheck_every
+        recheck = shape.uses >= shape.trust * self._recheck_every
         shape.uses = 0 if recheck else shape.uses  # one of many at a time
         try:
-            if ask.reply.calls and not boundary.in_calls:
-                boundary = await self._boundary(ask)  # the calls stand behind the text, and these may have other names
+            boundary = await self._boundary(ask)
             tail = await self._trusted(ask, shape, boundary)
             if recheck:
                 await self._recheck(ask, boundary, (tail, shape.way))
@@ -246,28 +269,26 @@ class Tails:
                 known = await self._learn(ask, reply)
                 name: tuple[object, ...] = kind
                 if reply.calls:
-                    name = (identified if await self._shows_ids(ask, reply, known) else kind) if known.in_calls else named
+                    name = named if known.spot is Spot.TEXT else identified if await self._shows_ids(ask, reply, known) else kind
                 _keep(self._boundaries, name, known, MOST_KEPT)
         return known
 
     async def _learn(self, ask: TailAsk, reply: Message) -> Boundary:
-        calls = bool(reply.calls)
+        # A template may show one call only, the first, or none, and still the text beside them.
+        *spots, last = Spot if reply.calls else [Spot.TEXT]
+        for spot in spots:
+            self.renders["small"] += 2
+            with suppress(BoundaryUnknownError):
+                return await learn(self._renderer, ask.model, ask.args, reply, self._stop_ids, spot=spot)
         self.renders["small"] += 2
-        try:
-            return await learn(self._renderer, ask.model, ask.args, reply, self._stop_ids, in_text=not calls)
-        except BoundaryUnknownError:
-            if not calls:
-                raise
-        # A template that never shows calls may still show the text beside them.
-        self.renders["small"] += 2
-        return await learn(self._renderer, ask.model, ask.args, reply, self._stop_ids, in_text=True)
+        return await learn(self._renderer, ask.model, ask.args, reply, self._stop_ids, spot=last)
 
     async def _shows_ids(self, ask: TailAsk, reply: Message, known: Boundary) -> bool:
         """Whether a template writes the ids of calls behind their arguments."""
         other = _renamed(reply, _other_ids(reply))
         self.renders["small"] += 1
         try:
-            shown = await self._renderer.render(ask.model, [ASK, stand_in(other, SENTINEL)], ask.args, generation=False)
+            shown = await self._renderer.render(ask.model, [ASK, stand_in(other, SENTINEL, known.spot)], ask.args, generation=False)
             return known.cut(shown) != known.turn_end
         except (BoundaryUnknownError, TemplateRefusedError):
             return True
@@ -286,7 +307,7 @@ class Tails:
 
     async def _prove(self, ask: TailAsk, boundary: Boundary) -> _Proven:
         """Find a tail and prove it, as the head of this module says."""
-        real = await self._full(ask)
+        real = await self._real(ask, [ask.at - 1])
         shown = await self._full(ask, boundary)
         tail = self._cut(shown, boundary)
         if not real.endswith(tail):
@@ -294,14 +315,14 @@ class Tails:
         other = msgspec.structs.replace(ask, raw=[*ask.raw[: ask.at], *map(reworded, ask.raw_new)])
         if boundary.before(await self._full(other, boundary)) != boundary.before(shown):
             raise BoundaryUnknownError("new-messages-reach-back")
-        await self._prove_past(ask, real)
+        await self._prove_past(ask, boundary, real)
         return await self._way(ask, boundary, tail)
 
     async def _confirm(self, ask: TailAsk, boundary: Boundary) -> _Proven:
         """Find a tail of a form that was proven in another context, and the way that leads to it in this one."""
         shown = await self._full(ask, boundary)
         tail = self._cut(shown, boundary)
-        await self._prove_past(ask, shown)
+        await self._prove_past(ask, boundary, shown)
         return await self._way(ask, boundary, tail)
 
     async def _way(self, ask: TailAsk, boundary: Boundary, tail: bytes) -> _Proven:
@@ -329,7 +350,7 @@ class Tails:
         other = _other_ids(ask.reply)
         reply = _renamed(ask.reply, other)
         new = [answering(raw, other) for raw in ask.raw_new]
-        shown = [*ask.raw[: ask.at - 1], stand_in(reply, SENTINEL, in_text=not boundary.in_calls), *new]
+        shown = [*ask.raw[: ask.at - 1], stand_in(reply, SENTINEL, boundary.spot), *new]
         self.renders["full"] += 1
         try:
             return boundary.cut(await self._renderer.render(ask.model, shown, ask.args, generation=True)) == tail
@@ -347,12 +368,19 @@ class Tails:
         except BoundaryUnknownError:
             return b""
 
-    async def _prove_past(self, ask: TailAsk, real: bytes) -> None:
-        """Prove that what stood before the model's first words stands there still."""
+    async def _prove_past(self, ask: TailAsk, boundary: Boundary, rendered: bytes) -> None:
+        """Prove that what stood before the model's first words stands there still, and the messages that the reply was sampled behind."""
         if not ask.lead:
             return
         self.renders["full"] += 1
-        _same_past(await self._renderer.render(ask.model, ask.raw[: ask.lead], ask.args, generation=False), real)
+        _same_past(await self._renderer.render(ask.model, ask.raw[: ask.lead], ask.args, generation=False), rendered)
+        last = max((i for i in range(ask.lead, ask.at - 1) if ask.conversation.messages[i].role == "assistant"), default=None)
+        if last is None:
+            return
+        other = await self._boundary(ask, ask.conversation.messages[last])
+        marked = {last: other, ask.at - 1: boundary}
+        then, now = [other.around(await self._whole(ask, marked, end=end, generation=False))[1] for end in (ask.at - 1, None)]
+        _same_past(then, now)
 
     async def _opener_of_shape(self, ask: TailAsk, boundary: Boundary, found: _Proven) -> bytes:
         """Find the generation prompt with which the small conversations of a shape end."""
@@ -371,15 +399,23 @@ class Tails:
         _unspoken(ask.raw_new)
         renderer = self._local if way == "local" and self._local is not None else self._renderer
         front, args = (ask.systems, ask.args) if way == "context" else ((), msgspec.structs.replace(ask.args, tools=None))
-        reply = stand_in(ask.reply, SENTINEL, in_text=not boundary.in_calls)
+        reply = stand_in(ask.reply, SENTINEL, boundary.spot)
         return await renderer.render(ask.model, [*front, ASK, reply, *ask.raw_new], args, generation=generation)
 
     async def _full(self, ask: TailAsk, boundary: Boundary | None = None, *, generation: bool = True) -> bytes:
         """Render the whole conversation; given a boundary, with the sentinel in its last reply."""
         return await self._whole(ask, {} if boundary is None else {ask.at - 1: boundary}, generation=generation)
 
-    async def _whole(self, ask: TailAsk, marked: dict[int, Boundary], *, generation: bool = True) -> bytes:
-        """Render the whole conversation, with the sentinel in the replies at the places of `marked`."""
+    async def _real(self, ask: TailAsk, places: Sequence[int]) -> bytes:
+        """Render the whole conversation as it is, but with a word in replies (at `places`) that say nothing: templates leave those out."""
+        said = ask.conversation.messages
+        empty = {place for place in places if not said[place].text and not said[place].calls}
+        self.renders["full"] += 1
+        shown = [_REPLY if place in empty else raw for place, raw in enumerate(ask.raw)] if empty else ask.raw
+        return await self._renderer.render(ask.model, shown, ask.args, generation=True)
+
+    async def _whole(self, ask: TailAsk, marked: dict[int, Boundary], *, end: int | None = None, generation: bool = True) -> bytes:
+        """Render the whole conversation, or what stands before `end`, with the sentinel in the replies at the places of `marked`."""
         self.renders["full"] += 1
         shown = list(ask.raw)
         for place in marked:
@@ -387,57 +423,62 @@ class Tails:
         if marked:
             _unspoken(shown)
         for place, boundary in marked.items():
-            shown[place] = stand_in(ask.conversation.messages[place], SENTINEL, in_text=not boundary.in_calls)
-        return await self._renderer.render(ask.model, shown, ask.args, generation=generation)
+            shown[place] = stand_in(ask.conversation.messages[place], SENTINEL, boundary.spot)
+        return await self._renderer.render(ask.model, shown[:end], ask.args, generation=generation)
 
     # a history that was edited
 
     async def _around(self, ask: TailAsk, places: Sequence[int]) -> Around:
         boundaries = {place: await self._boundary(ask, ask.conversation.messages[place]) for place in places}
         shown = rest = await self._whole(ask, boundaries)
-        real = await self._full(ask)
+        real = await self._real(ask, places)
         await self._learn_openers(ask, shown, real)
         pieces: list[bytes] = []
         heads: list[bytes | None] = []
+        unprompted: list[bool] = []
         for n, (place, boundary) in enumerate(boundaries.items()):
             front, rest = boundary.around(rest)
             self._ended(rest, boundary)
-            piece, head = await self._parted(ask, front, place, places[n - 1] if n else None, boundaries)
+            piece, head, bare = await self._parted(ask, front, place, places[n - 1] if n else None, boundaries)
             pieces.append(piece)
             heads.append(head)
+            unprompted.append(bare)
         pieces.append(rest)
         if None not in heads:
             _stands(pieces, real)
-        return Around(pieces, heads, tuple(self._openers.values()))
+        return Around(pieces, heads, tuple(self._openers.values()), unprompted)
 
     async def _parted(
         self, ask: TailAsk, front: bytes, place: int, last: int | None, boundaries: Mapping[int, Boundary]
-    ) -> tuple[bytes, bytes | None]:
+    ) -> tuple[bytes, bytes | None, bool]:
         """Part what was rendered between the reply at `last` and that at `place` into the messages and what opens the latter.
 
-        `None` in the latter's place says that where it begins cannot be told.
+        `None` in the latter's place says that where it begins cannot be told. The third says that there is no generation prompt there.
         """
         messages = ask.conversation.messages
-        named = tuple(call.name for call in messages[place].calls) if boundaries[place].in_calls else ()
+        named = tuple(call.name for call in messages[place].calls) if boundaries[place].spot is not Spot.TEXT else ()
         role = messages[place - 1].role if place else ""
         kind = (ask.conversation.context, named, bool(messages[place].text), role)
-        known = self._heads.get(kind) or _keep(self._heads, kind, set(), MOST_KEPT)
-        head = max((head for head in known if front.endswith(head)), key=len, default=b"")
+        known = self._heads.get(kind) or _keep(self._heads, kind, _Heads(), MOST_KEPT)
+        head = max((head for head in known.heads if front.endswith(head)), key=len, default=b"")
         if head:
-            return front[: len(front) - len(head)], head
-        piece, begins = _parted(await self._body(ask, place, last, boundaries), front, self._stop_ids)
+            return front[: len(front) - len(head)], head, known.unprompted
+        body, opener = await self._body(ask, place, last, boundaries)
+        known.unprompted = known.unprompted and not opener
+        bare = not any(self._openers.values())
+        piece, begins = _parted(body, front, self._stop_ids, bare=bare)
         if begins is None and (ask.systems or ask.args.tools is not None):  # which a template may write before the last message
             with suppress(BoundaryUnknownError, TemplateRefusedError):
-                bare = msgspec.structs.replace(ask.args, tools=None)
-                piece, begins = _parted(await self._body(ask, place, last, boundaries, args=bare), front, self._stop_ids)
-        if begins is not None and len(known) < MOST_HEADS and front == piece + begins:
-            known.add(begins)
-        return piece, begins
+                body, _ = await self._body(ask, place, last, boundaries, args=msgspec.structs.replace(ask.args, tools=None))
+                piece, begins = _parted(body, front, self._stop_ids, bare=bare)
+        if begins is not None and len(known.heads) < MOST_HEADS and front == piece + begins:
+            known.heads.add(begins)
+        return piece, begins, known.unprompted
 
     async def _body(
         self, ask: TailAsk, place: int, last: int | None, boundaries: Mapping[int, Boundary], *, args: RenderArgs | None = None
-    ) -> bytes:
-        """Render what stands between two replies without the latter: what is rendered with a generation prompt and without.
+    ) -> tuple[bytes, bytes]:
+        """Render what stands between two replies without the latter: what is rendered with a generation prompt and without, and that.
 
         With other `args` the system messages in front are left out.
         """
@@ -445,26 +486,35 @@ class Tails:
         if last is None:
             shown = [*systems, *ask.raw[len(ask.systems) : place]]
         else:
-            reply = stand_in(ask.conversation.messages[last], SENTINEL, in_text=not boundaries[last].in_calls)
+            reply = stand_in(ask.conversation.messages[last], SENTINEL, boundaries[last].spot)
             shown = [*systems, ASK, reply, *ask.raw[last + 1 : place]]
         self.renders["full" if last is None else "small"] += 2
         both = [await self._renderer.render(ask.model, shown, args or ask.args, generation=generation) for generation in (True, False)]
         if last is not None:
             both = [boundaries[last].cut(one) for one in both]
-        self._opened(*both)
-        return ids.head(both[0], ids.common_head(*both))
+        trailer = self._usual.get(ask.conversation.context, _NOTHING).trailer
+        body = ids.head(both[0], ids.common_head(*both)).removesuffix(trailer)
+        return body, self._opened(both[0], body)
 
     async def _learn_openers(self, ask: TailAsk, shown: bytes, real: bytes) -> None:
         """Learn the generation prompts that replies in this conversation may have been sampled behind."""
         context = ask.conversation.context
         usual = self._usual.get(context)
         if usual is None:
-            self.renders["small"] += 2
+            self.renders["small"] += 4
             with suppress(TemplateRefusedError):
-                asked = [await self._renderer.render(ask.model, [*ask.systems, ASK], ask.args, generation=on) for on in (True, False)]
-                usual = _keep(self._usual, context, self._opened(*asked), MOST_SHAPES)
-        if usual is None or not shown.endswith(usual):
+                usual = _keep(self._usual, context, await self._usual_end(ask), MOST_SHAPES)
+        if usual is None or not shown.endswith(usual.opener):
             self._opened(real, await self._full(ask, generation=False))
+
+    async def _usual_end(self, ask: TailAsk) -> "_End":
+        """Find out with what a small conversation of this context ends."""
+        asked = [await self._renderer.render(ask.model, [*ask.systems, ASK], ask.args, generation=on) for on in (True, False)]
+        plain = msgspec.structs.replace(ask.args, tools=None)  # what wanders is left out: system messages and tools
+        alone, answered = [await self._renderer.render(ask.model, one, plain, generation=False) for one in ([ASK], [ASK, _REPLY])]
+        same = ids.common_head(alone, answered)
+        trailer = ids.tail(alone, same) if same < ids.count(alone) - 1 else b""  # the last token may have grown
+        return _End(self._opened(asked[0], asked[1].removesuffix(trailer)), trailer)
 
     def _shape(self, ask: TailAsk) -> Shape:
         name = (*shape_of(ask), len(self._stop_ids))
@@ -501,22 +551,24 @@ def _same_past(before: bytes, rendered: bytes) -> None:
         raise BoundaryUnknownError("past-changes")
 
 
-def _parted(body: bytes, front: bytes, stop_ids: AbstractSet[int]) -> tuple[bytes, bytes | None]:
-    """Part a rendering behind the messages that `body` is a rendering of; `None` if it cannot be told where that is."""
+def _parted(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool) -> tuple[bytes, bytes | None]:
+    """Part a rendering behind the messages that `body` is a rendering of; `None` if it cannot be told where that is.
+
+    `bare`: the template has no generation prompts, so that fewer tokens tell where a message ends.
+    """
     same = ids.common_head(body, front)
     if same == ids.count(body):
         return body, front[len(body) :]
     if same == ids.count(body) - 1:  # its last token has grown together with what follows, which the reply was not sampled behind
         return body, ids.tail(front, same)
     # How the last message begins, and what stands before it, is written otherwise there: its end is looked for.
-    end = ids.tail(body, max(ids.count(body) - END_OF_MESSAGE, 0))
-    at = front.rfind(end)
-    while at > 0 and at % ids.ID_BYTES:
-        at = front.rfind(end, 0, at + len(end) - 1)
-    cut = at + len(end)
-    if at < 0 or not stop_ids.isdisjoint(ids.unpack(front[cut:])):
-        return front, None
-    return front[:cut], front[cut:]
+    for length in (END_OF_MESSAGE, SHORT) if bare else (END_OF_MESSAGE,):
+        end = ids.tail(body, max(ids.count(body) - length, 0))
+        at = ids.find_last(front, end)
+        if at >= 0:
+            head, rest = ids.head(front, at + ids.count(end)), ids.tail(front, at + ids.count(end))
+            return (head, rest) if stop_ids.isdisjoint(ids.unpack(rest)) else (front, None)
+    return front, None
 
 
 def _stands(pieces: Sequence[bytes], real: bytes) -> None:
