@@ -5,7 +5,7 @@ proven ends in a plain plan with the reason: the engine renders, the turn starts
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -18,6 +18,7 @@ from tokencache.core.keys import chain_key, wanted
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.splice import REPLACED, boundary, join
 from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
+from tokencache.core.verdict import is_unique
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.driver import Exact, Head
 from tokencache.engines.engine import Model
@@ -49,8 +50,8 @@ FIRST_REPLIES = 2
 """Replies that are looked up when a call begins; the others only if none of these is known."""
 
 
-_Known = tuple[Sequence[bytes], Sequence[list[Hit]]]
-"""Keys, and what the store found under each."""
+_Known = Mapping[bytes, Sequence[Hit]]
+"""What the store found under the keys that were looked up."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,14 +112,15 @@ class Planner:
         """
         if call.plain or call.conversation is None:
             return Plan(match="plain", reason=call.plain)
-        found = match(call.conversation, {}, call.leniency) if first else await self._match(session, call, keys, hits)
+        known = _looked_up(keys, hits)
+        found = match(call.conversation, {}, call.leniency) if first else await self._match(session, call, known)
         if found.kind in {"root", "plain"}:
             return Plan(match=found.kind, reason=found.reason)
         blocked = await self._blocked(call, model)
         if blocked:
             return Plan(match="plain", reason=blocked)
         try:
-            plan = await self._proven(session, call, found, (keys, hits), model)
+            plan = await self._proven(session, call, found, known, model)
         except (TailRefusedError, RenderError) as why:
             if (away := passing_cause(why)) is not None:
                 raise away from why
@@ -146,7 +148,7 @@ class Planner:
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
         renders = model.capability.tokenizes
-        if found.parent is not None and not found.anchors and not (renders and _may_change(found.parent, call.messages[found.at :])):
+        if found.parent is not None and not found.anchors and not (renders and _may_change(found.parent, call.messages, found.at)):
             try:
                 return await self._continue(session, call, found, model, cut)
             except TailRefusedError as why:
@@ -168,27 +170,23 @@ class Planner:
             return ""  # the engine adds the tail, in its own rendering
         return "" if await model.renders_alike(call.args) else "renderings-differ"
 
-    async def _match(self, session: str, call: ChatCall, keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> Match:
+    async def _match(self, session: str, call: ChatCall, known: _Known) -> Match:
+        """Match a call's history. What that turns out to need is read from the store, each thing once."""
         assert call.conversation is not None  # noqa: S101 - the caller looked
-        by_key = dict(zip(keys, hits, strict=True))
-        found = match(call.conversation, by_key, call.leniency, call.handles)
-        turns: dict[str, Turn] | None = None
-        ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and by_key[key]), len(keys) - 1)
-        looked = found.parent is not None and chain_key(call.conversation.chain[found.at]) in keys[: ended + 1]
-        if keys and not looked:
-            # The last replies are not known, or the deepest known place was not the model's reply after all: look at the rest.
-            more = wanted(call.conversation, handles=call.handles)[ended + 1 :]
-            by_key |= zip(more, await self._store.find(session, more), strict=True) if more else ()
-            found = match(call.conversation, by_key, call.leniency, call.handles)
-        if found.turns_wanted:
-            turns = await self._turns(session)
-            found = match(call.conversation, by_key, call.leniency, call.handles, turns)
-        if found.unsure:
-            by_key |= zip(found.unsure, await self._store.find(session, found.unsure), strict=True)
-            found = match(call.conversation, by_key, call.leniency, call.handles, turns)
-            if found.turns_wanted:
-                found = match(call.conversation, by_key, call.leniency, call.handles, await self._turns(session))
-        return found
+        hits, turns = dict(known), None
+        while True:
+            found = match(call.conversation, hits, call.leniency, call.handles, turns)
+            # If the last replies are not known, or the deepest known place was not the model's reply after all: look at the rest.
+            looked = not hits or (found.parent is not None and chain_key(call.conversation.chain[found.at]) in hits)
+            rest = () if looked else wanted(call.conversation, handles=call.handles)
+            missing = [key for key in rest if key not in hits]
+            if not missing and found.turns_wanted and turns is None:
+                turns = await self._turns(session)
+                continue
+            missing = missing or [key for key in found.unsure if key not in hits]
+            if not missing:
+                return found
+            hits |= zip(missing, await self._store.find(session, missing), strict=True)
 
     async def _turns(self, session: str) -> dict[str, Turn]:
         return {turn.id: turn for turn in await self._store.turns(session)}
@@ -210,8 +208,8 @@ class Planner:
         Raises:
             TailRefusedError: a reply before it is a beginning, too.
         """
-        keys, hits = known
-        found = await self._match(session, call, keys, [[hit for hit in one if hit.turn.id != turn.id] for one in hits])
+        others = {key: [hit for hit in hits if hit.turn.id != turn.id] for key, hits in known.items()}
+        found = await self._match(session, call, others)
         if found.heard is not None:
             raise TailRefusedError(INSIDE_TOKEN)
         return found._replace(reason=INSIDE_TOKEN)
@@ -365,13 +363,31 @@ class Planner:
         return last.turn if prompt.startswith(held.prefix.ids) else None
 
 
-def _may_change(parent: Turn, new: Sequence[Message]) -> bool:
-    """Whether a template may write the history otherwise now.
+def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:
+    """What was found when the call began: the search ended at the first known place (`store.contract`)."""
+    ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and hits[i]), len(keys))
+    return dict(zip(keys[: ended + 1], hits[: ended + 1], strict=True))
+
+
+def _may_change(parent: Turn, messages: Sequence[Message], at: int) -> bool:
+    """Whether a template may write the history otherwise now, with the parent's reply and what stands behind it (from `at` on).
 
     Many show the thinking of assistant's messages behind the last question only. The model's own stand as they were sampled; of the
-    harness's own it is to be proven that they stand as they did.
+    harness's own it is to be proven that they stand as they did. And a tool's result that answered no call may answer one of these.
     """
-    return bool(parent.foreign) and any(message.role != "tool" for message in new)
+    if parent.foreign and any(message.role != "tool" for message in messages[at:]):
+        return True
+    named = {call.id for message in messages[at - 1 :] for call in message.calls if not is_unique(call.id)}
+    return bool(named) and not named.isdisjoint(_unasked(messages[: at - 1]))
+
+
+def _unasked(messages: Sequence[Message]) -> Iterator[str]:
+    """The ids that tools' results name though no call before them has that id."""
+    asked = set[str]()
+    for message in messages:
+        asked.update(call.id for call in message.calls)
+        if message.answers is not None and message.answers not in asked:
+            yield message.answers
 
 
 def _filled(
