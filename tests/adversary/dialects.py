@@ -71,6 +71,11 @@ def _calls(message: Message) -> list[tuple[str, str, Any]]:
     return out
 
 
+def sayable(dialect: str, message: Message) -> bool:
+    """Whether a dialect has a way to write this very reply: arguments that are no object go through chat and Responses only."""
+    return dialect in {"chat", "responses"} or not any(UNPARSED in value for _, _, value in _calls(message))
+
+
 def _chat_call(name: str, function: str, value: Any) -> Message:
     """A call in chat, of arguments that came as a value."""
     wrapped = isinstance(value, dict) and list(value) == [UNPARSED]

@@ -514,6 +514,7 @@ class Session:
             same = [said for said in self.oracle.turns.values() if said.words == words]
             said = self.rng.choice(same or list(self.oracle.turns.values()))
             before = thread.entries[place].message
-            thread.entries[place] = Entry(dict(said.reply), said.number, handle=said.handle, owed=True)
+            owed = dialects.sayable(self.dialect, said.reply)
+            thread.entries[place] = Entry(dict(said.reply), said.number, handle=said.handle, owed=owed)
             names = dict(zip(call_ids(before), call_ids(said.reply), strict=False))
             self.answer(thread, place, names)

@@ -255,9 +255,7 @@ class Oracle:
             self._judge_span(span, entries, scope, supplied)
         text = self._faithful(called, spans) if spans else self.stack.renderer.words.decode(called.prompt)
         if owing and plan.reason not in CONTEXT_FREE:
-            parent = self.turns[self.numbers[plan.parent]] if plan.parent is not None and not plan.anchors else None
-            settled = len(parent.entries) if parent is not None else 0  # what stands in its prefix was counted with it
-            self._owed(plan, entries, settled, supplied, scope)
+            self._owed(plan, entries, self._settled(plan, entries, scope), supplied, scope)
         replies = [i for i, entry in enumerate(entries) if entry.is_reply]
         number = len(self.turns)
         said = Said(
@@ -398,20 +396,29 @@ class Oracle:
                 self.tally.missed[f"{self.stack.kind.name}, {plan.match}: {plan.reason}"] += 1
                 self._find("missed", f"message {place} is turn {entry.turn} by {evidence}; {plan.match}: {plan.reason}")
 
+    def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
+        """How many messages stand before the reply that is gone on from, in its place: these were counted with that turn."""
+        near = self.turns[self.numbers[plan.near]] if plan.near is not None else None
+        if near is None or len(near.entries) >= len(entries):
+            return 0
+        n = len(near.entries)
+        in_place = near.scope == scope and near.loose == tuple(entry.loose for entry in entries[:n]) and near.is_said_by(entries[n])
+        return n if in_place else 0
+
     def _evidence(  # noqa: PLR0911 - one for each kind
         self, entries: Sequence[Entry], place: int, previous: int | None, scope: str
     ) -> str:
         """By what a reply can be known for certain; `""` if it cannot, or need not."""
         entry = entries[place]
         truth = self.truth(entry)
-        if truth is None or not entry.owed:
-            return ""
+        if truth is None or not entry.owed or [other.handle for other in entries if entry.handle].count(entry.handle) > 1:
+            return ""  # a handle that two came back with says nothing of either
         own, fits = self.turns[truth], self._fitting(entries, place)
         names = tuple(map(safe, call_ids(entry.message)))
         if names and names == own.names:
             fits = [said for said in fits if said.names == names]
-        elif any(name in self._issued for name in names):
-            return ""  # an id that was issued to another turn
+        elif any(name in self._issued for name in names) or any(map(_same_make, own.names, names)):
+            return ""  # an id that was issued to another turn, or may have been
         to_the_letter, in_place, by_id, by_handle, beside = self._levels(fits, entries, place, scope)
         if own in to_the_letter and self._alone(own, in_place):
             return "place"
@@ -424,8 +431,9 @@ class Oracle:
         if own in beside and self._alone(own, beside):
             return "neighbour"
         since = _since(entries[:place])
-        led = [said for said in beside if previous is not None and said.last == previous and _since(said.entries) == since]
-        return "previous reply and all since" if own in led and self._alone(own, led) else ""
+        # Behind which reply a turn was sampled is not known where that was not recognised: it may have been this one.
+        led = [said for said in beside if previous is not None and said.last in {previous, None} and _since(said.entries) == since]
+        return "previous reply and all since" if own in led and own.last is not None and self._alone(own, led) else ""
 
     def _claimed_elsewhere(self, own: Said, entries: Sequence[Entry], place: int, scope: str) -> bool:
         """Whether another message of the history may just as well be this turn's reply: it stands in one place only."""
@@ -559,6 +567,15 @@ class Template(NamedTuple):
             ends = ("<|call|>",) if self.style == "harmony" and called_it else self.ends
             at = _end(shown, ends, last, called=called_it)
         return [*out, shown[at:]]
+
+
+def _same_make(ours: str, theirs: str) -> bool:
+    """Whether an id in another's place looks drawn just like that."""
+    drawn = [_DRAWN.search(name) for name in (ours, theirs)]
+    if ours == theirs or None in drawn:
+        return False
+    (head, length), (other, same) = [(name[: one.start()], len(one[0])) for name, one in zip((ours, theirs), drawn, strict=True) if one]
+    return head == other and length == same
 
 
 def _small(messages: Sequence[Message]) -> list[Message]:
