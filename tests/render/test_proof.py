@@ -163,7 +163,7 @@ async def test_cost_grows_with_the_new_messages_and_not_with_the_history(kind):
         sizes.append((tails.renders["full"] - full, lab.rendered[before:], len(new)))
         history += new
     first = [fulls for fulls, _, _ in sizes[:8]]
-    assert set(first) <= {0, 4, 5, 6, 7}, "the conversation thrice, its beginning; twice more behind another reply, once more where calls share an id"
+    assert set(first) <= {0, 4, 5, 6, 7}, "whole thrice, the beginning; twice more behind a reply, once more where calls share an id"
     trusted = [(rendered, new) for fulls, rendered, new in sizes[8:] if not fulls]
     assert all(rendered == [2 + new] for rendered, new in trusted)
     assert len(sizes[8:]) - len(trusted) <= 2 + 4, "every 64th of a shape is looked at again, and the first that is four times as long"
