@@ -26,7 +26,7 @@ async def standing(change=None, *, worker=False):
 
 
 async def found(rig):
-    return {model["model"]: model for model in (await rig.get("/readyz"))["engine"]["models"]}["sim"]
+    return {model["model"]: model for model in (await rig.readiness())["engine"]["models"]}["sim"]
 
 
 async def episode(rig, turns, *, messages=None, stream=False):

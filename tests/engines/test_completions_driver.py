@@ -30,7 +30,7 @@ async def before(engine=None, **settings):
 
 
 async def found(rig):
-    return (await rig.get("/readyz"))["engine"]["models"][0]
+    return (await rig.readiness())["engine"]["models"][0]
 
 
 async def two_turns(rig, **more):

@@ -36,7 +36,7 @@ async def test_an_agent_with_tools(dialect, stream):
 
 async def test_what_is_found_and_how():
     async with before_gym() as (rig, _):
-        (model,) = {model["model"]: model for model in (await rig.get("/readyz"))["engine"]["models"]}.values()
+        (model,) = {model["model"]: model for model in (await rig.readiness())["engine"]["models"]}.values()
         assert (model["model"], model["level"], model["driver"], model["tokenizes"]) == ("sim", "exact", "nemo-gym", False)
         assert model["how"].startswith("the ids on the last assistant's message begin the prompt; its tail is the engine's")
 

@@ -88,7 +88,7 @@ async def test_while_the_call_is_planned():
         message = await rig.say("s", ASK["messages"])
         await rig.say("warm", [user("hi"), echo(message), user("go on")])
         asked, go = asyncio.Event(), asyncio.Event()
-        model = rig.proxy.engine._models["sim"]
+        model = await rig.proxy.engine.model("sim")
         render = model.renderer.render
 
         async def slow(*args, **kwargs):

@@ -82,7 +82,7 @@ async def test_an_engine_that_ignores_ids_is_recorded_only(caplog):
             messages += [echo(message), *results(message)]
         assert [(t["match"], t["reason"]) for t in await rig.turns()] == [("root", ""), ("plain", "record-only"), ("plain", "record-only")]
         await rig.check()
-        ready = await rig.get("/readyz")
+        ready = await rig.readiness()
         assert ready["engine"]["models"][0]["level"] == "record"
         assert "ignored" in ready["engine"]["models"][0]["why"]
     assert any(record.levelname == "WARNING" and "RECORD ONLY" in record.message for record in caplog.records)
@@ -115,7 +115,7 @@ async def test_an_engine_that_refuses_the_ids_is_asked_plainly_and_probed_anew(r
         last = (await rig.turns())[-1]
         assert (last["match"], last["reason"]) == ("plain", reason)
     assert (await rig.check())["complete"]
-    (found,) = (await rig.get("/readyz"))["engine"]["models"]
+    (found,) = (await rig.readiness())["engine"]["models"]
     assert (found["level"], found["driver"]) == ("record", "vllm")
     assert "supplied ids are refused" in found["why"]
 
@@ -138,7 +138,7 @@ async def test_tails_come_back_with_tokenize(rig, known):
     message = await rig.say("s", **ASK)
     messages = [*ASK["messages"], echo(message), *results(message)]
     if known:
-        await rig.proxy.engine._models["sim"].renders_alike(chat_args())
+        await (await rig.proxy.engine.model("sim")).renders_alike(chat_args())
     fault = Fault.answer(500, "x", path="/tokenize")
     rig.engine.choose_fault = lambda route, body: fault if route == "/tokenize" else None
     await rig.say("s", messages, tools=TOOLS)

@@ -117,7 +117,7 @@ async def simulated(**settings):
 
 async def test_white_space_is_no_candidate_for_a_stop_id():
     async with simulated() as (engine, upstream):
-        found = await probe(upstream, EngineRenderer(upstream), "sim")
+        found = await probe(upstream, "sim")
         newline = engine.tokenizer.encode("\n")
         assert len(newline) == 1
         assert found.level == "exact"
@@ -131,13 +131,11 @@ async def test_an_engine_that_cannot_detokenize_keeps_its_candidates():
     async with simulated() as (engine, upstream):
         real = upstream.post
 
-        async def post(path, body):
-            if path == "/detokenize":
-                raise EngineError("gone")
-            return await real(path, body)
+        async def post(path, body, headers=None):
+            return Answer(404, b"") if path == "/detokenize" else await real(path, body, headers)
 
         upstream.post = post
-        found = await probe(upstream, EngineRenderer(upstream), "sim")
+        found = await probe(upstream, "sim")
         assert engine.tokenizer.encode("\n")[0] in found.stop_candidates
         assert found.stop_ids == (engine.tokenizer.stop_id,)
 

@@ -27,6 +27,7 @@ from multidict import CIMultiDict
 from tokencache.core import ids
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.driver import CHAT, Exact
+from tokencache.engines.questions import Answers, until_answered
 from tokencache.engines.reply import Reply
 from tokencache.engines.upstream import Answer, Upstream
 from tokencache.engines.vllm import NOT_WHOLE, Vllm, members_with_ids
@@ -107,7 +108,7 @@ class TokenPrompts:
         self._parser = parser
         self._guides: dict[bytes, Guide] = {}
 
-    async def body(self, upstream: Upstream, call: ChatCall, exact: Exact, longest: int, headers: CIMultiDict[str]) -> bytes | None:
+    async def body(self, upstream: Answers, call: ChatCall, exact: Exact, longest: int, headers: CIMultiDict[str]) -> bytes | None:
         """Write the request for completions; `None` if they cannot be asked for what this call asks: then chat can.
 
         `longest` is how many tokens prompt and reply may have together.
@@ -125,7 +126,7 @@ class TokenPrompts:
         room = longest - ids.count(exact.ids) if longest else guide.limit
         return written(fields, exact.fragment, guide._replace(limit=min(filter(None, (guide.limit, room)), default=None)))
 
-    async def _guide(self, upstream: Upstream, fields: Mapping[str, Raw], headers: CIMultiDict[str]) -> Guide | None:
+    async def _guide(self, upstream: Answers, fields: Mapping[str, Raw], headers: CIMultiDict[str]) -> Guide | None:
         """What chat would make of a call with these members; `None` if it cannot be found out."""
         asked = {name: fields[name] for name in ("model", *_GUIDING) if name in fields} | {"messages": _ASK}
         body = _ENCODER.encode(asked)
@@ -143,7 +144,7 @@ class TokenPrompts:
             self._guides[key] = rendered.guide()
         return self._guides[key]
 
-    async def parsed(self, upstream: Upstream, fields: Mapping[str, Raw], body: bytes, headers: CIMultiDict[str] | None = None) -> Parsed:
+    async def parsed(self, upstream: Answers, fields: Mapping[str, Raw], body: bytes, headers: CIMultiDict[str] | None = None) -> Parsed:
         """Make a chat completion of the answer of completions; `fields` are the members of the chat request.
 
         Where the words cannot be had, ids and log probabilities are there all the same, and it is said why. A body that is no
@@ -168,7 +169,7 @@ class TokenPrompts:
 
     async def _messages(
         self,
-        upstream: Upstream,
+        upstream: Answers,
         fields: Mapping[str, Raw],
         choices: list[dict[str, Raw]],
         heard: list[list[int]],
@@ -215,7 +216,7 @@ class TokenPrompts:
         return messages
 
     async def _heard(
-        self, upstream: Upstream, fields: Mapping[str, Raw], choice: dict[str, Raw], tokens: list[int], headers: CIMultiDict[str] | None
+        self, upstream: Answers, fields: Mapping[str, Raw], choice: dict[str, Raw], tokens: list[int], headers: CIMultiDict[str] | None
     ) -> list[int]:
         """The ids whose text a harness is to hear: the sampled ones, less what only ended the reply.
 
@@ -234,11 +235,14 @@ class TokenPrompts:
         ended = bytes(choice.get("finish_reason", _NULL)) == b'"stop"' and not shown
         return tokens[:-1] if ended else tokens
 
-    async def _ask(self, upstream: Upstream, path: str, body: bytes, headers: CIMultiDict[str] | None) -> Answer:
+    async def _ask(self, upstream: Answers, path: str, body: bytes, headers: CIMultiDict[str] | None) -> Answer:
         """Ask who parses; a harness's own headers go to its engine only."""
-        return await (upstream.post(path, body, headers) if self._parser is None else self._parser.post(path, body))
+        if self._parser is None:
+            return await upstream.post(path, body, headers)
+        parser = self._parser
+        return await until_answered(lambda: parser.post(path, body))  # parsing twice does no harm
 
-    async def question(self, upstream: Upstream, body: Mapping[str, Any], prompt: list[int]) -> Answer:
+    async def question(self, upstream: Answers, body: Mapping[str, Any], prompt: list[int]) -> Answer:
         """Put a small question of our own, a chat request, with the ids of its prompt.
 
         Raises:
@@ -251,7 +255,7 @@ class TokenPrompts:
         made, why, passing = await self.parsed(upstream, fields, answer.body)
         return Answer(_UNAVAILABLE if passing else _BAD_GATEWAY, why.encode()) if why else Answer(answer.status, made)
 
-    async def says(self, upstream: Upstream, asked: Mapping[str, Any], prompt: list[int], reply: list[int]) -> Reply:
+    async def says(self, upstream: Answers, asked: Mapping[str, Any], prompt: list[int], reply: list[int]) -> Reply:
         """Have a reply of known ids parsed, as one that the limit ended.
 
         Raises:

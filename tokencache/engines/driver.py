@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokencache.core.ids import Pieces
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.engines.upstream import Answer, Upstream
+from tokencache.engines.questions import Answers
+from tokencache.engines.upstream import Answer
 from tokencache.engines.written import Written
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Asks(Protocol):
 class Asked:
     """An engine as small questions of our own are put to it: chat in its driver's words, all else as it is."""
 
-    def __init__(self, upstream: Upstream, driver: Driver) -> None:
+    def __init__(self, upstream: Answers, driver: Driver) -> None:
         self._upstream = upstream
         self._driver = driver
 

@@ -10,10 +10,12 @@ sessions of a model:
 `record`   the engine reports ids but does not take them (older vLLM, the Rust frontend), or cannot tokenize: turns are
            recorded as they are, and none continues another
 `relay`    the engine reports no ids: sessions are relayed and marked, nothing can be recorded
+
+A level is concluded from answers alone. A question that is not answered (`questions`) ends the probe with an error.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,7 +25,9 @@ from tokencache.engines.completions import TokenPrompts
 from tokencache.engines.driver import CHAT, Asked, Driver
 from tokencache.engines.echoed import read_ids
 from tokencache.engines.logprobs import Kind, logprob_kind
+from tokencache.engines.questions import Questions
 from tokencache.engines.reply import Reply
+from tokencache.engines.standing import Level
 from tokencache.engines.upstream import Upstream
 from tokencache.engines.vllm import Vllm
 from tokencache.errors import NOT_NOW, EngineError
@@ -32,11 +36,10 @@ from tokencache.render.boundary import ASK, BoundaryUnknownError, candidates
 from tokencache.render.renderer import REFUSALS, EngineRenderer, Renderer, RenderError, TemplateRefusedError
 
 Raw = msgspec.Raw
-Level = Literal["exact", "record", "relay"]
 
 PLAIN_ARGS = RenderArgs(b"", b"", {}, {}, {})
 _OTHER = b'{"role":"user","content":"Something else altogether."}'
-_BARE = 500
+_OK, _NO_ROUTE, _BARE = 200, 404, 500
 _REPLY = b'{"role":"assistant","content":"Well."}'
 _SYSTEM = b'{"role":"system","content":"It is late."}'
 _ASKED = Raw(b"[" + ASK + b"]")
@@ -52,6 +55,7 @@ class Capability(msgspec.Struct, frozen=True):
         driver: how it is spoken to (`driver`); `how` says in words how ids are handed in.
         honours_ids: whether ids that are handed in are used.
         tokenizes: whether `/tokenize` renders conversations.
+        lists_models: whether `/v1/models` names the model (NeMo RL's worker has no such route).
         later_system: whether the template takes a system message behind the first message (Qwen3.5's does not).
         max_model_len: the longest prompt and completion together, in tokens; 0 if unknown.
         stop_candidates: ids with which the template may end a turn or open the next.
@@ -69,6 +73,7 @@ class Capability(msgspec.Struct, frozen=True):
     how: str = ""
     honours_ids: bool = False
     tokenizes: bool = False
+    lists_models: bool = True
     later_system: bool = True
     max_model_len: int = 0
     stop_candidates: tuple[int, ...] = ()
@@ -89,17 +94,35 @@ class Capability(msgspec.Struct, frozen=True):
         return found + (f" ({self.why or self.how})" if self.why or self.how else "")
 
 
-async def probe(upstream: Upstream, renderer: EngineRenderer, model: str = "", kinds: Sequence[Driver] = (Vllm(),)) -> Capability:
+async def probe(upstream: Upstream, model: str = "", kinds: Sequence[Driver] = (Vllm(),)) -> Capability:
     """Find out what the engine can do for `model`, or for the first that it serves, asking in the words of each driver in turn.
 
     Raises:
-        EngineError: the engine cannot be reached, or refuses the model.
+        EngineError: the engine cannot be reached, left a question unanswered, or refuses the model.
     """
+    questions = Questions(upstream)
+    try:
+        found = await _found(questions, model, kinds)
+    except EngineError as why:
+        if questions.unanswered is None or questions.unanswered is why:
+            raise
+        raise questions.unanswered from why
+    if questions.unanswered is not None:
+        raise questions.unanswered
+    return found
+
+
+async def _found(upstream: Questions, model: str, kinds: Sequence[Driver]) -> Capability:
+    renderer = EngineRenderer(upstream)
     version = (await upstream.get("/version")).json()
     listed = await _models(upstream)
     model = model or next(iter(listed), "")
     found = Capability(
-        model, "relay", version.get("version", "unknown") if isinstance(version, dict) else "unknown", max_model_len=listed.get(model, 0)
+        model,
+        "relay",
+        version.get("version", "unknown") if isinstance(version, dict) else "unknown",
+        lists_models=bool(listed),
+        max_model_len=listed.get(model, 0),
     )
     plain, unrendered = b"", ""
     try:
@@ -128,7 +151,9 @@ async def probe(upstream: Upstream, renderer: EngineRenderer, model: str = "", k
         doubt = await _misparses(asked, upstream, driver.detour, renderer, found.model)
         if doubt:
             return msgspec.structs.replace(found, level="record", why=f"derender cannot be trusted: {doubt}")
-    possible = tuple([token for token in ends.possible[:_MAX_CANDIDATES] if not await _is_blank(upstream, model, token)])
+    offered = ends.possible[:_MAX_CANDIDATES]
+    blank = await _blank(upstream, model, offered)
+    possible = tuple(token for token in offered if token not in blank)
     stops = tuple([token for token in possible if await _stops_at(asked, model, token)])
     return msgspec.structs.replace(found, level="exact", stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops)
 
@@ -142,7 +167,7 @@ class _Supply(NamedTuple):
     model: str = ""
 
 
-async def _driver(upstream: Upstream, model: str, kinds: Sequence[Driver], plain: bytes) -> tuple[_Supply, Driver, bytes]:
+async def _driver(upstream: Questions, model: str, kinds: Sequence[Driver], plain: bytes) -> tuple[_Supply, Driver, bytes]:
     """Find the driver whose way of handing in ids works, and say what came of it: the first that does, else the first that was answered.
 
     Returns:
@@ -214,7 +239,7 @@ async def _with_logprobs(found: Capability, asked: Asked, prompt: bytes) -> Capa
     return msgspec.structs.replace(found, logprobs=kind, logprobs_seen=seen)
 
 
-async def _misparses(asked: Asked, upstream: Upstream, detour: TokenPrompts, renderer: Renderer, model: str) -> str:
+async def _misparses(asked: Asked, upstream: Questions, detour: TokenPrompts, renderer: Renderer, model: str) -> str:
     """Say how derender's words differ from chat's own, for a reply of the model; and from a call as the template writes it; `""` if not."""
     request: dict[str, Any] = {"model": model, "messages": _ASKED, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
     answer = await asked.post(CHAT, request)
@@ -261,7 +286,7 @@ async def _takes_later_system(renderer: Renderer, model: str) -> bool:
     return True
 
 
-async def _models(upstream: Upstream) -> dict[str, int]:
+async def _models(upstream: Questions) -> dict[str, int]:
     listed = (await upstream.get("/v1/models")).json()
     data = listed.get("data") if isinstance(listed, dict) else None
     found = {}
@@ -271,15 +296,18 @@ async def _models(upstream: Upstream) -> dict[str, int]:
     return found
 
 
-async def _is_blank(upstream: Upstream, model: str, token: int) -> bool:
-    r"""Ask whether an id is mere white space: the `\n` behind Qwen's end of turn is no end of turn, whoever says so."""
-    try:
+async def _blank(upstream: Questions, model: str, tokens: Sequence[int]) -> set[int]:
+    r"""Find the ids that are mere white space: the `\n` behind Qwen's end of turn is no end of turn, whoever says so."""
+    found = set()
+    for token in tokens:
         answer = await upstream.post("/detokenize", {"model": model, "tokens": [token]})
-    except EngineError:
-        return False
-    said = answer.json()
-    text = said.get("prompt") if answer.status == 200 and isinstance(said, dict) else None  # noqa: PLR2004
-    return isinstance(text, str) and text != "" and not text.strip()
+        if answer.status == _NO_ROUTE:
+            break
+        said = answer.json()
+        text = said.get("prompt") if answer.status == _OK and isinstance(said, dict) else None
+        if isinstance(text, str) and text and not text.strip():
+            found.add(token)
+    return found
 
 
 async def _stops_at(asked: Asked, model: str, token: int) -> bool:

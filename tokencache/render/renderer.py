@@ -11,7 +11,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.chat.messages import with_reasoning
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.engines.upstream import Upstream
+from tokencache.engines.questions import Answers
 
 Raw = msgspec.Raw
 REFUSALS = frozenset({400, 422})
@@ -44,7 +44,7 @@ class Renderer(Protocol):
 class EngineRenderer:
     """Renders through the engine's `/tokenize`, whose answers also name the longest prompt (`max_model_len`, tokens; 0 if unknown)."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Answers) -> None:
         self._upstream = upstream
         self.max_model_len = 0
 
