@@ -216,6 +216,7 @@ def test_a_proxy_that_is_not_there():
     ("status", "body", "said"),
     [
         (401, b'{"error": "unknown API key"}', "answered 401: .*unknown API key"),
+        (404, b'{"detail":"Not Found"}', "does not list its models, so name the model: --model NAME"),
         (200, b"<html>", "does not say"),
         (200, b"[]", "does not say"),
     ],

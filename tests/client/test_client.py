@@ -7,12 +7,13 @@ import openai
 import pytest
 
 from tests.client.faces import KINDS, Face
-from tests.proxy.kit import proxied, until, user
+from tests.proxy.kit import EPISODES, proxied, until, user
 from tokencache.adapters.load import AdapterError
 from tokencache.client import (
     AsyncClient,
     Budget,
     Client,
+    EngineInUseError,
     NotFoundError,
     RefusedError,
     SealedError,
@@ -21,7 +22,7 @@ from tokencache.client import (
     UnreachableError,
     WaitTimeoutError,
 )
-from tokencache.testing import Fault
+from tokencache.testing import Fault, SimulatedEngine
 
 
 async def chat(session, turns=2):
@@ -292,3 +293,24 @@ def test_nobody_there():
         pytest.raises(UnreachableError, match="POST /tokencache/v1/keys: no answer, tried 1 times"),
     ):
         client.create()
+
+
+async def test_engines_come_and_go(rig, client):
+    other = SimulatedEngine(episodes=EPISODES, seed=7)
+    async with other.serve() as url:
+        added = await client.add_engine(url + "/v1")
+        assert (added.url, added.state, added.drained) == (url, "serving", False)
+
+        async def both_serve():
+            return [engine.url for engine in await client.engines() if engine.serves] == [rig.up, url]
+
+        await until(both_serve)
+        with pytest.raises(EngineInUseError, match="not drained yet"):
+            await client.remove_engine(url)
+        with pytest.raises(EngineInUseError, match="--upstream"):
+            await client.remove_engine(rig.up, force=True)
+        assert (await client.drain_engine(url)).state == "draining"
+        await client.remove_engine(url, force=True)
+        assert [engine.url for engine in await client.engines()] == [rig.up]
+        with pytest.raises(NotFoundError):
+            await client.drain_engine(url)

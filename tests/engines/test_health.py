@@ -14,12 +14,15 @@ from tokencache.testing import SimulatedEngine
 @contextlib.asynccontextmanager
 async def watching(engine, **more):
     """An engine, whose /health can be told what to say, and a watch on it that looks when it is told to."""
-    said = {"status": 200}
+    said = {"status": 200, "asked": 0}
     app = engine.app()
 
     @web.middleware
     async def health(request, handler):
-        return web.Response(status=said["status"]) if request.path == "/health" else await handler(request)
+        if request.path != "/health":
+            return await handler(request)
+        said["asked"] += 1
+        return web.Response(status=said["status"])
 
     app.middlewares.append(health)
     runner = web.AppRunner(app)
@@ -46,9 +49,34 @@ async def test_an_engine_that_answers_is_probed_once():
         assert (watch.ready, changes, watch.kind.capability["level"]) == (True, [True], "exact")
 
 
+@pytest.mark.parametrize("status", [404, 405, 501])
+async def test_an_engine_without_health_is_asked_for_it_once(status):
+    """NeMo RL's worker has none, and logs every request for it. That it is gone is seen all the same."""
+    async with watching(SimulatedEngine()) as (watch, said, runner, changes):
+        said["status"] = status
+        for _ in range(5):
+            await watch.look()
+        assert (watch.ready, said["asked"]) == (True, 1)
+        await runner.cleanup()
+        await watch.look()
+        assert (watch.ready, changes) == (False, [True, False])
+        assert "cannot be reached" in watch.engine.error
+
+
+async def test_after_it_was_out_it_is_asked_for_health_again():
+    """Another server may stand there then."""
+    async with watching(SimulatedEngine()) as (watch, said, _, _):
+        said["status"] = 404
+        await watch.look()
+        watch.out("the engine went away")
+        said["status"] = 200
+        for _ in range(3):
+            await watch.look()
+        assert (watch.ready, said["asked"]) == (True, 4)
+
+
 @pytest.mark.parametrize("status", [404, 401, 204])
 async def test_an_answer_is_an_answer(status):
-    """NeMo RL's worker has no /health."""
     async with watching(SimulatedEngine()) as (watch, said, _, _):
         said["status"] = status
         await watch.look()

@@ -42,7 +42,7 @@ def splice(prefix, template_prefix, template, eos):
 class Worker:
     """A worker before the engine at `upstream`, whose end of turn is `eos`.
 
-    `calls` are the bodies of the chat calls that it was sent.
+    `calls` are the bodies of the chat calls that it was sent; `unknown` the paths that it answered with 404.
     """
 
     upstream: str
@@ -51,6 +51,7 @@ class Worker:
     top_p: float = 1.0
     max_model_len: int = 0
     calls: list = field(default_factory=list)
+    unknown: list = field(default_factory=list)
 
     @contextlib.asynccontextmanager
     async def serve(self):
@@ -58,6 +59,7 @@ class Worker:
         app = web.Application(client_max_size=2**28, middlewares=[_assertions])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_route("*", "/{path:.*}", self._not_found)
         async with aiohttp.ClientSession() as self._http, listening(app) as url:
             yield url
 
@@ -88,6 +90,10 @@ class Worker:
         ids = (said.pop("prompt_token_ids"), choice.pop("token_ids"), values)
         choice["message"] |= dict(zip(TOKEN_FIELDS, ids, strict=True))
         return web.json_response(said)
+
+    async def _not_found(self, request):
+        self.unknown.append(request.path)
+        return web.json_response({"detail": "Not Found"}, status=404)
 
     async def _tokenize(self, request):
         body = json.loads(await request.read())

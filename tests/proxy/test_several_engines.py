@@ -275,7 +275,7 @@ def test_how_engines_are_named(monkeypatch, arguments, environment):
     assert (result.exit_code, taken) == (0, ["http://a:1", "http://b:2/v1"]), result.output
 
 
-@pytest.mark.parametrize("upstream", ["", "a:8000", "http://a:1,b:2", "http://a:1,http://a:1/v1/"])
+@pytest.mark.parametrize("upstream", ["a:8000", "http://a:1,b:2", "http://a:1,http://a:1/v1/"])
 def test_what_names_no_engines(upstream):
     with pytest.raises(ValidationError, match=r"base URLs|named twice"):
         Settings(upstream=upstream)

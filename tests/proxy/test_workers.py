@@ -120,6 +120,24 @@ async def test_any_worker_serves_any_call_and_tells_of_all(redis):
             assert [turn["match"] for turn in (await answer.json())["turns"]] == ["root", "root"], said
 
 
+async def test_an_engine_that_is_added_serves_on_all_workers(redis):
+    engine = SimulatedEngine(episodes=REPLIES, seed=3)
+    async with engine.serve() as up, served(*TWO, "--store", redis) as proxy:
+        (port,) = await proxy.said(r"2 workers share 127\.0\.0\.1 port (\d+)")
+        await proxy.said(r"worker \d serves", 2)
+        async with asking(f"http://127.0.0.1:{port}") as http:
+            async with http.post(CHAT, json={"messages": [user("hi")]}, headers={HEADER: "none"}) as answer:
+                assert (answer.status, "POST /tokencache/v1/engines" in await answer.text()) == (503, True)
+            async with http.post("/tokencache/v1/engines", json={"url": up}) as answer:
+                assert answer.status == 201
+            await proxy.said(r"engine \S+: added", 2)
+            await proxy.said(r"level=exact", 2)
+            await asyncio.gather(*[ask(http, f"added-{n}") for n in range(20)])
+            async with http.delete("/tokencache/v1/engines", params={"url": up, "force": "true"}) as answer:
+                assert answer.status == 200
+            await proxy.said(r"engine \S+: removed", 2)
+
+
 async def test_a_worker_is_killed_the_others_go_on_and_it_comes_back(redis):
     async with two_workers(redis, token_delay=0.15) as (proxy, engine, url, processes), asking(url) as http:
         streams = await asyncio.gather(*[begun(http, f"kill-{n}") for n in range(24)])

@@ -232,7 +232,13 @@ class NeverGivesUp(MemoryStore):
         await super().want(session, call)
 
 
+class KeepsOneEntryAnEngine(MemoryStore):
+    async def put_engine(self, entry):
+        self._engines[entry.url, ""] = entry
+
+
 BROKEN = [
+    (KeepsOneEntryAnEngine, conformance.check_engines),
     (NotesTheDead, conformance.check_delete),
     (ForgetsTombstones, conformance.check_delete),
     (KeepsTombstones, conformance.check_reuse),

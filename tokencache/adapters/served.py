@@ -9,6 +9,7 @@ import msgspec
 from tokencache.adapters.launch import DEFAULT_CONTEXT
 from tokencache.adapters.load import AdapterError
 
+_NOT_FOUND = 404
 _PATIENCE = aiohttp.ClientTimeout(total=10.0)
 
 
@@ -65,7 +66,9 @@ async def _ask(proxy_url: str, key: str) -> Sequence[Served]:
         ):
             body = await answer.read()
             if answer.status != 200:  # noqa: PLR2004 - HTTP
-                raise AdapterError(f"{url} answered {answer.status}: {body[:300].decode(errors='replace')}")
+                said = f"{url} answered {answer.status}: {body[:300].decode(errors='replace')}"
+                wanted = ": the engine does not list its models, so name the model: --model NAME (in Python: model=)"
+                raise AdapterError(said + (wanted if answer.status == _NOT_FOUND else ""))
             return msgspec.json.decode(body, type=Models).data
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.MsgspecError) as why:
         raise AdapterError(

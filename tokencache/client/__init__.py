@@ -24,6 +24,7 @@ from tokencache.client.blocking import Client, Session
 from tokencache.client.errors import (
     AnswerError,
     ClientError,
+    EngineInUseError,
     NotFoundError,
     RefusedError,
     SealedError,
@@ -31,7 +32,18 @@ from tokencache.client.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
-from tokencache.client.values import Figures, Incident, OpenCall, Sequence, Served, SessionState, ToolCall, Trajectory, TurnSpan
+from tokencache.client.values import (
+    EngineState,
+    Figures,
+    Incident,
+    OpenCall,
+    Sequence,
+    Served,
+    SessionState,
+    ToolCall,
+    Trajectory,
+    TurnSpan,
+)
 from tokencache.core.budget import Budget
 
 __all__ = [
@@ -41,6 +53,8 @@ __all__ = [
     "Budget",
     "Client",
     "ClientError",
+    "EngineInUseError",
+    "EngineState",
     "Figures",
     "Incident",
     "NotFoundError",

@@ -14,7 +14,7 @@ from tokencache.client.access import Access, access_to
 from tokencache.client.asking import Answer, Exchange, Request, T
 from tokencache.client.errors import NotFoundError
 from tokencache.client.exchanges import Exchanges, Taken, check_deletion, missing
-from tokencache.client.values import SessionState, Trajectory
+from tokencache.client.values import EngineState, SessionState, Trajectory
 from tokencache.core.budget import Budget
 
 
@@ -138,6 +138,22 @@ class AsyncClient:
     async def sessions(self, prefix: str = "") -> list[SessionState]:
         """As `Client.sessions`."""
         return await self._line(self._exchanges.sessions(prefix))
+
+    async def engines(self) -> list[EngineState]:
+        """As `Client.engines`."""
+        return await self._line(self._exchanges.engines())
+
+    async def add_engine(self, url: str) -> EngineState:
+        """As `Client.add_engine`."""
+        return await self._line(self._exchanges.add_engine(url))
+
+    async def drain_engine(self, url: str) -> EngineState:
+        """As `Client.drain_engine`."""
+        return await self._line(self._exchanges.drain_engine(url))
+
+    async def remove_engine(self, url: str, *, force: bool = False) -> None:
+        """As `Client.remove_engine`."""
+        await self._line(self._exchanges.remove_engine(url, force=force))
 
     @overload
     def iterate(

@@ -13,7 +13,7 @@ from tokencache.client.access import Access, access_to
 from tokencache.client.asking import Answer, Exchange, Request, T
 from tokencache.client.errors import NotFoundError
 from tokencache.client.exchanges import Exchanges, check_deletion, missing
-from tokencache.client.values import SessionState, Trajectory
+from tokencache.client.values import EngineState, SessionState, Trajectory
 from tokencache.core.budget import Budget
 
 
@@ -183,6 +183,34 @@ class Client:
     def sessions(self, prefix: str = "") -> list[SessionState]:
         """List the sessions whose names begin with `prefix`."""
         return self._line(self._exchanges.sessions(prefix))
+
+    def engines(self) -> list[EngineState]:
+        """List the engines of the proxy."""
+        return self._line(self._exchanges.engines())
+
+    def add_engine(self, url: str) -> EngineState:
+        """Let an engine take calls: a new one, or one that was drained. It gets some once it was probed (`EngineState.serves`).
+
+        `url` is its base URL; a `/v1` at its end is taken off.
+        """
+        return self._line(self._exchanges.add_engine(url))
+
+    def drain_engine(self, url: str) -> EngineState:
+        """Let an engine take no new calls. Those under way run to their end; its sessions go on elsewhere.
+
+        Raises:
+            NotFoundError: there is no such engine.
+        """
+        return self._line(self._exchanges.drain_engine(url))
+
+    def remove_engine(self, url: str, *, force: bool = False) -> None:
+        """Take an engine out that is drained (`EngineState.drained`), or with `force` any; calls under way run to their end.
+
+        Raises:
+            NotFoundError: there is no such engine.
+            EngineInUseError: it is not drained, or it is named by `--upstream`.
+        """
+        self._line(self._exchanges.remove_engine(url, force=force))
 
     @overload
     def iterate(

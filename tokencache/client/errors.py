@@ -6,8 +6,9 @@
     └── AnswerError           the server answered that it cannot or will not
         ├── RefusedError      400: what was asked makes no sense to it
         ├── UnauthorizedError 401: the admin key is missing or wrong
-        ├── NotFoundError     404: there is no such session
-        └── SealedError       409: the session takes no more calls
+        ├── NotFoundError     404: there is no such session, or engine
+        ├── SealedError       409: the session takes no more calls
+        └── EngineInUseError  409: the engine is not drained, or is named by `--upstream`
 
 An `AnswerError` that is none of these is the server's own trouble (5xx), or the answer of something else that listens there.
 """
@@ -56,7 +57,7 @@ class UnauthorizedError(AnswerError):
 
 
 class NotFoundError(AnswerError):
-    """There is no such session: no call was made in it yet, or it was deleted, or the store has forgotten it."""
+    """There is no such session: no call was made in it yet, or it was deleted, or the store has forgotten it. Or no such engine."""
 
     status = 404
 
@@ -67,11 +68,19 @@ class SealedError(AnswerError):
     status = 409
 
 
+class EngineInUseError(AnswerError):
+    """The engine was not removed: it is not drained, or it is named by `--upstream`."""
+
+    status = 409
+
+
+_OF_ENGINES = frozenset({"engine_in_use", "engine_configured"})
 _BY_STATUS = {kind.status: kind for kind in (RefusedError, UnauthorizedError, NotFoundError, SealedError)}
 
 
 class _Words(msgspec.Struct):
     message: str
+    type: str = ""
 
 
 class _Body(msgspec.Struct):
@@ -81,8 +90,8 @@ class _Body(msgspec.Struct):
 def error_of(status: int, body: bytes, asked: str) -> AnswerError:
     """Make the exception for an answer that is not 2xx; `asked` says what had been asked (method and path)."""
     try:
-        words = msgspec.json.decode(body, type=_Body).error.message
+        said = msgspec.json.decode(body, type=_Body).error
     except msgspec.MsgspecError:
-        words = body[:300].decode(errors="replace") or HTTPStatus(status).phrase
-    kind = _BY_STATUS.get(status, AnswerError)
-    return kind(f"{asked}: {status}: {words}", status=status)
+        said = _Words(body[:300].decode(errors="replace") or HTTPStatus(status).phrase)
+    kind = EngineInUseError if said.type in _OF_ENGINES else _BY_STATUS.get(status, AnswerError)
+    return kind(f"{asked}: {status}: {said.message}", status=status)

@@ -16,7 +16,7 @@ from tokencache.adapters.load import load
 from tokencache.client.access import Access, access_to, check_directory, launch_of
 from tokencache.client.asking import Exchange, Pause, Request, ask, read, send
 from tokencache.client.errors import ClientError, NotFoundError, SealedError, WaitTimeoutError
-from tokencache.client.values import SessionState, Trajectory
+from tokencache.client.values import EngineState, SessionState, Trajectory
 from tokencache.core.budget import Budget
 from tokencache.store.contract import Binding
 
@@ -36,6 +36,10 @@ class Taken(msgspec.Struct, frozen=True):
 
 class _Sessions(msgspec.Struct):
     sessions: list[SessionState]
+
+
+class _Engines(msgspec.Struct):
+    engines: list[EngineState]
 
 
 class _Key(msgspec.Struct):
@@ -84,6 +88,22 @@ class Exchanges:
         """List the sessions whose names begin so."""
         listed = yield from ask(Request("GET", f"{_BASE}/sessions"), _Sessions)
         return [state for state in listed.sessions if state.session.startswith(prefix)]
+
+    def engines(self) -> Exchange[list[EngineState]]:
+        """List the engines."""
+        return (yield from ask(Request("GET", f"{_BASE}/engines"), _Engines)).engines
+
+    def add_engine(self, url: str) -> Exchange[EngineState]:
+        """Let an engine take calls."""
+        return (yield from ask(Request("POST", f"{_BASE}/engines", body=msgspec.json.encode({"url": url})), EngineState))
+
+    def drain_engine(self, url: str) -> Exchange[EngineState]:
+        """Let an engine take no new calls."""
+        return (yield from ask(Request("POST", f"{_BASE}/engines/drain", body=msgspec.json.encode({"url": url})), EngineState))
+
+    def remove_engine(self, url: str, *, force: bool) -> Exchange[None]:
+        """Take an engine out; that it was gone at a second try is a success of the first."""
+        yield from _removed(f"{_BASE}/engines", {"url": url, "force": "true" if force else "false"})
 
     def finished(self) -> Exchange[list[str]]:
         """List the sessions that are sealed, and in which no call is open."""
@@ -172,8 +192,8 @@ class Exchanges:
         return served.choose(models, model, self.url)
 
 
-def _removed(path: str) -> Exchange[None]:
-    request = Request("DELETE", path)
+def _removed(path: str, params: dict[str, str] | None = None) -> Exchange[None]:
+    request = Request("DELETE", path, params or {})
     answer, tries = yield from send(request)
     if answer.status != _MISSING or tries == 1:
         read(answer, request, dict)

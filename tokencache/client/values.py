@@ -13,7 +13,20 @@ from tokencache.core.turn import Anchor
 from tokencache.store.contract import Incident, OpenCall
 from tokencache.trainer.rollout import Figures
 
-__all__ = ["Anchor", "Drift", "Figures", "Incident", "OpenCall", "Sequence", "Served", "SessionState", "ToolCall", "Trajectory", "TurnSpan"]
+__all__ = [
+    "Anchor",
+    "Drift",
+    "EngineState",
+    "Figures",
+    "Incident",
+    "OpenCall",
+    "Sequence",
+    "Served",
+    "SessionState",
+    "ToolCall",
+    "Trajectory",
+    "TurnSpan",
+]
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -95,6 +108,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
             mask 0 and log probability 0.0.
         start: `root`, `branch`, `resplice` or `plain`: how it begins; `reason` says why.
         parent: the sequence that it branched off, or took its context from.
+        root: the sequence where following parents ends; several rollouts in one session have a root each. `""` in older exports.
         continued: a later call went on from one of its turns. `tools`: how many tools its first call offered.
         weight: its share of the rollout's trainable tokens; over a trajectory they add up to 1, or are all 0.
         tokens: how many there are; `trainable_tokens`: how many of them have mask 1.
@@ -109,6 +123,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     reason: str = ""
     parent: str | None = None
+    root: str = ""
     continued: bool = False
     tools: int = 0
     tokens: int = 0
@@ -150,3 +165,24 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     incidents: list[Incident] = []
     created: float = 0.0
     used: float = 0.0
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine of the proxy.
+
+    Attributes:
+        url: its base URL, without `/v1`.
+        state: `serving`, or `draining`: it takes no new calls.
+        serves: it was probed, and sessions go to it; `error` says why not.
+        calls: how many are under way on it, on all replicas while it is drained, else on the one that answers.
+        drained: it takes no new calls, and none is under way: it may be removed, and stopped.
+        models: what the probe found, per model (`docs/engines.md`).
+    """
+
+    url: str
+    state: str = "serving"
+    serves: bool = False
+    error: str = ""
+    calls: int = 0
+    drained: bool = False
+    models: list[dict[str, Any]] = []

@@ -12,12 +12,13 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 
-from tokencache.dialects.dialect import Answer, Asked, Meaning
+from tokencache.dialects.dialect import Answer, Asked, Meaning, ServedModel
 from tokencache.errors import HarnessError
 
 _ALIVE = frozenset({"/", "/v1", "/v1/", "/v1/models", "/api/hello"})
@@ -54,10 +55,19 @@ class ProbeDialect:
         name = unquote(wanted[1])
         for model in await asked.served():
             if model.name == name:
-                card = {"id": name, "object": "model", "created": 0, "owned_by": "vllm"}
-                return Answer(body=msgspec.json.encode(card | ({"max_model_len": model.max_model_len} if model.max_model_len else {})))
+                return Answer(body=msgspec.json.encode(_card(model)))
         raise HarnessError(f"The model `{name}` does not exist.", status=_NOT_FOUND, param="model", kind="NotFoundError")
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
         """See `Dialect.error`: OpenAI's, as vLLM writes it."""
         return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def model_list(models: Iterable[ServedModel]) -> bytes:
+    """The answer to `GET /v1/models`, for an engine that has no such route."""
+    return msgspec.json.encode({"object": "list", "data": [_card(model) for model in models]})
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    card = {"id": model.name, "object": "model", "created": 0, "owned_by": "vllm"}
+    return card | ({"max_model_len": model.max_model_len} if model.max_model_len else {})

@@ -6,7 +6,8 @@ sessions, for they would find their prefix cache cold elsewhere. It comes back w
 process may stand there now.
 
 The question is `GET /health`, which vLLM, its router and SGLang have; vLLM's answers 503 when the engine behind the API is
-dead. A server that does not know the route (404) has answered, and that is enough.
+dead. A server without that route (404: NeMo RL's worker, which has `/v1/chat/completions` and `/tokenize` alone) is asked once:
+from then on a connection is opened to it and closed, which no server logs as an error. It is asked again when it was out.
 """
 
 import asyncio
@@ -33,6 +34,8 @@ PATIENCE_SECONDS = 5.0
 """Seconds to wait for an answer."""
 STRIKES = 3
 """Slow or bad answers running after which an engine is out."""
+_NO_ROUTE = frozenset({404, 405, 501})
+"""Status codes with which a server says that it has no `GET /health`."""
 RECONSIDER_SECONDS = 60.0
 """Seconds after which an engine that differs from the others is probed anew."""
 _SERVERS_FAULT = 500
@@ -42,7 +45,10 @@ _NO_KIND = ("version", "why", "how", "logprobs_seen", "local_tokenizer", "stop_i
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What engines must have in common to serve one session: what was found by the probe, and what their template and tokenizer write."""
+    """What engines must have in common to serve one session: what was found by the probe, and what their template and tokenizer write.
+
+    `rendering` is `""` where that was not found out: the engine has no peer, or renders nothing.
+    """
 
     capability: dict[str, object]
     rendering: str
@@ -51,25 +57,30 @@ class Kind(msgspec.Struct, frozen=True):
         """Say what is different here from `other`."""
         here, there = self.capability, other.capability
         found = [f"{name} is {value}, not {there.get(name)}" for name, value in here.items() if value != there.get(name)]
-        if self.rendering != other.rendering:
+        if self.rendering and other.rendering and self.rendering != other.rendering:
             found.append("its template or tokenizer writes other ids")
         return found
 
 
 class Watch:
-    """Watches one engine; `on_change` is called whenever it went, or was probed. `alone`: it has no peer to be held against.
+    """Watches one engine; `on_change` is called whenever it went, or was probed.
 
     Attributes:
+        alone: it has no peer to be held against (`has_peers`).
+        draining: it takes no new calls; those under way run to their end.
+        has_health: whether it has `GET /health`, as far as is known.
         kind: what it was when it was last probed, be it out since; `None` while that is not known.
         odd: it differs from those that serve. It is probed anew now and then: perhaps the probe met it at a bad moment.
     """
 
     def __init__(self, engine: Engine, on_change: Callable[[], None], *, alone: bool) -> None:
         self.engine = engine
+        self.draining = False
+        self.has_health = True
         self.kind: Kind | None = None
         self.odd = False
         self._on_change = on_change
-        self._alone = alone
+        self.alone = alone
         self._known: Model | None = None
         self._probed = 0.0
         self._strikes = 0
@@ -82,8 +93,8 @@ class Watch:
 
     @property
     def ready(self) -> bool:
-        """Whether it was probed, and not lost since."""
-        return bool(self.engine.capabilities)
+        """Whether it was probed, is what is wanted (`standing`), and was not lost since."""
+        return self.engine.state == "ready"
 
     @property
     def version(self) -> str:
@@ -96,32 +107,51 @@ class Watch:
             await self.look()
             await asyncio.sleep(CHECK_EVERY * random.uniform(0.75, 1.25))
 
+    async def has_peers(self) -> None:
+        """It was alone: find out now what its template and tokenizer write."""
+        self.alone, self.kind, self._known = False, None, None
+        await self.look()
+
     async def look(self) -> None:
         """Ask once, and probe what is not known."""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                status = (await self.engine.upstream.get("/health")).status
+                why = await self._ask()
         except TimeoutError:
             self._strike(f"no answer to /health within {PATIENCE_SECONDS:g} s")
-        except EngineError as why:
-            self._strike(str(why)) if why.reached else self.out(str(why))
+        except EngineError as why_not:
+            self._strike(str(why_not)) if why_not.reached else self.out(str(why_not))
         else:
-            if status >= _SERVERS_FAULT:
-                self._strike(f"/health answered {status}")
+            if why:
+                self._strike(why)
             else:
                 self._strikes = 0
                 await self._learn()
 
+    async def _ask(self) -> str:
+        """Ask whether it is there: `""`, or what it answered that is no good.
+
+        Raises:
+            EngineError: it cannot be reached, or closed the connection.
+        """
+        if not self.has_health:
+            await self.engine.upstream.connect()
+            return ""
+        status = (await self.engine.upstream.get("/health")).status
+        self.has_health = status not in _NO_ROUTE
+        return f"/health answered {status}" if status >= _SERVERS_FAULT and self.has_health else ""
+
     def out(self, why: str) -> None:
         """It cannot be connected to: nothing goes there until it answers."""
         self.engine.forget(why)
+        self.has_health = True  # another server may stand there when it is back
         self._say(f"out: {why}")
         metrics.ENGINE_UP.labels(self.url).set(0)
         self._on_change()
 
     def _strike(self, why: str) -> None:
         self._strikes += 1
-        if self._strikes >= STRIKES or not self.ready:
+        if self._strikes >= STRIKES or not self.engine.capabilities:
             self.out(why)
 
     async def _learn(self) -> None:
@@ -129,10 +159,11 @@ class Watch:
         if self.odd and time.monotonic() - self._probed > RECONSIDER_SECONDS:
             self.engine.forget("it differs from the others: probed anew")
         try:
+            await self.engine.look_again()
             model = await self.engine.model()
             if model is self._known:
                 return
-            self.kind = await _kind_of(model, alone=self._alone)
+            self.kind = await _kind_of(model, alone=self.alone)
         except (EngineError, RenderError) as why:
             self._say(f"not ready: {why}")
             return

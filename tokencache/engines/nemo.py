@@ -11,7 +11,8 @@ gone by then (`dialects.gym`): a mixture of ours and theirs is what goes wrong s
   trainer's own, which a client sees as a bare 500; wants `top_logprobs` said together with `logprobs`; and does not stream.
 * `nemo-gym` says `prompt_token_ids`, `generation_token_ids` and `generation_log_probs` on the message. Gym's server passes them
   on, and the worker behind it takes the last message that has them; so that one message is given them, and the history's
-  other replies are not. Members of a request that Gym does not know it refuses (422: `extra="forbid"` in
+  other replies are not. A message's `reasoning` goes into its text as `<think>…</think>`, where Gym's server looks for it. Members
+  of a request that Gym does not know it refuses (422: `extra="forbid"` in
   `nemo_gym/openai_utils.py`); they travel in `metadata.extra_body`, which it unpacks for the engine
   (`responses_api_models/vllm_model/app.py`).
 
@@ -26,6 +27,8 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
+from tokencache.dialects.gym_request import CHAT_MEMBERS
+from tokencache.dialects.thinking import in_text
 from tokencache.engines.driver import Exact, Head, last_reply
 from tokencache.engines.vllm import NOT_WHOLE, members_with_ids
 
@@ -39,14 +42,6 @@ SAFE = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """What NeMo RL samples with unless it is configured otherwise: the distribution of the model itself."""
 NOT_LAST = "prefix-ends-before-last-reply"
 
-_GYM_KNOWS = frozenset({
-    "messages", "model", "audio", "frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens",
-    "metadata", "moderation", "modalities", "n", "parallel_tool_calls", "prediction", "presence_penalty",
-    "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "response_format", "seed", "safety_identifier",
-    "service_tier", "stop", "store", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user",
-    "verbosity", "web_search_options",
-})  # fmt: skip
-"""`NeMoGymChatCompletionCreateParamsNonStreaming`, less what only streams have."""
 _NULL = Raw(b"null")
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
@@ -112,9 +107,8 @@ class NemoGym(_Nemo):
 
     def write(self, call: ChatCall, exact: Exact | None) -> bytes:
         """See `Driver.write`."""
-        fields = dict(call.fields)
+        messages = list(call.raw_messages if exact is None else call.safe_messages())
         if exact is not None:
-            messages = list(call.safe_messages())
             place, start, end, logprobs = exact.head
             given = (ids.head(exact.ids, start), ids.tail(ids.head(exact.ids, end), start))
             messages[place] = _ENCODER.encode(
@@ -122,7 +116,7 @@ class NemoGym(_Nemo):
                 | {name: Raw(b"[" + ids.fragment(packed) + b"]") for name, packed in zip(_TOKEN_FIELDS, given, strict=False)}
                 | {LOG_PROBS: Raw(_ENCODER.encode(ids.unpack_logprobs(logprobs)[: end - start]))}
             )
-            fields["messages"] = _messages(messages)
+        fields = call.fields | {"messages": _messages([in_text(message) for message in messages])}
         return _ENCODER.encode(_as_gym_takes(fields))
 
     def unsayable(self, call: ChatCall, head: Head) -> str:
@@ -187,9 +181,9 @@ def _as_gym_takes(fields: dict[str, Raw]) -> dict[str, Any]:
     strange = {
         name: raw
         for name, raw in fields.items()
-        if name not in _GYM_KNOWS and name not in {*NOT_WHOLE, PREFIX, "kv_transfer_params"} and bytes(raw) != b"null"
+        if name not in CHAT_MEMBERS and name not in {*NOT_WHOLE, PREFIX, "kv_transfer_params"} and bytes(raw) != b"null"
     }
-    known: dict[str, Any] = {name: raw for name, raw in fields.items() if name in _GYM_KNOWS}
+    known: dict[str, Any] = {name: raw for name, raw in fields.items() if name in CHAT_MEMBERS}
     if not strange:
         return known
     metadata = dict(msgspec.json.decode(fields.get("metadata", Raw(b"{}"))) or {})

@@ -41,6 +41,10 @@ class _Chunk(msgspec.Struct):
     sglext: Raw = Raw(b"null")
 
 
+class _Error(msgspec.Struct):
+    code: int = 500
+
+
 class _Piece(msgspec.Struct):
     """A choice of a plain chunk (`dialects.chat.plain`)."""
 
@@ -238,6 +242,17 @@ class Reply:
         """What was cut out stood elsewhere: read it all."""
         self.prompt.leave()
         return self.take(data)
+
+    @property
+    def refusal(self) -> int:
+        """The HTTP status of a refusal that is all there is of the reply, 0 if it is none: vLLM finds some faults only after its 200."""
+        if not self.error or self.choices:
+            return 0
+        try:
+            code = msgspec.json.decode(self.error, type=_Error).code
+        except ValueError:
+            return 0
+        return code if 400 <= code < 500 else 0  # noqa: PLR2004 - the client's fault
 
     @property
     def finished(self) -> bool:

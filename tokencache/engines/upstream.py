@@ -4,13 +4,16 @@ No total timeout: an agent's turn takes as long as it takes, and a proxy must no
 that lie idle are dropped before vLLM's server drops them (uvicorn: 5 s), else a call could meet a closed one.
 """
 
+import asyncio
 import base64
+import contextlib
 import errno
 import io
 import logging
 import math
 import socket
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -71,6 +74,8 @@ class Upstream:
             basic = base64.b64encode(f"{given.user}:{given.password or ''}".encode()).decode()
             self._authorization = self._authorization or f"Basic {basic}"
         self._session: aiohttp.ClientSession | None = None
+        self._awaited = 0
+        self._answering: weakref.WeakSet[aiohttp.ClientResponse] = weakref.WeakSet()
         self._said_short = -math.inf
 
     async def open(self) -> None:
@@ -91,6 +96,11 @@ class Upstream:
         if self._session is not None:
             await self._session.close()
 
+    @property
+    def under_way(self) -> int:
+        """How many requests of `send` have begun and not ended; those of `get` and `post`, which are our own, do not count."""
+        return self._awaited + sum(not answer.closed for answer in self._answering)
+
     async def send(self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: Any = None) -> aiohttp.ClientResponse:
         """Send a request and return as soon as the answer's head is there; the caller releases or closes it.
 
@@ -99,8 +109,19 @@ class Upstream:
         Raises:
             EngineError: the engine cannot be reached, or closed the connection without an answer.
         """
+        self._awaited += 1
+        try:
+            answer = await self._send(method, path, headers, body)
+        finally:
+            self._awaited -= 1
+        self._answering.add(answer)
+        return answer
+
+    async def _send(self, method: str, path: str, headers: Mapping[str, str] | None, body: Any) -> aiohttp.ClientResponse:
         if self._session is None:
             raise RuntimeError("Upstream.open() has not been called")
+        if self._session.closed:
+            raise EngineError(f"the engine at {self.url} was removed", reached=False)
         url = URL(self.url + path, encoded=True)
         sent = CIMultiDict(headers or {})
         if self._authorization:
@@ -124,7 +145,7 @@ class Upstream:
             EngineError: the engine cannot be reached or broke off.
         """
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        return await self._whole(await self.send("POST", path, headers={**(headers or {}), "Content-Type": "application/json"}, body=data))
+        return await self._whole(await self._send("POST", path, {**(headers or {}), "Content-Type": "application/json"}, data))
 
     async def get(self, path: str) -> Answer:
         """Get and read the whole answer.
@@ -132,7 +153,24 @@ class Upstream:
         Raises:
             EngineError: the engine cannot be reached or broke off.
         """
-        return await self._whole(await self.send("GET", path))
+        return await self._whole(await self._send("GET", path, None, None))
+
+    async def connect(self) -> None:
+        """Open a connection and close it, without a request: only that somebody listens is asked.
+
+        Raises:
+            EngineError: the engine cannot be reached.
+        """
+        url = URL(self.url)
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                _, writer = await asyncio.open_connection(url.host, url.port)
+        except (OSError, TimeoutError) as why:
+            self._look_whether_short(why)
+            raise EngineError(f"the engine at {self.url} cannot be reached: {why or 'no connection in time'}", reached=False) from why
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
     def _look_whether_short(self, why: BaseException) -> None:
         """Say, once a minute, that it is not the engine that is at fault."""

@@ -75,6 +75,20 @@ class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""
 
 
+class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What replicas of the proxy tell each other of an engine; `at` is in seconds since the epoch.
+
+    Without a `replica` it is what is wanted: that the engine serves, takes no new calls (`draining`), or is gone (`removed`). With one
+    it is what that replica reports: how many `calls` it has under way there.
+    """
+
+    url: str
+    state: Literal["serving", "draining", "removed"] = "serving"
+    at: float = 0.0
+    replica: str = ""
+    calls: int = 0
+
+
 class Entry(msgspec.Struct, frozen=True):
     """A turn to record, its tokens, the keys under which it is to be found (none if nobody was served it), its context (packed)."""
 
@@ -265,3 +279,12 @@ class Store(Protocol):
 
     async def unbind_key(self, key: str) -> bool:
         """Let an API key (its hash) stand for nothing; false if it did not stand for anything."""
+
+    async def put_engine(self, entry: EngineEntry) -> None:
+        """Keep an entry, in the place of one of the same URL and replica."""
+
+    async def drop_engine(self, url: str, replica: str = "") -> None:
+        """Drop the entry of that URL and replica, if there is one."""
+
+    async def engines(self) -> list[EngineEntry]:
+        """Read all entries, in no order. One round trip."""

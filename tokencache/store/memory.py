@@ -16,6 +16,7 @@ from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
 from tokencache.store.contract import (
     Begun,
     Binding,
+    EngineEntry,
     Entry,
     Incident,
     Join,
@@ -49,6 +50,7 @@ class MemoryStore:
         self._gone: Fading[bool] = Fading(tombstone_seconds)
         self._keys: Fading[Binding] = Fading(ttl_seconds)
         self._beats: dict[str, float] = {}
+        self._engines: dict[tuple[str, str], EngineEntry] = {}
 
     async def open(self) -> None:
         """Nothing to connect to."""
@@ -231,6 +233,18 @@ class MemoryStore:
     async def unbind_key(self, key: str) -> bool:
         """See `Store.unbind_key`."""
         return self._keys.pop(key) is not None
+
+    async def put_engine(self, entry: EngineEntry) -> None:
+        """See `Store.put_engine`."""
+        self._engines[entry.url, entry.replica] = entry
+
+    async def drop_engine(self, url: str, replica: str = "") -> None:
+        """See `Store.drop_engine`."""
+        self._engines.pop((url, replica), None)
+
+    async def engines(self) -> list[EngineEntry]:
+        """See `Store.engines`."""
+        return list(self._engines.values())
 
     def _make_sure_of_room(self) -> None:
         if self._max_sessions and len(self._sessions) >= self._max_sessions:

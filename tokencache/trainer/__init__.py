@@ -1,6 +1,7 @@
 """The trainer's side: sessions, turns and trajectories under `/tokencache/v1/`.
 
 `api`       the routes
+`engines`   the routes by which engines are added, drained and removed
 `guard`     who may use them
 `reader`    a session's records, as they are stored
 `rollout`   records → what a trainer takes home: labelled sequences, weights, figures

@@ -114,7 +114,7 @@ class _Api:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = check_name(request.match_info["session"])
-        reuse = _flag(request, "reuse")
+        reuse = flag(request, "reuse")
         known = await self._ledger.delete(name, reuse=reuse)
         if not known and not reuse:  # a name that may be used again is what was asked for, whether it was used or not
             raise no_session(name)
@@ -159,7 +159,12 @@ class _Api:
         }
 
 
-def _flag(request: web.Request, name: str) -> bool:
+def flag(request: web.Request, name: str) -> bool:
+    """Read a parameter of the query that is true or false; false if it is not there.
+
+    Raises:
+        HarnessError: it is something else.
+    """
     given = request.query.get(name, "false").lower()
     if given not in {"true", "false"}:
         raise HarnessError(f"{name} is true or false, not {given!r}", param=name)

@@ -42,6 +42,7 @@ from tokencache.store.conformance.kit import Built, build, record
 from tokencache.store.conformance.living import (
     check_begin,
     check_documents,
+    check_engines,
     check_incidents,
     check_keys,
     check_names,
@@ -80,6 +81,7 @@ CHECKS: tuple[Callable[[Store], Awaitable[None]], ...] = (
     check_incidents,
     check_documents,
     check_keys,
+    check_engines,
     check_names,
     check_sessions,
     check_isolation,

@@ -13,7 +13,7 @@ from tokencache.store.conformance.kit import (
     same,
     true,
 )
-from tokencache.store.contract import Binding, Incident, OpenCall, Store
+from tokencache.store.contract import Binding, EngineEntry, Incident, OpenCall, Store
 
 
 async def check_ping(store: Store) -> None:
@@ -155,3 +155,25 @@ async def check_sessions(store: Store) -> None:
     for name in names:
         await store.delete(name)
     same([info.id async for info in store.sessions() if info.id.startswith(mark)], [], "sessions after deleting them")
+
+
+async def check_engines(store: Store) -> None:
+    """Entries of engines are kept by URL and replica, replaced, dropped, and listed all at once."""
+    url, other = f"http://{name_of('engine')}:8000", f"http://{name_of('engine')}:8000/p%20q"
+    wanted = EngineEntry(url, at=1.5)
+    reports = [EngineEntry(url, "draining", 2.0, replica, calls) for replica, calls in (("r1", 3), ("r2", 0))]
+    for entry in (wanted, *reports, EngineEntry(other, "removed", 3.0)):
+        await store.put_engine(entry)
+    same(await _engines(store, url, other), {wanted, *reports, EngineEntry(other, "removed", 3.0)}, "entries")
+    await store.put_engine(EngineEntry(url, "draining", 4.0))
+    await store.drop_engine(url, "r1")
+    await store.drop_engine(other)
+    await store.drop_engine(other)
+    same(await _engines(store, url, other), {EngineEntry(url, "draining", 4.0), reports[1]}, "replaced and dropped")
+    await store.drop_engine(url)
+    await store.drop_engine(url, "r2")
+    same(await _engines(store, url, other), set(), "after all are dropped")
+
+
+async def _engines(store: Store, *urls: str) -> set[EngineEntry]:
+    return {entry for entry in await store.engines() if entry.url in urls}

@@ -35,7 +35,8 @@ away for a while. Beside the sessions stand
 ===========================================  =========================================================================
 `<prefix>:key:<hash>`                        what an API key stands for
 `<prefix>:alive:{replicas}:<replica>`        that a replica of the proxy lives
-`<prefix>:schema` `<prefix>:secret`          the version of all this; the deployment's secret. These two stay for ever
+`<prefix>:engines`                           a hash: engines that were added, drained or removed while the proxy ran
+`<prefix>:schema` `<prefix>:secret`          the version of all this; the deployment's secret. These three stay for ever
 ===========================================  =========================================================================
 
 Everything else has a time to live that use renews. The sessions are listed by `SCAN`, not from a registry: nothing to write on the way of

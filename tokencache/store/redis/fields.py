@@ -28,6 +28,7 @@ class Keys:
         self.pattern = _GLOB.sub(rb"\\\g<0>", self._start) + b"*}"
         self.schema = self._prefix + b":schema"
         self.secret = self._prefix + b":secret"
+        self.engines = self._prefix + b":engines"
 
     def session(self, session: str) -> bytes:
         """The hash of a session. All of its name, and nothing else, is the key's hash tag."""
@@ -58,6 +59,11 @@ def turn_field(turn: str) -> bytes:
 def document_field(name: str) -> bytes:
     """The field of a document."""
     return b"D" + text(name)
+
+
+def engine_field(url: str, replica: str) -> bytes:
+    """The field of an engine's entry. No URL holds a space."""
+    return text(f"{url} {replica}" if replica else url)
 
 
 def pack_entry(entry: Entry) -> list[bytes | int]:

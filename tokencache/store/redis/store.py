@@ -17,6 +17,7 @@ from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.store.contract import (
     Begun,
     Binding,
+    EngineEntry,
     Entry,
     Incident,
     Join,
@@ -284,6 +285,20 @@ class RedisStore:
     async def unbind_key(self, key: str) -> bool:
         """See `Store.unbind_key`."""
         return bool(await self._command("unbind_key", "UNLINK", self._keys.binding(key), again=False))
+
+    async def put_engine(self, entry: EngineEntry) -> None:
+        """See `Store.put_engine`."""
+        await self._command("put_engine", "HSET", self._keys.engines, fields.engine_field(entry.url, entry.replica), pack(entry))
+
+    async def drop_engine(self, url: str, replica: str = "") -> None:
+        """See `Store.drop_engine`."""
+        await self._command("drop_engine", "HDEL", self._keys.engines, fields.engine_field(url, replica))
+
+    async def engines(self) -> list[EngineEntry]:
+        """See `Store.engines`."""
+        held = await self._command("engines", "HVALS", self._keys.engines)
+        with reading("engines"):
+            return [unpack(entry, EngineEntry) for entry in held]
 
     async def _end(self, operation: str, session: str, life: str, call: str, packed: Sequence[bytes | int]) -> None:
         keys = [self._keys.session(session)]
