@@ -12,7 +12,9 @@ from tokencache.core.budget import Budget
 from tokencache.core.rules import BY_NAME
 from tokencache.dialects.chat.sampling import check_policy
 from tokencache.engines.registry import EngineKind
+from tokencache.engines.standing import Level
 from tokencache.proxy.imprint import Policy
+from tokencache.proxy.session_sources import SessionSources
 
 
 def names_in(text: str) -> list[str]:
@@ -34,14 +36,20 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TOKENCACHE_", extra="ignore")
 
     upstream: str = Field(
-        "http://127.0.0.1:8000",
-        description="the engine's base URL; several engines of one model with commas between (docs/several-engines.md)",
+        "",
+        description="the engine's base URL; several engines of one model with commas between; none: engines are added while the proxy "
+        "runs (docs/several-engines.md)",
     )
     upstream_key: str | None = Field(None, description="API key for the engine, in place of whatever the harness sends")
     engine: EngineKind = Field(
         "auto",
         description="what is upstream: vllm, nemo-rl (NeMo RL's worker), nemo-gym (its model server) or completions (token prompts, "
         "parsed by derender); auto asks (docs/drivers.md)",
+    )
+    require: Level = Field(
+        "relay",
+        description="what an engine must be able to do for the proxy to be ready: exact, record or relay (docs/engines.md); an engine that "
+        "does less is probed again until it does",
     )
     derender: str = Field(
         "", description="base URL of a vllm launch render sidecar that parses replies for completions; none: the engine itself is asked"
@@ -109,6 +117,11 @@ class Settings(BaseSettings):
     )
     keep_alive: float = Field(15.0, gt=0, description="seconds of silence in a stream after which a sign of life is sent")
     session_header: str = Field("X-Tokencache-Session", description="header that names the session")
+    session_from: str = Field(
+        "",
+        description="what else names the session, separated by commas: header:X-Session-ID, body:conversation_params.conversation_id; "
+        "by default ids that harnesses send by themselves are never used (docs/topologies/nemo-gym.md)",
+    )
     affinity_headers: str = Field(
         "X-Session-ID", description="headers that tell engines and routers the session, separated by commas; a harness's own stay"
     )
@@ -161,9 +174,9 @@ class Settings(BaseSettings):
     @field_validator("upstream", mode="before")
     @classmethod
     def _check_upstreams(cls, given: Any) -> Any:
-        text = ",".join(given) if isinstance(given, list) else given  # the command line may have it several times
+        text = ",".join(given) if isinstance(given, (list, tuple)) else given  # the command line may have it several times
         urls = [url.rstrip("/").removesuffix("/v1") for url in names_in(text)] if isinstance(text, str) else []
-        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+        if not all(url.startswith(("http://", "https://")) for url in urls):
             raise ValueError("base URLs are needed, beginning with http:// or https://")
         if len(set(urls)) < len(urls):
             raise ValueError("the same engine is named twice")
@@ -175,6 +188,12 @@ class Settings(BaseSettings):
         unknown = [rule for rule in names_in(given) if rule not in BY_NAME]
         if unknown:
             raise ValueError(f"no such rule: {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
+        return given
+
+    @field_validator("session_from")
+    @classmethod
+    def _check_session_sources(cls, given: str) -> str:
+        SessionSources.read(names_in(given))
         return given
 
     @field_validator("sampling")

@@ -23,6 +23,7 @@ from tokencache.engines.chunks import as_chunks
 from tokencache.engines.reply import Reply
 from tokencache.errors import HarnessError
 from tokencache.proxy.intake import check_values
+from tokencache.proxy.session_sources import SessionSources
 from tokencache.proxy.sessions import SessionFinder, check_name, route_of
 from tokencache.serving.guarding import check_path
 from tokencache.store.memory import MemoryStore
@@ -150,7 +151,7 @@ def path(data: bytes) -> None:
     """A session's name is one or none; what is left of a path is a path, and leads out of nothing."""
     text = "/" + data.decode("latin-1")
     route_of(text)
-    finder = SessionFinder(MemoryStore(), header="X-Tokencache-Session")
+    finder = SessionFinder(MemoryStore(), header="X-Tokencache-Session", sources=SessionSources())
     try:
         origin = driven(finder.find(text, {}))
         check_path(origin.path)

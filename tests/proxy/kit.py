@@ -142,6 +142,13 @@ class Rig:
             assert answer.status == 200, await answer.text()
             return await answer.json()
 
+    async def readiness(self) -> Any:
+        """What `/readyz` says, whether it is ready or not."""
+        async with self.http.get(self.url + "/readyz") as answer:
+            found = await answer.json()
+            assert answer.status == (200 if found["ready"] else 503)
+            return found
+
     async def info(self, session: str = "s") -> Any:
         return await self.get(f"/tokencache/v1/sessions/{session}")
 

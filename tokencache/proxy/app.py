@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -24,20 +23,22 @@ from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.dialect import Dialect
 from tokencache.dialects.registry import dialect_of
 from tokencache.engines.engine import Engine
-from tokencache.engines.health import Watch
 from tokencache.engines.pool import Pool
 from tokencache.engines.probe import Capability
 from tokencache.engines.registry import Ways, drivers
+from tokencache.engines.roster import Roster
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.caller import CHAT, COMPLETIONS, Caller, Visit
 from tokencache.proxy.experts import Experts, open_shelf
 from tokencache.proxy.habits import HEADER as HARNESS_HEADER
 from tokencache.proxy.habits import Aliases, Habits
+from tokencache.proxy.intake import KEPT, body_of
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefixes import Prefixes
 from tokencache.proxy.relay import keep_headers, relay_to, request_headers
 from tokencache.proxy.repeats import Repeats
+from tokencache.proxy.session_sources import InBody, SessionSources
 from tokencache.proxy.sessions import Origin, SessionFinder, route_of
 from tokencache.proxy.twins import BEAT_SECONDS
 from tokencache.render.local import LocalRenderer
@@ -45,6 +46,7 @@ from tokencache.serving.guarding import check_head, check_path
 from tokencache.store import open_store
 from tokencache.store.contract import Incident, SessionDeletedError, SessionSealedError, Store, StoreError, StoreFullError
 from tokencache.trainer.api import BASE, trainer_routes
+from tokencache.trainer.engines import engine_object, engine_routes
 from tokencache.trainer.guard import Guard
 from tokencache.viewer.routes import viewer_routes
 
@@ -55,8 +57,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _FAULT_OF_OURS = 500
 _UNRECORDED = "/inference/v1/generate"
 """Samples tokens, and no dialect of ours records it: within a session it leaves a hole, and it is said."""
-_FOR_TENANTS = frozenset({("GET", "/v1/models"), ("GET", "/health"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize")})
+_MODELS = "/v1/models"
+_FOR_TENANTS = frozenset({("GET", _MODELS), ("GET", "/health"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize")})
 """What of the engine's other routes a session may use that is not trusted: they neither sample nor change anything (vLLM 0.32)."""
+_CALLS = frozenset({CHAT, COMPLETIONS, "/tokenize"})
+"""Routes of the engine's own dialect that a session answers."""
 _DIALECT = web.RequestKey("dialect", Dialect)
 _KEYS = frozenset({"authorization", "x-api-key", "x-goog-api-key"})
 _FULL_SECONDS = 30
@@ -66,7 +71,7 @@ _SAID = (HarnessError, EngineError, SessionSealedError, SessionDeletedError, Sto
 
 
 class Proxy:
-    """The proxy's parts, wired together; `engine` and its `upstream` are the first of the engines, and mostly the only one."""
+    """The proxy's parts, wired together."""
 
     def __init__(self, settings: Settings, store: Store | None = None) -> None:
         self.settings = settings
@@ -79,17 +84,19 @@ class Proxy:
             may_evict=settings.store_may_evict,
         )
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
-        upstreams = [Upstream(url, key=settings.upstream_key) for url in names_in(settings.upstream)]
         self._parser = Upstream(settings.derender) if settings.derender else None
         kinds = drivers(settings.engine, Ways(settings.sampling, streams=not settings.whole_replies, parser=self._parser))
-        self.pool = Pool(
-            [Engine(upstream, local=local, on_probe=partial(_note_level, upstream.url), kinds=kinds) for upstream in upstreams]
-        )
-        self.engine = self.pool.watches[0].engine
-        self.upstream = self.engine.upstream
+
+        def engine_at(url: str) -> Engine:
+            upstream = Upstream(url, key=settings.upstream_key)
+            noted = partial(_note_level, upstream.url)
+            return Engine(upstream, local=local, on_probe=noted, kinds=kinds, required=settings.require)
+
+        self.pool = Pool(engine_at, names_in(settings.upstream))
         prefixes = Prefixes(self.store, max_bytes=settings.prefix_memory)
         experts = Experts(open_shelf(settings.experts)) if settings.experts else None
         self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
+        self.roster = Roster(self.pool, self.store, self.ledger.twins.replica)
         aliases = Aliases(settings.model_aliases)
         self._bodies = Bodies()
         self._repeats = Repeats(self.ledger, policy=settings.repeats, linger=settings.linger)
@@ -108,9 +115,33 @@ class Proxy:
         own = (settings.adapters,) if settings.adapters is not None else ()
         self.habits = Habits(load_all(own), names_in(settings.rules_off))
         self._guard = Guard(settings.admin_key)
-        self._dropped = frozenset({settings.session_header.lower(), HARNESS_HEADER.lower(), "content-length", "accept-encoding"})
+        self._sources = SessionSources.read(names_in(settings.session_from))
+        self._session_headers = (settings.session_header, *self._sources.headers)
+        own_headers = {*self._session_headers, HARNESS_HEADER, "Content-Length", "Accept-Encoding"}
+        self._dropped = frozenset(name.lower() for name in own_headers)
         self._affinity = names_in(settings.affinity_headers)
-        self.sessions = SessionFinder(self.store, header=settings.session_header, registered_only=settings.registered_only)
+        self._no_session_logged = False
+        self.sessions = SessionFinder(
+            self.store, header=settings.session_header, sources=self._sources, registered_only=settings.registered_only
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """The first of the engines, and mostly the only one.
+
+        Raises:
+            IndexError: there is none yet.
+        """
+        return self.pool.watches[0].engine
+
+    @property
+    def upstream(self) -> Upstream:
+        """That engine's URL and connections.
+
+        Raises:
+            IndexError: there is none yet.
+        """
+        return self.engine.upstream
 
     def application(self) -> web.Application:
         """Build the aiohttp application."""
@@ -121,6 +152,7 @@ class Proxy:
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._guard(self._metrics))
         viewer_routes(app, self.ledger, self.pool, admin_key=self.settings.admin_key or None)
+        engine_routes(app, self.roster, self.pool, admin_key=self.settings.admin_key or None)
         trainer_routes(app, self.ledger, self.habits, self.pool, admin_key=self.settings.admin_key or None)
         app.router.add_route("*", "/{path:.*}", self._any)
         return app
@@ -130,7 +162,7 @@ class Proxy:
         await self._agree_on_secret()
         if self._parser is not None:
             await self._parser.open()
-        async with self.pool.open(), self.ledger.twins.beating():
+        async with self.pool.open(), self.roster.following(), self.ledger.twins.beating():
             agreeing = asyncio.create_task(self._keep_agreeing())
             yield
             agreeing.cancel()
@@ -156,14 +188,26 @@ class Proxy:
         dialect = dialect_of(request.method, route, request.headers) if route != CHAT else None  # looking for one costs 10 µs
         if dialect is not None:
             request[_DIALECT] = dialect  # whatever goes wrong from here on is said in its words
-        check_head(request, self.settings.session_header)
-        origin = await self.sessions.find(path, request.headers)
+        check_head(request, self._session_headers)
+        calls_model = request.method == "POST" and (dialect is not None or route in _CALLS)
+        in_body = await self._name_in_body(request) if calls_model and self._sources.members else None
+        origin = await self.sessions.find(path, request.headers, in_body and in_body.session)
         check_path(origin.path)
         if origin.session is None:
+            if calls_model:
+                self._note_no_session(request, route)
             return await relay_to(self.pool, None, request, origin.path)
+        if in_body is not None:
+            request[KEPT] = in_body.rest
+        return await self._within(request, origin.session, origin, route, dialect)
+
+    async def _within(
+        self, request: web.Request, session: str, origin: Origin, route: str, dialect: Dialect | None
+    ) -> web.StreamResponse:
+        """Serve a request of a session: the proxy's own routes itself, the engine's by relaying them."""
         harness = origin.harness or self.habits.recognise(request.headers.get("User-Agent", ""))
         headers = self._headers(request, origin, translated=dialect is not None)
-        visit = Visit(request, origin.session, origin, route, headers, harness, self.habits.leniency(harness))
+        visit = Visit(request, session, origin, route, headers, harness, self.habits.leniency(harness))
         if dialect is not None:
             return await self.caller.answer(visit, dialect)
         if request.method == "POST" and route == CHAT:
@@ -175,11 +219,35 @@ class Proxy:
         if request.method == "POST" and route == _UNRECORDED and not origin.tenant:
             await self.caller.admit(visit, "generate")
             incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
-            await self.ledger.note(origin.session, [incident])
+            await self.ledger.note(session, [incident])
         if origin.tenant and (request.method, route) not in _FOR_TENANTS:
             said = f"{request.method} {route[:80]} is not for a tenant's session: it may make model calls, and ask for the models"
             raise HarnessError(said, status=403, kind="permission_error")
-        return await relay_to(self.pool, origin.session, request, origin.path, headers=headers)
+        if (request.method, route) == ("GET", _MODELS):
+            return await self.caller.models(visit)
+        return await relay_to(self.pool, session, request, origin.path, headers=headers)
+
+    async def _name_in_body(self, request: web.Request) -> InBody | None:
+        """Read a body that may name the session; `None` if it is compressed, which only the engine can read."""
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            return None
+        request[KEPT] = body = await body_of(request)
+        return self._sources.in_body(body)
+
+    def _note_no_session(self, request: web.Request, route: str) -> None:
+        """Log once that a model call without a session gets no token ids, where replies are meant to carry them."""
+        if not self.settings.return_token_id_information or self._no_session_logged:
+            return
+        self._no_session_logged = True
+        log.warning(
+            "%s %s: the request names no session, so it is relayed to the engine and not recorded, and its reply carries no token ids, "
+            "although --return-token-id-information is on. Name the rollout's session in the base URL (http://HOST:PORT/s/SESSION), "
+            "in the header %s or with --session-from. NeMo Gym's agents name it once observability_enabled or token_id_capture.enabled "
+            "is set (docs/topologies/nemo-gym.md). Further requests of this kind are not logged",
+            request.method,
+            route,
+            self.settings.session_header,
+        )
 
     def _headers(self, request: web.Request, origin: Origin, *, translated: bool) -> CIMultiDict[str]:
         """The headers of a call within a session, as they go to the engine; one that is `translated` goes as OpenAI's clients send it."""
@@ -208,16 +276,9 @@ class Proxy:
         status = 200 if ready else 503
         if not self._guard.admits(request):
             return web.json_response({"ready": ready}, status=status)
-        engines = [self._state(watch) for watch in self.pool.watches]
-        first = next((state for state in engines if state["serves"]), engines[0])
+        engines = [engine_object(self.pool, watch) for watch in self.pool.watches]
+        first = next((state for state in engines if state["serves"]), engines[0] if engines else None)
         return web.json_response({"ready": ready, "engine": first, "engines": engines, "store": store}, status=status)
-
-    def _state(self, watch: Watch) -> dict[str, Any]:
-        """What is known of an engine: `error` says why it does not serve."""
-        found = {capability.model: capability for capability in watch.engine.capabilities}.values()
-        serves = self.pool.serves(watch)
-        why = "" if serves else self.pool.why_not(watch)
-        return {"url": watch.url, "serves": serves, "error": why, "models": [msgspec.to_builtins(capability) for capability in found]}
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=metrics.shown(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -33,6 +33,10 @@ _AT_ONCE = 2000
 _TOO_SLOW, _TOO_LARGE, _UNSUPPORTED = 408, 413, 415
 
 
+KEPT = web.RequestKey("kept", bytes)
+"""The body of a request that was read before its session was known; it takes the place of what came over the connection."""
+
+
 async def body_of(request: web.Request) -> bytes:
     """Read the whole body of a request that we read ourselves.
 
@@ -40,6 +44,8 @@ async def body_of(request: web.Request) -> bytes:
         HarnessError: it is refused.
         HTTPRequestEntityTooLarge: it is longer than `--max-body`.
     """
+    if KEPT in request:
+        return request[KEPT]
     coding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if coding not in {"identity", ""}:
         raise HarnessError(f"the request's body is compressed ({coding[:40]}): send it as it is", status=_UNSUPPORTED)

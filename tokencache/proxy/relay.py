@@ -14,7 +14,7 @@ from tokencache import metrics
 from tokencache.engines.pool import Pool
 from tokencache.engines.upstream import Upstream
 from tokencache.errors import EngineError
-from tokencache.proxy.intake import arriving
+from tokencache.proxy.intake import KEPT, arriving
 
 _HOP_BY_HOP = frozenset(
     {
@@ -86,7 +86,9 @@ async def relay(
         EngineError: the engine cannot be reached; nothing was answered yet.
     """
     sent = request_headers(request) if headers is None else headers
-    streamed = arriving(request) if request.body_exists else None
+    if body is None and KEPT in request:
+        body = request[KEPT]
+    streamed = arriving(request) if body is None and request.body_exists else None
     answer = await upstream.send(request.method, path, headers=sent, body=streamed if body is None else body)
     metrics.RELAYED.labels(str(answer.status)).inc()
     return await pass_on(request, answer)

@@ -6,13 +6,15 @@ In order of precedence (a closed harness offers nothing but a base URL and a key
 2. the path: `/s/<session>/v1/…`, or NeMo Gym's `/ng-rollout/<session>/v1/…` (with `/training-token-capture` before the `/v1`
    or without; nemo-gym 0.7.0, `nemo_gym/rollout_correlation.py`);
 3. the header `X-Tokencache-Session` (its name can be configured);
-4. an API key `tcs-<session>`.
+4. an API key `tcs-<session>`;
+5. what the operator chose beside these (`--session-from`, `session_sources`): a header, then a member of the body.
 
 Behind the session a path may name the harness, `/s/<session>/h/<harness>/v1/…` (with a key `/h/<harness>/v1/…`): it says
 whose habits are forgiven (`habits`). A key may come in `Authorization`, `x-api-key`, `x-goog-api-key` or, as Gemini's
 clients may send it, in the query (`?key=`).
 
-No session: the request is relayed untouched. Ids that harnesses send by themselves are never used for this.
+No session: the request is relayed untouched. Ids that harnesses send by themselves are never used for this unless the operator
+lists them.
 """
 
 import hashlib
@@ -25,6 +27,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 from tokencache.core.budget import Budget
 from tokencache.errors import HarnessError
 from tokencache.proxy import habits
+from tokencache.proxy.session_sources import SessionSources
 from tokencache.store.contract import Store
 
 PATH, GYM, HARNESS = "/s/", "/ng-rollout/", "/h/"
@@ -81,17 +84,18 @@ def route_of(raw_path: str) -> str:
 class SessionFinder:
     """Finds the session of a request.
 
-    `header` is the name of the session header; `registered_only` turns away every request that brings no registered key: the
-    engine, too, is out of reach without one.
+    `header` is the name of the session header; `sources` are the operator's own; `registered_only` turns away every request that
+    brings no registered key: the engine, too, is out of reach without one.
     """
 
-    def __init__(self, store: Store, *, header: str, registered_only: bool = False) -> None:
+    def __init__(self, store: Store, *, header: str, sources: SessionSources, registered_only: bool = False) -> None:
         self._store = store
         self._header = header
+        self._sources = sources
         self._registered_only = registered_only
 
-    async def find(self, raw_path: str, headers: Mapping[str, str]) -> Origin:
-        """Find where a request belongs; `raw_path` as received, with its query.
+    async def find(self, raw_path: str, headers: Mapping[str, str], in_body: str | None = None) -> Origin:
+        """Find where a request belongs; `raw_path` as received, with its query, `in_body` what a listed member of its body names.
 
         Raises:
             HarnessError: an impossible name (400), an unknown registered key or a missing one (401).
@@ -111,6 +115,8 @@ class SessionFinder:
         given = named if named is not None else headers.get(self._header, declared)
         if self._registered_only:
             raise HarnessError("this server takes registered API keys only", status=401, kind="authentication_error")
+        if given is None:
+            given = self._sources.in_headers(headers) or in_body
         if given is None:
             return Origin(None, raw_path)
         return Origin(check_name(given), path, declared is not None, harness or headers.get(habits.HEADER, ""))

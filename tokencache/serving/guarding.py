@@ -12,6 +12,7 @@ control characters, heads that are too long (`tests/fuzz/test_framing.py` holds 
 import asyncio
 import logging
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ _SEPARATORS = tuple(re.compile(some, re.IGNORECASE) for some in ("/", r"[/\\]", 
 _KEYS = ("Authorization", "x-api-key", "x-goog-api-key")
 
 
-def check_head(request: web.Request, session_header: str) -> None:
+def check_head(request: web.Request, session_headers: Iterable[str]) -> None:
     """Refuse a head that an engine, or a server before us, may read otherwise than we do.
 
     Raises:
@@ -42,7 +43,7 @@ def check_head(request: web.Request, session_header: str) -> None:
     coding = request.headers.get("Transfer-Encoding", "chunked").strip()
     if coding.lower() != "chunked" or (request.version != HttpVersion11 and "Transfer-Encoding" in request.headers):
         raise HarnessError("the only transfer coding that is taken is 'chunked', of HTTP/1.1")
-    for name in (session_header, *_KEYS):
+    for name in (*session_headers, *_KEYS):
         _only_one(request.headers, name)
 
 
