@@ -1,0 +1,34 @@
+"""Rollout session: which session at the proxy a call belongs to that reaches Gym's model server.
+
+Gym knows a rollout's identity in two ways (nemo-gym 0.7.0). The path prefix `/ng-rollout/<id>` carries the rollout's id, once
+`observability_enabled` or `token_id_capture.enabled` is set (`nemo_gym/rollout_correlation.py`). Without these, the
+model server's session cookie tells rollouts apart for every agent that sends it back, as `simple_agent` does
+(`nemo_gym/server_utils.py`, `setup_session_middleware`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class RolloutSession(NamedTuple):
+    """A session's name, and whether the client named it; if not, the name is new and no later call can use it by chance."""
+
+    name: str
+    named: bool
+
+    def loses(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a call with these chat messages goes on with a rollout that this session does not know."""
+        return not self.named and any(message.get("role") == "assistant" for message in messages)
+
+
+def session_of(rollout_id: str | None, cookie_session: str, *, cookie_sent: bool) -> RolloutSession:
+    """Choose the session of a call: its rollout id, else the session of Gym's cookie.
+
+    Args:
+        rollout_id: the id of the path prefix, `None` without one.
+        cookie_session: the id in Gym's session cookie, which Gym makes up where the client sent none.
+        cookie_sent: whether the client sent that cookie.
+    """
+    if rollout_id is not None:
+        return RolloutSession(rollout_id, named=True)
+    return RolloutSession(cookie_session, named=cookie_sent)
