@@ -9,16 +9,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 MINISWE_VENV ?= .venv-miniswe
+NEMO_GYM_VENV ?= .venv-nemo-gym
 HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
 USUAL := claude-code codex hermes opencode openai-agents langgraph
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
-	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR))
-PYTEST_E2E = $(BIN)/pytest -o addopts="-q --strict-markers --strict-config"
+	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV))
+E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
+PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
+# tests/nemo again, where NeMo Gym's own classes are there to be compared with
+NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/nemo
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock audit demo lint lint-deploy test e2e e2e-engine e2e-harnesses e2e-versions consumers chaos fuzz adversary bench bench-quick bench-engine bench-others clean
+.PHONY: help install lock audit demo lint lint-deploy test e2e e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers chaos fuzz adversary bench bench-quick bench-engine bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -60,6 +64,7 @@ test: lint lint-deploy ## lint, then all tests but the end-to-end ones
 e2e: e2e-engine ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time
 	tests/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/e2e
+	$(NEMO_GYM_TESTS)
 	$(MAKE) consumers
 
 consumers: $(STAMP) ## the formats, read by the trainers' own published classes (their wheels, without what they depend on)
@@ -76,9 +81,16 @@ e2e-versions: $(STAMP) ## older vLLMs with the plugin and without, VLLM_VERSIONS
 	for v in $(VLLM_VERSIONS); do PYTHON=$(PYTHON) tests/e2e_versions/install.sh .venv-vllm-$$v "$$v.*" || exit 1; done
 	TOKENCACHE_E2E_VLLMS="$(VLLM_VERSIONS:%=.venv-vllm-%)" TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/e2e_versions
 
+e2e-nemo: $(STAMP) ## NVIDIA's nemo-gym with the proxy in each of its places, on a real vLLM: three minutes
+	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
+	PYTHON=$(PYTHON) tests/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
+	$(E2E) $(PYTEST_E2E) tests/e2e/test_nemo_gym.py
+	$(NEMO_GYM_TESTS)
+
 e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	PYTHON=$(PYTHON) tests/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
+	PYTHON=$(PYTHON) tests/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
 
 chaos: $(STAMP) ## 2,000 turns while proxies, Redis and engines are killed, frozen and cut off: some minutes. ARGS="--turns N --seed S"
 	$(BIN)/python -m tests.faults.chaos $(ARGS)
@@ -102,6 +114,6 @@ bench-engine: $(STAMP) ## what the engine gains: first tokens and prefix cache o
 bench-others: $(STAMP)
 	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs
 
-clean: ## remove .venv, caches and builds (the .venv-vllm*, .venv-miniswe, .bench-venvs and .harnesses stay: gigabytes)
+clean: ## remove .venv, caches and builds (the .venv-vllm*, .venv-miniswe, .venv-nemo-gym, .bench-venvs and .harnesses stay: gigabytes)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

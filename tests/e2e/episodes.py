@@ -78,5 +78,11 @@ EPISODES = {
     ],
     "plain": ["First answer, without any thought.", "Second answer.\n" + call({"command": "ls"}), "Third answer; that is all."],
     "long": [think("hm", "word and word " * 6000)],
+    "gym": [
+        think("Thin: the synonym is␟ Skin␟ny␟.", call({"synonym": "Sk␟inny"}, name="get_synonym_value")),
+        think("And␟ In␟visible␟.", "The next one is␟ In␟visible␟.\n" + call({"synonym": "In␟vis␟ible"}, name="get_synonym_value")),
+        think("Both, in order.", call('{"synonym_values" : [6␟36, 9␟33]}', name="extract_synonym_values")),
+        think("All done.", "So:␟ Skin␟ny␟ and␟ In␟visible␟ — what a␟ Clim␟b␟.  "),
+    ],
     "miniswe": WRITE_AND_LIST,
 }

@@ -1,10 +1,15 @@
 """The documented edge cases of NeMo RL's splice, as vectors for the server that stands for its worker."""
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 
 from tests.nemo.worker import splice
 
 EOS = 2
+QWEN3_EOS = 151645
 
 
 @pytest.mark.parametrize(
@@ -24,6 +29,16 @@ EOS = 2
 )
 def test_vectors(prefix, template_prefix, template, spliced):
     assert splice(prefix, template_prefix, template, EOS) == spliced
+
+
+@pytest.mark.skipif("TOKENCACHE_NEMO_RL_VECTORS" not in os.environ, reason="TOKENCACHE_NEMO_RL_VECTORS names no file of NeMo RL's")
+def test_nemo_rl_s_own_vector():
+    """`tests/unit/models/generation/maybe_correct_merged_tokens_test_data.json` of NVIDIA-NeMo/RL (at 7ea279a), a turn of Qwen3's."""
+    vector = json.loads(Path(os.environ["TOKENCACHE_NEMO_RL_VECTORS"]).read_text())
+    seen, rendered = vector["seen_token_ids"], vector["output_prompt_token_ids"]
+    assert rendered[: len(seen)] != seen
+    assert splice(seen, seen, rendered, QWEN3_EOS) == vector["expected_output"]
+    assert vector["expected_output"][: len(seen)] == seen
 
 
 @pytest.mark.parametrize(("template_prefix", "template"), [([1, 3], [1, 3, 4]), ([1, EOS, EOS], [1, EOS, 4])])

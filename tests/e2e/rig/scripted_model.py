@@ -11,7 +11,8 @@ Episodes are read once from the file that `$EPISODES` names. It maps a name to a
 `{"turns": [...], "side": "...", "asked": {words: turn}}`; `side` is said to a prompt that offers no tools (harnesses ask for
 titles that way), a turn of `asked` to one with these words behind the last answer (a summary is wanted, say).
 Past its last turn an episode repeats that turn. `{{seen:PATTERN}}` in a turn stands for what the pattern's group last
-matched in the prompt: an id, say, that a tool gave out in this run.
+matched in the prompt: an id, say, that a tool gave out in this run. A turn with the character U+241F is tokenized
+piece by piece between these marks, and a piece that is one token stays one: `␟ Skin␟ny␟` is never the token of ` Skinny`.
 
 `$PACE` (seconds) is what each step takes at least. A model this small samples thousands of tokens before a busy machine lets
 the API server look up, so whoever wants to do something in the middle of a reply asks for a pace.
@@ -34,6 +35,7 @@ MARKER = re.compile(r"EPISODE:([A-Za-z0-9_-]+)")
 SEEN = re.compile(r"\{\{seen:(.+?)\}\}")
 OPENER = "<|im_start|>assistant"
 TOOLS = "<tools>"
+CUT = "\u241f"
 DRIFT = 0.3
 REMEMBERED = 4096
 
@@ -57,8 +59,12 @@ class Drifter:
         return [(self.ids[left], self.ids[right]) for left, right in halves if left in self.ids and right in self.ids]
 
     def encode(self, text, rng):
-        """Ids that decode to `text`, with at least one token cut where there is one to cut."""
+        """Ids that decode to `text` less its marks, with at least one token cut where there is one to cut."""
+        if CUT in text:
+            return [token_id for piece in text.split(CUT) for token_id in self.encode(piece, rng)]
         canonical = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if len(canonical) == 1:
+            return canonical
         cuts = {at: pairs for at, token_id in enumerate(canonical) if (pairs := self.cuts(token_id))}
         chosen = {at for at in cuts if rng.random() < DRIFT}
         if cuts and not chosen:
