@@ -18,7 +18,7 @@ NAMES = {"patch": ToolName("patch", custom=True)}
 
 
 def responses(**more):
-    how = {"model": "m", "members": {}, "names": NAMES, "thoughts": True, "sealed": True, "summaries": False, "keep": lambda _: {}}
+    how = {"model": "m", "members": {}, "names": NAMES, "thoughts": True, "sealed": True, "as_gym": False, "keep": lambda _: {}}
     return ResponsesSpeaker(HANDLE, **{**how, **more})
 
 
@@ -32,7 +32,7 @@ SPEAKERS = {
 }
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from(
-    ['{"input": "', '"}', '{"a":', "1}", "\\", '\\"', "\x1b"]
+    ['{"input": "', '"}', '{"a":', "1}", "\\", '\\"', "\x1b", "<think>", "</think>", "<th", "ink>"]
 )
 
 

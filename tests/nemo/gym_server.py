@@ -46,6 +46,7 @@ class GymServer:
         body = json.loads(await request.read())
         self.calls.append(json.loads(json.dumps(body)))
         wrong = sorted(body.keys() - _KNOWS) + [m["role"] for m in body["messages"] if 0 < len(m.keys() & set(TOKEN_FIELDS)) < 3]
+        wrong += [m["role"] for m in body["messages"] if "reasoning" in m]
         if wrong or body.get("stream") or any(not isinstance(value, str) for value in (body.get("metadata") or {}).values()):
             return web.json_response({"detail": [{"type": "extra_forbidden", "loc": ["body", *wrong]}]}, status=422)
         metadata = body.get("metadata") or {}

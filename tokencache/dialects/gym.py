@@ -8,8 +8,8 @@ out of the finished rollout. With `--return-token-id-information` replies are sa
 delta with which its choice is finished, and on the last item.
 
 What comes back is taken out of every request before anybody reads it: nothing that is sent, hashed or kept differs, but for white
-space, between an agent that sends the members back and one that drops them. They are never used as ids, only compared with what
-was recorded (`proxy.echoes`).
+space, between an agent that sends the members back and one that drops them. The ids are evidence of which recorded turn is meant, and
+are compared with what was recorded (`proxy.echoes`). Where nothing was, they are used if they are proven (`proxy.client_ids`).
 
 Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `_validate_atomic_token_metadata`),
 `nemo_gym/responses_converter.py` (the item that carries them), `responses_api_models/vllm_model/app.py` (the message);
@@ -21,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 
+from tokencache.core import ids
 from tokencache.dialects.body import fields_of
 from tokencache.errors import HarnessError
 
@@ -28,16 +29,18 @@ Raw = msgspec.Raw
 
 PROMPT, GENERATION, LOG_PROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
 PREFIX = "required_prefix_token_ids"
-"""A request's own prefix (NVIDIA-NeMo/Gym #1545): within a session the proxy says the exact ids."""
+"""The ids with which a request requires its prompt to begin (NVIDIA-NeMo/Gym #1545; nemo-gym 0.7.0, `supply_prefix_token_ids`)."""
 
 TAKEN = frozenset({PROMPT, GENERATION, LOG_PROBS, "routed_experts"})
 """The members that are taken out of what comes back."""
 _MARK = b'_token_ids"'
 """In the names of both members with ids. No string in JSON can spell it: its quote would be escaped."""
+_GENERATED = b'"generation_token_ids"'
 _BLANK = b" \t\r\n"
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _INDEX = msgspec.json.Decoder(int)
+_IDS = msgspec.json.Decoder(list[int])
 _ENCODER = msgspec.json.Encoder()
 _NULL = b"null"
 
@@ -80,6 +83,32 @@ def take_out(raw: bytes) -> tuple[bytes, Echo | None]:
     told = any(taken.get(name, _NULL) != _NULL for name in (PROMPT, GENERATION))
     echo = Echo(_fragment(taken.get(PROMPT)), _fragment(taken.get(GENERATION))) if told else None
     return _ENCODER.encode(fields), echo
+
+
+def carries(body: bytes) -> bool:
+    """Whether a message in a body came back with ids that were generated, as far as can be seen without reading it."""
+    return _GENERATED in body
+
+
+def take_prefix(fields: dict[str, Raw]) -> bytes:
+    """Take the ids with which the prompt is to begin out of a request's members, in place.
+
+    Returns:
+        Packed ids; none where nothing is required (`null`, an empty list, or no such member).
+
+    Raises:
+        HarnessError: they are no list of token ids.
+    """
+    raw = bytes(fields.pop(PREFIX, _NULL))
+    try:
+        return ids.pack(_IDS.decode(raw)) if raw != _NULL else b""
+    except (ValueError, OverflowError):
+        raise HarnessError(f"{PREFIX!r} must be a list of token ids", param=PREFIX) from None
+
+
+def prefix_of(body: bytes) -> bytes:
+    """Return the ids (packed) with which a request in any dialect requires its prompt to begin; raises as `take_prefix` does."""
+    return take_prefix(fields_of(body)) if PREFIX.encode() in body else b""
 
 
 def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dict[int, Echo]]:

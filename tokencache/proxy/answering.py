@@ -18,6 +18,7 @@ from tokencache.proxy.delivery import LEFT, Delivery
 from tokencache.proxy.ending import Ending
 from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.hold import Hold
+from tokencache.proxy.overflow import ANSWERED, empty_reply, is_overflow
 from tokencache.proxy.record import ABORTED, BROKE, DROPPED, Outcome
 from tokencache.proxy.relay import whole_response
 from tokencache.proxy.sending import Sending
@@ -56,10 +57,17 @@ class Answering:
         body = await self._read(answer, outcome)
         if body is None:
             return web.Response()
+        if self._exchange.token_ids and is_overflow(answer.status, body):
+            return await self._overflowed(outcome, answer.status, body)
         await self._ending.settle(outcome, "engine-refused", f"{answer.status}: {body[:300].decode(errors='replace')}")
         if self._hold.opened is not None:
             return await self._hold.fail(answer.status, refusal(answer.status, body)[0])
         return whole_response(answer, body if self._exchange.refuse is None else self._exchange.refuse(answer.status, body))
+
+    async def _overflowed(self, outcome: Outcome, status: int, refusal: bytes) -> web.StreamResponse:
+        """Answer a call whose prompt is too long with an empty completion; nothing was sampled."""
+        await self._ending.settle(outcome, "engine-refused", f"{status}: {refusal[:300].decode(errors='replace')}; {ANSWERED}")
+        return await self._delivery.say(empty_reply(outcome.call, outcome.call_id))
 
     async def _whole(self, answer: aiohttp.ClientResponse, driver: Driver, outcome: Outcome) -> web.StreamResponse | None:
         body = await self._read(answer, outcome)
@@ -120,6 +128,8 @@ class Answering:
     async def _stream(self, answer: aiohttp.ClientResponse, reply: Reply, outcome: Outcome) -> web.StreamResponse | None:
         delivery = self._delivery
         held, broke = await delivery.follow(answer)
+        if delivery.overflowed:
+            return await self._overflowed(outcome, reply.refusal, reply.error)
         if delivery.dropped and not delivery.left:
             await self._drop(outcome)
             return None

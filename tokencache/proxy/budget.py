@@ -8,18 +8,15 @@ import time
 
 from tokencache.core.canonical import Message
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.dialects.chat.whole import WholeChoice, whole_reply
+from tokencache.dialects.chat.whole import alike, whole_reply
 from tokencache.dialects.completions import whole_text
 
 SPENT = "budget-spent"
 LAST_WORDS = "The budget of this session is used up."
-_MOST_CHOICES = 128
-"""Whoever asks for more gets no more from an engine either."""
 
 
 def last_reply(call: ChatCall, call_id: str) -> bytes:
     """Write the reply that ends the episode, as the engine would have written a whole one; each choice that was asked for says the same."""
-    now, places = time.time(), range(min(max(call.n, 1), _MOST_CHOICES))
-    choices = [WholeChoice(place, Message("assistant", LAST_WORDS)) for place in places]
+    choices = alike(call.n, Message("assistant", LAST_WORDS), "stop")
     write = whole_text if call.dialect == "completions" else whole_reply
-    return write(call=call_id, created=now, model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)
+    return write(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)

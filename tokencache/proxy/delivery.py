@@ -26,6 +26,7 @@ from tokencache.engines.reply import Reply
 from tokencache.engines.wire import Wire
 from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.hold import Hold
+from tokencache.proxy.overflow import is_overflow
 from tokencache.proxy.record import ABORTED, BROKE
 from tokencache.proxy.relay import open_response
 from tokencache.proxy.signs import SignsOfLife
@@ -48,6 +49,7 @@ class Delivery:
     Attributes:
         ended: the engine said that it has said everything.
         dropped: the engine aborted the reply before the harness was shown anything of it: it never will be.
+        overflowed: the engine refused a prompt within its stream as too long, and the harness is not shown that (`overflow`).
         shown: the harness was shown something of the reply, as it came.
         unheard: the harness has left, and the reply is taken to its end all the same, for whoever asks again.
     """
@@ -58,6 +60,7 @@ class Delivery:
         self._as_is = exchange.refuse is None
         self.ended = False
         self.dropped = False
+        self.overflowed = False
         self.shown = False
         self.unheard = False
         self._over = False  # the reply is: what follows waits for the store
@@ -88,7 +91,7 @@ class Delivery:
         """
         body = driver.read(self._reply.without_experts(body))
         brief = self._reply.take(body, unseen=not self._call.shows_logprobs)
-        self._look_whether_dropped()
+        self._look_whether_withheld()
         return body if self._call.shows_ids else brief
 
     def whole(self, body: bytes) -> bytes:
@@ -195,7 +198,7 @@ class Delivery:
     def _event(self, event: bytes) -> bytes:
         """Take note of one event; what the harness is to see of it."""
         data = data_of(event)
-        if self.dropped:
+        if self.dropped or self.overflowed:
             return b""
         if data is None:
             return event if self._as_is else b""  # a comment of the engine's is for who speaks to it
@@ -212,8 +215,8 @@ class Delivery:
         self._unsaid.append((event if told is shown else event_of(told), told, self._counted))
         if not (self._reply.begun or self._reply.error):
             return b""  # until something was sampled the call can still be made again
-        self._look_whether_dropped()
-        return b"" if self.dropped else self._lead()
+        self._look_whether_withheld()
+        return self._lead()
 
     @property
     def _counted(self) -> int:
@@ -221,13 +224,16 @@ class Delivery:
         return 0 if self._as_is else self._reply.prompt.tokens
 
     def _lead(self) -> bytes:
-        """Say what has not been said yet."""
+        """Say what has not been said yet; of what the harness is never to be shown, nothing."""
+        if self.dropped or self.overflowed:
+            return b""
         self.shown = True
         unsaid, self._unsaid = self._unsaid, []
         return b"".join([self._speaker.chunk(*chunk) for chunk in unsaid])
 
-    def _look_whether_dropped(self) -> None:
+    def _look_whether_withheld(self) -> None:
         self.dropped = not self.shown and self._reply.aborted and self._hold.may_repeat
+        self.overflowed = not self.shown and self._exchange.token_ids and is_overflow(self._reply.refusal, self._reply.error)
 
     def _with_tokens(self, data: bytes) -> bytes:
         """What the harness is to see, with the ids on its messages if it is to have them there."""

@@ -14,6 +14,7 @@ from tokencache.engines.completions import PATH, Parsed, TokenPrompts
 from tokencache.engines.driver import Driver, Exact
 from tokencache.engines.engine import Engine
 from tokencache.proxy.exchange import Exchange, request_id
+from tokencache.proxy.overflow import is_overflow
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.record import Outcome
 
@@ -52,7 +53,10 @@ class Sending:
         if plan.exact is None or answer.status not in _REFUSED:
             return answer
         # An engine that refuses has sampled nothing. Perhaps it refuses the ids, which is our doing: ask as the harness did.
-        why = (await answer.content.read(300)).decode(errors="replace")
+        refusal = await answer.read()
+        if self._exchange.token_ids and is_overflow(answer.status, refusal):
+            return answer  # a rendering of the history may be shorter, but its ids would not continue the rollout's
+        why = refusal[:300].decode(errors="replace")
         answer.close()
         log.warning("session %s call %s: the engine refused the spliced prompt with %d", outcome.session, self._id, answer.status)
         log.debug("session %s call %s: the engine's words: %s", outcome.session, self._id, why)

@@ -41,6 +41,7 @@ class Completion:
     created: int = field(default_factory=lambda: int(time.time()))
     mode: LogprobsMode = "raw_logprobs"
     extras: Extras = field(default_factory=Extras)
+    reasoning_parser: bool = True
     halted: Callable[[int], bool] | None = None
     """Asked with the number of tokens so far whether the engine aborts the reply here."""
     versions: dict[int, list[str]] = field(default_factory=dict)
@@ -79,7 +80,12 @@ class Completion:
         return wire.usage(len(self.prompt_ids), completion, reasoning, whole=whole)
 
     def _reasoning(self, entry: BookEntry) -> int:
-        return count_reasoning(entry.completion_ids, self.tokenizer, thinking=self.request.thinking)
+        return count_reasoning(entry.completion_ids, self.tokenizer, thinking=self._thinking)
+
+    @property
+    def _thinking(self) -> bool:
+        """Whether reasoning is looked for in the text."""
+        return self.reasoning_parser and self.request.thinking
 
     async def whole(self) -> dict[str, Any]:
         """Generate everything; returns the body of the answer."""
@@ -92,7 +98,7 @@ class Completion:
                 text += step.text
                 last = step
                 await asyncio.sleep(self.token_delay * len(step.tokens))
-            parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self.request.thinking)
+            parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self._thinking)
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
             entry.finish_reason = choice["finish_reason"]
             self.keep(entry)
@@ -106,8 +112,8 @@ class Completion:
         request = self.request
         for index in range(request.n):
             yield wire.event(wire.role_chunk(request, self.created, index, self.prompt_ids))
-        over = reasoning_is_over(self.prompt_ids, self.tokenizer, thinking=request.thinking)
-        parsers = [StreamParser(tools=request.parse_tools, thinking=request.thinking, reasoning_done=over) for _ in self.entries]
+        over = reasoning_is_over(self.prompt_ids, self.tokenizer, thinking=self._thinking)
+        parsers = [StreamParser(tools=request.parse_tools, thinking=self._thinking, reasoning_done=over) for _ in self.entries]
         running = [(index, self._steps(index)) for index in range(request.n)]
         while running:
             for index, steps in list(running):

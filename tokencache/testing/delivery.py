@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _FINISHES = b'"finish_reason":"'
+_SERVERS_FAULT = 500
 
 
 async def stream_reply(http: web.Request, completion: Completion | TextCompletion, fault: Fault | None) -> web.StreamResponse:
@@ -37,7 +38,8 @@ async def stream_reply(http: web.Request, completion: Completion | TextCompletio
                 _hang_up(http)
                 return response
             if fault.kind is FaultKind.ERROR_EVENT:
-                await response.write(_error_event(Refusal(fault.body.decode(), kind="InternalServerError", status=500)))
+                kind = "InternalServerError" if fault.status >= _SERVERS_FAULT else "BadRequestError"
+                await response.write(_error_event(Refusal(fault.body.decode(), kind=kind, status=fault.status)))
             break
         await response.write(data)
         sent += 1

@@ -63,6 +63,7 @@ class SimulatedEngine:
         honours_ids: bool = True,
         derenders: bool = False,
         strict_arguments: bool = False,
+        reasoning_parser: bool = True,
         token_delay: float = 0.0,
         chunk_tokens: int = 1,
         version: str = "0.32.0",
@@ -79,6 +80,7 @@ class SimulatedEngine:
         `max_model_len`: tokens. `honours_ids`: false for vLLM before 0.27, which ignores supplied prompt ids without a
         word. `derenders`: whether it answers `derender` and `render`, as vLLM does with `--enable-scale-out`.
         `strict_arguments`: refuse history whose tool-call arguments are not JSON, as older releases did.
+        `reasoning_parser`: false for vLLM without `--reasoning-parser`, which leaves `<think>…</think>` in the text.
         `token_delay`: seconds. `logprobs_mode`: as vLLM's option. `weight_versions`: how it says them, see `extras`;
         `routed_experts`: its layers and the experts chosen in each, of which it then tells. `choose_fault`: asked with route and
         body for each request, before the queue `faults`. `journal`: a file in which the books are kept, too (see `journal`).
@@ -88,7 +90,7 @@ class SimulatedEngine:
         self.model, self.version = model, version
         self.max_model_len = max_model_len
         self.honours_ids, self.derenders = honours_ids, derenders
-        self.strict_arguments = strict_arguments
+        self.strict_arguments, self.reasoning_parser = strict_arguments, reasoning_parser
         self.token_delay, self.chunk_tokens = token_delay, chunk_tokens
         self.logprobs_mode: LogprobsMode = logprobs_mode
         self.extras = Extras(weight_versions, routed_experts)
@@ -330,7 +332,8 @@ class SimulatedEngine:
         self.books.extend(entries)
         self._tell()
         call = next(self._calls)
-        return Completion(request, ids, entries, self.tokenizer, self.speech, limit, call, **self._manner())
+        how = self._manner() | {"reasoning_parser": self.reasoning_parser}
+        return Completion(request, ids, entries, self.tokenizer, self.speech, limit, call, **how)
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ class Fault:
         return cls(FaultKind.CUT, after=after)
 
     @classmethod
-    def error_event(cls, after: int, message: str = "Internal server error") -> Fault:
-        """Put an error event into the stream after so many chunks."""
-        return cls(FaultKind.ERROR_EVENT, after=after, body=message.encode())
+    def error_event(cls, after: int, message: str = "Internal server error", *, status: int = 500) -> Fault:
+        """Put an error event with this status into the stream after so many chunks."""
+        return cls(FaultKind.ERROR_EVENT, status=status, after=after, body=message.encode())
 
     @classmethod
     def close(cls, after: int = 0, *, path: str | None = None) -> Fault:

@@ -12,7 +12,7 @@ import msgspec
 from tokencache.core.canonical import Message
 from tokencache.core.chain import Conversation, converse, extend
 from tokencache.core.rules import Leniency
-from tokencache.dialects import gym
+from tokencache.dialects import gym, gym_request
 from tokencache.dialects.body import entries_of, fields_of, member, model_of, value_of
 from tokencache.dialects.chat.growth import Bodies, Known, Split, split_whole
 from tokencache.dialects.chat.messages import with_stand_ins
@@ -59,7 +59,8 @@ class ChatCall(msgspec.Struct):
         dialect: the dialect in which the harness asked.
         handle: what its reply carries for the harness to echo; `""` if the dialect has no place for it.
         handles: places of assistant's messages that came back with a handle, and that handle.
-        echoes: places of messages that came back with token ids, and those ids (`gym`); of a history that grew, the new ones.
+        echoes: places of messages that came back with token ids, and those ids (`gym`); of a history that grew, the new ones, if any.
+        required_prefix: the packed ids with which the client requires the prompt to begin (`gym.PREFIX`); none if it requires nothing.
         left_out: rules by which the codec left something of the request out.
         replaced: what the harness had asked for where the session's policy put something else (`sampling.pin`).
         harness: the adapter whose habits are forgiven in this session, `""` if none; `leniency` says what they are.
@@ -82,6 +83,7 @@ class ChatCall(msgspec.Struct):
     handle: str = ""
     handles: Mapping[int, str] = {}
     echoes: Mapping[int, gym.Echo] = {}
+    required_prefix: bytes = b""
     left_out: tuple[str, ...] = ()
     replaced: Mapping[str, Any] = {}
     harness: str = ""
@@ -132,18 +134,27 @@ class ChatCall(msgspec.Struct):
         return args, member(self.fields, "add_generation_prompt", (bool,), True)
 
 
-def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callable[[str], str] = str) -> ChatCall:
+def read_chat(
+    body: bytes, bodies: Bodies, session: str = "", *, served: Callable[[str], str] = str, rewrite: gym_request.Rewrite | None = None
+) -> ChatCall:
     """Read a request body, with the help of what is known of the last one under the name `session`.
 
-    `served` says which model is meant by the name that the harness gives it.
+    `served` says which model is meant by the name that the harness gives it. `rewrite` changes the members, and with it the messages,
+    as NeMo Gym's model server does; `None` leaves them as they are.
 
     Raises:
         HarnessError: it is no JSON object, a member has the wrong type, or it brings token ids of its own.
     """
+    if rewrite is not None:
+        body = gym_request.with_audio(body)
     split, echoes = _without_echoes(bodies.split(session, body) or split_whole(body))
-    fields, raw_messages = dict(split.fields), split.entries
-    fields.pop(gym.PREFIX, None)
-    if split.echoed:
+    if split.known is not None and not echoes and gym.carries(body):  # those of the last reply stand in what was read before
+        split, echoes = _without_echoes(split_whole(body))
+    if rewrite is not None:
+        split = _as_gym_sends(split)
+    fields, raw_messages = rewrite(split.fields) if rewrite is not None else dict(split.fields), split.entries
+    required_prefix = gym.take_prefix(fields)
+    if split.rewritten:
         fields["messages"] = Raw(b"[" + b",".join(raw_messages) + b"]")
     tools = fields.get("tools")
     if tools is not None and bytes(tools)[:1] not in {b"[", b"n"}:
@@ -167,6 +178,7 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
         shows_logprobs=member(fields, "logprobs", (bool,), False),
         shows_reasoning=member(fields, "include_reasoning", (bool,), True),
         echoes=echoes,
+        required_prefix=required_prefix,
     )
     known = split.known
     voice = call.model.encode("utf-8", "surrogatepass")
@@ -188,7 +200,7 @@ def read_chat(body: bytes, bodies: Bodies, session: str = "", *, served: Callabl
     found = tuple(place for place, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *found) if known is not None else found
     call.plain = _plain_reason(call)
-    bodies.remember(session, body, split, Known(scope, call.conversation, call.media, call.malformed, split.echoed))
+    bodies.remember(session, body, split, Known(scope, call.conversation, call.media, call.malformed, split.rewritten))
     return call
 
 
@@ -197,7 +209,16 @@ def _without_echoes(split: Split) -> tuple[Split, dict[int, gym.Echo]]:
     entries, echoes = gym.take_all(split.entries, split.old)
     if entries is split.entries:
         return split, echoes
-    return msgspec.structs.replace(split, entries=entries, echoed=True), echoes
+    return msgspec.structs.replace(split, entries=entries, rewritten=True), echoes
+
+
+def _as_gym_sends(split: Split) -> Split:
+    """Write the new messages as NeMo Gym's model server sends them to vLLM."""
+    new = split.entries[split.old :]
+    sent = [gym_request.with_reasoning(entry) for entry in new]
+    if sent == new:
+        return split
+    return msgspec.structs.replace(split, entries=[*split.entries[: split.old], *sent], rewritten=True)
 
 
 def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:
@@ -205,9 +226,11 @@ def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:
     return msgspec.json.encode({**call.fields, "messages": Raw(b"[" + b",".join(messages) + b"]")})
 
 
-def read_tokenize(body: bytes, bodies: Bodies, *, served: Callable[[str], str] = str) -> ChatCall | None:
-    """Read a `/tokenize` body in its chat form as the chat call that would follow; `None` for its prompt form."""
-    return read_chat(body, bodies, served=served) if "messages" in fields_of(body) else None
+def read_tokenize(
+    body: bytes, bodies: Bodies, *, served: Callable[[str], str] = str, rewrite: gym_request.Rewrite | None = None
+) -> ChatCall | None:
+    """Read a `/tokenize` body in its chat form as the chat call that would follow; `None` for its prompt form. `rewrite`: `read_chat`."""
+    return read_chat(body, bodies, served=served, rewrite=rewrite) if "messages" in fields_of(body) else None
 
 
 def _plain_reason(call: ChatCall) -> str:

@@ -39,15 +39,15 @@ PER_MESSAGE = 600
 class Known(msgspec.Struct, frozen=True):
     """What was read of a body: the conversation that its messages make under `scope`, and what is said of them all.
 
-    `malformed` are the places of messages with arguments that an engine may refuse; `echoed` is whether token ids came with one of the
-    messages (`gym`), and were taken out.
+    `malformed` are the places of messages with arguments that an engine may refuse; `rewritten` is whether one of the messages differs
+    from the body's: token ids were taken out (`gym`), or it was written as Gym sends it (`gym_request`).
     """
 
     scope: bytes
     conversation: Conversation
     media: bool
     malformed: tuple[int, ...]
-    echoed: bool = False
+    rewritten: bool = False
 
 
 class Split(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class Split(msgspec.Struct, frozen=True):
 
     `spans` is where the messages stand in the body, empty where that cannot be told; `head` has hashed as much of the body as was known
     before.
-    `echoed` is whether `entries` lack the token ids that came with them in the body.
+    `rewritten` is whether `entries` differ from those in the body (`Known`).
     """
 
     fields: dict[str, Raw]
@@ -64,7 +64,7 @@ class Split(msgspec.Struct, frozen=True):
     old: int = 0
     known: Known | None = None
     head: xxhash.xxh3_128 | None = None
-    echoed: bool = False
+    rewritten: bool = False
 
 
 def split_whole(body: bytes) -> Split:
@@ -98,7 +98,7 @@ class _Held(msgspec.Struct, frozen=True):
     """What is kept of a session's last body.
 
     `head` is the hash of its bytes up to the end of the last message, `leading` are the members in front of the list, `start` is where that
-    begins. `spans` is where each message stands; `bare` are the messages themselves where token ids were taken out of them. `weight` is
+    begins. `spans` is where each message stands; `bare` are the messages themselves where they differ from the body's. `weight` is
     about how many bytes all this takes.
     """
 
@@ -164,7 +164,7 @@ class Bodies:
         fields = {**held.leading, **behind, "messages": Raw(all_of[held.start : end])}
         spans = held.spans + added
         entries = Entries(body, spans) if held.bare is None else [*held.bare, *new]
-        return Split(fields, entries, spans, len(held.spans) // 2, held.known, head, held.known.echoed)
+        return Split(fields, entries, spans, len(held.spans) // 2, held.known, head, held.known.rewritten)
 
     def remember(self, session: str, body: bytes, split: Split, known: Known) -> None:
         """Keep what was read of a body for the session's next one; a body without a session is not kept."""
@@ -182,7 +182,7 @@ class Bodies:
                 return
         head = split.head or xxhash.xxh3_128(b"", self._seed)
         head.update(memoryview(body)[hashed : split.spans[-1]])
-        bare = split.entries if split.echoed else None
+        bare = split.entries if split.rewritten else None
         weight += _weight(known.conversation.messages[split.old :]) + sum(map(len, bare[split.old :] if bare is not None else ()))
         self._held[session] = _Held(head.digest(), start, leading, split.spans, bare, known, weight)
         self._bytes += weight

@@ -12,6 +12,8 @@ from tokencache.core.canonical import Message
 
 _NEVER = ("refusal", "annotations", "audio", "function_call")
 """Members of OpenAI's that vLLM writes and never fills."""
+_MOST_CHOICES = 128
+"""Whoever asks for more gets no more from an engine either."""
 
 
 class WholeChoice(NamedTuple):
@@ -21,6 +23,11 @@ class WholeChoice(NamedTuple):
     message: Message
     finish_reason: str | None = "stop"
     stop_reason: int | str | None = None
+
+
+def alike(choices: int, message: Message, finish_reason: str) -> list[WholeChoice]:
+    """As many choices as were asked for, which all say the same."""
+    return [WholeChoice(place, message, finish_reason) for place in range(min(max(choices, 1), _MOST_CHOICES))]
 
 
 def whole_reply(

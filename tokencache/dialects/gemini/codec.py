@@ -95,6 +95,7 @@ def _conversation(request: Entry) -> Contents:
         raise HarnessError("contents is not specified", param="contents")
     for content in listed:
         contents.add(content)
+    contents.close()
     return contents
 
 

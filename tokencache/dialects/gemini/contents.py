@@ -20,8 +20,8 @@ https://ai.google.dev/api/caching#Content
 from typing import Any
 
 from tokencache.dialects import lenient
-from tokencache.dialects.dialect import HANDLE
 from tokencache.dialects.gemini.entry import Entry, wrong
+from tokencache.dialects.thinking import NOT_IN_TEXT, Mark, folded, read_signature
 from tokencache.errors import HarnessError
 
 _BESIDE = frozenset(
@@ -39,6 +39,8 @@ class Contents:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.handles: dict[int, str] = {}
+        self._marks: dict[int, Mark] = {}
+        """Where the thinking of a message with a handle stood."""
         self._reply: dict[str, Any] | None = None
         """The model's message that further contents of the model are part of."""
         self._open: list[tuple[str, str]] = []
@@ -77,10 +79,16 @@ class Contents:
         else:
             raise HarnessError(f"{content.at('role')}: please use a valid role: user, model, function", param=content.at("role"))
 
+    def close(self) -> None:
+        """Put thinking that stood in a reply's text there again."""
+        for at, mark in self._marks.items():
+            self.messages[at] = folded(self.messages[at], mark)
+
     def _say(self, content: Entry) -> None:
         """Add to the model's reply."""
         parts = content.objects("parts")
-        handle = next((found for part in parts if (found := _handle(part))), None)
+        signatures = [read_signature(part.get(_SIGNATURE)) for part in parts]
+        handle, mark = next((found for found in signatures if found[0]), (None, NOT_IN_TEXT))
         at = len(self.messages) - 1
         if self._reply is None or (handle is not None and self.handles.get(at, handle) != handle):
             self._reply = {"role": "assistant"}
@@ -88,7 +96,7 @@ class Contents:
             self._open = []
             at += 1
         if handle is not None:
-            self.handles[at] = handle
+            self.handles[at], self._marks[at] = handle, mark
         for part in parts:
             kind = _kind(part)
             if kind == "text":
@@ -171,11 +179,6 @@ def _camel(name: str) -> str:
         return name
     head, *humps = name.split("_")
     return head + "".join(hump[:1].upper() + hump[1:] for hump in humps)
-
-
-def _handle(part: Entry) -> str | None:
-    signature = part.get(_SIGNATURE)
-    return signature if isinstance(signature, str) and HANDLE.fullmatch(signature) else None
 
 
 def _own_id(given: str | None, name: str) -> str | None:

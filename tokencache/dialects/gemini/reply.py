@@ -19,8 +19,9 @@ from typing import Any
 from tokencache.dialects import lenient
 from tokencache.dialects.chat.plain import piece_of
 from tokencache.dialects.gemini.words import error_of, finish_reason_of, object_of, usage_of
-from tokencache.dialects.heard import Call, Choice, Usage, hear
+from tokencache.dialects.heard import Call, Choice, Usage
 from tokencache.dialects.sse import event_of
+from tokencache.dialects.thinking import Thinking, signed
 
 
 class GeminiSpeaker:
@@ -28,6 +29,7 @@ class GeminiSpeaker:
 
     def __init__(self, *, model: str, handle: str, shows_thoughts: bool, sse: bool) -> None:
         self._model, self._handle = model, handle
+        self._thinking = Thinking()
         self._shows_thoughts = shows_thoughts
         self._sse = sse
         self._id = ""
@@ -44,7 +46,7 @@ class GeminiSpeaker:
 
     def body(self, data: bytes) -> bytes:
         """See `Speaker.body`; what is no chat completion is passed on as it is."""
-        heard = hear(data)
+        heard = self._thinking.hear(data)
         if heard is None:
             return data
         parts = self._parts(heard.choice) if heard.choice is not None else []
@@ -56,7 +58,7 @@ class GeminiSpeaker:
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
         """See `Speaker.chunk`; what cannot be read says nothing."""
         del event, prompt_tokens
-        heard = hear(data)
+        heard = self._thinking.hear(data)
         if heard is None:
             return b""
         if heard.fault is not None:
@@ -71,7 +73,7 @@ class GeminiSpeaker:
 
     def unread(self, event: bytes) -> bytes | None:
         """See `Speaker.unread`: the next piece of a text or a thought, or of a call, which is said when it is whole."""
-        piece = piece_of(event)
+        piece = piece_of(event) if self._thinking.settled else None
         if piece is None or self._over:
             return None
         kind, call, words = piece
@@ -182,4 +184,4 @@ class GeminiSpeaker:
         """Put the handle on the first part of a kind, or on this one if no other part has it."""
         due = len(self._unsigned) == 2 if only_if_none else kind in self._unsigned  # noqa: PLR2004 - of either kind
         self._unsigned.discard(kind)
-        return {**part, "thoughtSignature": self._handle} if due else part
+        return {**part, "thoughtSignature": signed(self._handle, self._thinking.mark)} if due else part

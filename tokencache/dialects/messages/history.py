@@ -27,10 +27,10 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects import lenient
-from tokencache.dialects.dialect import HANDLE
 from tokencache.dialects.messages.blocks import kind_of, listed, parts_of, unsupported, unwrapped
 from tokencache.dialects.messages.members import required, shown, wrong
 from tokencache.dialects.places import Place
+from tokencache.dialects.thinking import Mark, folded, read_signature
 
 _BILLING = "x-anthropic-billing-header"
 _BILLING_LINE, _CACHE_MARKS = "billing-line", "cache-marks"
@@ -39,9 +39,10 @@ Message = dict[str, Any]
 
 
 class _Turn(msgspec.Struct):
-    """What an assistant says between two entries of others."""
+    """What an assistant says between two entries of others; `mark` says where its thinking stood."""
 
     handle: str = ""
+    mark: Mark = ""
     thoughts: list[str] = []
     texts: list[str] = []
     calls: list[Message] = []
@@ -55,7 +56,7 @@ class _Turn(msgspec.Struct):
             out["content"] = "".join(self.texts)
         if self.calls:
             out["tool_calls"] = self.calls
-        return out
+        return folded(out, self.mark)
 
 
 class History:
@@ -172,10 +173,10 @@ class History:
                 function = {"name": required(block, "name", str, place), "arguments": _arguments(block.get("input"))}
                 turn.calls.append({"id": required(block, "id", str, place), "type": "function", "function": function})
             elif kind == "thinking":
-                handle = _handle(block.get("signature"))
+                handle, mark = read_signature(block.get("signature"))
                 if handle and handle != turn.handle and (turn.handle or (begins and turn != _Turn())):
                     self._turns.append(turn := _Turn())  # another reply of ours
-                turn.handle = handle or turn.handle
+                turn.handle, turn.mark = handle or turn.handle, mark or turn.mark
                 turn.thoughts.append(required(block, "thinking", str, place))
             elif kind != "redacted_thinking":  # that one is for its author's eyes only
                 raise unsupported(block, place)
@@ -194,10 +195,6 @@ class History:
         if "cache_control" in block:
             self.left_out.add(_CACHE_MARKS)
         return kind
-
-
-def _handle(signature: Any) -> str:
-    return signature if isinstance(signature, str) and HANDLE.fullmatch(signature) else ""
 
 
 def _arguments(given: Any) -> str:

@@ -22,11 +22,12 @@ from typing import Any
 
 from tokencache.dialects import lenient
 from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.heard import Call, Choice, Usage, hear
+from tokencache.dialects.heard import Call, Choice, Usage
 from tokencache.dialects.messages.blocks import wrapped
 from tokencache.dialects.messages.ending import ending, is_json, usage_of
 from tokencache.dialects.messages.errors import error_members
 from tokencache.dialects.sse import event_of
+from tokencache.dialects.thinking import Thinking, signed
 
 _TAIL = b"}}\n\n"
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"), "tool_use": ("input_json_delta", "partial_json")}
@@ -55,6 +56,7 @@ class MessagesSpeaker:
     def __init__(self, model: str, handle: str) -> None:
         self._model = model
         self._handle = handle
+        self._thinking = Thinking()
         self._open: list[_Block] = []  # more than one only while calls come interleaved
         self._calls: dict[int, _Block] = {}
         self._blocks = 0
@@ -66,14 +68,14 @@ class MessagesSpeaker:
 
     def body(self, data: bytes) -> bytes:
         """Say a whole chat completion; what is none is passed on as it is."""
-        heard = hear(data)
+        heard = self._thinking.hear(data)
         choice = heard.choice if heard is not None else None
         if heard is None or choice is None:
             return data
         said = choice.said
         content: list[dict[str, Any]] = []
         if thought := said.thought:
-            content.append({"type": "thinking", "thinking": thought, "signature": self._handle})
+            content.append({"type": "thinking", "thinking": thought, "signature": self._signature})
         if said.content:
             content.append({"type": "text", "text": said.content})
         calls = [call for _, call in said.called()]
@@ -84,7 +86,7 @@ class MessagesSpeaker:
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:  # noqa: ARG002 - the event is written anew
         """Say one chunk; what cannot be read says nothing."""
-        heard = hear(data)
+        heard = self._thinking.hear(data)
         if heard is None or self._failed:
             return b""
         if heard.fault is not None:
@@ -97,7 +99,7 @@ class MessagesSpeaker:
 
     def unread(self, event: bytes) -> bytes | None:
         """See `Speaker.unread`: the next piece of a block that is open."""
-        piece = piece_of(event)
+        piece = piece_of(event) if self._thinking.settled else None
         if piece is None or self._failed:
             return None
         kind, call, words = piece
@@ -141,6 +143,10 @@ class MessagesSpeaker:
     def documents(self) -> dict[str, bytes]:
         """Keep nothing: a Messages request brings its whole history."""
         return {}
+
+    @property
+    def _signature(self) -> str:
+        return signed(self._handle, self._thinking.mark)
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {
@@ -196,7 +202,8 @@ class MessagesSpeaker:
     def _close(self, out: list[bytes]) -> None:
         for block in self._open:
             if block.kind == "thinking":
-                out.append(_event("content_block_delta", index=block.place, delta={"type": "signature_delta", "signature": self._handle}))
+                signature = {"type": "signature_delta", "signature": self._signature}
+                out.append(_event("content_block_delta", index=block.place, delta=signature))
             out.append(_event("content_block_stop", index=block.place))
         self._open = []
 

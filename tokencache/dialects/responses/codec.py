@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects import lenient
+from tokencache.dialects import gym_request, lenient
 from tokencache.dialects.body import member
 from tokencache.dialects.dialect import Asked, Counting, Meaning, Spoken
 from tokencache.dialects.responses.errors import NO_PREVIOUS, error_members
@@ -56,6 +56,7 @@ class _Request(msgspec.Struct):
         items: the new ones, references replaced; `sent` are their bytes as they came.
         talk: the chat messages.
         previous: the handle of the response it continues, or `""`.
+        gym: whether the chat request is NeMo Gym's (`gym_request`).
     """
 
     fields: dict[str, Raw]
@@ -66,11 +67,12 @@ class _Request(msgspec.Struct):
     offer: Offer
     choice: Choice
     previous: str
+    gym: bool
 
     def body(self) -> bytes:
         """Write its chat request."""
-        last = bool(self.items) and continues(self.items[-1][1])
-        return chat_request(self.fields, self.shown, self.talk.messages, self.choice, continues=last)
+        last = bool(self.items) and continues(self.items[-1][1]) and not self.gym
+        return chat_request(self.fields, self.shown, self.talk.messages, self.choice, continues=last, gym=self.gym)
 
 
 class ResponsesDialect:
@@ -117,7 +119,7 @@ async def _call(asked: Asked) -> Spoken:
         names=request.offer.names,
         thoughts=member(request.fields, "include_reasoning", (bool,), True),
         sealed=SEALED in member(request.fields, "include", (list,), []),
-        summaries=asked.token_ids,
+        as_gym=asked.token_ids,
         keep=keep,
     )
     left_out = ("items-merged",) if request.talk.merged else ()
@@ -126,6 +128,8 @@ async def _call(asked: Asked) -> Spoken:
 
 async def _read(asked: Asked) -> _Request:
     fields = members_of(asked.body)
+    if asked.token_ids:
+        fields = gym_request.responses_members(fields)
     refuse_unsupported(fields)
     shown = members_shown(fields)
     instructions = member(fields, "instructions", (str,), None)
@@ -133,11 +137,15 @@ async def _read(asked: Asked) -> _Request:
     new, echoes = items_of(fields, needed=not handle, kept=shown["store"])
     items = await Library(asked.documents).referred(new)
     talk = Talk()
-    if instructions:
-        talk.messages.append({"role": "system", "content": instructions})
+    system, joined = instructions, 0
+    if asked.token_ids and not history:
+        stream = member(fields, "stream", (bool,), False)
+        system, joined = gym_request.leading_system(instructions, [item for _, item in items], stream=stream)
+    if system:
+        talk.messages.append({"role": "system", "content": system})
     for i, (_, item) in enumerate(history):
         talk.add(item, ("previous", i))
-    for i, (_, item) in enumerate(items):
+    for i, (_, item) in enumerate(items[joined:], joined):
         talk.add(item, ("input", i), echoes.get(i))
     talk.close()
     offer = read_tools(shown["tools"])
@@ -150,6 +158,7 @@ async def _read(asked: Asked) -> _Request:
         offer=offer,
         choice=choose(offer, shown["tool_choice"]),
         previous=handle,
+        gym=asked.token_ids,
     )
 
 

@@ -20,15 +20,17 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.dialect import HANDLE
 from tokencache.dialects.gym import Echo
 from tokencache.dialects.places import Place, bracketed
+from tokencache.dialects.thinking import CLOSED, UNCLOSED, Mark, folded, read_signature
 from tokencache.errors import HarnessError
 
 Item = tuple[bytes, Any]
 """An item's JSON, `b""` where nobody keeps it, and the same decoded."""
 
-_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{32})_\d+")
+INLINE = "rst"
+"""What the id of a reasoning item begins with that stood in the text (`dialects.thinking`)."""
+_ID = re.compile(r"(rs|rst|msg|fc|ctc)_([0-9a-f]{32})_\d+")
 _TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text") | {"refusal": "refusal"}
 _ROLES = frozenset({"user", "system", "developer", "assistant"})
 _DETAILS = "low", "high"
@@ -42,11 +44,23 @@ def item_id(prefix: str, handle: str, place: int) -> str:
 
 def handle_of(item: Mapping[str, Any]) -> str:
     """Find our handle in an item; `""` if it has none."""
-    sealed, name = item.get("encrypted_content"), item.get("id")
-    if isinstance(sealed, str) and HANDLE.fullmatch(sealed):
-        return sealed
-    ours = _ID.fullmatch(name) if isinstance(name, str) else None
-    return ours[1] if ours else ""
+    sealed, _ = read_signature(item.get("encrypted_content"))
+    ours = None if sealed else _own_id(item)
+    return ours[2] if ours is not None else sealed
+
+
+def _own_id(item: Mapping[str, Any]) -> re.Match[str] | None:
+    name = item.get("id")
+    return _ID.fullmatch(name) if isinstance(name, str) else None
+
+
+def _mark_of(item: Mapping[str, Any], reply: Mapping[str, list[Any]]) -> Mark:
+    """Where the thinking of a reasoning item stood. An id does not say whether the block was closed: something follows if it was."""
+    handle, mark = read_signature(item.get("encrypted_content"))
+    ours = None if handle else _own_id(item)
+    if ours is None or ours[1] != INLINE:
+        return mark
+    return CLOSED if reply["content"] or reply["tool_calls"] else UNCLOSED
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -69,6 +83,7 @@ class Talk:
         self._reply: dict[str, list[Any]] = {}  # the assistant's message under way
         self._handle = self._last = ""
         self._echo: Echo | None = None
+        self._thinking: dict[str, Any] = {}  # its last reasoning item
 
     def add(self, item: Any, at: Place, echo: Echo | None = None) -> None:
         """Read one item; `at` says where it stood, `echo` are the token ids that came back with it.
@@ -86,6 +101,7 @@ class Talk:
                 self._message(item, at)
             case "reasoning":
                 self._continue(item, "reasoning")["reasoning"].append(_thought(item, at))
+                self._thinking = item
             case "function_call":
                 name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
                 self._call(item, at, name, _text(item, "arguments", at))
@@ -116,7 +132,7 @@ class Talk:
             self.handles[len(self.messages)] = self._handle
         if self._echo is not None:
             self.echoes[len(self.messages)] = self._echo
-        self.messages.append(message)
+        self.messages.append(folded(message, _mark_of(self._thinking, reply)))
 
     def _say(self, message: dict[str, Any]) -> None:
         self.close()
@@ -134,7 +150,7 @@ class Talk:
         self.merged = self.merged or bool(self._reply)
         if not self._reply:
             self._reply = {"reasoning": [], "content": [], "tool_calls": []}
-            self._handle, self._echo = "", None
+            self._handle, self._echo, self._thinking = "", None, {}
         self._handle = self._handle or handle
         self._last = kind
         return self._reply

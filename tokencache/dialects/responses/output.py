@@ -10,8 +10,9 @@ from typing import Any
 
 from tokencache.dialects.responses.events import Delta, Events
 from tokencache.dialects.responses.freeform import FreeformInput
-from tokencache.dialects.responses.items import item_id
+from tokencache.dialects.responses.items import INLINE, item_id
 from tokencache.dialects.responses.tools import ToolName
+from tokencache.dialects.thinking import Thinking, signed
 
 
 class Item:
@@ -71,7 +72,7 @@ class Item:
 
 
 class Reasoning(Item):
-    """What the model thought.
+    """What the model thought; `thinking` says whether it stood in the text (`dialects.thinking`).
 
     `sealed` is whether it brings an `encrypted_content`: our handle; `summarised` whether its text is its summary, too: NeMo Gym's
     model server has it there, and nowhere else.
@@ -79,14 +80,17 @@ class Reasoning(Item):
 
     prefix = "rs"
 
-    def __init__(self, handle: str, place: int, events: Events, *, sealed: bool, summarised: bool) -> None:
+    def __init__(self, handle: str, place: int, events: Events, *, sealed: bool, summarised: bool, thinking: Thinking) -> None:
+        if thinking.mark:
+            self.prefix = INLINE
         super().__init__(handle, place, events)
-        self._seal = {"encrypted_content": handle} if sealed else {}
+        self._handle, self._sealed, self._thinking = handle, sealed, thinking
         self._summarised = summarised
 
     def _shape(self, text: str) -> dict[str, Any]:
         summary = [{"type": "summary_text", "text": text}] if text and self._summarised else []
-        return {"type": "reasoning", "summary": summary, "content": [_thought(text)] if text else [], **self._seal}
+        seal = {"encrypted_content": signed(self._handle, self._thinking.mark)} if self._sealed else {}
+        return {"type": "reasoning", "summary": summary, "content": [_thought(text)] if text else [], **seal}
 
     def _opening(self) -> None:
         self._about("content_part.added", content_index=0, part=_thought(""))
@@ -100,12 +104,17 @@ class Reasoning(Item):
 
 
 class Text(Item):
-    """What the model said."""
+    """What the model said; `present` is whether a text is there even if it is empty."""
 
     prefix = "msg"
 
+    def __init__(self, handle: str, place: int, events: Events, *, present: bool) -> None:
+        self._present = present
+        super().__init__(handle, place, events)
+
     def _shape(self, text: str) -> dict[str, Any]:
-        return {"type": "message", "status": self.status, "role": "assistant", "content": [_words(text)] if text else []}
+        content = [_words(text)] if text or (self._present and self.status != "in_progress") else []
+        return {"type": "message", "status": self.status, "role": "assistant", "content": content}
 
     def _opening(self) -> None:
         self._about("content_part.added", content_index=0, part=_words(""))

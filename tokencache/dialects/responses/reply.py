@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.heard import Call, Choice, Heard, Usage, hear
+from tokencache.dialects.heard import Call, Choice, Heard, Usage
 from tokencache.dialects.responses.events import Events
 from tokencache.dialects.responses.output import CustomCall, FunctionCall, Item, Reasoning, Text
 from tokencache.dialects.responses.tools import ToolName
+from tokencache.dialects.thinking import Thinking
 
 _ENCODER = msgspec.json.Encoder()
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "abort": None}
@@ -31,8 +32,9 @@ class ResponsesSpeaker:
     """Says one reply.
 
     `members` are those of the response that are known from the request, and `names` how the harness calls its tools.
-    `thoughts` says whether reasoning is shown, `sealed` whether it brings an `encrypted_content`, `summaries` whether it is its own
-    summary. `keep` makes of the whole response the documents that are to be kept.
+    `thoughts` says whether reasoning is shown, `sealed` whether it brings an `encrypted_content`. `as_gym` is whether it is said as NeMo
+    Gym's model server does: reasoning is its own summary, too, and an empty reply is a message with an empty text. `keep` makes of the
+    whole response the documents that are to be kept.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class ResponsesSpeaker:
         names: dict[str, ToolName],
         thoughts: bool,
         sealed: bool,
-        summaries: bool,
+        as_gym: bool,
         keep: Callable[[dict[str, Any]], dict[str, bytes]],
     ) -> None:
         self._handle, self._model, self._members, self._names = handle, model, members, names
         self._thoughts, self._keep = thoughts, keep
-        self._reasoning = {"sealed": sealed, "summarised": summaries}
+        self._as_gym = as_gym
+        self._thinking = Thinking()
+        self._reasoning = {"sealed": sealed, "summarised": as_gym, "thinking": self._thinking}
         self._events = Events()
         self._created: int | None = None
         self._items: list[Item] = []
@@ -62,19 +66,19 @@ class ResponsesSpeaker:
 
     def body(self, data: bytes) -> bytes:
         """Say a whole chat completion."""
-        self._hear(hear(data) or _UNREADABLE)
+        self._hear(self._thinking.hear(data) or _UNREADABLE)
         self._conclude()
         return _ENCODER.encode(self._response())
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
         """Say one chunk; neither its framing nor the number of prompt tokens matters here."""
         del event, prompt_tokens
-        self._hear(hear(data) or _UNREADABLE)
+        self._hear(self._thinking.hear(data) or _UNREADABLE)
         return self._events.take()
 
     def unread(self, event: bytes) -> bytes | None:
         """See `Speaker.unread`: the next piece of an item that is under way."""
-        piece = piece_of(event)
+        piece = piece_of(event) if self._thinking.settled else None
         if piece is None or self._status != "in_progress":
             return None
         kind, call, words = piece
@@ -128,13 +132,15 @@ class ResponsesSpeaker:
         if said.thought and self._thoughts:
             self._into(Reasoning, **self._reasoning).grow(said.thought)
         if said.content:
-            self._into(Text).grow(said.content)
+            self._into(Text, present=False).grow(said.content)
         for index, call in said.called():
             self._call(index, call)
         if choice.finish_reason is not None:
             self._finish = choice.finish_reason
+            if (said.tokens or self._as_gym) and not self._items:
+                self._begin(Text, present=self._as_gym)
             if said.tokens:
-                (self._items[-1] if self._items else self._begin(Text)).tokens = said.tokens
+                self._items[-1].tokens = said.tokens
             self._close("incomplete" if self._finish in _INCOMPLETE else "completed")
 
     def _into(self, kind: type[Item], **more: Any) -> Item:

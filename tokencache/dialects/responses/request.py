@@ -144,9 +144,9 @@ def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[
 
 
 def chat_request(
-    fields: dict[str, Raw], shown: dict[str, Any], messages: list[dict[str, Any]], choice: Choice, *, continues: bool
+    fields: dict[str, Raw], shown: dict[str, Any], messages: list[dict[str, Any]], choice: Choice, *, continues: bool, gym: bool
 ) -> bytes:
-    """Write the chat request.
+    """Write the chat request. With `gym` it has the members that NeMo Gym's converter passes on to vLLM, too (`gym_request`).
 
     Raises:
         HarnessError: a member has the wrong type, or is nested too deeply.
@@ -164,11 +164,14 @@ def chat_request(
     form = _response_format(shown["text"].get("format"))
     if form is not None:
         told["response_format"] = form
+    if gym and shown["text"].get("verbosity") is not None:
+        told["verbosity"] = shown["text"]["verbosity"]
     if continues:
         told |= {"add_generation_prompt": False, "continue_final_message": True}
     if member(fields, "stream", (bool,), False):
         told |= {"stream": True, "stream_options": {"include_usage": True}}
-    same = {_RENAMED.get(name, name): bytes(fields[name]) for name in ("model", *_RENAMED, *_SAME) if name in fields}
+    names = ("model", *_RENAMED, *_SAME, *(("metadata",) if gym else ()))
+    same = {_RENAMED.get(name, name): bytes(fields[name]) for name in names if name in fields}
     parts = {"messages": lenient.write(messages), **same, **{name: lenient.write(value) for name, value in told.items()}}
     return b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in parts.items() if raw != b"null") + b"}"
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from tokencache.core.canonical import Message
 from tokencache.core.lineage import TokenSequence
+from tokencache.dialects.thinking import split_text
 from tokencache.trainer.formats.conversation import Exchange, exchanges, sampled, tools_of, wordless
 from tokencache.trainer.formats.rows import Row, rows_of, session_object
 from tokencache.trainer.rollout import Rollout
@@ -118,12 +119,17 @@ def _items(messages: Iterable[Message], name: str) -> list[dict[str, Any]]:
 
 
 def _answer(message: Message, name: str) -> list[dict[str, Any]]:
-    """What an assistant said as items: at least one, for the tokens need a place."""
+    """What an assistant said as items: at least one, for the tokens need a place.
+
+    Thinking that the engine left in the text is a reasoning item, as Gym's converter has it: NeMo RL takes a tag in a message's text for
+    malformed thinking (`nemo_rl/environments/nemo_gym.py`, `_detect_invalid_tool_call_and_malformed_thinking`).
+    """
     items: list[dict[str, Any]] = []
-    if message.reasoning:
-        items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [{"type": "summary_text", "text": message.reasoning}]})
-    if message.content or not (items or message.calls):
-        text = {"type": "output_text", "text": message.content or "", "annotations": []}
+    thought, said = (message.reasoning, message.content or "") if message.reasoning else split_text(message.content or "")
+    if thought:
+        items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [{"type": "summary_text", "text": thought}]})
+    if said or not (items or message.calls):
+        text = {"type": "output_text", "text": said, "annotations": []}
         items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": [text]})
     items += (
         {"type": "function_call", "id": call.id, "call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}

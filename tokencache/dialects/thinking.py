@@ -1,0 +1,136 @@
+r"""Inline thinking: `<think>…</think>` at the beginning of a reply's text.
+
+An engine without a reasoning parser, and NeMo Gym's model server, leave the model's thinking in the text. Dialects that have a place of
+their own for thinking say it there (`Thinking`), as Gym's server does for Responses. The record keeps the engine's text. When the thinking
+comes back, it is put into the text again (`folded`), so that the engine is sent, and the record is compared with, what the engine wrote.
+
+    <think>\nHm.\n</think>\n\nYes.      thinking "\nHm.\n", text "\n\nYes."
+    <think>\nHm                        thinking "\nHm": the reply was cut short
+
+Only the opaque member that a dialect makes its client send back can tell that the thinking stood in the text. It holds the call's handle
+followed by a mark (`signed`, `read_signature`); thinking that comes back without it is `reasoning`, as from every other engine.
+
+Chat completions are shown as the engine writes them.
+
+Source: nemo-gym 0.7.0, `nemo_gym/responses_converter.py` (`THINK_TAG_PATTERN`): it finds blocks anywhere in a text, and only closed ones.
+"""
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from tokencache.dialects.dialect import HANDLE
+from tokencache.dialects.heard import Choice, Heard, hear
+
+Mark = Literal["", "inln", "open"]
+"""Where a reply's thinking stood: not in its text; in a closed block; in a block that was not closed. Valid base64 behind a handle."""
+NOT_IN_TEXT: Mark = ""
+CLOSED: Mark = "inln"
+UNCLOSED: Mark = "open"
+
+_MARKS: dict[str | None, Mark] = {None: NOT_IN_TEXT, "inln": CLOSED, "open": UNCLOSED}
+_OPENING, _CLOSING = "<think>", "</think>"
+_SIGNATURE = re.compile(rf"({HANDLE.pattern})(inln|open)?")
+
+
+class Thinking:
+    """Reads the chunks of one reply, or its whole body, and splits inline thinking from the text of the first choice.
+
+    Attributes:
+        mark: where the thinking stood, as far as the reply was read.
+        settled: the rest of the text cannot be thinking, so its chunks need not be read.
+    """
+
+    def __init__(self) -> None:
+        self.mark = NOT_IN_TEXT
+        self.settled = False
+        self._held = ""  # text that may be the beginning of a tag
+
+    def hear(self, data: bytes) -> Heard | None:
+        """Read a completion or a chunk (`heard.hear`), with its inline thinking as `reasoning`."""
+        heard = hear(data)
+        choice = heard.choice if heard is not None else None
+        if choice is not None and not self.settled:
+            self._split(choice)
+        return heard
+
+    def _split(self, choice: Choice) -> None:
+        said = choice.said
+        over = choice.message is not None or choice.finish_reason is not None
+        if said.thought and not self.mark:  # the engine has a reasoning parser
+            self.settled = True
+            thought, text = "", self._held + (said.content or "")
+        else:
+            thought, text = self.feed(said.content or "", over=over or bool(said.tool_calls))
+        said.content, said.reasoning = text, said.thought + thought
+        if choice.delta is None and choice.message is None:
+            choice.delta = said
+
+    def feed(self, piece: str, *, over: bool) -> tuple[str, str]:
+        """Split the next piece of the text into thinking and text. `over`: no text follows in which a tag could continue."""
+        held, self._held = self._held + piece, ""
+        if not self.mark:
+            if not over and len(held) < len(_OPENING) and _OPENING.startswith(held):
+                self._held = held
+                return "", ""
+            if not held.startswith(_OPENING):
+                self.settled = True
+                return "", held
+            self.mark, held = UNCLOSED, held[len(_OPENING) :]
+        thought, closing, text = held.partition(_CLOSING)
+        if closing:
+            self.mark, self.settled = CLOSED, True
+            return thought, text
+        kept = 0 if over else _unfinished(thought)
+        self._held = thought[len(thought) - kept :]
+        return thought[: len(thought) - kept], ""
+
+
+def split_text(text: str) -> tuple[str, str]:
+    """Split a whole text into its inline thinking, `""` if it has none, and the rest."""
+    return Thinking().feed(text, over=True)
+
+
+def _unfinished(text: str) -> int:
+    """How many characters at the end of a text may be the beginning of a closing tag."""
+    return next((size for size in range(min(len(_CLOSING) - 1, len(text)), 0, -1) if _CLOSING.startswith(text[-size:])), 0)
+
+
+def signed(handle: str, mark: Mark) -> str:
+    """Write an opaque member: a handle, and where the reply's thinking stood."""
+    return handle + mark
+
+
+def read_signature(value: Any) -> tuple[str, Mark]:
+    """Read an opaque member that came back: its handle, `""` if it is none of ours, and where that reply's thinking stood."""
+    found = _SIGNATURE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return "", NOT_IN_TEXT
+    return found[1], _MARKS[found[2]]
+
+
+def in_text(raw: bytes) -> bytes:
+    """Write a raw chat message with its `reasoning` in its text, as NeMo Gym's server reads it (it refuses that member)."""
+    if b'"reasoning"' not in raw:
+        return raw
+    message = msgspec.json.decode(raw)
+    thought, content = message.get("reasoning"), message.get("content")
+    if message.get("role") != "assistant" or not isinstance(thought, str | None) or "reasoning" not in message:
+        return raw
+    if not thought:
+        return msgspec.json.encode({name: value for name, value in message.items() if name != "reasoning"})
+    if isinstance(content, list):
+        message["content"] = [{"type": "text", "text": f"{_OPENING}{thought}{_CLOSING}"}, *content]
+        del message["reasoning"]
+        return msgspec.json.encode(message)
+    return msgspec.json.encode(folded(message, CLOSED))
+
+
+def folded(message: dict[str, Any], mark: Mark) -> dict[str, Any]:
+    """Put the `reasoning` of an assistant's message into its text again, if it stood there. The content is a text, or missing."""
+    if not mark or "reasoning" not in message:
+        return message
+    closing = _CLOSING if mark == CLOSED else ""
+    text = f"{_OPENING}{message['reasoning']}{closing}{message.get('content') or ''}"
+    return {**{name: value for name, value in message.items() if name != "reasoning"}, "content": text}
