@@ -40,11 +40,16 @@ same text. The following evidence counts, strongest first:
 | evidence | how strong |
 |---|---|
 | the place: everything before it is unchanged | names the turn, unless two turns of the same place said the same in other tokens |
+| the token ids of a recorded turn, sent back with the message (NeMo Gym's agents) | name the turn, wherever the message stands |
 | a handle that was given out with the reply | 128 random bits |
 | an id of a call, as it was issued, that looks drawn at random | as strong as the engine makes its ids: 64 bits in vLLM 0.32 |
 | an id of a call that only counts (`functions.bash:0`) | counts with the same message, or the same recognised reply, directly before |
 | the same message directly before the reply | names the turn if no other recorded turn has both the words and that message |
 | the same reply before, and all the same messages since | decides between turns that fit equally |
+
+Token ids are compared by hash: those of the prompt and the generation together, and those of the generation. They decide between turns of
+the same place, too. They never make up for words: the message must still be the reply by the rules below. Ids of another session are not
+looked up. Ids that no recorded turn has are no evidence; what becomes of them is in [decision 0024](decisions/0024-ids-that-come-back.md).
 
 If several turns still fit and their tokens differ, none is taken (`ambiguous-reply`). Turns of equal tokens are interchangeable. A harness
 that copies both a reply's words and the message before it into an example is not told from the model: no evidence is left that could.

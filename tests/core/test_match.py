@@ -12,6 +12,7 @@ from tokencache.core import evidence, invariants
 from tokencache.core import match as matching
 from tokencache.core.canonical import Call, Message, digest
 from tokencache.core.chain import converse
+from tokencache.core.evidence import Echoed
 from tokencache.core.interrupt import Cut, heard, pack_cuts, unpack_cuts
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, wanted
 from tokencache.core.lineage import sequences
@@ -97,6 +98,8 @@ def _taking_the_beginning_for_the_whole(turn, echoed, leniency):
         ("_interchangeable", lambda turns, *, in_place: True),
         ("_Finder.was_judged", lambda self, turn, i: True),
         ("_Finder._evident", lambda self, i, genuine: genuine),
+        ("Echoed.names", lambda self, turn: True),
+        ("_Finder._by_tokens", lambda self, i, judged: []),
     ],
 )
 def test_the_truth_convicts_a_careless_matcher(monkeypatch, name, mutant):
@@ -142,10 +145,12 @@ class _Index(dict):
             self.setdefault(key, []).append(Hit(turn))
         return turn
 
-    def match(self, *history, scope=b"", voice=b"", handles=None):
+    def match(self, *history, scope=b"", voice=b"", handles=None, echoed=None):
         conversation = converse(scope, history, voice=voice)
-        found = match(conversation, self, self.leniency, handles or {})
-        return match(conversation, self, self.leniency, handles or {}, self.turns) if found.turns_wanted else found
+        found = match(conversation, self, self.leniency, handles or {}, echoed=echoed or {})
+        if not found.turns_wanted:
+            return found
+        return match(conversation, self, self.leniency, handles or {}, self.turns, echoed=echoed or {})
 
 
 C1, C2, C3 = ("call_7d1e40aa", "toolu_93bf21c0", "call-5a0c88d7")  # of different makes
@@ -545,3 +550,57 @@ def test_a_turn_that_a_switched_off_rule_bars_leaves_the_others_in_doubt():
     assert index.match(S1, U1, OK, U2).anchors != ()
     index.add(_turn("b", _thought("OK", "because")), U1)
     assert index.match(S1, U1, OK, U2).reason == "ambiguous-reply"
+
+
+def _ids(turn):
+    return Echoed(turn.prefix_hash, turn.completion_hash)
+
+
+def test_token_ids_say_which_of_equal_replies_is_meant():
+    index = _Index()
+    turns = [index.add(_turn(name, OK), U1) for name in "abc"]
+    assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply")
+    for turn in turns:
+        assert index.match(U1, OK, U2, echoed={1: _ids(turn)}).parent == turn
+        assert index.match(U1, OK, U2, echoed={1: Echoed(turn.prefix_hash)}).parent == turn, "the whole prefix is enough"
+        assert index.match(S1, U1, OK, U2, echoed={2: _ids(turn)}).anchors == ((2, Hit(turn)),), "in an edited context, too"
+        assert index.match(U3, OK, U2, echoed={1: _ids(turn)}).anchors == ((1, Hit(turn)),), "behind another message, too"
+
+
+def test_token_ids_of_nobody_change_nothing():
+    index = _Index()
+    one = index.add(_turn("a", OK), U1)
+    nobody = {1: Echoed(b"other", b"other")}
+    assert index.match(U1, OK, U2, echoed=nobody).parent == one
+    index.add(_turn("b", OK), U1)
+    assert index.match(U1, OK, U2, echoed=nobody)[:2] == ("plain", "ambiguous-reply")
+    parted = {1: Echoed(one.prefix_hash, b"other")}
+    assert index.match(U1, OK, U2, echoed=parted).reason == "ambiguous-reply", "parted elsewhere: not what was sampled"
+
+
+def test_token_ids_do_not_make_up_for_other_words():
+    index = _Index()
+    one, two = (index.add(_turn(name, _thought("OK", name)), U1) for name in "ab")
+    assert index.match(U1, _thought("OK", "b"), U2, echoed={1: _ids(one)}).parent == two
+    assert index.match(U1, _thought("OK", "c"), U2, echoed={1: _ids(one)})[:2] == ("plain", "rewritten-reply")
+    assert index.match(U1, Message("assistant", "No"), U2, echoed={1: _ids(one)}).parent is None
+
+
+def test_of_turns_with_the_named_tokens_the_one_that_nothing_continues_is_taken():
+    index = _Index()
+    turns = [index.add(_turn(name, OK, b"same"), U1) for name in "ab"]
+    (key,) = [key for key in index if key[:1] == b"c"]
+    index[key] = [Hit(turns[0], continued=True), Hit(turns[1])]
+    assert index.match(U1, OK, U2).kind == "branch"
+    found = index.match(U1, OK, U2, echoed={1: _ids(turns[0])})
+    assert (found.kind, found.parent) == ("continue", turns[1]), "each of two rollouts goes on from a turn of its own"
+
+
+def test_where_replies_stand_in_a_client_s_ids_is_not_recorded():
+    """A turn that begins with such ids is gone on from while its history comes back in the same bytes, and not judged anew."""
+    index = _Index()
+    one = index.add(_turn("a", OK), U1)
+    two = index.add(_turn("b", Message("assistant", "No")), U1, OK, U2, parent=one)
+    client = msgspec.structs.replace(two, match="resplice", parent=None, reason=evidence.CLIENT_IDS)
+    assert evidence.standing(client, {}) is None
+    assert evidence.standing(two, index.turns) is not None

@@ -12,6 +12,7 @@ import json
 from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +21,7 @@ from tokencache.core import evidence, ids, interrupt, invariants
 from tokencache.core import match as matching
 from tokencache.core.canonical import Call, Message, digest
 from tokencache.core.chain import Conversation, converse
+from tokencache.core.evidence import Echoed
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, place_key, wanted
 from tokencache.core.match import Hit, Match
 from tokencache.core.rules import Leniency
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 ROLE = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 END, THINK, THOUGHT, CALL, ARGS = 5, 6, 7, 8, 9
+Came = tuple[dict[int, str], dict[int, Echoed]]
+"""What came back with the replies of a history, by place: handles, and token ids."""
 NAMES = {1: "<system>", 2: "<user>", 3: "<assistant>", 4: "<tool>", END: "<end>\n", THINK: "<think>", THOUGHT: "</think>"}
 NAMES |= {CALL: "<call>", ARGS: "<args>"}
 CHARS, PAIRS = 100, 100_000
@@ -79,6 +83,8 @@ class Entry:
     """What it says, however it is written."""
     handle: str = ""
     """What came with it, to be echoed."""
+    tokens: Echoed | None = None
+    """The ids that came with it, as they are echoed; they may be anybody's."""
 
     @property
     def truth(self) -> str | None:
@@ -139,6 +145,10 @@ class World:
     serial: int = 0
 
     def __post_init__(self) -> None:
+        self.carries = self.rng.random() < 0.5
+        """Whether its harness sends token ids back."""
+        self.terse = self.rng.random() < 0.3
+        """Whether the model says the same all the time, in ever other tokens."""
         self.leniency = Leniency(vouched=HABITS if self.rng.random() < 0.7 else frozenset())
 
     def fresh(self) -> int:
@@ -161,24 +171,25 @@ class World:
     def look(self, key: bytes) -> list[Hit]:
         return [Hit(self.turn(t), t in self.continued) for t in self.index.get(key, ())]
 
-    def match(self, conversation: Conversation, handles: dict[int, str], hits: dict[bytes, list[Hit]]) -> Match:
+    def match(self, conversation: Conversation, came: Came, hits: dict[bytes, list[Hit]]) -> Match:
         """Match as the planner does: look again where the match is unsure, and let go of a beginning that no token ends."""
-        turns = None
-        found = matching.match(conversation, hits, self.leniency, handles)
+        turns, (handles, echoed) = None, came
+        matched = partial(matching.match, leniency=self.leniency, handles=handles, echoed=echoed)
+        found = matched(conversation, hits)
         if found.turns_wanted:
             self.seen["judged anew"] += 1
             turns = {turn.id: turn for turn in self.turns}
             hits = {**self.hits(conversation, handles), **hits}
-            found = matching.match(conversation, hits, self.leniency, handles, turns)
+            found = matched(conversation, hits, turns=turns)
         if found.unsure:
             hits = {**hits, **{key: self.look(key) for key in found.unsure}}
-            found = matching.match(conversation, hits, self.leniency, handles, turns)
+            found = matched(conversation, hits, turns=turns)
         if found.heard is None or self.kept(found) is not None:
             return found
         self.seen["inside-token"] += 1
         key = place_key(conversation.chain[found.at - 1])
         without = {**hits, key: [hit for hit in hits[key] if hit.turn.id != found.heard.turn.id]}
-        return self.match(conversation, handles, without)
+        return self.match(conversation, came, without)
 
     def kept(self, found: Match) -> int | None:
         """How many tokens of its parent a harness has heard: those that spell what it holds, if any do."""
@@ -193,9 +204,10 @@ class World:
     def call(self, history: list[Entry], scope: bytes = b"main", *, leave: bool = False) -> Entry:
         conversation = converse(scope, [e.message for e in history])
         handles = {i: e.handle for i, e in enumerate(history) if e.handle}
-        found = self.match(conversation, handles, self.hits(conversation, handles))
+        came = handles, {i: e.tokens for i, e in enumerate(history) if e.tokens}
+        found = self.match(conversation, came, self.hits(conversation, handles))
         self.judge(found, history, scope, complete=True)
-        short = self.match(conversation, handles, self.hits(conversation, handles, short=True))
+        short = self.match(conversation, came, self.hits(conversation, handles, short=True))
         self.judge(short, history, scope, complete=False)
         self.seen.update([found.kind, *([found.reason] if found.reason else []), *found.forgiven])
         prompt, own = self.splice(found, history)
@@ -307,7 +319,7 @@ class World:
         self.recorded[self.place(history, len(history), scope)].append(name)
         if leave:
             return self.overheard(name, served, cuts)
-        said = Entry(served, name, meaning_of(served), handle)
+        said = Entry(served, name, meaning_of(served), handle, Echoed(turn.prefix_hash, turn.completion_hash) if self.carries else None)
         self.sayings[name] = [said.meaning, meaning_of(rewritten(served))] if self.leniency.vouched else [said.meaning]
         return said
 
@@ -351,6 +363,8 @@ class World:
             commands = ['{"command": "cd /w && ls"}', '{"command": "ls"}']
             arguments = [*commands, '{"a": 1, "b": [2.0]}', '{"b": "x"}', "", '{"b": "5"}', '{"b": 5}']
             calls.append(Call(name, rng.choice(["Bash", "edit"]), rng.choice(arguments)))
+        if self.terse:
+            text, reasoning, inline, calls = "OK", None, False, []
         other = rng.choice([None, None, rng])
         completion = [THINK, *spell(reasoning, other), THOUGHT] if reasoning else []
         completion += spell(text, other)
@@ -406,8 +420,9 @@ class World:
             truth = history[last].truth
             here = self.said_there(history, last + 1, scope)
             left = any("aborted" in self.turn(t).marks for t in self.recorded.get(self.place(history, last, scope), []))
-            one = truth in here and len({self.prefixes[t] for t in here}) == 1
-            if one and not left and self.recognisable(history[last], truth) and self.unchanged(history, truth):
+            alone = len({self.prefixes[t] for t in here}) == 1 and not left
+            named = truth is not None and history[last].tokens is not None and history[last].tokens.names(self.turn(truth))
+            if truth in here and (alone or named) and self.recognisable(history[last], truth) and self.unchanged(history, truth):
                 known = found.at == last + 1 or last in dict(found.anchors)
                 _so(known, f"{history[last].truth} was not found, though nothing is ambiguous")
 
@@ -563,6 +578,7 @@ class Harness:
 
     def edit(self, history: list[Entry]) -> None:
         deeds = [self.other_context, self.drop_reply, self.rewrite, self.rethink, self.rename_tool, self.qwen, self.forge, self.say_twice]
+        deeds += [self.other_ids] * self.world.carries
         self.rng.choice(deeds)(history)
         self.go_on(history)
 
@@ -580,7 +596,8 @@ class Harness:
 
     def forged(self, history: list[Entry], i: int, message: Message) -> None:
         handle = self.rng.choice(["", history[i].handle])  # a handle, too, may stand beside words that are not ours
-        history[i] = Entry(message, None, meaning_of(message), handle)
+        tokens = self.rng.choice([None, history[i].tokens])  # and so may token ids
+        history[i] = Entry(message, None, meaning_of(message), handle, tokens)
 
     def rewrite(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):
@@ -618,6 +635,10 @@ class Harness:
             asked = entry("user", f"unheard of {self.world.fresh()}")
             # Beside the genuine call, or in a context of its own, where nothing but the id tells it from the model's.
             history[:] = [*history, asked, twin] if self.rng.random() < 0.5 else [asked, twin]
+
+    def other_ids(self, history: list[Entry]) -> None:
+        if i := self.rng.choice(self.replies(history)):
+            history[i] = replace(history[i], tokens=Echoed(self.rng.randbytes(16), self.rng.randbytes(16)))
 
     def say_twice(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from tests.nemo.gym_agent import RESPONSES, Agent, bare, carrying
 from tests.nemo.worker import TOKEN_FIELDS, Worker
-from tests.proxy.kit import CHAT, EPISODES, proxied, user
+from tests.proxy.kit import CHAT, EPISODES, TOOLS, proxied, user
 from tests.trainer.formats.readers import follow, read_nemo_gym, token_fields
 from tokencache.core.context import whole_context
 from tokencache.dialects.gym import take_out
@@ -138,7 +138,7 @@ async def test_an_answer_without_a_word_has_an_item_to_carry_them():
     engine = SimulatedEngine(episodes={"demo": [""]}, seed=7)
     async with proxied(engine, return_token_id_information=True) as rig:
         (item,) = await Agent(rig, "responses").turn()
-        assert (item["type"], item["content"]) == ("message", [])
+        assert (item["type"], [part["text"] for part in item["content"]]) == ("message", [""])  # Gym's converter writes it so
         assert token_fields(item)[1] == rig.book()[-1].completion_ids
 
 
@@ -310,10 +310,66 @@ def test_ids_are_taken_out_of_a_message(raw, rest, echo):
     assert (found and (found.prompt, found.generation)) == echo
 
 
-async def test_a_prefix_of_the_agent_s_own_does_not_reach_the_engine(rig):
-    """NVIDIA-NeMo/Gym #1545: agents that say their prefix themselves. Here it is the proxy who says it."""
+@pytest.mark.parametrize("required", [[1, 2, 3], [1], "all", [1.5], [-1]], ids=str)
+async def test_a_prefix_that_the_prompt_will_not_have_is_refused(rig, required):
+    """NVIDIA-NeMo/Gym #1545: agents that say their prefix themselves. Without it the call is not made."""
     agent = Agent(rig)
-    await agent.turn(required_prefix_token_ids=[1, 2, 3])
-    assert "required_prefix_token_ids" not in rig.engine.requests[-1]
-    await agent.turn(required_prefix_token_ids=token_fields(agent.output[0])[0])
+    await agent.turn()
+    status, said = await rig.post(messages=agent.history, required_prefix_token_ids=required)
+    assert status == 400
+    assert said["error"]["param"] == "required_prefix_token_ids"
+    assert "required_prefix_token_ids" in said["error"]["message"]
+    assert len(rig.book()) == 1
+    info = await rig.info()
+    assert (info["complete"], info["incidents"]) == (True, [])
+    await agent.turn()
     assert trained(agent.output)
+
+
+async def test_a_prefix_without_a_reply_before_it_is_refused(rig):
+    status, said = await rig.post(messages=[user("EPISODE:demo")], required_prefix_token_ids=[1, 2, 3])
+    assert (status, len(rig.book())) == (400, 0)
+    assert "no recorded reply" in said["error"]["message"]
+
+
+def whole(entry):
+    prompt, generation, _ = token_fields(entry)
+    return prompt + generation
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"model": "sim", "input": "EPISODE:demo"}),
+        ("/v1/messages", {"model": "sim", "max_tokens": 9, "messages": [user("EPISODE:demo")]}),
+        ("/v1beta/models/sim:generateContent", {"contents": [{"role": "user", "parts": [{"text": "EPISODE:demo"}]}]}),
+    ],
+)
+async def test_so_it_is_in_every_dialect(rig, path, body):
+    status, said = await rig.post(path=path, **body, required_prefix_token_ids=[1, 2, 3])
+    assert (status, len(rig.book())) == (400, 0)
+    assert "required_prefix_token_ids" in said["error"]["message"]
+
+
+@pytest.mark.parametrize("carries", [True, False], ids=["carries", "drops"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_prefix_that_is_recorded_is_honoured(rig, dialect, carries):
+    """As Gym's `supply_prefix_token_ids` sends it: all ids up to the end of the last reply, or of an earlier one; or none."""
+    agent = Agent(rig, dialect, carries=carries)
+    *_, first = await agent.turn(required_prefix_token_ids=None)
+    *_, second = await agent.turn(required_prefix_token_ids=whole(first))
+    await agent.turn(required_prefix_token_ids=whole(second))
+    await agent.turn(required_prefix_token_ids=whole(first))
+    assert trained(agent.output)
+    assert not any("required_prefix_token_ids" in request for request in rig.engine.requests)
+    assert await matches(rig) == ["root", "continue", "continue", "continue"]
+
+
+async def test_so_it_is_where_the_next_prompt_is_asked_for(rig):
+    agent = Agent(rig)
+    _, (second,) = await agent.turn(), await agent.turn()
+    asked = {"model": "sim", "messages": agent.history, "tools": TOOLS}
+    status, told = await rig.post(path="/tokenize", **asked, required_prefix_token_ids=whole(second))
+    assert (status, told["tokens"][: len(whole(second))]) == (200, whole(second))
+    status, _ = await rig.post(path="/tokenize", **asked, required_prefix_token_ids=[1])
+    assert status == 400

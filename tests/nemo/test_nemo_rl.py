@@ -5,11 +5,13 @@ import json
 
 import pytest
 from aiohttp import web
+from typer.testing import CliRunner
 
 from tests.nemo.agents import AGENTS, chat
 from tests.nemo.kit import before_worker
 from tests.nemo.worker import TOKEN_FIELDS, Worker, splice
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, until, user
+from tokencache import cli
 from tokencache.testing import SimulatedEngine
 
 ASK = [user("EPISODE:demo")]
@@ -25,7 +27,7 @@ def episodes(worker):
 
 
 async def found(rig):
-    (capability,) = {model["model"]: model for model in (await rig.get("/readyz"))["engine"]["models"]}.values()
+    (capability,) = {model["model"]: model for model in (await rig.readiness())["engine"]["models"]}.values()
     return capability
 
 
@@ -117,11 +119,56 @@ async def test_ids_that_a_harness_brings_go_no_further():
         message = await rig.say("s", ASK, tools=TOOLS)
         other = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-1.0]}
         messages = [*ASK, {**echo(message), **other}, *results(message)]
-        await rig.say("s", messages, tools=TOOLS, required_prefix_token_ids=[9, 9])
+        status, _ = await rig.post(messages=messages, tools=TOOLS, required_prefix_token_ids=[9, 9])
+        assert (status, len(rig.book())) == (400, 1)
+        await rig.say("s", messages, tools=TOOLS)
         (book, _), call = rig.book(), episodes(worker)[1]
         assert call["required_prefix_token_ids"] == book.prompt_ids + book.completion_ids
         assert not call["messages"][1].keys() & set(TOKEN_FIELDS)
         await rig.check()
+
+
+# ---- what the worker does not serve
+
+
+async def test_the_worker_is_not_asked_for_what_it_does_not_serve(monkeypatch):
+    """Each 404 is a line in its log: what it lacks is found out once, by the probe and the first look."""
+    monkeypatch.setattr("tokencache.engines.health.CHECK_EVERY", 0.005)
+    async with before_worker() as (rig, worker):
+        looks = []
+        connect = rig.proxy.upstream.connect
+
+        async def counted():
+            looks.append(1)
+            await connect()
+
+        monkeypatch.setattr(rig.proxy.upstream, "connect", counted)
+
+        async def looked():
+            return len(looks) > 10
+
+        await until(looked)
+        assert sorted(worker.unknown) == ["/detokenize", "/health", "/v1/models", "/version"]
+
+
+async def test_the_model_is_listed_within_a_session():
+    """Harnesses, and `tokencache run`, ask for it; the worker has no `/v1/models`, and the probe knows the name."""
+    async with before_worker() as (rig, worker):
+        seen = len(worker.unknown)
+        for path, headers in (("/s/r1/v1/models", {}), ("/v1/models", {"Authorization": "Bearer tcs-r1"})):
+            assert [model["id"] for model in (await rig.get(path, **headers))["data"]] == ["sim"]
+        assert len(worker.unknown) == seen
+        async with rig.http.get(rig.url + "/v1/models") as answer:  # without a session the worker itself answers
+            assert answer.status == 404
+
+
+async def test_codex_is_pointed_at_the_worker_without_a_model_named():
+    async with before_worker() as (rig, _):
+        asked = ["env", "codex", "--session", "r1", "--proxy", rig.url]
+        shown = await asyncio.to_thread(CliRunner().invoke, cli.app, asked)
+    assert shown.exit_code == 0, shown.output
+    assert 'model = "sim"' in shown.output
+    assert f"model_context_window = {rig.engine.max_model_len}" in shown.output
 
 
 # ---- the trainer's sampling

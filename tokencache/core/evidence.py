@@ -10,6 +10,8 @@ message of its own. Each turn was sent after all of that was judged for its own 
 `before`    what stands directly before the reply, however it is written: evidence of where the reply was sampled.
 
 Where `judged` differs, `holds` judges every reply in the turn's prompt again, along the line of turns that it continues.
+
+A client may also send back the token ids of a reply (`Echoed`). They name the turn, if its words came back, too.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -41,6 +43,25 @@ class Standing(msgspec.Struct, frozen=True):
 def whole(place: int, turn: Turn) -> Standing:
     """A turn's reply at the end of its own prefix."""
     return Standing(place, turn, turn.prompt_tokens, turn.prompt_tokens + turn.completion_tokens)
+
+
+CLIENT_IDS = "client-ids"
+"""The reason of a turn whose prompt begins with ids that the client sent back and that are not recorded here."""
+
+
+class Echoed(NamedTuple):
+    """Hashes of the token ids that came back with a message, to be compared with those of a turn.
+
+    `prefix` is the hash of the ids of its prompt and its generation together, `completion` that of its generation (`turn.hash_ids`);
+    `completion` is empty where only the prefix as a whole came back.
+    """
+
+    prefix: bytes
+    completion: bytes = b""
+
+    def names(self, turn: Turn) -> bool:
+        """Whether these are the ids of a turn."""
+        return turn.prefix_hash == self.prefix and self.completion in {b"", turn.completion_hash}
 
 
 Echoes = Callable[[Turn, int], bool]
@@ -109,6 +130,8 @@ def standing(turn: Turn, turns: Mapping[str, Turn]) -> tuple[Standing, ...] | No
             return None
         line.append(whole(parent.messages, parent))
         at = parent
+    if at.reason == CLIENT_IDS:  # which of its messages stand in the client's ids is not recorded
+        return None
     if any(anchor.place < 0 or anchor.turn not in turns for anchor in at.anchors):
         return None
     first = [Standing(anchor.place, turns[anchor.turn], anchor.start, anchor.end) for anchor in at.anchors]

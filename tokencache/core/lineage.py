@@ -26,7 +26,8 @@ class SequenceTurn(msgspec.Struct, frozen=True):
 class TokenSequence(msgspec.Struct, frozen=True):
     """A line of turns, each extending the one before.
 
-    `start` says how it begins and `reason` why; `parent` is the sequence it branched off, or took its context from.
+    `start` says how it begins and `reason` why; `parent` is the sequence it branched off, or took its context from. `root` is where
+    following parents ends: of several rollouts in one session, each has a root of its own.
     `continued` says whether a later call went on from one of its turns, within it or in a branch; `tools` how many tools
     its first call offered. So a title call is one that was not continued and had no tools, and a retry whose answer was
     thrown away a branch that was not continued: who trains decides, here nothing is guessed.
@@ -46,6 +47,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
     turns: list[SequenceTurn]
     continued: bool = False
     tools: int = 0
+    root: str = ""
 
     @property
     def trainable(self) -> int:
@@ -91,17 +93,22 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
     """
     lookup = {turn.id: (turn, tokens[turn.id]) for turn in turns}
     name_of: dict[str, str] = {}
+    root_of: dict[str | None, str] = {}
     parents = {turn.parent for turn in turns}
     built = []
     for line in lines(turns):
         first = line[0]
         continued = any(turn.id in parents for turn in line)
-        built.append(_sequence(line, lookup, name_of.get(first.parent or first.origin or ""), continued=continued))
+        parent = name_of.get(first.parent or first.origin or "")
+        root_of[first.id] = root_of.get(parent, first.id)
+        built.append(_sequence(line, lookup, parent, root_of[first.id], continued=continued))
         name_of.update(dict.fromkeys((turn.id for turn in line), built[-1].id))
     return built
 
 
-def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None, *, continued: bool) -> TokenSequence:
+def _sequence(
+    line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None, root: str, *, continued: bool
+) -> TokenSequence:
     packed = bytearray(rebuild(lookup, line[0].id).ids)
     mask: list[int] = []
     logprobs: list[float] = []
@@ -132,4 +139,5 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
         turns=spans,
         continued=continued,
         tools=line[0].tools,
+        root=root,
     )

@@ -17,10 +17,13 @@ in its prompt is judged, or was when the same bytes came before (`evidence`).
 
 Out of its context a reply is known by more than its words. In this order:
 
-1. the handle that was given out with it;
-2. the ids of its calls, as they were issued. An id that does not look drawn at random (`functions.bash:0`) may be issued twice, or be the
+1. its token ids, if the client sent them back: those of its prompt and its generation (`evidence.Echoed`);
+2. the handle that was given out with it;
+3. the ids of its calls, as they were issued. An id that does not look drawn at random (`functions.bash:0`) may be issued twice, or be the
    harness's own: it counts together with the message, or the reply, directly before;
-3. the message directly before it, if that is the one behind which it was sampled.
+4. the message directly before it, if that is the one behind which it was sampled.
+
+Token ids also choose between turns that said the same in the same place. They never make up for words that differ.
 
 Of several that fit equally, the one that was sampled behind the same reply and all the same messages since. Never guess: where several
 recorded turns still fit and their tokens differ, none is taken.
@@ -35,6 +38,7 @@ import msgspec
 from tokencache.core import evidence
 from tokencache.core.canonical import Message
 from tokencache.core.chain import Conversation
+from tokencache.core.evidence import Echoed
 from tokencache.core.interrupt import Heard, heard, may_be
 from tokencache.core.keys import aborted_key, call_key, chain_key, handle_key, place_key, reply_key
 from tokencache.core.rules import STRICT, Leniency
@@ -90,15 +94,18 @@ def match(
     leniency: Leniency = STRICT,
     handles: Mapping[int, str] = MappingProxyType({}),
     turns: Mapping[str, Turn] | None = None,
+    *,
+    echoed: Mapping[int, Echoed] = MappingProxyType({}),
 ) -> Match:
     """Relate a history to the recorded turns in `hits` (the values found under `keys.wanted`).
 
     `handles` are the places of replies that came back with a handle, and that handle. `turns` are all turns of the session, by
-    their ids, if they are at hand: few histories need them.
+    their ids, if they are at hand: few histories need them. `echoed` are the places of replies that came back with token ids, and the
+    hashes of these; a place is looked up only where it decides something.
     """
     if not any(hits.values()):  # as for a session's first call: no reply of a long history needs looking at
         return Match("root") if next(conversation.replies(), None) is None else Match("plain", UNRECOGNISED)
-    found = _Finder(conversation, hits, leniency, handles, turns or {})
+    found = _Finder(conversation, hits, leniency, handles, turns or {}, echoed)
     claims: list[_Claim] = []
     parent: tuple[int, _Found] | None = None
     for i in conversation.replies():
@@ -266,6 +273,7 @@ class _Finder(NamedTuple):
     leniency: Leniency
     handles: Mapping[int, str]
     turns: Mapping[str, Turn]
+    echoed: Mapping[int, Echoed]
 
     def in_place(self, i: int) -> _Found | str | None:
         """Find the turn that said this behind just this context; a word for why it is none; `None` where nothing was said."""
@@ -277,8 +285,9 @@ class _Finder(NamedTuple):
         aborted = [hit for hit in self.hits.get(place_key(place), ()) if hit.turn.prefix_hash not in told and may_be(hit.turn, echoed)]
         parts = [(hit, heard(hit.turn, echoed, self.leniency)) for hit in aborted]
         judged += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
-        chosen = _choose(echoed, judged)
-        if isinstance(chosen, _Found) and any(part is None for _, part in parts):
+        by_tokens = self._by_tokens(i, judged) if len(judged) + len(parts) > 1 else []
+        chosen = _choose(echoed, by_tokens or judged)
+        if isinstance(chosen, _Found) and not by_tokens and any(part is None for _, part in parts):
             return AMBIGUOUS
         if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
             return "rewritten-reply"
@@ -320,10 +329,10 @@ class _Finder(NamedTuple):
             return _Claim(i, (), _why_not(judged) if not genuine else FOREIGN)
         if any(DISAGREED in found.hit.turn.marks for found in known):
             return _Claim(i, (), DISAGREED)
-        if self._may_be_barred(i, judged, known):
-            return _Claim(i, (), AMBIGUOUS)
         by_handle = handle and all(found.hit.turn.handle == handle for found in known)
-        if not by_handle and any(may_be(hit.turn, echoed) for hit in self.hits.get(aborted_key(self.conversation.voice), ())):
+        left = () if by_handle else self.hits.get(aborted_key(self.conversation.voice), ())
+        in_doubt = self._may_be_barred(i, judged, known) or any(may_be(hit.turn, echoed) for hit in left)
+        if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), AMBIGUOUS)
         return _Claim(i, tuple(known), "" if evident else FOREIGN, in_order=not evident)
 
@@ -337,6 +346,9 @@ class _Finder(NamedTuple):
     def _evident(self, i: int, genuine: list[_Found]) -> list[_Found]:
         """Keep the turns that more than their words speak for, by the strongest evidence that speaks for any."""
         echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
+        by_tokens = self._by_tokens(i, genuine)
+        if by_tokens:
+            return by_tokens
         by_handle = [found for found in genuine if handle and found.hit.turn.handle == handle]
         if by_handle:
             return by_handle
@@ -348,6 +360,14 @@ class _Finder(NamedTuple):
         behind = [found for found in genuine if said and here and evidence.parted(found.hit.turn.before).message == here]
         kept = [found for found in behind if found.verdict.ids_kept]
         return kept or [found for found in behind if not self._issued_to_another(i, found.hit.turn)]
+
+    def _by_tokens(self, i: int, judged: Sequence[_Found]) -> list[_Found]:
+        """Keep the turns whose words came back whole and with their token ids, those that nothing continues first."""
+        came = self.echoed.get(i)
+        if came is None:
+            return []
+        named = [found for found in judged if found.verdict.supplied and found.heard is None and came.names(found.hit.turn)]
+        return sorted(named, key=lambda found: found.hit.continued)
 
     def _by_name(self, i: int) -> list[Hit]:
         """What is known under the id of the reply's first call, and under its handle."""

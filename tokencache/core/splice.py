@@ -8,6 +8,7 @@ at *another* stop id than the template wants there (GLM: it expected the user an
 refused, and a resplice puts the template's id in place of the model's.
 """
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -44,3 +45,22 @@ def join(prefix: bytes, tail: bytes, where: Boundary) -> bytes:
     """Join a prefix (packed) with the tail behind it (packed)."""
     kept = prefix[: len(prefix) - where.drop * ids.ID_BYTES]
     return kept + ids.tail(tail, where.skip)
+
+
+def fill(
+    pieces: Sequence[bytes], openers: Sequence[bytes], replies: Sequence[bytes], stop_ids: AbstractSet[int]
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """Put replies, each behind its opener, between the pieces that were rendered around them; all are packed ids.
+
+    A stop id that ends a reply and is not the template's is replaced: such a reply ends before it.
+
+    Returns:
+        The prompt, and for each reply the half-open range of tokens in which it stands.
+    """
+    prompt, spans = pieces[0] + openers[0], []
+    for reply, piece, opener in zip(replies, pieces[1:], (*openers[1:], b""), strict=True):
+        start, prompt = ids.count(prompt), prompt + reply
+        where = boundary(reply, piece + opener, stop_ids)
+        spans.append((start, ids.count(prompt) - where.drop))
+        prompt = join(prompt, piece + opener, where)
+    return prompt, spans

@@ -24,6 +24,7 @@
 `habits`        whose habits are forgiven, and what a harness calls the model
 `interrupts`    a reply that its harness left, and of which it sends back what it had heard
 `experts`       files of routed experts, beside the store
+`client_ids`    token ids that came back with a history, as evidence and, where they are proven, as a prompt
 `echoes`        token ids that came back with a history, held against the record
 `budget`        the end of an episode whose budget is used up
 `latecomers`    calls that come after the session was sealed

@@ -29,10 +29,11 @@ from tokencache.dialects.chat.call import ChatCall
 from tokencache.engines.engine import Engine, Model
 from tokencache.engines.reply import Reply
 from tokencache.engines.weights import HEADER as WEIGHT_VERSION
-from tokencache.errors import NOT_NOW, EngineError
+from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy import echoes
 from tokencache.proxy.answering import Answering
 from tokencache.proxy.budget import SPENT, last_reply
+from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.delivery import LEFT, Delivery
 from tokencache.proxy.ending import Ending
 from tokencache.proxy.exchange import Exchange
@@ -62,7 +63,7 @@ class Call:
     """A model call of one session, under way: `begin`, and then, unless it has a twin, `run` or `close`.
 
     `run` raises `EngineError` where no engine takes it in time, or breaks off, and nothing was answered yet,
-    and under a strict policy `StoreError`.
+    and under a strict policy `StoreError`; `HarnessError` where the prompt would not begin as the client requires.
     """
 
     def __init__(
@@ -150,6 +151,9 @@ class Call:
             elif not self._ending.under_way:
                 await self._ending.close()
             raise
+        except HarnessError:
+            await self._ending.close()
+            raise
         except EngineError as why:
             await self._ending.settle(self._outcome, BROKE if why.reached else "upstream-down", str(why), hole=why.reached)
             raise
@@ -220,11 +224,13 @@ class Call:
 
         Raises:
             EngineError: the engine cannot be reached, or not now.
+            HarnessError: the client requires a beginning of the prompt that it will not have.
         """
         self._sent = False
         began, self._asking = self._asking or time.time(), 0.0  # what it waited for another engine is not what planning costs
         self._outcome.plan, self._outcome.model = await self._plan(engine, self._session, self._call, self._keys, self._ending.begun)
         metrics.BEFORE.observe(time.time() - began)
+        require_prefix(self._session, self._call, self._outcome.plan.prompt, self._outcome.plan.reason)
         self._sent = True
         try:
             answer = await self._sending.send(engine, self._outcome)
@@ -238,8 +244,9 @@ class Call:
     async def _answered(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
         if self._hold.waited:
             self._outcome.noted.append(self._outcome.tell("held", f"{self._hold.waited:.1f} s: {self._hold.why}"))
-        if self._call.echoes and (other := await echoes.differing(self._session, self._call, self._outcome.plan, self._ledger)):
-            self._outcome.noted.append(self._outcome.tell(echoes.DIFFERS, other))
+        if self._call.echoes:
+            wrong = await echoes.compared(self._session, self._call, self._outcome.plan, self._ledger)
+            self._outcome.noted += [self._outcome.tell(kind, detail) for kind, detail in wrong]
         self._reply.prompt.sent = self._outcome.plan.sent
         self._reply.version = answer.headers.get(WEIGHT_VERSION, "")
         answering = Answering(self._exchange, self._hold, self._delivery, self._ending, self._sending)

@@ -18,19 +18,22 @@ from tokencache import metrics
 from tokencache.core.budget import Budget
 from tokencache.core.chain import keyed
 from tokencache.core.rules import Leniency
-from tokencache.dialects import completions
+from tokencache.dialects import completions, gym_request
 from tokencache.dialects.chat.call import ChatCall, read_chat, read_tokenize, with_messages
 from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.chat.messages import as_reminders
 from tokencache.dialects.chat.reply import ChatPresenter
 from tokencache.dialects.chat.sampling import pin
 from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, ServedModel, Speaker, Spoken, refusal
+from tokencache.dialects.gym import prefix_of
+from tokencache.dialects.probes import model_list
 from tokencache.engines.driver import Driver, Exact
 from tokencache.engines.engine import Engine
 from tokencache.engines.pool import Pool
 from tokencache.engines.written import Written
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.call import Call
+from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.habits import Aliases
 from tokencache.proxy.hold import Hold
@@ -62,7 +65,8 @@ class Caller:
     """Serves the model calls of all sessions through the engines and one ledger.
 
     `keep_alive` is how many seconds a stream may be silent; `sampling` are the parameters that are pinned for all sessions;
-    `hold` how many seconds a call may wait for an engine; `token_ids` is whether replies carry their ids as NeMo Gym's do (`dialects.gym`);
+    `hold` how many seconds a call may wait for an engine; `token_ids` is whether replies carry their ids
+    as NeMo Gym's do (`dialects.gym`), and requests are sent as it sends them (`dialects.gym_request`);
     `budget` holds for every session, as far as it has no own; `repeats` is what serves each call as one.
     """
 
@@ -88,6 +92,8 @@ class Caller:
         self._hold = hold
         self._sampling = sampling
         self._token_ids = token_ids
+        self._rewrite_chat = gym_request.chat_members if token_ids else None
+        self._rewrite_translated = gym_request.translated_members if token_ids else None
         self._budget = budget
         self._repeats = repeats
         self._prompts = Prompts(pool, ledger)
@@ -102,7 +108,7 @@ class Caller:
             StoreError: the store failed and the policy is strict.
         """
         body = await body_of(visit.request)
-        call = read_chat(body, self._bodies, visit.session, served=self._served(visit))
+        call = read_chat(body, self._bodies, visit.session, served=self._served(visit), rewrite=self._rewrite_chat)
         call.harness, call.leniency = visit.harness, visit.leniency
         call.replaced = self._pin(visit, call.fields)
         path, write = visit.origin.path, partial(_written, call)
@@ -150,6 +156,7 @@ class Caller:
         call.dialect, call.handle = dialect.name, asked.handle
         call.replaced = self._pin(visit, call.fields)
         call.handles, call.echoes, call.left_out = meant.handles, meant.echoes, meant.left_out
+        call.required_prefix = prefix_of(asked.body)
 
         def refuse(status: int, body: bytes) -> bytes:
             return dialect.error(status, *refusal(status, body))
@@ -166,7 +173,7 @@ class Caller:
 
     async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
         """Read a chat request that a codec has written, `known_as` in what is remembered of bodies, so that the template takes it."""
-        call = read_chat(body, self._bodies, known_as, served=self._served(visit))
+        call = read_chat(body, self._bodies, known_as, served=self._served(visit), rewrite=self._rewrite_translated)
         if any(message.role == "system" for message in call.messages[1:]) and not await self._takes_later_system(visit, call):
             known_as = known_as and f"{known_as}\0reminders"
             call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
@@ -188,12 +195,25 @@ class Caller:
             EngineError: the engine cannot be reached; nothing was answered yet.
         """
         body = await body_of(visit.request)
-        call = read_tokenize(body, self._bodies, served=self._served(visit))
+        call = read_tokenize(body, self._bodies, served=self._served(visit), rewrite=self._rewrite_chat)
         if call is not None:
             call.harness, call.leniency = visit.harness, visit.leniency
             if (found := await self._prompts.next(visit.session, call)) is not None:
+                require_prefix(visit.session, call, found[0])
                 return web.Response(body=tokenized(*found), content_type="application/json")
         return await relay_to(self._pool, visit.session, visit.request, visit.origin.path, headers=visit.headers, body=body)
+
+    async def models(self, visit: Visit) -> web.StreamResponse:
+        """Answer `GET /v1/models`: the engine's own list, or what the probe found where the engine has none (NeMo RL's worker).
+
+        Raises:
+            EngineError: the engine cannot be reached; nothing was answered yet.
+        """
+        engine = self._engine(visit.session)
+        await engine.model()
+        if all(capability.lists_models for capability in engine.capabilities):
+            return await relay_to(self._pool, visit.session, visit.request, visit.origin.path, headers=visit.headers)
+        return web.Response(body=model_list(_served_by(engine)), content_type="application/json")
 
     def _engine(self, session: str) -> Engine:
         """The engine that a session is with."""
@@ -220,12 +240,13 @@ class Caller:
         with metrics.IN_FLIGHT.track_inprogress():
             try:
                 return await self._repeats.serve(asking, attempt)
-            except (SessionSealedError, SessionDeletedError, StoreFullError, EngineError, StoreError) as why:
+            except (SessionSealedError, SessionDeletedError, StoreFullError, EngineError, StoreError, HarnessError) as why:
                 if isinstance(why, SessionSealedError):
                     await self._ledger.turn_away(visit.session, f"{call.dialect}, {visit.route}")
                 if hold.opened is None:
                     raise
-                return await hold.fail(why.status if isinstance(why, EngineError) else _UNAVAILABLE, f"the call was given up: {why}")
+                status = why.status if isinstance(why, EngineError | HarnessError) else _UNAVAILABLE
+                return await hold.fail(status, f"the call was given up: {why}")
 
     async def admit(self, visit: Visit, dialect: str) -> None:
         """Let a request pass that samples and is only relayed, unless its session is sealed or has a budget.
@@ -281,10 +302,15 @@ class Caller:
         """List the models that are served, and the one that is asked for if its name stands for one of them."""
         engine = self._engine(visit.session)
         await engine.model()
-        found = {c.model: ServedModel(c.model, c.max_model_len) for c in engine.capabilities}
+        found = {model.name: model for model in _served_by(engine)}
         asked = unquote(visit.route.rpartition("/")[2])
         meant = found.get(self._served(visit)(asked))
         return [*found.values(), *([ServedModel(asked, meant.max_model_len)] if meant is not None and asked not in found else [])]
+
+
+def _served_by(engine: Engine) -> list[ServedModel]:
+    """The models that were found on an engine."""
+    return list({found.model: ServedModel(found.model, found.max_model_len) for found in engine.capabilities if found.model}.values())
 
 
 def _written(call: ChatCall, driver: Driver, exact: Exact | None) -> bytes | Written:

@@ -1,57 +1,72 @@
 """Echoes: token ids that came back with a history (`dialects.gym`), held against what was recorded.
 
-The record is the truth, and what comes back is never used. But who sends back other ids than it was given will hand other ids
-to its trainer, too, and so it is noted: `echo-differs`, with the places of the messages.
+The record is the truth. But who sends back other ids than it was given will hand other ids to its trainer, too, and who sends back ids
+that are not recorded here trains on a turn that this session lacks. So both are noted, with the places of the messages:
+
+`echo-differs`      the words of a recorded turn came back with other ids; these are not used
+`echo-unrecorded`   no recorded turn said these words with these ids: the store was restarted, or another proxy recorded the turn
 
 In a line of turns each turn's ids are a beginning of the next turn's prompt. So what came back is compared, as text, with the
 prefix that the call continues, which is at hand; only what is no beginning of it is looked up among the session's turns.
 """
 
 import logging
+from collections.abc import Sequence
 
 from tokencache.core import ids
 from tokencache.core.canonical import digest
-from tokencache.core.turn import Prefix, Turn, hash_ids
+from tokencache.core.turn import Turn, hash_ids
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import Echo
 from tokencache.engines.echoed import read_ids
+from tokencache.proxy.client_ids import is_prefix
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan
 from tokencache.store.contract import StoreError
 
 log = logging.getLogger(__name__)
 
-DIFFERS = "echo-differs"
+DIFFERS, UNRECORDED = "echo-differs", "echo-unrecorded"
 _SHOWN = 8
 
 
-async def differing(session: str, call: ChatCall, plan: Plan, ledger: Ledger) -> str:
-    """Say which messages of a call came back with other ids than were recorded for them; `""` if none, or if that cannot be told."""
+async def compared(session: str, call: ChatCall, plan: Plan, ledger: Ledger) -> list[tuple[str, str]]:
+    """Say what is wrong with the ids that came back with a call, as kinds of incidents and details; nothing if that cannot be told."""
     echoes = {place: echo for place, echo in call.echoes.items() if call.messages and call.messages[place].role == "assistant"}
     if not echoes or call.conversation is None:
-        return ""
+        return []
     try:
         if plan.parent is not None and plan.heard:
             held = await ledger.prefixes.get(session, plan.parent)
-            fragment = b"".join(held.fragment)
-            echoes = {place: echo for place, echo in echoes.items() if not _agrees(fragment, held.prefix, echo, last=place == plan.heard)}
+            beginning = b"".join(held.fragment)
+            # Where an older reply is parted was looked at when it was the last.
+            echoes = {
+                place: echo
+                for place, echo in echoes.items()
+                if not (is_prefix(echo, held) if place == plan.heard else beginning.startswith(echo.whole + b","))
+            }
         known = await ledger.store.turns(session) if echoes else []
     except (StoreError, KeyError, ValueError) as why:
         log.debug("session %s: what came back is not compared: %s", session, why)
-        return ""
-    wrong = [place for place, echo in echoes.items() if not _recorded(echo, call.conversation.digests[place], known)]
-    if not wrong:
-        return ""
-    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return f"messages {', '.join(map(str, wrong[:_SHOWN]))}{more}: other token ids came back than were recorded; they are not used"
+        return []
+    digests = call.conversation.digests
+    wrong = [place for place, echo in echoes.items() if not _recorded(echo, digests[place], known)]
+    said = {digest(turn.served) for turn in known}
+    differs = [place for place in wrong if digests[place] in said and place not in plan.client]
+    unrecorded = [place for place in wrong if place not in differs]
+    found = []
+    if differs:
+        found.append((DIFFERS, f"{_listed(differs)}: other token ids came back than were recorded; they are not used"))
+    if unrecorded:
+        used = "the prompt begins with them" if plan.client else "they are not used"
+        words = "token ids came back that are not recorded here (the store was restarted, or another proxy recorded them)"
+        found.append((UNRECORDED, f"{_listed(unrecorded)}: {words}; {used}"))
+    return found
 
 
-def _agrees(fragment: bytes, prefix: Prefix, echo: Echo, *, last: bool) -> bool:
-    """Whether a prefix begins with what came back; with the `last` reply, whether it is all of it, parted in the same place."""
-    if not last:  # where it is parted was looked at when it was the last
-        return fragment.startswith(echo.whole + b",")
-    generated = echo.generation.count(b",") + 1 if echo.generation else 0
-    return fragment == echo.whole and generated == prefix.completion
+def _listed(places: Sequence[int]) -> str:
+    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+    return f"messages {', '.join(map(str, places[:_SHOWN]))}{more}"
 
 
 def _recorded(echo: Echo, words: bytes, known: list[Turn]) -> bool:

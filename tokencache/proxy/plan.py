@@ -6,7 +6,6 @@ proven ends in a plain plan with the reason: the engine renders, the turn starts
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 
 import msgspec
 
@@ -16,7 +15,7 @@ from tokencache.core.evidence import Standing
 from tokencache.core.interrupt import RULE, Heard
 from tokencache.core.keys import chain_key, wanted
 from tokencache.core.match import Hit, Match, match
-from tokencache.core.splice import REPLACED, boundary, join
+from tokencache.core.splice import REPLACED, boundary, fill, join
 from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
 from tokencache.core.verdict import is_unique
 from tokencache.dialects.chat.call import ChatCall
@@ -24,6 +23,7 @@ from tokencache.engines.driver import Exact, Head
 from tokencache.engines.engine import Model
 from tokencache.errors import passing_cause
 from tokencache.proxy import interrupts
+from tokencache.proxy.client_ids import UNPROVEN, ReturnedIds, prove
 from tokencache.proxy.prefixes import Held, Prefixes
 from tokencache.render.renderer import RenderError
 from tokencache.render.shapes import TailAsk
@@ -62,7 +62,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `origin`, `anchors` and `forgiven` are those of the turn to be recorded. `near` is a turn whose prefix the prompt
     shares a beginning with: `shared` tokens, or if that is 0 as many as will be found. They are not stored again.
     `heard` is how many of the request's messages are those of the parent's request; behind them stands `served`, its reply. `foreign`
-    names the harness's own assistant's messages among them (`core.evidence`).
+    names the harness's own assistant's messages among them (`core.evidence`). `client` are the places of replies that stand in ids which
+    the client sent back and which are not recorded here (`client_ids`).
     """
 
     match: MatchKind
@@ -80,6 +81,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     heard: int = 0
     served: Message | None = None
     foreign: bytes = b""
+    client: tuple[int, ...] = ()
 
     @property
     def exact(self) -> Exact | None:
@@ -112,15 +114,18 @@ class Planner:
         """
         if call.plain or call.conversation is None:
             return Plan(match="plain", reason=call.plain)
+        returned = ReturnedIds(call)
         known = _looked_up(keys, hits)
-        found = match(call.conversation, {}, call.leniency) if first else await self._match(session, call, known)
-        if found.kind in {"root", "plain"}:
+        found = match(call.conversation, {}, call.leniency) if first else await self._match(session, call, known, returned)
+        if found.kind == "root" or (found.kind == "plain" and returned.last < 0):
             return Plan(match=found.kind, reason=found.reason)
         blocked = await self._blocked(call, model)
         if blocked:
             return Plan(match="plain", reason=blocked)
         try:
-            plan = await self._proven(session, call, found, known, model)
+            plan = await self._by_client(session, call, found, returned, model)
+            if plan is None:
+                plan = await self._proven(session, call, found, known, model)
         except (TailRefusedError, RenderError) as why:
             if (away := passing_cause(why)) is not None:
                 raise away from why
@@ -128,6 +133,45 @@ class Planner:
             return Plan(match="plain", reason=str(why) if isinstance(why, TailRefusedError) else "render-error")
         unsayable = self._unsayable(call, plan, model)
         return Plan(match="plain", reason=unsayable) if unsayable else plan
+
+    async def _recorded(self, session: str, found: Match, returned: ReturnedIds) -> bool:
+        """Whether the last ids that came back are those of what was found, or stand before it; true if none came back."""
+        last = returned.last
+        if last < 0 or any(place > last for place, _ in found.anchors):
+            return True
+        if found.anchors and found.anchors[-1][0] == last:
+            named = returned.get(last)
+            return named is not None and named.names(found.anchors[-1][1].turn)
+        if found.parent is None or found.at - 1 != last:
+            return found.parent is not None and found.at - 1 > last
+        return returned.says(last, await self._prefixes.get(session, found.parent.id))
+
+    async def _by_client(self, session: str, call: ChatCall, found: Match, returned: ReturnedIds, model: Model) -> Plan | None:
+        """Begin the prompt with the ids that the client sent back, if they are not recorded here; `None` where the record decides.
+
+        Raises:
+            TailRefusedError: they are not proven, and nothing recorded is known for certain.
+            RenderError: the engine does not answer now.
+        """
+        if await self._recorded(session, found, returned):
+            return None
+        try:
+            proven = await prove(session, call, returned, model)
+        except (TailRefusedError, RenderError) as why:
+            if passing_cause(why) is not None:
+                raise
+            log.debug("session %s: the client's ids are not proven: %s", session, why)
+            if found.kind == "plain":
+                raise TailRefusedError(UNPROVEN) from why
+            return None
+        return Plan(
+            match="resplice",
+            reason=evidence.CLIENT_IDS,
+            prompt=proven.ids,
+            fragment=ids.extended((), proven.ids),
+            head=Head(proven.places[-1], proven.start, proven.end),
+            client=proven.places,
+        )
 
     @staticmethod
     def _unsayable(call: ChatCall, plan: Plan, model: Model) -> str:
@@ -170,12 +214,12 @@ class Planner:
             return ""  # the engine adds the tail, in its own rendering
         return "" if await model.renders_alike(call.args) else "renderings-differ"
 
-    async def _match(self, session: str, call: ChatCall, known: _Known) -> Match:
+    async def _match(self, session: str, call: ChatCall, known: _Known, returned: ReturnedIds) -> Match:
         """Match a call's history. What that turns out to need is read from the store, each thing once."""
         assert call.conversation is not None  # noqa: S101 - the caller looked
         hits, turns = dict(known), None
         while True:
-            found = match(call.conversation, hits, call.leniency, call.handles, turns)
+            found = match(call.conversation, hits, call.leniency, call.handles, turns, echoed=returned)
             # If the last replies are not known, or the deepest known place was not the model's reply after all: look at the rest.
             looked = not hits or (found.parent is not None and chain_key(call.conversation.chain[found.at]) in hits)
             rest = () if looked else wanted(call.conversation, handles=call.handles)
@@ -209,7 +253,7 @@ class Planner:
             TailRefusedError: a reply before it is a beginning, too.
         """
         others = {key: [hit for hit in hits if hit.turn.id != turn.id] for key, hits in known.items()}
-        found = await self._match(session, call, others)
+        found = await self._match(session, call, others, ReturnedIds(call))
         if found.heard is not None:
             raise TailRefusedError(INSIDE_TOKEN)
         return found._replace(reason=INSIDE_TOKEN)
@@ -317,7 +361,8 @@ class Planner:
             raise TailRefusedError(OPENER_UNKNOWN)
         said = [ids.head(stored[reply.turn.id].completion, reply.end - reply.start) for reply in replies]
         opened = [opener or b"" for opener in openers]
-        prompt, replies = _filled(around.pieces, opened, list(zip(replies, said, strict=True)), model.stop_ids)
+        prompt, spans = fill(around.pieces, opened, said, model.stop_ids)
+        replies = [msgspec.structs.replace(reply, start=start, end=end) for reply, (start, end) in zip(replies, spans, strict=True)]
         last = replies[-1]
         parent = await self._gone_on_from(session, prompt, last)
         near = parent or found.parent or last.turn
@@ -388,22 +433,6 @@ def _unasked(messages: Sequence[Message]) -> Iterator[str]:
         asked.update(call.id for call in message.calls)
         if message.answers is not None and message.answers not in asked:
             yield message.answers
-
-
-def _filled(
-    pieces: Sequence[bytes], openers: Sequence[bytes], replies: Sequence[tuple[Standing, bytes]], stop_ids: AbstractSet[int]
-) -> tuple[bytes, list[Standing]]:
-    """Put replies (packed ids) into what was rendered around them; return the prompt, and where each stands in it.
-
-    A stop id that ends a reply and is not the template's is replaced: such a reply ends before it.
-    """
-    prompt, stands = pieces[0] + openers[0], []
-    for (reply, said), piece, opener in zip(replies, pieces[1:], (*openers[1:], b""), strict=True):
-        start, prompt = ids.count(prompt), prompt + said
-        where = boundary(said, piece + opener, stop_ids)
-        stands.append(msgspec.structs.replace(reply, start=start, end=ids.count(prompt) - where.drop))
-        prompt = join(prompt, piece + opener, where)
-    return prompt, stands
 
 
 def _ask(session: str, call: ChatCall, at: int, opened: bytes | None = None) -> TailAsk:

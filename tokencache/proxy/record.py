@@ -34,10 +34,6 @@ NO_IDS = "no-token-ids"
 SECOND, UNANSWERED = "second-sample", "unanswered"
 
 
-class _Error(msgspec.Struct):
-    code: int = 500
-
-
 class Recorded(msgspec.Struct, frozen=True):
     """What a call comes to: entries to store, their prefixes, and what a trainer must be told."""
 
@@ -82,7 +78,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         """Make the turns of the call out of its reply."""
         incidents = [*self.noted, *self._incidents()]
         prompt = self._prompt()
-        if prompt is None and self._refused:
+        if prompt is None and self.reply.refusal:
             return Recorded([], [], incidents)
         if prompt is None:
             return Recorded([], [], [*incidents, self._no_prompt()])
@@ -111,23 +107,13 @@ class Outcome(msgspec.Struct, kw_only=True):
             kind = "client-gone" if self.broke == ABORTED else self.broke
             found.append(self.tell(kind, self.detail, hole=self.broke not in {ABORTED, DROPPED}))
         if self.reply.error:
-            kind = "engine-refused" if self._refused else "engine-error"
-            found.append(self.tell(kind, self.reply.error[:300].decode(errors="replace"), hole=not self._refused))
+            kind = "engine-refused" if self.reply.refusal else "engine-error"
+            found.append(self.tell(kind, self.reply.error[:300].decode(errors="replace"), hole=not self.reply.refusal))
         if self.reply.unreadable:
             found.append(self.tell("unreadable-reply", f"{self.reply.unreadable} chunks", hole=True))
         if self.whole and len(self.reply.choices) < self.reply.expected:
             found.append(self.tell("missing-choices", f"{len(self.reply.choices)} of {self.reply.expected}", hole=True))
         return found
-
-    @property
-    def _refused(self) -> bool:
-        """Whether a streamed answer holds nothing but a refusal: vLLM finds some faults of a request only after its 200."""
-        if not self.reply.error or self.reply.choices:
-            return False
-        try:
-            return 400 <= msgspec.json.decode(self.reply.error, type=_Error).code < 500  # noqa: PLR2004 - the client's fault
-        except ValueError:
-            return False
 
     def _incidents_of(self, index: int, choice: Choice) -> list[Incident]:
         found = []
@@ -227,7 +213,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         start = plan.heard + 1 if plan.parent is not None and not plan.anchors else 0
         return {
             "judged": evidence.judged(told, until, self.call.leniency, self.call.handles),
-            "foreign": evidence.foreign(told, start, until, {anchor.place for anchor in plan.anchors}, plan.foreign),
+            "foreign": evidence.foreign(told, start, until, {*plan.client, *(anchor.place for anchor in plan.anchors)}, plan.foreign),
             "before": evidence.before(told, until),
         }
 
