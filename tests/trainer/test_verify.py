@@ -203,6 +203,7 @@ BROKEN = {
     "an unknown start": ("linear", lambda t: (set_in(sequence(t), start="a"), set_in(turn(t), match="a")), "labels", "none of", "", None),
     "a reason": ("unrecognised", lambda t: set_in(sequence(t, 1), reason=""), "labels", "its turns say 'rewritten-reply'", "", None),
     "a parent": ("thrown-away", lambda t: set_in(sequence(t, 1), parent=None), "labels", "says parent None", "", None),
+    "root": ("thrown-away", lambda t: set_in(sequence(t, 1), root="t9"), "labels", "says root 't9'", "", None),
     "continued": ("thrown-away", lambda t: set_in(sequence(t, 1), continued=True), "labels", "says continued True", "", None),
     "tools": ("linear", lambda t: set_in(sequence(t), tools=0), "labels", "says tools 0", "", None),
     "a weight": ("thrown-away", lambda t: set_in(sequence(t, 1), weight=0.5), "figures", "has weight 0.5", "", None),

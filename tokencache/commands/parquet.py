@@ -57,6 +57,7 @@ _IDS = frozenset({"[int32]", "[int64]"})
 _PLAIN = (  # members of a sequence with a column of their own
     ("id", pa.string()),
     ("parent", pa.string()),
+    ("root", pa.string()),
     ("start", pa.string()),
     ("reason", pa.string()),
     ("continued", pa.bool_()),

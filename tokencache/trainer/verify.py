@@ -13,7 +13,7 @@ every range has a neighbour, every figure can be counted again.
 `lineage`    a turn with a parent stands behind all its tokens, in the same sequence or, branching off, in another
 `anchors`    the replies that a `resplice` names stand where it says
 `once`       each turn and each sequence is there once
-`labels`     `start`, `reason`, `parent`, `continued`, `tools` say what the turns say
+`labels`     `start`, `reason`, `parent`, `root`, `continued`, `tools` say what the turns say
 `figures`    the figures, weights and lengths are those of the sequences
 `complete`   is what the incidents say
 ===========  =========================================================================================================
@@ -270,16 +270,19 @@ def _once(trajectory: Trajectory) -> Iterator[Break]:
 
 def _labels(trajectory: Trajectory, homes: dict[str, _Home]) -> Iterator[Break]:
     parents = {turn.parent for sequence in trajectory.sequences for turn in sequence.turns}
+    root_of: dict[str, str] = {}
     for s in trajectory.sequences:
         if not s.turns:
             continue
         first = s.turns[0]
         home = homes.get(first.parent or first.origin or "")
+        root = root_of[s.id] = root_of.get(home.sequence.id if home else "", s.id)  # a parent stands before its branches
         told: dict[str, tuple[object, object]] = {
             "id": (s.id, first.turn),
             "start": (s.start, "branch" if first.match == "continue" else first.match),
             "reason": (s.reason, first.reason),
             "parent": (s.parent, home.sequence.id if home else None),
+            "root": (s.root, root if s.root else ""),  # an older version wrote none
             "continued": (s.continued, any(turn.turn in parents for turn in s.turns)),
             "tools": (s.tools, first.tools),
         }

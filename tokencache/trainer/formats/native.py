@@ -1,7 +1,7 @@
 """The native trajectory format: the sequences of a session, ready for a loss.
 
     {"session": "r1", "complete": true, "incidents": [], "figures": {…},
-     "sequences": [{"id", "parent", "start", "reason", "continued", "tools", "weight",
+     "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "weight",
         "token_ids": [...], "loss_mask": [...], "logprobs": [...],
         "turns": [{"turn", "prompt": [0, 812], "completion": [812, 940], "finish_reason", "model", "match", …}]}]}
 
@@ -56,6 +56,7 @@ def outline_object(sequence: TokenSequence, weight: float) -> dict[str, Any]:
     return {
         "id": sequence.id,
         "parent": sequence.parent,
+        "root": sequence.root,
         "start": sequence.start,
         "reason": sequence.reason,
         "continued": sequence.continued,
