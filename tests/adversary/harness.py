@@ -114,6 +114,8 @@ class Session:
         self.makes = "nine" if stack.kind.style == "mistral" else rng.choice(["random", "random", "toolu", "colliding", "counted"])
         self.odd = rng.random() < 0.3
         self.thinks = stack.kind.style in {"hermes", "xml", "glm", "harmony"} and rng.random() < 0.7
+        self.carries = dialect == "chat" and number % 4 == 0
+        """Whether it sends token ids back on the replies, as agents of NeMo Gym's do."""
         self.forms = [name for name in HARMLESS if dialect == "chat" or name in dialects.FORMS]
         self.fresh = 0
         self.threads = [self.new_thread()]
@@ -177,7 +179,7 @@ class Session:
         self.ready(thread)
         entries = thread.entries[:] = dialects.presentable(self.dialect, thread.entries)
         said = self.invent()
-        body = dialects.write(self.dialect, entries, TOOLS[thread.tools], thread.kwargs)
+        body = dialects.write(self.dialect, self.carrying(entries), TOOLS[thread.tools], thread.kwargs)
         try:
             called = await self.stack.call(self.name, body, said, dialect=self.dialect, leniency=self.leniency)
         except HarnessError:
@@ -196,6 +198,18 @@ class Session:
             entry = replace(entry, message=HARMLESS[habit](entry.message, self.rng))
         self.tally.counts["served otherwise"] += not says(entry.message, said)  # what the dialect cannot say
         thread.entries.append(entry)
+
+    def carrying(self, entries: list[Entry]) -> list[Entry]:
+        """The entries as they are sent: with the token ids that came with each reply, whatever became of its words since."""
+        if not self.carries:
+            return entries
+        return [entry if entry.turn is None else replace(entry, message={**entry.message, **self.ids_of(entry.turn)}) for entry in entries]
+
+    def ids_of(self, turn: int) -> dict[str, list[int]]:
+        """The members with token ids of a turn's message; of every sixteenth turn they are somebody else's."""
+        said = self.oracle.turns[turn]
+        prompt = [said.prompt[0] + 1, *said.prompt[1:]] if turn % 16 == 15 else said.prompt
+        return {"prompt_token_ids": prompt, "generation_token_ids": said.completion}
 
     def _show(self, called: Called, said: Message) -> None:
         """Write a call into the trace."""

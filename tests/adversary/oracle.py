@@ -291,6 +291,9 @@ class Oracle:
             start = len(parent.prompt)
             return [*parent.spans, Span(len(parent.entries), parent.number, start, start + len(parent.completion))]
         taken: list[Span] = []
+        for place in called.plan.client:  # ids that came back: those of the turn that the reply was
+            said = self.turns[entries[place].turn]
+            taken.append(Span(place, said.number, len(said.prompt), len(said.prompt) + len(said.completion)))
         for anchor in turn.anchors:
             number = self.numbers[anchor.turn]
             place = getattr(anchor, "place", None)
@@ -368,9 +371,10 @@ class Oracle:
         names = tuple(map(safe, call_ids(entry.message)))
         before = entries[place - 1].loose if place else None
         exactly = tuple(one.exact for one in entries[:place])
+        placed = [said for said in fits if said.scope == scope and not _renamed(said.entries, entries)]
         return [
-            [said for said in fits if said.scope == scope and said.exact == exactly],
-            [said for said in fits if said.scope == scope and said.loose == context],
+            [said for said in placed if said.exact == exactly],
+            [said for said in placed if said.loose == context],
             [said for said in fits if any(map(_DRAWN.search, names)) and said.names == names],
             [said for said in fits if entry.handle and said.handle == entry.handle],
             [said for said in fits if before is not None and any(entry.loose[1:]) and said.loose[-1:] == (before,)],
@@ -385,7 +389,7 @@ class Oracle:
             if not entry.is_reply:
                 continue
             evidence = self._evidence(entries, place, previous, scope)
-            previous = supplied.get(place)
+            previous = self._certain(entries, place, supplied)
             if not evidence or place < settled:
                 continue
             self.tally.counts["owed"] += 1
@@ -395,6 +399,14 @@ class Oracle:
             elif place not in supplied:
                 self.tally.missed[f"{self.stack.kind.name}, {plan.match}: {plan.reason}"] += 1
                 self._find("missed", f"message {place} is turn {entry.turn} by {evidence}; {plan.match}: {plan.reason}")
+
+    def _certain(self, entries: Sequence[Entry], place: int, supplied: dict[int, int]) -> int | None:
+        """Whose reply stands at a place; `None` if two turns of these tokens may be meant, for then it is not known which."""
+        given = supplied.get(place)
+        if given is None:
+            return None
+        twins = [said for said in self._fitting(entries, place) if said.completion == self.turns[given].completion]
+        return given if len(twins) == 1 else None
 
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
         """How many messages stand before the reply that is gone on from, in its place: these were counted with that turn."""
@@ -567,6 +579,11 @@ class Template(NamedTuple):
             ends = ("<|call|>",) if self.style == "harmony" and called_it else self.ends
             at = _end(shown, ends, last, called=called_it)
         return [*out, shown[at:]]
+
+
+def _renamed(before: Sequence[Entry], now: Sequence[Entry]) -> bool:
+    """Whether a reply came back with another handle than stood there before: it is another reply, of the same words perhaps."""
+    return any(was.handle and one.handle and was.handle != one.handle for was, one in zip(before, now, strict=False))
 
 
 def _same_make(ours: str, theirs: str) -> bool:

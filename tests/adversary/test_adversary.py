@@ -20,6 +20,7 @@ from tests.render.more_kinds import ALL_KINDS
 from tokencache.core import ids, match, verdict
 from tokencache.core.canonical import digest, split_think
 from tokencache.dialects.chat import messages
+from tokencache.proxy import client_ids
 from tokencache.proxy import plan as planning
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.record import Outcome, Recorded
@@ -82,6 +83,23 @@ def test_it_convicts_a_matcher_to_which_words_are_evidence(monkeypatch):
     assert convicts("false")
 
 
+def test_it_convicts_a_matcher_to_which_token_ids_make_up_for_words(monkeypatch):
+    in_place = match._Finder.in_place
+
+    def trusting(self, i):
+        came = self.echoed.get(i)
+        named = [hit for hits in self.hits.values() for hit in hits if came is not None and came.names(hit.turn)]
+        return match._Found(named[0], verdict.Verdict("same")) if named else in_place(self, i)
+
+    monkeypatch.setattr(match._Finder, "in_place", trusting)
+    assert convicts("false")
+
+
+def test_it_convicts_a_planner_that_takes_a_client_s_word_for_its_ids(monkeypatch):
+    monkeypatch.setattr(client_ids, "_same_words", lambda *_: True)
+    assert convicts("false")
+
+
 def test_it_convicts_a_matcher_that_does_not_judge_older_replies(monkeypatch):
     monkeypatch.setattr(match._Finder, "was_judged", lambda *_: True)
     assert convicts("false")
@@ -133,6 +151,7 @@ def test_it_convicts_a_recorder_that_shifts_log_probabilities(monkeypatch):
 
 def test_it_counts_what_a_matcher_that_knows_nothing_misses(monkeypatch):
     monkeypatch.setattr(planning, "match", lambda *_, **__: match.Match("plain", match.UNRECOGNISED))
+    monkeypatch.setattr(client_ids.ReturnedIds, "last", -1)  # no ids came back
     counts = run(FEW, SEED, templates=USUAL).counts
     assert counts["missed"] == counts["owed"] > 0
     assert not counts["false"]
