@@ -61,6 +61,19 @@ async def test_a_system_prompt_that_wandered_on_is_not_left_behind():
     assert len(called.turn.anchors) == 2
 
 
+async def test_a_tail_behind_a_result_says_nothing_of_one_behind_a_question():
+    talk = Talk("Mistral-7B v0.3", SYSTEM, user("Go on."), result("abdd65373"))
+    await talk.ask("Done.")
+    talk.hear(user("Why?"))
+    for name in ("aaaa11111", "bbbb22222", ""):
+        await talk.ask("Done.", *filter(None, [name]))
+        talk.hear(result(name) if name else user("ok?"))
+    await talk.ask("Done.", "cccc33333")
+    talk.hear(result("cccc33333"))
+    called = await talk.ask("Done.")
+    assert talk.written(called).count("Answer.") == called.text().count("Answer.") == 0
+
+
 async def test_a_result_that_answered_nothing_answers_a_later_call():
     """Command R7B numbers results by the calls they answer, wherever these stand."""
     talk = Talk("Command R7B", user("Look."))

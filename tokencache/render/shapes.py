@@ -128,6 +128,8 @@ def shape_of(ask: TailAsk) -> tuple[object, ...]:
         bool(ask.reply.thought),
         counted_twice(ask),
         runs,
+        # Behind whom the reply was sampled: a template may write the last message otherwise than those before it.
+        ask.conversation.messages[ask.at - 2].role if ask.at > 1 else "",
         any(m.calls for m in new),
         "tool" in spoken,
         CALLS in spoken,
