@@ -450,6 +450,8 @@ class Oracle:
     def _claimed_elsewhere(self, own: Said, entries: Sequence[Entry], place: int, scope: str) -> bool:
         """Whether another message of the history may just as well be this turn's reply: it stands in one place only."""
         others = [i for i, entry in enumerate(entries) if i != place and entry.is_reply and own in self._fitting(entries, i)]
+        if any(entries[i].turn == own.number for i in others):
+            return True  # the same message twice, with whatever it carries
         return any(own in level for i in others for level in self._levels([own], entries, i, scope))
 
     @staticmethod

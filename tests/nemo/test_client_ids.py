@@ -90,9 +90,9 @@ async def test_other_words_are_no_turn_whatever_ids_stand_beside_them():
         carrying(agents[0].history)[-1]["content"] = "Four, five."
         await agents[0].turn()
         (_, _, third) = await rig.turns()
-        assert (third["match"], third["reason"]) == ("plain", "client-ids-unproven")
+        assert (third["match"], third["reason"]) == ("plain", "unrecognised-reply")
         assert third["parent"] is None
-        await rig.check()
+        assert [incident["kind"] for incident in (await rig.check())["incidents"]] == ["echo-differs"]
 
 
 async def restarted(dialect, episode, *, turns=2, more=2, edit=None, **agent):

@@ -21,6 +21,7 @@ and a condition: a prompt that does not begin with them is not sent (`require_pr
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -196,6 +197,8 @@ async def _prove_words(call: ChatCall, replies: Sequence[_Reply], stands: tuple[
         header = (await read(ids.head(opener, ids.common_head(opener, head or b"")))).partition("<think>")[0]  # reasoning is the reply's
         sampled = await read(opener + _unstopped(reply.generation, model))
         message = call.messages[reply.place]
+        if not all(re.search(rf"(?<!\w){re.escape(call.name)}(?!\w)", sampled) for call in message.calls):
+            raise TailRefusedError(UNPROVEN)  # a template may write a call without its name (Kimi-K2)
         if not own.startswith(header) or not _same_words(sampled.removeprefix(header), own.removeprefix(header), message):
             raise TailRefusedError(UNPROVEN)
 

@@ -3,7 +3,7 @@
 The record is the truth. But who sends back other ids than it was given will hand other ids to its trainer, too, and who sends back ids
 that are not recorded here trains on a turn that this session lacks. So both are noted, with the places of the messages:
 
-`echo-differs`      the words of a recorded turn came back with other ids; these are not used
+`echo-differs`      the words of a recorded turn came back with other ids, or its ids with other words; the ids are not used
 `echo-unrecorded`   no recorded turn said these words with these ids: the store was restarted, or another proxy recorded the turn
 
 In a line of turns each turn's ids are a beginning of the next turn's prompt. So what came back is compared, as text, with the
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from tokencache.core import ids
 from tokencache.core.canonical import digest
+from tokencache.core.evidence import Echoed
 from tokencache.core.turn import Turn, hash_ids
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import Echo
@@ -50,13 +51,14 @@ async def compared(session: str, call: ChatCall, plan: Plan, ledger: Ledger) -> 
         log.debug("session %s: what came back is not compared: %s", session, why)
         return []
     digests = call.conversation.digests
-    wrong = [place for place, echo in echoes.items() if not _recorded(echo, digests[place], known)]
+    turns = {place: _turns_of(echo, known) for place, echo in echoes.items()}
+    wrong = [place for place, found in turns.items() if digests[place] not in {digest(turn.served) for turn in found}]
     said = {digest(turn.served) for turn in known}
-    differs = [place for place in wrong if digests[place] in said and place not in plan.client]
+    differs = [place for place in wrong if (digests[place] in said or turns[place]) and place not in plan.client]
     unrecorded = [place for place in wrong if place not in differs]
     found = []
     if differs:
-        found.append((DIFFERS, f"{_listed(differs)}: other token ids came back than were recorded; they are not used"))
+        found.append((DIFFERS, f"{_listed(differs)}: these words and these token ids were not recorded together; the ids are not used"))
     if unrecorded:
         used = "the prompt begins with them" if plan.client else "they are not used"
         words = "token ids came back that are not recorded here (the store was restarted, or another proxy recorded them)"
@@ -69,10 +71,10 @@ def _listed(places: Sequence[int]) -> str:
     return f"messages {', '.join(map(str, places[:_SHOWN]))}{more}"
 
 
-def _recorded(echo: Echo, words: bytes, known: list[Turn]) -> bool:
-    """Whether one of these turns said these words with these ids."""
+def _turns_of(echo: Echo, known: list[Turn]) -> list[Turn]:
+    """The turns that were recorded with these ids."""
     prompt, generation = read_ids(b"[%s]" % echo.prompt), read_ids(b"[%s]" % echo.generation)
     if prompt is None or generation is None or not ids.count(prompt):
-        return False
-    whole, own = hash_ids(prompt + generation), hash_ids(generation)
-    return any(turn.prefix_hash == whole and turn.completion_hash == own and digest(turn.served) == words for turn in known)
+        return []
+    named = Echoed(hash_ids(prompt + generation), hash_ids(generation))
+    return [turn for turn in known if named.names(turn)]

@@ -135,16 +135,19 @@ class Planner:
         return Plan(match="plain", reason=unsayable) if unsayable else plan
 
     async def _recorded(self, session: str, found: Match, returned: ReturnedIds) -> bool:
-        """Whether the last ids that came back are those of what was found, or stand before it; true if none came back."""
+        """Whether the last ids that came back are those of a recorded turn, or stand before what was found; true if none came back.
+
+        Of a recorded turn the words decide: ids do not make up for others.
+        """
         last = returned.last
         if last < 0 or any(place > last for place, _ in found.anchors):
             return True
-        if found.anchors and found.anchors[-1][0] == last:
-            named = returned.get(last)
-            return named is not None and named.names(found.anchors[-1][1].turn)
-        if found.parent is None or found.at - 1 != last:
-            return found.parent is not None and found.at - 1 > last
-        return returned.says(last, await self._prefixes.get(session, found.parent.id))
+        if found.parent is not None and found.at - 1 > last:
+            return True
+        if found.parent is not None and found.at - 1 == last and returned.says(last, await self._prefixes.get(session, found.parent.id)):
+            return True  # without reading any id
+        named = returned.get(last)
+        return named is not None and any(named.names(turn) for turn in (await self._turns(session)).values())
 
     async def _by_client(self, session: str, call: ChatCall, found: Match, returned: ReturnedIds, model: Model) -> Plan | None:
         """Begin the prompt with the ids that the client sent back, if they are not recorded here; `None` where the record decides.

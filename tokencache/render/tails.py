@@ -561,13 +561,16 @@ def _parted(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool
         return body, front[len(body) :]
     if same == ids.count(body) - 1:  # its last token has grown together with what follows, which the reply was not sampled behind
         return body, ids.tail(front, same)
-    # How the last message begins, and what stands before it, is written otherwise there: its end is looked for.
+    # How the last message begins, and what stands before it, is written otherwise there: its end is looked for, grown or not.
     for length in (END_OF_MESSAGE, SHORT) if bare else (END_OF_MESSAGE,):
         end = ids.tail(body, max(ids.count(body) - length, 0))
-        at = ids.find_last(front, end)
+        most = ids.count(end) - 1
+        at = ids.find_last(front, ids.head(end, most))
         if at >= 0:
-            head, rest = ids.head(front, at + ids.count(end)), ids.tail(front, at + ids.count(end))
-            return (head, rest) if stop_ids.isdisjoint(ids.unpack(rest)) else (front, None)
+            whole = ids.head(ids.tail(front, at), most + 1) == end
+            piece = ids.head(front, at) + end
+            rest = ids.tail(front, at + most + whole)
+            return (piece, rest) if stop_ids.isdisjoint(ids.unpack(rest)) else (front, None)
     return front, None
 
 
