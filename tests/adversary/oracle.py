@@ -342,7 +342,9 @@ class Oracle:
         previous = supplied.get(before[-1]) if before else None
         in_order = [said for said in fits if previous is not None and said.last == previous]
         indicated = next((level for level in [*self._levels(fits, entries, span.place, scope), in_order] if level), [])
-        for level in (indicated, [said for said in indicated if said in in_order]):
+        ordered = [said for said in indicated if said in in_order]
+        since = _since(entries[: span.place])
+        for level in (indicated, ordered, [said for said in ordered if _since(said.entries) == since]):
             if {tuple(said.completion) for said in level} == {tuple(given.completion)} and truth not in {said.number for said in level}:
                 return  # by all that can be known it is that turn
         others = [said.number for said in indicated]
