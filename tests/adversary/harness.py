@@ -104,7 +104,8 @@ class Session:
 
     def __init__(self, stack: Stack, number: int, rng: random.Random, tally: Tally, dialect: str = "chat") -> None:
         self.stack, self.number, self.rng, self.dialect = stack, number, rng, dialect
-        self.name = f"session-{number}"
+        self.names = [f"session-{number}"]
+        """What it is called, and was: a store that is lost is played by a new name."""
         self.oracle = Oracle(stack, number, tally)
         self.tally = tally
         self.leniency = Leniency(
@@ -131,6 +132,9 @@ class Session:
             thread = self.rng.choice(self.threads)
             if len(thread.entries) > MOST_ENTRIES:
                 thread = self.restart(thread)
+            if self.carries and asked == calls // 2:
+                self.names.append(f"{self.name}-again")
+                self.oracle.lose_store()
             done = []
             for _ in range(1 if self.rng.random() < 0.8 else 2):
                 name = self.rng.choices(names, weights)[0]
@@ -139,7 +143,12 @@ class Session:
             asked += 1
             self.trace.append(f"call {asked}: {' + '.join(done)}")
             await self.ask(thread)
-        await self.oracle.close(self.name)
+        await self.oracle.close(self.names)
+
+    @property
+    def name(self) -> str:
+        """The session's name at the proxy."""
+        return self.names[-1]
 
     def _deeds(self) -> dict[str, tuple[Callable[[Thread], Thread | None], float]]:
         edits = 1.0

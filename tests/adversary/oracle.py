@@ -45,7 +45,7 @@ CONTEXT_FREE = frozenset({"unreadable-history", "media"})
 NOT_PLACED = frozenset(
     {
         *("opener-unknown", "sentinel-lost", "sentinel-twice", "reply-not-rendered", "empty-tail", "no-stop-id-behind-the-reply"),
-        *("tail-not-proven", "past-changes", "new-messages-reach-back", "template-refuses"),
+        *("tail-not-proven", "past-changes", "new-messages-reach-back", "template-refuses", "unplaced-replies"),
     }
 )
 """Reasons of a prompt in which recognised replies could not be placed, for the template does not let it be proven where."""
@@ -210,10 +210,15 @@ class Oracle:
         self.stack, self.session, self.tally = stack, session, tally
         self.turns: dict[int, Said] = {}
         self.numbers: dict[str, int] = {}
+        self._kept = 0  # the first turn that the store has
         self._by_words: dict[tuple[Any, ...], list[Said]] = defaultdict(list)
         self._issued: dict[str, set[int]] = defaultdict(set)
         self._call = 0
         self.template = shape_of(stack)
+
+    def lose_store(self) -> None:
+        """The store forgets all turns; the harness goes on with them."""
+        self._kept = len(self.turns)
 
     def judge(
         self,
@@ -352,7 +357,7 @@ class Oracle:
 
     def _stood_there(self, span: Span, entries: Sequence[Entry], scope: str) -> bool:
         """Whether the history goes on from a turn in whose prompt the same tokens stood there: then its context tells whose they are."""
-        for said in self.turns.values():
+        for said in list(self.turns.values())[self._kept :]:
             n = len(said.entries)
             if not span.place < n < len(entries) or said.scope != scope or not said.is_said_by(entries[n]):
                 continue
@@ -364,7 +369,7 @@ class Oracle:
     def _fitting(self, entries: Sequence[Entry], place: int) -> list[Said]:
         """The turns that said just this."""
         entry = entries[place]
-        return [said for said in self._by_words[entry.loose] if said.is_said_by(entry)]
+        return [said for said in self._by_words[entry.loose] if said.number >= self._kept and said.is_said_by(entry)]
 
     def _levels(self, fits: Sequence[Said], entries: Sequence[Entry], place: int, scope: str) -> list[list[Said]]:
         """The turns that each kind of evidence indicates, the strongest first: place, to the letter and not, ids, handle, neighbours."""
@@ -425,7 +430,9 @@ class Oracle:
         """By what a reply can be known for certain; `""` if it cannot, or need not."""
         entry = entries[place]
         truth = self.truth(entry)
-        if truth is None or not entry.owed or [other.handle for other in entries if entry.handle].count(entry.handle) > 1:
+        if truth is None or truth < self._kept or not entry.owed:
+            return ""
+        if entry.handle and [other.handle for other in entries].count(entry.handle) > 1:
             return ""  # a handle that two came back with says nothing of either
         own, fits = self.turns[truth], self._fitting(entries, place)
         names = tuple(map(safe, call_ids(entry.message)))
@@ -492,19 +499,21 @@ class Oracle:
 
     # what is recorded
 
-    async def close(self, name: str) -> None:
-        """Hold the records of the session against the engine's books."""
-        turns = await self.stack.store.turns(name)
-        if len(turns) != len(self.turns):
-            self._find(
-                "lost" if len(turns) < len(self.turns) else "trained twice", f"{len(self.turns)} turns were sampled, {len(turns)} recorded"
-            )
-        tokens = await self.stack.store.tokens(name, [turn.id for turn in turns]) if turns else {}
-        books = [(e.prompt, e.completion, e.logprobs) for e in self.stack.engine.books if e.session == name]
-        for found in invariants.engine_agrees(turns, tokens, books):
-            self._find("lost" if "recorded by no turn" in found else "broken", found)
-        for found in invariants.audit(turns, tokens):
-            self._find("trained twice" if " sequences" in found or "mask" in found else "broken", found)
+    async def close(self, names: Sequence[str]) -> None:
+        """Hold the records of the session, under all its names, against the engine's books."""
+        recorded = 0
+        for name in names:
+            turns = await self.stack.store.turns(name)
+            recorded += len(turns)
+            tokens = await self.stack.store.tokens(name, [turn.id for turn in turns]) if turns else {}
+            books = [(e.prompt, e.completion, e.logprobs) for e in self.stack.engine.books if e.session == name]
+            for found in invariants.engine_agrees(turns, tokens, books):
+                self._find("lost" if "recorded by no turn" in found else "broken", found)
+            for found in invariants.audit(turns, tokens):
+                self._find("trained twice" if " sequences" in found or "mask" in found else "broken", found)
+        if recorded != len(self.turns):
+            kind = "lost" if recorded < len(self.turns) else "trained twice"
+            self._find(kind, f"{len(self.turns)} turns were sampled, {recorded} recorded")
 
 
 # --- how a template writes replies ------------------------------------------------------------------------------------------

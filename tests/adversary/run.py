@@ -31,7 +31,8 @@ async def block(number: int, seed: int, sessions: Sequence[int], templates: Sequ
         rng = random.Random(f"{seed} session {session}")
         one = Session(stack, session, rng, tally, rng.choice([*DIALECTS, "chat"]))
         await one.run(CALLS)
-        await stack.forget(one.name)
+        for name in one.names:
+            await stack.forget(name)
         if only is None or only == session:
             whole += tally
         if session == only:

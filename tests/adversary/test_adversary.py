@@ -58,9 +58,9 @@ def test_a_session_is_replayed_as_it_was():
 # --- the oracle convicts -----------------------------------------------------------------------------------------------------
 
 
-def convicts(kind):
+def convicts(kind, turns=FEW):
     """Whether the adversary finds something of this kind in what the product has become."""
-    return any(run(FEW, seed, templates=USUAL).counts[kind] for seed in range(8))
+    return any(run(turns, seed, templates=USUAL).counts[kind] for seed in range(8))
 
 
 def test_it_convicts_a_verdict_that_takes_any_reasoning(monkeypatch):
@@ -97,7 +97,7 @@ def test_it_convicts_a_matcher_to_which_token_ids_make_up_for_words(monkeypatch)
 
 def test_it_convicts_a_planner_that_takes_a_client_s_word_for_its_ids(monkeypatch):
     monkeypatch.setattr(client_ids, "_same_words", lambda *_: True)
-    assert convicts("false")
+    assert convicts("false", 4 * FEW)
 
 
 def test_it_convicts_a_matcher_that_does_not_judge_older_replies(monkeypatch):
