@@ -1,20 +1,21 @@
-"""The command line: `tokencache serve`, `tokencache run` and what goes with it, `tokencache demo`."""
+"""The command line: `tokencache serve` and the commands that work with a running proxy. `Settings` defines the options of `serve`."""
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Mapping
+import textwrap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import typer
 import uvloop
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
+from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
-from tokencache import logs
+from tokencache import __version__, logs
 from tokencache.adapters import commands
 from tokencache.commands import app as trainer
-from tokencache.config import Settings
+from tokencache.config import NAMES, PREFIX, Settings, SettingsError, Shown, option_of
 from tokencache.render.local import quieten
 from tokencache.serving.server import run
 from tokencache.serving.workers import WorkerError, supervise
@@ -23,14 +24,121 @@ from tokencache.trainer.drift.command import report_drift
 
 log = logging.getLogger(__name__)
 SHORT_KEY = 16
-"""Characters of an admin key below which it is warned about: such a key may be guessed by trying."""
+"""A shorter admin key draws a warning: it may be guessed by trying."""
+
+_BASIC, _ADVANCED = "Basic options", "Advanced options"
+_OPTION_COLUMN = 22
+"""Characters for the names of options in `serve --help`. Longer names stand on a line of their own."""
 
 app = typer.Typer(
     help="Exact tokens for agents that only speak text: a session-aware reverse proxy in front of vLLM.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    rich_markup_mode=None,  # Rich would read "[user:password@]" as markup, and its tables leave half a terminal's width for help
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class ServeCommand(TyperCommand):
+    """`tokencache serve`, with its options grouped under headings in `--help`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options of each panel as a list. Lines do not break at hyphens, so that names and paths can be copied."""
+        width = formatter.width - _OPTION_COLUMN - 4
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                names, help_text = record
+                panel = getattr(param, "rich_help_panel", None) or "Other options"
+                lines = textwrap.wrap(help_text, width, break_on_hyphens=False, break_long_words=False)
+                panels.setdefault(panel, []).append((names.partition(" / ")[0], "\n".join(("\b", *lines))))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows, col_max=_OPTION_COLUMN)
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Make the option of a setting. Values stay text: the settings check them, wherever they are given."""
+    shown = next((mark for mark in field.metadata if isinstance(mark, Shown)), Shown())
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    kind: Any = bool if field.annotation is bool else list[str] if NAMES in field.metadata else str
+    metavars = {int: "N", float: "SECONDS"}
+    default = f" [default: {field.default:g}]" if isinstance(field.default, float) else f" [default: {field.default}]"
+    option = typer.Option(
+        f"{option_of(name)}/--no-{option_of(name)[2:]}" if kind is bool else option_of(name),
+        help=f"{field.description}{default if field.default else ''}",
+        metavar=None if kind is bool else shown.value or "|".join(choices) or metavars.get(cast("Any", field.annotation), "JSON"),
+        show_default=False,
+        rich_help_panel=_BASIC if shown.basic else _ADVANCED,
+        autocompletion=(lambda: list(choices)) if choices else None,
+    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tokencache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)] = False,
+) -> None:
+    """Take the options that belong to no command."""
+
+
+_Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        envvar=f"{PREFIX}CONFIG",
+        metavar="FILE",
+        help="TOML file with settings, named as the options are: port = 8100.",
+        show_default=False,
+        rich_help_panel=_BASIC,
+    ),
+]
+
+
+def serve(*, config: _Config = None, **options: Any) -> None:
+    """Start the proxy. Point harnesses at it instead of at the engine.
+
+    Name the session in the header X-Tokencache-Session, in the base URL
+    (http://HOST:PORT/s/SESSION/v1) or as the API key tcs-SESSION. Requests
+    without a session are relayed and not recorded. Fetch trajectories from
+    /tokencache/v1/sessions/SESSION/trajectories.
+
+    Every option is also an environment variable (--store-ttl:
+    TOKENCACHE_STORE_TTL) and a key of the --config file (store_ttl). The
+    command line wins over the environment, the environment over the file.
+    Flags have an opposite: --no-allow-open.
+
+    tokencache serve --upstream http://127.0.0.1:8000
+    """
+    try:
+        settings = Settings.load({name: value for name, value in options.items() if value is not None}, config)
+    except SettingsError as why:
+        raise typer.BadParameter(str(why)) from None
+    logs.set_up(settings.log_level, several=settings.workers > 1)
+    if settings.admin_key is not None and len(settings.admin_key) < SHORT_KEY:
+        weak = "is empty, so the trainer's routes are public" if not settings.admin_key else f"has less than {SHORT_KEY} characters"
+        log.warning("THE ADMIN KEY %s. Use a long random one: openssl rand -hex 32", weak)
+    if settings.tokenizer is not None:
+        quieten()
+    try:
+        uvloop.run(run(settings) if settings.workers == 1 else supervise(settings))
+    except (OSError, StoreError, ValueError, WorkerError) as why:
+        typer.secho(f"tokencache: {why}", fg="red", err=True)
+        raise typer.Exit(1) from None
+
+
+_signature = inspect.signature(serve)
+_fixed = [one for one in _signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+_generated = [_parameter(name, field) for name, field in Settings.model_fields.items()]
+cast("Any", serve).__signature__ = _signature.replace(parameters=[*_fixed, *_generated])
+app.command(cls=ServeCommand)(serve)
 app.command("run")(commands.run_harness)
 app.command("env")(commands.print_environment)
 app.command("harnesses")(commands.list_harnesses)
@@ -41,89 +149,6 @@ app.command("verify")(trainer.verify_exports)
 app.command("drift")(report_drift)
 
 
-def main() -> None:
-    """Run the command line."""
-    app()
-
-
-def _option(name: str) -> Any:
-    field = Settings.model_fields[name]
-    return typer.Option(help=field.description, envvar=f"TOKENCACHE_{name.upper()}", show_default=str(field.default))
-
-
-def _said(fault: Mapping[str, Any]) -> str:
-    """Say what is wrong with the settings, or with one of them."""
-    return ": ".join(filter(None, (".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, "))))
-
-
-@app.command()
-def serve(  # noqa: PLR0917 - one parameter per option
-    upstream: Annotated[list[str] | None, _option("upstream")] = None,
-    upstream_key: Annotated[str | None, _option("upstream_key")] = None,
-    engine: Annotated[str | None, _option("engine")] = None,
-    require: Annotated[str | None, _option("require")] = None,
-    tokenizer: Annotated[Path | None, _option("tokenizer")] = None,
-    host: Annotated[str | None, _option("host")] = None,
-    port: Annotated[int | None, _option("port")] = None,
-    workers: Annotated[int | None, _option("workers")] = None,
-    drain: Annotated[float | None, _option("drain")] = None,
-    store: Annotated[str | None, _option("store")] = None,
-    store_ttl: Annotated[float | None, _option("store_ttl")] = None,
-    store_timeout: Annotated[float | None, _option("store_timeout")] = None,
-    max_sessions: Annotated[int | None, _option("max_sessions")] = None,
-    max_store_bytes: Annotated[int | None, _option("max_store_bytes")] = None,
-    store_may_evict: Annotated[bool | None, _option("store_may_evict")] = None,
-    on_store_error: Annotated[str | None, _option("on_store_error")] = None,
-    model_aliases: Annotated[str | None, _option("model_aliases")] = None,
-    sampling: Annotated[str | None, _option("sampling")] = None,
-    return_token_id_information: Annotated[bool | None, _option("return_token_id_information")] = None,
-    experts: Annotated[str | None, _option("experts")] = None,
-    rules_off: Annotated[str | None, _option("rules_off")] = None,
-    adapters: Annotated[Path | None, _option("adapters")] = None,
-    hold: Annotated[float | None, _option("hold")] = None,
-    whole_replies: Annotated[bool | None, _option("whole_replies")] = None,
-    repeats: Annotated[str | None, _option("repeats")] = None,
-    linger: Annotated[float | None, _option("linger")] = None,
-    keep_alive: Annotated[float | None, _option("keep_alive")] = None,
-    session_header: Annotated[str | None, _option("session_header")] = None,
-    session_from: Annotated[str | None, _option("session_from")] = None,
-    affinity_headers: Annotated[str | None, _option("affinity_headers")] = None,
-    registered_only: Annotated[bool | None, _option("registered_only")] = None,
-    max_calls: Annotated[int | None, _option("max_calls")] = None,
-    max_tokens: Annotated[int | None, _option("max_tokens")] = None,
-    max_seconds: Annotated[float | None, _option("max_seconds")] = None,
-    admin_key: Annotated[str | None, _option("admin_key")] = None,
-    allow_open: Annotated[bool | None, _option("allow_open")] = None,
-    max_body: Annotated[int | None, _option("max_body")] = None,
-    prefix_memory: Annotated[int | None, _option("prefix_memory")] = None,
-    log_level: Annotated[str | None, _option("log_level")] = None,
-) -> None:
-    """Serve: point harnesses here instead of at the engine.
-
-    Name the session with the header X-Tokencache-Session, or in the base URL (http://HOST:PORT/s/SESSION/v1), or as the
-    API key tcs-SESSION. Requests without a session are relayed untouched. Take trajectories back from
-    GET /tokencache/v1/sessions/SESSION/trajectories.
-    """
-    given = {name: value for name, value in locals().items() if value is not None}
-    try:
-        settings = Settings(**given)
-    except ValidationError as why:
-        raise typer.BadParameter("; ".join(map(_said, why.errors()))) from None
-    except SettingsError as why:  # an environment variable that is no JSON
-        raise typer.BadParameter(f"{why}: {why.__cause__}") from None
-    logs.set_up(settings.log_level, several=settings.workers > 1)
-    if settings.admin_key is not None and len(settings.admin_key) < SHORT_KEY:
-        weak = "is empty: what is the trainer's is open to all" if not settings.admin_key else f"has less than {SHORT_KEY} characters"
-        log.warning("THE ADMIN KEY %s; take a long random one: openssl rand -hex 32", weak)
-    if settings.tokenizer is not None:
-        quieten()
-    try:
-        uvloop.run(run(settings) if settings.workers == 1 else supervise(settings))
-    except (OSError, StoreError, ValueError, WorkerError) as why:
-        typer.secho(f"tokencache: {why}", fg="red", err=True)
-        raise typer.Exit(1) from None
-
-
 @app.command()
 def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file, too")] = None,
@@ -132,7 +157,11 @@ def demo(
     rollouts: Annotated[int, typer.Option(min=1, max=1000, help="rollouts each way")] = 16,
     turns: Annotated[int, typer.Option(min=2, max=64, help="turns of a rollout")] = 8,
 ) -> None:
-    """Show the main job: the same agent, directly and through the proxy, on an engine that keeps its own books."""
+    """Run an agent with and without the proxy, and compare tokens.
+
+    The simulated engine records every call. The demo compares exports with
+    that record.
+    """
     try:
         from tokencache.demo import run_demo  # noqa: PLC0415 - needs the extra `testing`
     except ModuleNotFoundError as why:
@@ -141,3 +170,8 @@ def demo(
     logging.basicConfig(level=logging.ERROR)
     if not asyncio.run(run_demo(rollouts=rollouts, turns=turns, upstream=upstream, model=model, json_file=json_file)):
         raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

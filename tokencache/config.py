@@ -1,12 +1,16 @@
-"""Settings: every option of `tokencache serve`, also as environment variables (`TOKENCACHE_PORT=…`)."""
+"""Settings of `tokencache serve`. Each field is an option, an environment variable and a key of the configuration file."""
 
 import ipaddress
 import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from rapidfuzz import process
 
 from tokencache.core.budget import Budget
 from tokencache.core.rules import BY_NAME
@@ -16,14 +20,50 @@ from tokencache.engines.standing import Level
 from tokencache.proxy.imprint import Policy
 from tokencache.proxy.session_sources import SessionSources
 
+PREFIX = "TOKENCACHE_"
+"""Begins the name of every environment variable."""
+
+
+class SettingsError(ValueError):
+    """Settings are wrong. Each line names an option, an environment variable or a key of the file, and says what to write."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How `tokencache serve --help` shows a setting.
+
+    Attributes:
+        value: stands for the value.
+        basic: whether most users need this setting.
+    """
+
+    value: str = ""
+    basic: bool = False
+
 
 def names_in(text: str) -> list[str]:
     """Split a list of names that is written with commas."""
     return [name for part in text.split(",") if (name := part.strip())]
 
 
+def _joined(given: Any) -> Any:
+    """Join a list with commas: an option that is given several times, or an array of the configuration file."""
+    return ",".join(map(str, given)) if isinstance(given, (list, tuple)) else given
+
+
+NAMES = BeforeValidator(_joined)
+"""Marks a text that is a list with commas between. Its option may be given several times."""
+
+Names = Annotated[str, NAMES]
+
+
+def option_of(name: str) -> str:
+    """The option of a setting on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there; of a name other than `localhost` nobody knows."""
+    """Whether only this machine can connect to this address. Of host names only `localhost` counts: others may resolve to anything."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -31,121 +71,177 @@ def _is_loopback(host: str) -> bool:
 
 
 class Settings(BaseSettings):
-    """The proxy's settings; every default is safe for one process in front of one engine on one machine."""
+    """The proxy's settings. The defaults are safe for one process in front of one engine on one machine."""
 
-    model_config = SettingsConfigDict(env_prefix="TOKENCACHE_", extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", enable_decoding=False)
 
-    upstream: str = Field(
+    upstream: Annotated[Names, Shown("URL", basic=True)] = Field(
         "",
-        description="the engine's base URL; several engines of one model with commas between; none: engines are added while the proxy "
-        "runs (docs/several-engines.md)",
+        description="Base URL of the engine. For several engines of one model, repeat the option or separate URLs with commas. "
+        "Without a URL, add engines over the API while the proxy runs (docs/several-engines.md).",
     )
-    upstream_key: str | None = Field(None, description="API key for the engine, in place of whatever the harness sends")
+    upstream_key: Annotated[str | None, Shown("KEY", basic=True)] = Field(
+        None, description="API key for the engine. It replaces the key that the harness sends."
+    )
+    require: Annotated[Level, Shown(basic=True)] = Field(
+        "relay",
+        description="What an engine must be able to do before the proxy is ready: continue sessions on exact ids (exact), record them "
+        "(record), or only answer (relay). An engine that can do less is probed again (docs/engines.md).",
+    )
+    host: Annotated[str, Shown("ADDRESS", basic=True)] = Field("127.0.0.1", description="Address to listen on.")
+    port: Annotated[int, Shown("PORT", basic=True)] = Field(8100, ge=0, le=65535, description="Port to listen on. 0 picks a free port.")
+    admin_key: Annotated[str | None, Shown("KEY", basic=True)] = Field(
+        None, description="Secret required for /tokencache/v1, /metrics and the details of /readyz. Without it they are public."
+    )
+    store: Annotated[str, Shown("URL", basic=True)] = Field(
+        "memory:",
+        description="Where sessions are stored: memory:, redis://[user:password@]host:port/db, "
+        "redis+sentinel://host:26379,host2:26379/service/db or redis+cluster://host:port,host2:port. Use rediss for TLS. "
+        "Valkey works too (docs/store.md).",
+    )
+    store_ttl: Annotated[float, Shown(basic=True)] = Field(
+        7 * 86400.0, gt=0, description="Delete a session that has not been used for this long. The default is 7 days."
+    )
+    workers: Annotated[int, Shown(basic=True)] = Field(
+        1, ge=1, le=256, description="Number of processes that share the port. Each uses one core. More than one needs a Redis store."
+    )
+    model_aliases: Annotated[dict[str, str], Shown(basic=True)] = Field(
+        {},
+        description='Other names under which harnesses may request the model: {"claude-*": "qwen3"}. Names may be shell patterns; the '
+        "first match wins.",
+    )
+    sampling: Annotated[dict[str, Any], Shown(basic=True)] = Field(
+        {},
+        description='Sampling parameters for all sessions: {"temperature": 1}. They replace what the harness requests (docs/sampling.md).',
+    )
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Shown(basic=True)] = Field(
+        "info", description="Least severe level to log. debug also logs text of requests and errors: keep such logs private."
+    )
+
     engine: EngineKind = Field(
         "auto",
-        description="what is upstream: vllm, nemo-rl (NeMo RL's worker), nemo-gym (its model server) or completions (token prompts, "
-        "parsed by derender); auto asks (docs/drivers.md)",
+        description="Type of the engine: vllm, NeMo RL's worker (nemo-rl), NeMo Gym's model server (nemo-gym), or token prompts whose "
+        "replies derender parses (completions). auto tries them in this order (docs/drivers.md).",
     )
-    require: Level = Field(
-        "relay",
-        description="what an engine must be able to do for the proxy to be ready: exact, record or relay (docs/engines.md); an engine that "
-        "does less is probed again until it does",
+    derender: Annotated[str, Shown("URL")] = Field(
+        "",
+        description="Base URL of a `vllm launch render` sidecar that parses replies for --engine completions. Without it the engine "
+        "itself parses them.",
     )
-    derender: str = Field(
-        "", description="base URL of a vllm launch render sidecar that parses replies for completions; none: the engine itself is asked"
-    )
-    tokenizer: Path | None = Field(
-        None, description="folder of the model's tokenizer, to render small tails in this process (extra 'local')"
-    )
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8100, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    workers: int = Field(
-        1, ge=1, le=256, description="processes that share the port, one for each core to be used; several need a store that is shared"
-    )
-    drain: float = Field(
-        60.0, ge=0, allow_inf_nan=False, description="seconds for calls under way when the proxy is told to stop; then they are cut"
-    )
-    store: str = Field(
-        "memory:",
-        description="where turns are kept: memory:, redis://[user:password@]host:port/db, "
-        "redis+sentinel://host:26379,host2:26379/service/db or redis+cluster://host:port,host2:port; rediss for TLS; Valkey too "
-        "(docs/store.md)",
-    )
-    store_ttl: float = Field(7 * 86400.0, gt=0, description="seconds after which an unused session is forgotten")
-    store_timeout: float = Field(5.0, gt=0, description="seconds to wait for the store")
-    max_sessions: int = Field(
-        0, ge=0, description="sessions that the store may hold: then new ones are refused, and those that are there go on; 0: no limit"
-    )
-    max_store_bytes: int = Field(
-        0, ge=0, description="bytes that the store may use before new sessions are refused; 0: nine tenths of Redis's maxmemory"
-    )
-    store_may_evict: bool = Field(
-        False, description="take a Redis that drops sessions when its memory is full (an evicting maxmemory-policy)"
-    )
-    on_store_error: Literal["relay", "fail"] = Field(
-        "relay", description="when the store fails: relay the call and mark the session incomplete, or answer 503"
-    )
-    model_aliases: dict[str, str] = Field(
-        {}, description='names that harnesses give the model, as JSON: {"claude-*": "qwen3"}; shell patterns, the first that fits counts'
-    )
-    sampling: dict[str, Any] = Field(
-        {}, description='sampling parameters for all sessions, whatever the harness asks, as JSON: {"temperature": 1} (docs/sampling.md)'
+    tokenizer: Annotated[Path | None, Shown("FOLDER")] = Field(
+        None,
+        description="Folder with the model's tokenizer. The proxy then renders small tails itself. Needs the extra 'local' "
+        "(docs/local-tokenizer.md).",
     )
     return_token_id_information: bool = Field(
-        False, description="answer as NeMo Gym's model server does: token ids and log probabilities on the messages (docs/topologies)"
-    )
-    experts: str = Field("", description="directory or URL (extra 'experts') where routed experts are kept; none: they are dropped")
-    rules_off: str = Field("", description="rules of forgiveness to switch off, separated by commas (docs/rules.md)")
-    adapters: Path | None = Field(None, description="directory of your own adapters, beside those that come along")
-    hold: float = Field(
-        120.0, ge=0, description="seconds that a call waits while no engine takes it (restarts, weight updates); 0: it fails at once"
+        False,
+        description="Return token ids and log probabilities on messages, as NeMo Gym's model server does (docs/topologies/nemo-gym.md).",
     )
     whole_replies: bool = Field(
         False,
-        description="take replies whole, and say them as streams: one that the engine aborts is sampled afresh (docs/several-engines.md)",
+        description="Request whole replies from the engine, and stream them to the harness. A reply that the engine aborts is then "
+        "always sampled again (docs/several-engines.md).",
+    )
+    hold: float = Field(
+        120.0,
+        ge=0,
+        description="How long a call waits while no engine accepts it, as during restarts and weight updates. 0 fails it at once.",
     )
     repeats: Policy = Field(
         "join",
-        description="which calls are taken for repetitions, and get the reply of the call that they repeat: join (those that say so, and "
-        "those that are byte for byte like one that is unanswered), marked (those that say so) or off (docs/retries.md)",
+        description="Which calls are retries and get the reply of the call that they repeat: calls that declare it or are "
+        "byte-identical to an unanswered call (join), only those that declare it (marked), or none (off) (docs/retries.md).",
     )
     linger: float = Field(
         10.0,
         ge=0,
         allow_inf_nan=False,
-        description="seconds that a call goes on after its harness left, if nothing of its reply was shown: it may ask again; 0: it ends",
+        description="How long a call continues after the client disconnected, if it had received nothing: it may retry. 0 ends the call.",
     )
-    keep_alive: float = Field(15.0, gt=0, description="seconds of silence in a stream after which a sign of life is sent")
-    session_header: str = Field("X-Tokencache-Session", description="header that names the session")
-    session_from: str = Field(
+    keep_alive: float = Field(15.0, gt=0, description="Send a keep-alive event after a stream has been silent for this long.")
+    drain: float = Field(
+        60.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long calls in flight may take to finish after the proxy is told to stop. Then they are cut off.",
+    )
+    session_header: Annotated[str, Shown("HEADER")] = Field("X-Tokencache-Session", description="Request header that names the session.")
+    session_from: Annotated[Names, Shown("SOURCE")] = Field(
         "",
-        description="what else names the session, separated by commas: header:X-Session-ID, body:conversation_params.conversation_id; "
-        "by default ids that harnesses send by themselves are never used (docs/topologies/nemo-gym.md)",
+        description="Further sources of the session's name, separated by commas: header:X-Session-ID, "
+        "body:conversation_params.conversation_id. Ids that harnesses send on their own are not used otherwise "
+        "(docs/topologies/nemo-gym.md).",
     )
-    affinity_headers: str = Field(
-        "X-Session-ID", description="headers that tell engines and routers the session, separated by commas; a harness's own stay"
+    affinity_headers: Annotated[Names, Shown("HEADER")] = Field(
+        "X-Session-ID",
+        description="Headers that give engines and routers the session's name, separated by commas. A harness's own values are kept.",
     )
-    registered_only: bool = Field(
-        False, description="take requests with a registered API key only: without one neither sessions nor the engine are there"
-    )
+    registered_only: bool = Field(False, description="Accept only requests that carry a registered API key.")
     max_calls: int = Field(
-        0, ge=0, le=2**53, description="calls that a session may make; then its episode is ended; 0: no limit (docs/budgets.md)"
+        0, ge=0, le=2**53, description="End a session's episode after this many calls. 0 sets no limit (docs/budgets.md)."
     )
-    max_tokens: int = Field(
-        0, ge=0, le=2**53, description="tokens that may be sampled in a session before its episode is ended; 0: no limit"
-    )
+    max_tokens: int = Field(0, ge=0, le=2**53, description="End a session's episode after this many sampled tokens. 0 sets no limit.")
     max_seconds: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="seconds after a session's first call when its episode is ended; 0: no limit"
+        0.0, ge=0, allow_inf_nan=False, description="End a session's episode this long after its first call. 0 sets no limit."
     )
-    admin_key: str | None = Field(
-        None, description="key for /tokencache/v1, /metrics and what /readyz knows: a long random one; without one these are open"
+    store_timeout: float = Field(5.0, gt=0, description="How long to wait for the store.")
+    on_store_error: Literal["relay", "fail"] = Field(
+        "relay", description="When the store fails: relay the call and mark the session incomplete (relay), or return 503 (fail)."
+    )
+    max_sessions: int = Field(0, ge=0, description="Refuse new sessions while the store holds this many. 0 sets no limit (docs/store.md).")
+    max_store_bytes: Annotated[int, Shown("BYTES")] = Field(
+        0, ge=0, description="Refuse new sessions while the store uses this much memory. 0 means nine tenths of Redis's maxmemory."
+    )
+    store_may_evict: bool = Field(
+        False, description="Accept a Redis whose maxmemory-policy evicts keys. It deletes sessions when its memory is full."
+    )
+    prefix_memory: Annotated[int, Shown("BYTES")] = Field(
+        2**30, ge=0, description="Memory for the prefixes of recent sessions, in each worker. The default is 1 GiB."
+    )
+    experts: Annotated[str, Shown("PLACE")] = Field(
+        "", description="Directory or URL that receives routed experts. Without it they are dropped. URLs need the extra 'experts'."
+    )
+    rules_off: Annotated[Names, Shown("RULE")] = Field(
+        "", description="Rules of matching to switch off, separated by commas (docs/rules.md)."
+    )
+    adapters: Annotated[Path | None, Shown("FOLDER")] = Field(
+        None, description="Folder with your own harness adapters, in addition to the built-in ones (harness_adapters/README.md)."
     )
     allow_open: bool = Field(
-        False, description="listen beyond loopback without an admin key: who reaches the port can read and delete all rollouts"
+        False,
+        description="Listen beyond loopback without an admin key. Everyone who reaches the port can then read and delete all rollouts.",
     )
-    max_body: int = Field(64 * 2**20, gt=0, description="largest request body, in bytes")
-    prefix_memory: int = Field(2**30, ge=0, description="bytes of memory for prefixes at hand")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to log")
+    max_body: Annotated[int, Shown("BYTES")] = Field(
+        64 * 2**20, gt=0, description="Largest request body that is accepted. The default is 64 MiB."
+    )
+
+    @classmethod
+    def load(cls, options: Mapping[str, Any], file: Path | None = None) -> Self:
+        """Combine options, environment variables and a configuration file. An option wins over a variable, a variable over the file.
+
+        Raises:
+            SettingsError: a name or a value is wrong.
+        """
+        variables = EnvSettingsSource(cls)()
+        written = cls._in_file(file) if file is not None else {}
+        try:
+            return cls(**{**written, **variables, **options})
+        except ValidationError as why:
+            faults = [(str(fault["loc"][0]) if fault["loc"] else "", fault["msg"].removeprefix("Value error, ")) for fault in why.errors()]
+        places = {name: f"{name} in {file}" for name in written}
+        places |= {name: PREFIX + name.upper() for name in variables} | {name: option_of(name) for name in options}
+        raise SettingsError("\n".join(f"{places[name]}: {words}" if name else words for name, words in faults))
+
+    @classmethod
+    def _in_file(cls, file: Path) -> dict[str, Any]:
+        try:
+            found = {name.replace("-", "_"): value for name, value in tomllib.loads(file.read_text()).items()}
+        except (OSError, ValueError) as why:
+            raise SettingsError(f"--config: {file} cannot be read as TOML: {why}") from None
+        for name in found.keys() - cls.model_fields.keys():
+            nearest, *_ = process.extractOne(name, list(cls.model_fields))
+            raise SettingsError(f"--config: {file} sets {name!r}, which is not a setting. Did you mean {nearest!r}?")
+        return found
 
     @property
     def budget(self) -> Budget:
@@ -156,9 +252,9 @@ class Settings(BaseSettings):
     def _check_openness(self) -> Self:
         if not self.admin_key and not self.allow_open and not _is_loopback(self.host):
             raise ValueError(
-                f"{self.host or 'every address'} can be reached from elsewhere, and without an admin key whoever reaches it can read and "
-                "delete all rollouts: set --admin-key (TOKENCACHE_ADMIN_KEY) to a long random one (openssl rand -hex 32), or listen on "
-                "127.0.0.1; --allow-open if that is what you want"
+                f"{self.host or 'every address'} can be reached from elsewhere. Without an admin key, everyone who reaches it can read "
+                "and delete all rollouts. Set --admin-key (TOKENCACHE_ADMIN_KEY) to a long random secret (openssl rand -hex 32), or "
+                "listen on 127.0.0.1. To listen without a key all the same, set --allow-open"
             )
         return self
 
@@ -166,21 +262,20 @@ class Settings(BaseSettings):
     def _check_workers(self) -> Self:
         if self.workers > 1 and self.store.startswith("memory:"):
             raise ValueError(
-                f"{self.workers} workers cannot keep sessions in memory: each would know only its own calls, and a session's next call "
-                "may reach another one. Name a store that they share (--store redis://host:port/db), or take one worker"
+                f"{self.workers} workers cannot keep sessions in memory: each would know only its own calls. Set a store that they "
+                "share (--store redis://host:port/db), or use one worker"
             )
         return self
 
-    @field_validator("upstream", mode="before")
+    @field_validator("upstream")
     @classmethod
-    def _check_upstreams(cls, given: Any) -> Any:
-        text = ",".join(given) if isinstance(given, (list, tuple)) else given  # the command line may have it several times
-        urls = [url.rstrip("/").removesuffix("/v1") for url in names_in(text)] if isinstance(text, str) else []
+    def _check_upstreams(cls, given: str) -> str:
+        urls = [url.rstrip("/").removesuffix("/v1") for url in names_in(given)]
         if not all(url.startswith(("http://", "https://")) for url in urls):
-            raise ValueError("base URLs are needed, beginning with http:// or https://")
+            raise ValueError("write base URLs that begin with http:// or https://")
         if len(set(urls)) < len(urls):
-            raise ValueError("the same engine is named twice")
-        return text
+            raise ValueError("the same engine is named twice; name each engine once")
+        return given
 
     @field_validator("rules_off")
     @classmethod
@@ -205,4 +300,9 @@ class Settings(BaseSettings):
     @field_validator("model_aliases", "sampling", mode="before")
     @classmethod
     def _read_json(cls, given: Any) -> Any:
-        return json.loads(given) if isinstance(given, str) else given  # the command line has it as text
+        if not isinstance(given, str):
+            return given  # from a configuration file, or from Python
+        try:
+            return json.loads(given)
+        except ValueError as why:
+            raise ValueError(f"write a JSON object: {why}") from None

@@ -25,7 +25,7 @@ _DIR = Path("DIR")
 """Stands for the configuration directory in what `tokencache env` prints, where none is named."""
 
 _Harness = Annotated[str, typer.Argument(metavar="HARNESS", help="which harness; `tokencache harnesses` lists them")]
-_Args = Annotated[list[str] | None, typer.Argument(metavar="[-- ARGS…]", help="what the harness itself is given", show_default=False)]
+_Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="arguments of the harness itself, after --", show_default=False)]
 _Session = Annotated[
     str | None, typer.Option("--session", help="the rollout's name; default: a new one, which is printed", show_default=False)
 ]
@@ -112,7 +112,9 @@ def print_environment(  # noqa: PLR0917 - one parameter per option
 
 
 def list_harnesses(adapters: _Adapters = None) -> None:
-    """List the harnesses that there are adapters for: name, dialects, versions tested, title.
+    """List the harnesses that have an adapter.
+
+    The columns are name, dialects, tested versions and title.
 
     tokencache harnesses --adapters ./my-adapters
     """

@@ -36,7 +36,7 @@ _Pattern = Annotated[
 
 
 def list_sessions(
-    prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="only sessions whose names begin with this", show_default=False)] = "",
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="only sessions whose names begin with this", show_default=False)] = "",
     pattern: _Pattern = "*",
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON array, one object a session")] = False,
     proxy: _Proxy = _PROXY,
@@ -67,8 +67,9 @@ def show_session(
     proxy: _Proxy = _PROXY,
     admin_key: _AdminKey = None,
 ) -> None:
-    """Show a session as a tree: which turn continues which, and why a rollout split.
+    """Show a session as a tree of turns.
 
+    The tree shows which turn continues which, and why a rollout split.
     A line a turn: how its prompt came about, tokens that were new in it,
     tokens sampled, finish reason, and what is noteworthy: a reason, marks
     (aborted, no-logprobs, ...), an incident, rules by which a changed history
@@ -93,7 +94,7 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
             "--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is the standard output", show_default=False
         ),
     ],
-    sessions: Annotated[list[str] | None, typer.Argument(metavar="[SESSION...]", help="which sessions", show_default=False)] = None,
+    sessions: Annotated[list[str] | None, typer.Argument(metavar="SESSION", help="which sessions", show_default=False)] = None,
     everything: Annotated[bool, typer.Option("--all", help="all sessions that there are")] = False,
     pattern: _Pattern = "",
     format_name: Annotated[str, typer.Option("--format", help=f"one of: {', '.join(FORMATS)}")] = "native",
@@ -155,13 +156,13 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
 
 
 def verify_exports(
-    targets: Annotated[list[str], typer.Argument(metavar="SESSION|FILE...", help="sessions of a proxy, or files of native exports")],
+    targets: Annotated[list[str], typer.Argument(metavar="SESSION|FILE", help="sessions of a proxy, or files of native exports")],
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON array, one object a target")] = False,
     every: Annotated[bool, typer.Option("--all", help=f"print every break, not only the first {_TOLD} of a target")] = False,
     proxy: _Proxy = _PROXY,
     admin_key: _AdminKey = None,
 ) -> None:
-    """Check all that must hold of exported rollouts; exit code 1 if anything does not.
+    """Check exported rollouts. The exit code is 1 if a check fails.
 
     Files are .jsonl, .jsonl.gz, .parquet, or .json with one rollout; all else
     is taken for a session and fetched. Checked are lengths, masks, log

@@ -29,7 +29,7 @@ def report_drift(  # noqa: PLR0917 - one parameter per option
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE…", help="native exports (.jsonl, .jsonl.gz, .parquet, .json) or directories of them; with --proxy: sessions"
+            metavar="FILE", help="native exports (.jsonl, .jsonl.gz, .parquet, .json) or directories of them; with --proxy: sessions"
         ),
     ],
     proxy: Annotated[str, typer.Option(help="measure sessions at this proxy, by name, instead of reading files")] = "",
@@ -38,7 +38,9 @@ def report_drift(  # noqa: PLR0917 - one parameter per option
     plot: Annotated[Path | None, typer.Option(help="draw them to this file, too (.svg or .png; needs the extra 'plot')")] = None,
     title: Annotated[str, typer.Option(help="above the picture")] = "",
 ) -> None:
-    """Report how plain rendering would have differed: drift per harness, model and cause, and what it would have cost.
+    """Report the drift that plain rendering would have caused.
+
+    The report lists drift per harness, model and cause, and its cost.
 
     Drift is measured where it can be: at the proxy, whose engine renders the harness's messages once more. A trajectory that
     was fetched with ?drift=turns says for each turn where its prompt differs and why; ?drift=sequences (the default) says it
