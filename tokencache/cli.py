@@ -16,6 +16,7 @@ from tokencache import __version__, logs
 from tokencache.adapters import commands
 from tokencache.commands import app as trainer
 from tokencache.config import NAMES, PREFIX, Settings, SettingsError, Shown, option_of
+from tokencache.errors import extra_missing
 from tokencache.render.local import quieten
 from tokencache.serving.server import run
 from tokencache.serving.workers import WorkerError, supervise
@@ -165,7 +166,7 @@ def demo(
     try:
         from tokencache.demo import run_demo  # noqa: PLC0415 - needs the extra `testing`
     except ModuleNotFoundError as why:
-        typer.secho(f"the demo needs the extra 'testing' ({why.name} is missing): pip install 'tokencache[testing]'", fg="red", err=True)
+        typer.secho(extra_missing("the demo", "testing", why.name), fg="red", err=True)
         raise typer.Exit(1) from None
     logging.basicConfig(level=logging.ERROR)
     if not asyncio.run(run_demo(rollouts=rollouts, turns=turns, upstream=upstream, model=model, json_file=json_file)):

@@ -14,6 +14,11 @@ NOT_NOW = frozenset({429, 503})
 """Status codes of an engine that has sampled nothing and may take the call later: vLLM 0.33 answers 503 while it is paused."""
 
 
+def extra_missing(what: str, extra: str, module: str | None) -> str:
+    """Say that something needs an extra of this package, and how to install it. The package is on no index."""
+    return f"{what} needs the extra '{extra}' ({module} is missing). In the source folder of tokencache: pip install '.[{extra}]'"
+
+
 class HarnessError(Exception):
     """What the harness sent cannot be served.
 

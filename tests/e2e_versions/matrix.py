@@ -26,7 +26,7 @@ Engines other than vLLM, and how what stands there is found out: [drivers](drive
 
 vLLM takes ids by itself from 0.27 on. For 0.20 to 0.26 the project ships a plugin, installed where vLLM is:
 
-    pip install tokencache[vllm]                     # beside vLLM, which is left as it is
+    pip install '.[vllm]'       # in this repository, with vLLM's own pip; it leaves vLLM as it is
     VLLM_PLUGINS=tokencache vllm serve MODEL …       # 0.26 wants it named; the others load it if the variable is not set, too
 
 It says once at start what it wrapped; a vLLM that it does not know is left alone, loudly. With it a request may have

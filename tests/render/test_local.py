@@ -410,7 +410,7 @@ def test_an_error_at_start(what, folder, tmp_path, monkeypatch):
         del config["chat_template"]
         (path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     elif what == "no extra":
-        path, words = folder(), "pip install 'tokencache[local]'"
+        path, words = folder(), "pip install '.[local]'"
         monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(LocalTokenizerError, match=words.replace("[", r"\[")):
         Proxy(Settings(tokenizer=path))

@@ -131,7 +131,7 @@ def test_without_matplotlib_the_extra_is_named(exports, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokencache.trainer.drift.plot", None)
     code, output = run(exports / "all", "--plot", tmp_path / "x.svg")
     assert code == 1
-    assert "tokencache[plot]" in output
+    assert "pip install '.[plot]'" in output
 
 
 def test_an_ending_that_cannot_be_drawn_is_an_error_in_words(exports, tmp_path):

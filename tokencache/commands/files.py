@@ -13,6 +13,7 @@ from typing import IO, Any, Protocol
 
 import msgspec
 
+from tokencache.errors import extra_missing
 from tokencache.trainer.formats.registry import Format
 
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -160,5 +161,5 @@ def _parquet() -> Any:
     try:
         from tokencache.commands import parquet  # noqa: PLC0415 - needs the extra `parquet`
     except ModuleNotFoundError as why:
-        raise FileError(f"Parquet needs the extra 'parquet' ({why.name} is missing): pip install 'tokencache[parquet]'") from None
+        raise FileError(extra_missing("Parquet", "parquet", why.name)) from None
     return parquet

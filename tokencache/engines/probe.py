@@ -87,7 +87,7 @@ class Capability(msgspec.Struct, frozen=True):
     def line(self) -> str:
         """Say in one line what was found."""
         found = (
-            f"model={self.model or '?'} vllm={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
+            f"model={self.model or '?'} version={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
             f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} stop_ids={list(self.stop_ids)} "
             f"local_tokenizer={self.local_tokenizer} logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
         )

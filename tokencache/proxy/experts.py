@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tokencache.dialects.routing import unpacked
+from tokencache.errors import extra_missing
 from tokencache.proxy.record import Outcome
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Bucket:
         try:
             from fsspec.core import url_to_fs  # noqa: PLC0415 - needs the extra `experts`
         except ModuleNotFoundError as why:
-            raise ValueError(f"experts at {url} need the extra 'experts': pip install 'tokencache[experts]'") from why
+            raise ValueError(extra_missing(f"--experts {url}", "experts", why.name)) from why
         self._files, self._root = url_to_fs(url)
 
     def put(self, path: str, data: bytearray) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.errors import extra_missing
 from tokencache.render.prepared import DeclinedError, prepare, prepare_tools
 from tokencache.render.renderer import TemplateRefusedError
 
@@ -86,10 +87,7 @@ def _load(path: Path) -> Any:
         import jinja2  # noqa: F401, PLC0415 - the extra `local`
         from transformers import AutoTokenizer  # noqa: PLC0415
     except ImportError as why:
-        missing = getattr(why, "name", None) or why
-        raise LocalTokenizerError(
-            f"a local tokenizer needs the extra 'local' ({missing} is missing): pip install 'tokencache[local]'"
-        ) from why
+        raise LocalTokenizerError(extra_missing("--tokenizer", "local", why.name or str(why))) from why
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         tokenizer.get_chat_template(None, None)

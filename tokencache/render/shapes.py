@@ -102,12 +102,13 @@ class Shape:
         return self.name[1:]
 
     def __str__(self) -> str:
-        """Write its name for the log: with the roles of the new messages that everybody knows, not with those that a harness made up."""
-        context, model, digest, calls, text, thought, twice, runs, *rest = self.name
+        """Describe it for the log. Roles that a harness made up are not shown."""
+        context, model, digest, calls, text, thought, _, runs, *_ = self.name
         assert isinstance(context, bytes) and isinstance(digest, bytes) and isinstance(runs, tuple)  # noqa: S101, PT018 - `shape_of` makes them
-        known = tuple((role if role in _ROLES else "other", n) for role, n in runs)
-        named = f"{context.hex()[:8]}, {model}, {digest.hex()[:8]}"
-        return f"({named}, {calls}, {text}, {thought}, {twice}, {known}, {', '.join(map(str, rest))})"
+        new = ", ".join(f"{n} {role if role in _ROLES else 'other'}" for role, n in runs)
+        reply = [*(["thinking"] if thought else []), *(["text"] if text else []), *([f"{calls} tool calls"] if calls else [])]
+        after = " and ".join(reply) or "nothing"
+        return f"new messages ({new}) after a reply with {after} (model {model}, context {context.hex()[:8]}, arguments {digest.hex()[:8]})"
 
     def forget(self) -> None:
         """Unlearn what was proven."""

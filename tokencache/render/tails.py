@@ -201,7 +201,7 @@ class Tails:
         except (BoundaryUnknownError, TemplateRefusedError) as why:
             _keep(shape.refusals, due_to, Refusal(_reason(why)), MOST_REFUSALS)
             level = logging.WARNING if due_to is None else logging.INFO  # what one conversation holds is no fault of the template's
-            log.log(level, "session %s: tails of shape %s are refused: %s", ask.session, shape, _reason(why))
+            log.log(level, "session %s: no tail can be proven for %s; they are rendered as text: %s", ask.session, shape, _reason(why))
             raise
         finally:
             shape.proofs += 1
@@ -209,7 +209,7 @@ class Tails:
         shape.refusals.pop(None, None)
         shape.refusals.pop(whose, None)
         _keep(self._forms, shape.form, None, MOST_KEPT)
-        log.info("tails of shape %s: %s", shape, found.way)
+        log.debug("session %s: proved the tail for %s; way: %s", ask.session, shape, found.way)
         return found.tail
 
     async def _again(self, ask: TailAsk, shape: Shape) -> bytes:
@@ -227,7 +227,7 @@ class Tails:
                 shape.deepest = ask.at
                 _same_tail(tail, self._cut(await self._full(ask, boundary), boundary))
         except BoundaryUnknownError as why:
-            log.error("a tail of a trusted shape is not what it was (%s); the shape is proven anew: %s", why, shape)  # noqa: TRY400
+            log.error("session %s: a proven tail has changed (%s); it is proven again for %s", ask.session, why, shape)  # noqa: TRY400
             shape.forget()
             self._boundaries.clear()
             raise

@@ -1,7 +1,7 @@
 """A test kit for users: an engine to test against, whose books tell what truly happened.
 
 `SimulatedEngine` speaks vLLM's HTTP API with a real tokenizer and chat template, says what a test tells it to say, and
-records every prompt and completion id. Needs the extra `tokencache[testing]`.
+records every prompt and completion id. Needs the extra `testing`.
 """
 
 from __future__ import annotations

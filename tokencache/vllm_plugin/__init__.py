@@ -14,6 +14,6 @@ So parsers, grammars, streaming and the reasoning's start are vLLM's own.
 `prompts`   the stand-in for the renderer
 `boundary`  where the last reply of a conversation ends, proven (pure)
 
-Installed with `pip install tokencache[vllm]` into vLLM's environment; `VLLM_PLUGINS=tokencache` names it in every version.
+Install it with `pip install '.[vllm]'` and the pip of vLLM's environment; `VLLM_PLUGINS=tokencache` names it in every version.
 gpt-oss is rendered elsewhere (Harmony) and is left as it is: the proxy's probe finds `record` for it.
 """

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tokencache.client import Client, ClientError, Trajectory
 from tokencache.commands.files import JSON, JSONL, PARQUET, FileError, read
+from tokencache.errors import extra_missing
 from tokencache.trainer.drift.figures import Rates, rates, total
 from tokencache.trainer.drift.show import print_rates
 
@@ -94,7 +95,7 @@ def _draw(found: list[Rates], path: Path, title: str) -> None:
     try:
         from tokencache.trainer.drift.plot import draw  # noqa: PLC0415 - needs the extra `plot`
     except ModuleNotFoundError as why:
-        raise DriftError(f"--plot needs the extra 'plot' ({why.name} is missing): pip install 'tokencache[plot]'") from None
+        raise DriftError(extra_missing("--plot", "plot", why.name)) from None
     try:
         draw([row for row in found if row.measured], path, title)
     except (OSError, ValueError) as why:
