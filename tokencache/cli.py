@@ -121,7 +121,7 @@ def serve(*, config: _Config = None, **options: Any) -> None:
     try:
         settings = Settings.load({name: value for name, value in options.items() if value is not None}, config)
     except SettingsError as why:
-        raise typer.BadParameter(str(why)) from None
+        raise typer.BadParameter(str(why).replace("\n", "\n  ")) from None
     logs.set_up(settings.log_level, several=settings.workers > 1)
     if settings.admin_key is not None and len(settings.admin_key) < SHORT_KEY:
         weak = "is empty, so the trainer's routes are public" if not settings.admin_key else f"has less than {SHORT_KEY} characters"

@@ -238,9 +238,10 @@ class Settings(BaseSettings):
             found = {name.replace("-", "_"): value for name, value in tomllib.loads(file.read_text()).items()}
         except (OSError, ValueError) as why:
             raise SettingsError(f"--config: {file} cannot be read as TOML: {why}") from None
-        for name in found.keys() - cls.model_fields.keys():
-            nearest, *_ = process.extractOne(name, list(cls.model_fields))
-            raise SettingsError(f"--config: {file} sets {name!r}, which is not a setting. Did you mean {nearest!r}?")
+        unknown = {name: process.extractOne(name, list(cls.model_fields))[0] for name in found if name not in cls.model_fields}
+        if unknown:
+            told = [f"{name!r} in {file} is not a setting. Did you mean {nearest!r}?" for name, nearest in unknown.items()]
+            raise SettingsError("\n".join(told))
         return found
 
     @property

@@ -227,7 +227,7 @@ class Tails:
                 shape.deepest = ask.at
                 _same_tail(tail, self._cut(await self._full(ask, boundary), boundary))
         except BoundaryUnknownError as why:
-            log.error("session %s: a proven tail has changed (%s); it is proven again for %s", ask.session, why, shape)  # noqa: TRY400
+            log.error("session %s: a proven tail has changed (%s); it is proven anew for %s", ask.session, why, shape)  # noqa: TRY400
             shape.forget()
             self._boundaries.clear()
             raise
