@@ -344,8 +344,9 @@ class Oracle:
             return
         fits = self._fitting(entries, span.place)
         before = [i for i in range(span.place) if entries[i].is_reply]
-        previous = supplied.get(before[-1]) if before else None
-        in_order = [said for said in fits if previous is not None and said.last == previous]
+        # The reply before may be known though its tokens could not be placed.
+        previous = {supplied.get(before[-1]), self.truth(entries[before[-1]])} - {None} if before else set()
+        in_order = [said for said in fits if said.last in previous]
         indicated = next((level for level in [*self._levels(fits, entries, span.place, scope), in_order] if level), [])
         ordered = [said for said in indicated if said in in_order]
         since = _since(entries[: span.place])
@@ -378,7 +379,7 @@ class Oracle:
         names = tuple(map(safe, call_ids(entry.message)))
         before = entries[place - 1].loose if place else None
         exactly = tuple(one.exact for one in entries[:place])
-        placed = [said for said in fits if said.scope == scope and not _renamed(said.entries, entries)]
+        placed = [said for said in fits if said.scope == scope and not self._renamed(said.entries, entries)]
         return [
             [said for said in placed if said.exact == exactly],
             [said for said in placed if said.loose == context],
@@ -386,6 +387,16 @@ class Oracle:
             [said for said in fits if entry.handle and said.handle == entry.handle],
             [said for said in fits if before is not None and any(entry.loose[1:]) and said.loose[-1:] == (before,)],
         ]
+
+    def _renamed(self, before: Sequence[Entry], now: Sequence[Entry]) -> bool:
+        """Whether a reply came back with another's handle or call id than stood there before: it is that one, of the same words."""
+        for was, one in zip(before, now, strict=False):
+            if was.handle and one.handle and was.handle != one.handle:
+                return True
+            names = zip(map(safe, call_ids(was.message)), map(safe, call_ids(one.message)), strict=False)
+            if one.is_reply and any(old != new and new in self._issued for old, new in names):
+                return True
+        return False
 
     # what is owed
 
@@ -592,11 +603,6 @@ class Template(NamedTuple):
             ends = ("<|call|>",) if self.style == "harmony" and called_it else self.ends
             at = _end(shown, ends, last, called=called_it)
         return [*out, shown[at:]]
-
-
-def _renamed(before: Sequence[Entry], now: Sequence[Entry]) -> bool:
-    """Whether a reply came back with another handle than stood there before: it is another reply, of the same words perhaps."""
-    return any(was.handle and one.handle and was.handle != one.handle for was, one in zip(before, now, strict=False))
 
 
 def _same_make(ours: str, theirs: str) -> bool:

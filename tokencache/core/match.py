@@ -183,8 +183,36 @@ def _settled(
     """Choose one turn for each claim, in the order of the history; a turn stands in one place only.
 
     Two places may claim replies of equal tokens: which of them is which then makes no difference, if there are as many. That a turn
-    stands elsewhere (`inside` are those in the parent's prefix) does not make another one certain.
+    stands elsewhere (`inside` are those in the parent's prefix) does not make another one certain. What is given up is no evidence for
+    the claims behind it, which are looked at again.
     """
+    given_up: set[int] = set()
+    while True:
+        said, reasons = _certain(conversation, claims, given_up, parent, turns)
+        settled: list[tuple[int, _Found]] = []
+        taken = set(inside)
+        before = len(given_up)
+        for place, able in said:
+            names = {found.hit.turn.id for found in able}
+            rivals = [own for _, others in said if names & (own := {found.hit.turn.id for found in others})]
+            free = [found for found in able if found.hit.turn.id not in taken]
+            if not free or len(rivals) > len(set().union(*rivals) - inside):
+                given_up.add(place)
+                continue
+            taken.add(free[0].hit.turn.id)
+            settled.append((place, free[0]))
+        if len(given_up) == before:
+            return settled, reasons
+
+
+def _certain(
+    conversation: Conversation,
+    claims: Sequence[_Claim],
+    given_up: set[int],
+    parent: tuple[int, _Found] | None,
+    turns: Mapping[str, Turn],
+) -> tuple[list[tuple[int, tuple[_Found, ...]]], list[str]]:
+    """Narrow each claim to turns of equal tokens, by what is known to stand before it; say why that fails for the others."""
     said: list[tuple[int, tuple[_Found, ...]]] = []
     reasons: list[str] = []
     last: tuple[Turn, ...] = (parent[1].hit.turn,) if parent is not None else ()
@@ -193,24 +221,13 @@ def _settled(
         if claim.in_order:
             able = tuple(found for found in able if here.follows(found.hit.turn, at_least=True))
         able = _narrowed(here, able) if len(able) > 1 else able
-        certain = bool(able) and _interchangeable([found.hit.turn for found in able], in_place=False)
+        certain = bool(able) and claim.place not in given_up and _interchangeable([found.hit.turn for found in able], in_place=False)
         last = (able[0].hit.turn,) if certain and len(able) == 1 else ()
         if certain:
             said.append((claim.place, able))
         else:
             reasons.append(claim.reason or AMBIGUOUS)
-    settled: list[tuple[int, _Found]] = []
-    taken = set(inside)
-    for place, able in said:
-        names = {found.hit.turn.id for found in able}
-        rivals = [own for _, others in said if names & (own := {found.hit.turn.id for found in others})]
-        free = [found for found in able if found.hit.turn.id not in taken]
-        if not free or len(rivals) > len(set().union(*rivals) - inside):
-            reasons.append(AMBIGUOUS)
-            continue
-        taken.add(free[0].hit.turn.id)
-        settled.append((place, free[0]))
-    return settled, reasons
+    return said, reasons
 
 
 class _Here(NamedTuple):
