@@ -205,9 +205,8 @@ def _trained() -> str:
     return str(backend.to_str())
 
 
-@functools.lru_cache(maxsize=1)
 def qwen_backend() -> Tokenizer | None:
-    """Qwen3's own tokenizer, made from its byte-pair ranks; `None` if they are not there."""
+    """Build Qwen3's own tokenizer from its byte-pair ranks; `None` if they are not there. Each caller may add tokens to its own."""
     path = SHARED / "tokenizers" / "qwen3" / "qwen.tiktoken"
     if not path.is_file():
         return None
@@ -266,6 +265,13 @@ class Vocabulary:
 @functools.lru_cache(maxsize=64)
 def vocabulary(added: tuple[str, ...]) -> Vocabulary:
     return Vocabulary(added)
+
+
+@functools.lru_cache(maxsize=8)
+def qwen_vocabulary(added: tuple[str, ...]) -> Vocabulary | None:
+    """Qwen3's own vocabulary with these added tokens; `None` if its ranks are not there."""
+    backend = qwen_backend()
+    return None if backend is None else Vocabulary(added, backend)
 
 
 # --- the renderer ------------------------------------------------------------------------------------------------------
