@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.faults.conftest import QUICK
 from tests.faults.dialects import DIALECTS
 from tests.faults.harness import Agent
 
@@ -14,7 +15,8 @@ KINDS = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect
 
 @pytest.fixture
 def stack(started):
-    made = started(replicas=1, engine=("--token-delay", "0.005"))
+    # A call waits for an engine that is being started again; on a busy machine a start takes longer than QUICK allows.
+    made = started(replicas=1, engine=("--token-delay", "0.005"), options=(*QUICK, "--hold", "30"))
     if not made.engine.alive:
         made.engine.start()
     made.engine.ready().forgive()
