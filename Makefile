@@ -14,6 +14,10 @@ HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
 USUAL := claude-code codex hermes opencode openai-agents langgraph
+# Each test file runs in one worker, so that the servers and caches of a file start once. JOBS=4 sets the number of workers.
+JOBS ?= auto
+PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
+FAST_TESTS := tests/core tests/dialects tests/engines tests/testing tests/trainer/formats
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV))
 E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
@@ -22,7 +26,7 @@ PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
 NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/nemo
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock audit demo lint lint-deploy test e2e e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers chaos fuzz adversary bench bench-quick bench-engine bench-others clean
+.PHONY: help install lock audit demo lint lint-deploy check test coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers chaos fuzz adversary bench bench-quick bench-engine bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -58,11 +62,16 @@ lint-deploy: $(STAMP) ## the Dockerfile, the compose file, the manifests
 	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: disable}}' docker-compose.yml deploy
 	$(BIN)/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*/*.yaml))
 
-test: lint lint-deploy ## lint, then all tests but the end-to-end ones
-	$(BIN)/pytest
+check: lint ## lint, types and the fast tests: under a minute, for every edit
+	$(PYTEST) $(FAST_TESTS)
 
-e2e: e2e-engine ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time
-	tests/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
+test: lint lint-deploy ## lint, types, and all tests but the end-to-end ones, in parallel; JOBS=0 runs them one by one
+	$(PYTEST)
+
+coverage: lint lint-deploy ## the same as `make test`, measured: fails below the level in pyproject.toml
+	$(PYTEST) --cov
+
+e2e: e2e-install ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/e2e
 	$(NEMO_GYM_TESTS)
 	$(MAKE) consumers
@@ -86,6 +95,9 @@ e2e-nemo: $(STAMP) ## NVIDIA's nemo-gym with the proxy in each of its places, on
 	PYTHON=$(PYTHON) tests/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
 	$(E2E) $(PYTEST_E2E) tests/e2e/test_nemo_gym.py
 	$(NEMO_GYM_TESTS)
+
+e2e-install: e2e-engine ## install what `make e2e` needs; `make e2e` does it, too
+	tests/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
 
 e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
@@ -115,5 +127,5 @@ bench-others: $(STAMP)
 	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs
 
 clean: ## remove .venv, caches and builds (the .venv-vllm*, .venv-miniswe, .venv-nemo-gym, .bench-venvs and .harnesses stay: gigabytes)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench/out
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
