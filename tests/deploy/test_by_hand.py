@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ import aiohttp
 import pytest
 
 from tests.deploy import reading
+from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, HEADER, echo, results, until, user
 from tokencache.store.redis import RedisStore
 from tokencache.testing import SimulatedEngine
@@ -45,16 +45,6 @@ def installed(tmp_path_factory):
     install = [*pip, "install", "--quiet", "--constraint", pins, wheel]
     subprocess.run(install, check=True, capture_output=True, timeout=300)
     return folder / "venv" / "bin"
-
-
-@pytest.fixture
-def free_port():
-    def find():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    return find
 
 
 class Container:
@@ -118,7 +108,7 @@ class Container:
 
 
 @pytest.mark.redis
-async def test_the_containers_commands(installed, free_port, tmp_path):
+async def test_the_containers_commands(installed, tmp_path):
     services = reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]
     if (binary := find_binary()) is None:
         pytest.skip("no redis-server on this machine")

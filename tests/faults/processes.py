@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any, Self
 
+from tests.ports import free_port
 from tokencache.testing.control import ROUTE
 
 if TYPE_CHECKING:
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60.0
 _OK = 200
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def ask(url: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:

@@ -1,10 +1,10 @@
 """The engine comes up late, goes, comes back as another, or does not do with ids what it is asked to."""
 
 import json
-import socket
 
 import pytest
 
+from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, until, user
 from tokencache.dialects.chat.call import read_chat
 from tokencache.dialects.chat.growth import Bodies
@@ -15,9 +15,7 @@ ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
 
 @pytest.fixture
 def unused_tcp_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    return free_port()
 
 
 async def test_an_engine_that_comes_up_later(unused_tcp_port):

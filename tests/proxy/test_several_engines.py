@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import socket
 from collections import Counter
 
 import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from tests.ports import free_port
 from tests.proxy.kit import EPISODES, HEADER, TOOLS, echo, proxied, results, until, user
 from tokencache import cli
 from tokencache.config import Settings, names_in
@@ -41,9 +41,7 @@ class Fleet:
 
     async def __aenter__(self):
         for place, _ in enumerate(self.engines):
-            with socket.socket() as found:
-                found.bind(("127.0.0.1", 0))
-                self._ports.append(found.getsockname()[1])
+            self._ports.append(free_port())
             await self.start(place)
         self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         return self

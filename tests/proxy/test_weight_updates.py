@@ -2,10 +2,10 @@
 
 import asyncio
 import json
-import socket
 
 import pytest
 
+from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, events, proxied, results, until, user
 from tokencache.proxy import hold
 from tokencache.testing import Fault, SimulatedEngine
@@ -35,9 +35,7 @@ async def held():
 
 @pytest.fixture
 def port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    return free_port()
 
 
 async def begun(rig):
