@@ -17,7 +17,7 @@ USUAL := claude-code codex hermes opencode openai-agents langgraph
 # Each test file runs in one worker, so that the servers and caches of a file start once. JOBS=4 sets the number of workers.
 JOBS ?= auto
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
-FAST_TESTS := tests/core tests/dialects tests/engines tests/testing tests/trainer/formats
+FAST_TESTS := tests/core tests/dialects tests/testing tests/trainer/formats
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV))
 E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
