@@ -69,7 +69,7 @@ test: lint lint-deploy ## lint, types, and all tests but the end-to-end ones, in
 	$(PYTEST)
 
 coverage: lint lint-deploy ## the same as `make test`, measured: fails below the level in pyproject.toml
-	$(PYTEST) --cov
+	$(PYTEST) --cov=tokencache
 
 e2e: e2e-install ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/e2e
