@@ -52,8 +52,9 @@ audit: $(STAMP) ## whether a vulnerability is known in what requirements.lock pi
 demo: $(STAMP) ## one agent, directly and through the proxy, on a simulated engine: seconds, no GPU
 	@$(BIN)/tokencache demo $(ARGS)
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) ## ruff, its formatter and mypy
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 lint-deploy: $(STAMP) ## the Dockerfile, the compose file, the manifests
