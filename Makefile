@@ -66,11 +66,11 @@ lint-deploy: $(STAMP) ## the Dockerfile, the compose file, the manifests
 check: lint ## lint, types and the fast tests: under a minute, for every edit
 	$(PYTEST) $(FAST_TESTS)
 
-test: lint lint-deploy ## lint, types, and all tests but the end-to-end ones, in parallel; JOBS=0 runs them one by one
-	$(PYTEST)
+test: lint lint-deploy ## lint, types, and all tests but the end-to-end ones, in parallel; JOBS=0 runs them one by one, COVERAGE=1 measures
+	$(PYTEST) $(if $(COVERAGE),--cov=tokencache)
 
-coverage: lint lint-deploy ## the same as `make test`, measured: fails below the level in pyproject.toml
-	$(PYTEST) --cov=tokencache
+coverage: ## the same as `make test COVERAGE=1`: fails below the level in pyproject.toml
+	$(MAKE) test COVERAGE=1
 
 e2e: e2e-install ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/e2e

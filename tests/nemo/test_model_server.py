@@ -59,4 +59,3 @@ def test_gym_finds_it_and_takes_its_settings(monkeypatch):
     given = read.model_dump(include=set(settings))
     assert given == settings | {"base_url": [settings["base_url"]]}
     assert TokencacheModelConfig.model_validate({**place, "entrypoint": "app.py", "base_url": "u", "api_key": "k", "model": "m"})
-

@@ -320,7 +320,6 @@ async def test_a_store_that_does_not_answer_changes_nothing():
         async def put_engine(self, entry):
             raise StoreError("down")
 
-
     async with replica(Down()) as rig:
         said = await request(rig, "POST", url="http://127.0.0.1:1", status=503)
         assert said["error"]["type"] == "store_error"

@@ -106,9 +106,7 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
     return built
 
 
-def _sequence(
-    line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None, root: str, *, continued: bool
-) -> TokenSequence:
+def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None, root: str, *, continued: bool) -> TokenSequence:
     packed = bytearray(rebuild(lookup, line[0].id).ids)
     mask: list[int] = []
     logprobs: list[float] = []

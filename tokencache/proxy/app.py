@@ -201,9 +201,7 @@ class Proxy:
             request[KEPT] = in_body.rest
         return await self._within(request, origin.session, origin, route, dialect)
 
-    async def _within(
-        self, request: web.Request, session: str, origin: Origin, route: str, dialect: Dialect | None
-    ) -> web.StreamResponse:
+    async def _within(self, request: web.Request, session: str, origin: Origin, route: str, dialect: Dialect | None) -> web.StreamResponse:
         """Serve a request of a session: the proxy's own routes itself, the engine's by relaying them."""
         harness = origin.harness or self.habits.recognise(request.headers.get("User-Agent", ""))
         headers = self._headers(request, origin, translated=dialect is not None)
