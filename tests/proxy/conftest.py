@@ -9,3 +9,11 @@ from tests.proxy.kit import proxied
 async def rig():
     async with proxied() as made:
         yield made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Escape lone surrogates in captured logs: a parallel worker sends its reports as UTF-8."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
