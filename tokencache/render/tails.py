@@ -565,11 +565,11 @@ def _parted(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool
     for length in (END_OF_MESSAGE, SHORT) if bare else (END_OF_MESSAGE,):
         end = ids.tail(body, max(ids.count(body) - length, 0))
         most = ids.count(end) - 1
-        at = ids.find_last(front, ids.head(end, most))
-        if at >= 0:
-            whole = ids.head(ids.tail(front, at), most + 1) == end
-            piece = ids.head(front, at) + end
-            rest = ids.tail(front, at + most + whole)
+        whole, less = ids.find_last(front, end), ids.find_last(front, ids.head(end, most))
+        if less >= 0:
+            grown = whole < 0 or less > whole + 1
+            cut = less + most if grown else whole + most + 1
+            piece, rest = ids.head(front, less) + end if grown else ids.head(front, cut), ids.tail(front, cut)
             return (piece, rest) if stop_ids.isdisjoint(ids.unpack(rest)) else (front, None)
     return front, None
 
