@@ -197,5 +197,7 @@ OTHER_MEMBERS = {
     },
 }
 OTHER_WORDS = {"response.tools": "shown as they were sent; vLLM fills in what was not"}
+THINKS_IN_TEXT = {"messages": "thinking-off", "responses": "effort-none"}
+"""The model thinks all the same. vLLM leaves `<think>` in the text; the proxy shows it as thinking (docs/dialects.md)."""
 ENDS_OTHERWISE = {"messages": {}, "responses": {"limit": "response.incomplete"}}
 """How a stream ends through the proxy, and at OpenAI, where vLLM says `response.completed` of an incomplete response."""
