@@ -366,7 +366,7 @@ def _written(kind: Kind, reply: dict[str, Any], prompt: str, text: str) -> str:
     thought, out = reply.get("reasoning"), ""
     begin, end = _THINKING.get(kind.style, ("<think>\n", "\n</think>\n\n"))
     if prompt.rstrip("\n").endswith(begin.strip()):
-        out = (thought or "hm") + end
+        out = (thought or UNASKED) + end
     elif thought and "</think>" not in prompt[-20:]:
         out = begin + thought + end
     calls = reply.get("tool_calls") or ()
@@ -385,6 +385,10 @@ def _call(form: str, call: dict[str, Any]) -> str:
     return form.format(name=call["function"]["name"], args=json.dumps(given), id=call.get("id", ""), xml=xml, python=python)
 
 
+UNASKED = "Let me see."
+"""What the model thinks where the template makes it think and the test has no thinking for it; no test's harness writes it."""
+
+
 def speech(kind: Kind, reply: dict[str, Any], prompt: str) -> str:
     """What the model writes behind `prompt`, in its own format, less the stop token."""
     thought, text = reply.get("reasoning"), reply.get("content") or ""
@@ -395,7 +399,7 @@ def speech(kind: Kind, reply: dict[str, Any], prompt: str) -> str:
     opened = prompt.endswith("<think>\n")
     thinking = "" if opened or thought else None
     if kind.style == "harmony":
-        said = f"<|channel|>analysis<|message|>{thought or 'hm'}<|end|><|start|>assistant"
+        said = f"<|channel|>analysis<|message|>{thought or UNASKED}<|end|><|start|>assistant"
         if not calls:
             return said + f"<|channel|>final<|message|>{text}"
         spoken = [f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps(given)}" for name, given in calls]
@@ -409,7 +413,7 @@ def speech(kind: Kind, reply: dict[str, Any], prompt: str) -> str:
     if kind.style == "llama":
         return text if not calls else "".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
     if thinking is not None and "</think>" not in prompt[-20:]:
-        thinking = ("" if opened else "<think>\n") + (thought or "hm") + "\n</think>\n\n"
+        thinking = ("" if opened else "<think>\n") + (thought or UNASKED) + "\n</think>\n\n"
     if kind.style == "glm":
         each = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>"
         spoken = [f"\n<tool_call>{name}\n{_each(given, each)}</tool_call>" for name, given in calls]
