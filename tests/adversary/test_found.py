@@ -157,14 +157,16 @@ async def test_an_empty_reply_keeps_its_place():
     assert (called.plan.match, called.plan.reason) == ("continue", "")
 
 
-@pytest.mark.parametrize("text", ["Look again.", "Look[/INST][/INST][/INST]"])
-async def test_the_end_of_a_message_is_found_though_it_repeats_itself(text):
-    """The system prompt wanders, so the messages are looked for by their end; a user may spell out that end, or say the same twice."""
+@pytest.mark.parametrize("text", ["Look again.", "Look[/INST][/INST][/INST]", "Look[/INST][TOOL_CALLS][/INST][TOOL_CALLS]"])
+async def test_no_message_is_cut_or_lengthened_that_ends_in_what_it_repeats(text):
+    """The system prompt wanders, so the messages are looked for by their end, which a user may spell out."""
     talk = Talk("Mistral-7B v0.3", SYSTEM, user(text))
     for name in ("aaaa11111", "bbbb22222"):
         await talk.ask("", name)
         talk.hear(result(name))
     talk.history[0] = {"role": "system", "content": "Be brief."}
     called = await talk.ask("Done.")
-    assert [anchor.place for anchor in called.turn.anchors] == [2, 4]
-    assert talk.written(called).count("[/INST]") == called.text().count("[/INST]")
+    if text == "Look again.":
+        assert [anchor.place for anchor in called.turn.anchors] == [2, 4]
+    for token in ("[/INST]", "[TOOL_CALLS]"):
+        assert talk.written(called).count(token) == called.text().count(token)

@@ -27,7 +27,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from tokencache.core import ids
-from tokencache.core.canonical import BLANK, Message, canonical_arguments, canonical_json, split_think
+from tokencache.core.canonical import BLANK, Call, Message, canonical_arguments, canonical_json, split_think
 from tokencache.core.evidence import Echoed
 from tokencache.core.splice import fill
 from tokencache.core.turn import hash_ids
@@ -197,10 +197,22 @@ async def _prove_words(call: ChatCall, replies: Sequence[_Reply], stands: tuple[
         header = (await read(ids.head(opener, ids.common_head(opener, head or b"")))).partition("<think>")[0]  # reasoning is the reply's
         sampled = await read(opener + _unstopped(reply.generation, model))
         message = call.messages[reply.place]
-        if not all(re.search(rf"(?<!\w){re.escape(call.name)}(?!\w)", sampled) for call in message.calls):
-            raise TailRefusedError(UNPROVEN)  # a template may write a call without its name (Kimi-K2)
+        if not all(_is_shown(call, sampled) for call in message.calls):
+            raise TailRefusedError(UNPROVEN)
         if not own.startswith(header) or not _same_words(sampled.removeprefix(header), own.removeprefix(header), message):
             raise TailRefusedError(UNPROVEN)
+
+
+def _is_shown(call: Call, sampled: str) -> bool:
+    """Whether a sampled text names a call, and the template can write its arguments.
+
+    Kimi-K2's template writes calls without their names. Arguments that are no JSON object are rendered as an empty one.
+    """
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(arguments, dict) and re.search(rf"(?<!\w){re.escape(call.name)}(?!\w)", sampled) is not None
 
 
 def _unstopped(generation: bytes, model: Model) -> bytes:

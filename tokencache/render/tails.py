@@ -561,16 +561,20 @@ def _parted(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool
         return body, front[len(body) :]
     if same == ids.count(body) - 1:  # its last token has grown together with what follows, which the reply was not sampled behind
         return body, ids.tail(front, same)
-    # How the last message begins, and what stands before it, is written otherwise there: its end is looked for, grown or not.
+    # How the last message begins, and what stands before it, is written otherwise there: its end is looked for. The last token may have
+    # grown; then the others stand farther on than an earlier message that ends alike. Where an end repeats itself, neither can be told.
     for length in (END_OF_MESSAGE, SHORT) if bare else (END_OF_MESSAGE,):
         end = ids.tail(body, max(ids.count(body) - length, 0))
-        most = ids.count(end) - 1
-        whole, less = ids.find_last(front, end), ids.find_last(front, ids.head(end, most))
-        if less >= 0:
-            grown = whole < 0 or less > whole + 1
-            cut = less + most if grown else whole + most + 1
-            piece, rest = ids.head(front, less) + end if grown else ids.head(front, cut), ids.tail(front, cut)
-            return (piece, rest) if stop_ids.isdisjoint(ids.unpack(rest)) else (front, None)
+        size = ids.count(end)
+        whole, but_one = ids.find_last(front, end), ids.find_last(front, ids.head(end, size - 1))
+        if but_one < 0:
+            continue
+        grown = length == END_OF_MESSAGE and (whole < 0 or but_one >= whole + size)
+        if but_one != whole and not grown:
+            return front, None
+        cut = but_one + size - grown
+        piece, rest = ids.head(front, but_one) + end, ids.tail(front, cut)
+        return (piece, rest) if stop_ids.isdisjoint(ids.unpack(rest)) else (front, None)
     return front, None
 
 
