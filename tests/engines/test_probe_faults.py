@@ -3,13 +3,11 @@
 import contextlib
 import logging
 
-import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
 
 from tests.engines.between import Between
-from tests.engines.listening import listening
 from tests.nemo.worker import Worker
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, until, user
 from tokencache.engines import questions, standing
@@ -30,20 +28,13 @@ def _briskly(monkeypatch):
     monkeypatch.setattr("tokencache.engines.health.CHECK_EVERY", 0.01)
 
 
-class Resetting:
+class Resetting(Between):
     """Passes requests on to an engine, and tears down the connection of those that `resets` picks by number and path."""
 
     def __init__(self, upstream):
-        self.upstream = upstream
+        super().__init__(upstream)
         self.paths = []
         self.resets = lambda _number, _path: False
-
-    @contextlib.asynccontextmanager
-    async def serve(self):
-        app = web.Application(client_max_size=2**28)
-        app.router.add_route("*", "/{path:.*}", self._pass)
-        async with aiohttp.ClientSession() as self._http, listening(app) as url:
-            yield url
 
     async def _pass(self, request):
         body = await request.read()

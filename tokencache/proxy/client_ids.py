@@ -89,9 +89,8 @@ class ReturnedIds(Mapping[int, Echoed]):
 
     def _reply(self, place: int) -> _Reply | None:
         if place not in self._read:
-            echo = self._echoes.get(place, _NOTHING)
-            prompt, generation = read_ids(b"[%s]" % echo.prompt), read_ids(b"[%s]" % echo.generation)
-            self._read[place] = _Reply(place, prompt, generation) if prompt and generation else None
+            prompt, generation = read_echo(self._echoes.get(place, _NOTHING)) or (b"", b"")
+            self._read[place] = _Reply(place, prompt, generation) if generation else None
         return self._read[place]
 
     def __getitem__(self, place: int) -> Echoed:
@@ -102,7 +101,7 @@ class ReturnedIds(Mapping[int, Echoed]):
         """
         reply = self._reply(place)
         if reply is not None:
-            return Echoed(hash_ids(reply.prompt + reply.generation), hash_ids(reply.generation))
+            return hashed(reply.prompt, reply.generation)
         if self._required and place == self._last:
             return Echoed(hash_ids(self._required))
         raise KeyError(place)
@@ -115,6 +114,17 @@ class ReturnedIds(Mapping[int, Echoed]):
     def __len__(self) -> int:
         """At how many places ids came back."""
         return sum(1 for _ in self)
+
+
+def read_echo(echo: Echo) -> tuple[bytes, bytes] | None:
+    """Read the ids of a prompt and its generation (packed); `None` if they are not lists of ids, or the prompt is empty."""
+    prompt, generation = read_ids(b"[%s]" % echo.prompt), read_ids(b"[%s]" % echo.generation)
+    return (prompt, generation) if prompt and generation is not None else None
+
+
+def hashed(prompt: bytes, generation: bytes) -> Echoed:
+    """Hash the ids of a prompt and its generation, as a turn's are hashed."""
+    return Echoed(hash_ids(prompt + generation), hash_ids(generation))
 
 
 def is_prefix(echo: Echo, held: Held) -> bool:

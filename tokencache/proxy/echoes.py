@@ -13,14 +13,11 @@ prefix that the call continues, which is at hand; only what is no beginning of i
 import logging
 from collections.abc import Sequence
 
-from tokencache.core import ids
 from tokencache.core.canonical import digest
-from tokencache.core.evidence import Echoed
-from tokencache.core.turn import Turn, hash_ids
+from tokencache.core.turn import Turn
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import Echo
-from tokencache.engines.echoed import read_ids
-from tokencache.proxy.client_ids import is_prefix
+from tokencache.proxy.client_ids import hashed, is_prefix, read_echo
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan
 from tokencache.store.contract import StoreError
@@ -73,8 +70,8 @@ def _listed(places: Sequence[int]) -> str:
 
 def _turns_of(echo: Echo, known: list[Turn]) -> list[Turn]:
     """The turns that were recorded with these ids."""
-    prompt, generation = read_ids(b"[%s]" % echo.prompt), read_ids(b"[%s]" % echo.generation)
-    if prompt is None or generation is None or not ids.count(prompt):
+    read = read_echo(echo)
+    if read is None:
         return []
-    named = Echoed(hash_ids(prompt + generation), hash_ids(generation))
+    named = hashed(*read)
     return [turn for turn in known if named.names(turn)]
