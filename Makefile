@@ -1,7 +1,7 @@
 # `make demo` is the place to start. Every target sets up what it needs.
 #
 # Needs: Python 3.11 or later, a C compiler (for the Redis that the tests start), and a package index.
-# The viewer's tests want Chromium: tests/viewer/install_chromium.sh installs Debian's (as root); else they are skipped.
+# The viewer's tests want Chromium: tests/api/viewer/install_chromium.sh installs Debian's (as root); else they are skipped.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,13 +17,13 @@ USUAL := claude-code codex hermes opencode openai-agents langgraph
 # Each test file runs in one worker, so that the servers and caches of a file start once. JOBS=4 sets the number of workers.
 JOBS ?= auto
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
-FAST_TESTS := tests/core tests/dialects tests/testing tests/trainer/formats
+FAST_TESTS := tests/core tests/dialects tests/testing tests/trajectories/formats
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV))
 E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
 PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
-# tests/nemo again, where NeMo Gym's own classes are there to be compared with
-NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/nemo
+# tests/system/nemo again, where NeMo Gym's own classes are there to be compared with
+NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/system/nemo
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock audit demo lint lint-deploy check test coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers chaos fuzz adversary bench bench-quick bench-engine bench-others clean
@@ -52,10 +52,11 @@ audit: $(STAMP) ## whether a vulnerability is known in what requirements.lock pi
 demo: $(STAMP) ## one agent, directly and through the proxy, on a simulated engine: seconds, no GPU
 	@$(BIN)/tokencache demo $(ARGS)
 
-lint: $(STAMP) ## ruff, its formatter and mypy
+lint: $(STAMP) ## ruff, its formatter, mypy and the import contracts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 lint-deploy: $(STAMP) ## the Dockerfile, the compose file, the manifests
 	$(BIN)/hadolint Dockerfile
@@ -73,7 +74,7 @@ coverage: ## the same as `make test COVERAGE=1`: fails below the level in pyproj
 	$(MAKE) test COVERAGE=1
 
 e2e: e2e-install ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time
-	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/e2e
+	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/system/e2e
 	$(NEMO_GYM_TESTS)
 	$(MAKE) consumers
 
@@ -81,38 +82,38 @@ consumers: $(STAMP) ## the formats, read by the trainers' own published classes 
 	mkdir -p .consumers
 	for w in $(CONSUMERS); do ls .consumers/$${w%%==*}-$${w##*==}-*.whl >/dev/null 2>&1 || \
 		$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --dest .consumers $$w || exit 1; done
-	TOKENCACHE_CONSUMERS=$(abspath .consumers) $(PYTEST_E2E) tests/trainer/formats/test_published.py
+	TOKENCACHE_CONSUMERS=$(abspath .consumers) $(PYTEST_E2E) tests/trajectories/formats/test_published.py
 
 e2e-harnesses: e2e-engine ## every real harness that can be installed; writes docs/harnesses.md
-	-tests/e2e/harnesses/install.sh $(HARNESS_DIR)
-	$(E2E) TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/e2e/harnesses
+	-tests/system/e2e/harnesses/install.sh $(HARNESS_DIR)
+	$(E2E) TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/system/e2e/harnesses
 
 e2e-versions: $(STAMP) ## older vLLMs with the plugin and without, VLLM_VERSIONS="0.24 0.25"; writes docs/engines.md
-	for v in $(VLLM_VERSIONS); do PYTHON=$(PYTHON) tests/e2e_versions/install.sh .venv-vllm-$$v "$$v.*" || exit 1; done
-	TOKENCACHE_E2E_VLLMS="$(VLLM_VERSIONS:%=.venv-vllm-%)" TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/e2e_versions
+	for v in $(VLLM_VERSIONS); do PYTHON=$(PYTHON) tests/system/e2e_versions/install.sh .venv-vllm-$$v "$$v.*" || exit 1; done
+	TOKENCACHE_E2E_VLLMS="$(VLLM_VERSIONS:%=.venv-vllm-%)" TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/system/e2e_versions
 
 e2e-nemo: $(STAMP) ## NVIDIA's nemo-gym with the proxy in each of its places, on a real vLLM: three minutes
-	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
-	PYTHON=$(PYTHON) tests/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
-	$(E2E) $(PYTEST_E2E) tests/e2e/test_nemo_gym.py
+	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
+	PYTHON=$(PYTHON) tests/system/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
+	$(E2E) $(PYTEST_E2E) tests/system/e2e/test_nemo_gym.py
 	$(NEMO_GYM_TESTS)
 
 e2e-install: e2e-engine ## install what `make e2e` needs; `make e2e` does it, too
-	tests/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
+	tests/system/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
 
 e2e-engine: $(STAMP)
-	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
-	PYTHON=$(PYTHON) tests/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
-	PYTHON=$(PYTHON) tests/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
+	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
+	PYTHON=$(PYTHON) tests/system/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
+	PYTHON=$(PYTHON) tests/system/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
 
 chaos: $(STAMP) ## 2,000 turns while proxies, Redis and engines are killed, frozen and cut off: some minutes. ARGS="--turns N --seed S"
-	$(BIN)/python -m tests.faults.chaos $(ARGS)
+	$(BIN)/python -m tests.system.faults.chaos $(ARGS)
 
 fuzz: $(STAMP) ## the parsers that read what strangers write, for two minutes; guided by coverage after .venv/bin/pip install atheris. ARGS="path --seconds 600"
-	$(BIN)/python -m tests.fuzz $(ARGS)
+	$(BIN)/python -m tests.system.fuzz $(ARGS)
 
 adversary: $(STAMP) ## random agent sessions against reading, matching, planning and recording, judged message by message. ARGS="--turns 1000000 --processes 2"
-	$(BIN)/python -m tests.adversary $(ARGS)
+	$(BIN)/python -m tests.system.adversary $(ARGS)
 
 bench: bench-others ## what the proxy costs, beside a bare relay, nginx, LiteLLM and more: 25 minutes, on a quiet machine
 	$(BIN)/python -m bench $(ARGS)
@@ -121,7 +122,7 @@ bench-quick: bench-others ## less of it, in under two minutes
 	$(BIN)/python -m bench --quick $(ARGS)
 
 bench-engine: $(STAMP) ## what the engine gains: first tokens and prefix cache of a real vLLM on CPU, with the proxy and without: twelve minutes
-	PYTHON=$(PYTHON) tests/e2e/rig/install_vllm.sh $(VLLM_VENV)
+	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) $(BIN)/python -m bench.gain $(ARGS)
 
 bench-others: $(STAMP)

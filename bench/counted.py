@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from bench.client import Client, said
 from bench.talk import Talk
 from tokencache.config import Settings
-from tokencache.serving.server import serving
+from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType)

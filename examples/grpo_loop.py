@@ -11,7 +11,7 @@ import openai
 
 from tokencache.client import AsyncClient, AsyncSession, Trajectory
 from tokencache.config import Settings
-from tokencache.serving.server import serving
+from tokencache.server.serve import serving
 from tokencache.testing import SimulatedEngine
 
 STEPS, GROUPS, ROLLOUTS, TURNS = 2, 3, 4, 4

@@ -15,13 +15,13 @@ from typer.core import TyperCommand
 from tokencache import __version__, logs
 from tokencache.adapters import commands
 from tokencache.commands import app as trainer
+from tokencache.commands.drift.command import report_drift
 from tokencache.config import NAMES, PREFIX, Settings, SettingsError, Shown, option_of
+from tokencache.engine.template.local import quieten
 from tokencache.errors import extra_missing
-from tokencache.render.local import quieten
-from tokencache.serving.server import run
-from tokencache.serving.workers import WorkerError, supervise
-from tokencache.store.contract import StoreError
-from tokencache.trainer.drift.command import report_drift
+from tokencache.server.serve import run
+from tokencache.server.workers import WorkerError, supervise
+from tokencache.store.base import StoreError
 
 log = logging.getLogger(__name__)
 SHORT_KEY = 16

@@ -15,9 +15,9 @@ from rapidfuzz import process
 from tokencache.core.budget import Budget
 from tokencache.core.rules import BY_NAME
 from tokencache.dialects.chat.sampling import check_policy
-from tokencache.engines.registry import EngineKind
-from tokencache.engines.standing import Level
-from tokencache.proxy.imprint import Policy
+from tokencache.engine.drivers.registry import EngineKind
+from tokencache.engine.standing import Level
+from tokencache.proxy.dedup.fingerprint import Policy
 from tokencache.proxy.session_sources import SessionSources
 
 PREFIX = "TOKENCACHE_"

@@ -2,7 +2,7 @@
 
 `HarnessError`  the harness's: answered 4xx in its dialect, never sent to the engine
 `EngineError`   the engine's: relayed where there is something to relay, else 502 / 504
-`StoreError`    the store's (in `store.contract`): the call goes on without its session's past, the session is marked
+`StoreError`    the store's (in `store.base`): the call goes on without its session's past, the session is marked
 
 What remains is ours: 500 in the dialect, with a log line that names session and call.
 """

@@ -1,6 +1,6 @@
 """Metrics: what `/metrics` shows. docs/operations.md explains each one; every label has few values.
 
-Where several workers share a port (`serving.workers`), who asks one of them is told of all: each keeps its figures in a file that the
+Where several workers share a port (`server.workers`), who asks one of them is told of all: each keeps its figures in a file that the
 others read, as `prometheus_client` does it where the environment names a directory (https://prometheus.github.io/client_python/multiprocess/).
 Counters are summed up, those of workers that died included; what is now, of those that live.
 """

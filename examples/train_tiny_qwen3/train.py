@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tokencache.client import AsyncClient, AsyncSession, Sequence, Trajectory
 from tokencache.config import Settings
-from tokencache.serving.server import serving
+from tokencache.server.serve import serving
 
 GROUPS, ROLLOUTS, TURNS, MAX_TOKENS = 3, 4, 3, 48
 STEPS, LEARNING_RATE, CLIP = 5, 5e-4, 0.2

@@ -19,12 +19,12 @@ from bench.report import profile
     [
         (["uvloop/__init__.py", "asyncio/runners.py"], LOOP),
         (["asyncio/runners.py", "aiohttp/web_protocol.py", "aiohttp/http_writer.py"], SERVER),
-        (["tokencache/proxy/call.py", "tokencache/engines/upstream.py", "aiohttp/client.py", "yarl/_url.py"], CLIENT),
-        (["aiohttp/web_protocol.py", "tokencache/proxy/caller.py"], REST),
-        (["tokencache/proxy/caller.py", "tokencache/dialects/chat/call.py"], READING),
+        (["tokencache/proxy/call.py", "tokencache/engine/upstream.py", "aiohttp/client.py", "yarl/_url.py"], CLIENT),
+        (["aiohttp/web_protocol.py", "tokencache/proxy/endpoints.py"], REST),
+        (["tokencache/proxy/endpoints.py", "tokencache/dialects/chat/call.py"], READING),
         (["tokencache/proxy/call.py", "tokencache/core/match.py", "contextlib.py"], PLANNING),
-        (["tokencache/proxy/record.py", "tokencache/core/ids.py"], RECORDING),
-        (["tokencache/engines/vllm.py", "tokencache/core/ids.py"], SENDING),
+        (["tokencache/proxy/recorder.py", "tokencache/core/ids.py"], RECORDING),
+        (["tokencache/engine/drivers/vllm.py", "tokencache/core/ids.py"], SENDING),
         (["threading.py"], REST),
     ],
 )

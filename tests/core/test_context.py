@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.settings import MANY
 from tokencache.core import context as contexts
-from tokencache.core.canonical import Message
 from tokencache.core.context import Context, added, pack_context, unpack_context, whole_context, whole_contexts
+from tokencache.core.messages import Message
 from tokencache.core.turn import Turn
-
-from .settings import MANY
 
 Raw = msgspec.Raw
 

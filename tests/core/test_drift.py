@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.forest import Forest
-from core.settings import MANY
+from tests.core.forest import Forest
+from tests.core.settings import MANY
 from tokencache.core import drift_causes as causes
 from tokencache.core import ids
-from tokencache.core.canonical import Call, Message
 from tokencache.core.drift import Drift, Site, Step, breaks, differences, rendering_of
+from tokencache.core.messages import Call, Message
 from tokencache.core.rules import RULES
 from tokencache.core.turn import Anchor
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.settings import MANY
 from tokencache.core import ids
-
-from .settings import MANY
 
 token = st.integers(0, 3) | st.sampled_from([255, 256, 257, 65536, 16777216, 2**31 - 1]) | st.integers(-(2**31), 2**31 - 1)
 tokens = st.lists(token, max_size=12)

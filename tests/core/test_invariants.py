@@ -5,12 +5,11 @@ import random
 import msgspec
 import pytest
 
+from tests.core.forest import Forest, grow, line
+from tests.core.world import decode, play
 from tokencache.core import ids, invariants
 from tokencache.core.lineage import sequences
 from tokencache.core.turn import Tokens
-
-from .forest import Forest, grow, line
-from .world import decode, play
 
 
 def told(found, *words):

@@ -4,12 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.forest import Forest, grow, line
+from tests.core.settings import MANY
 from tokencache.core import ids, invariants
 from tokencache.core.lineage import lines, sequences
 from tokencache.core.turn import rebuild
-
-from .forest import Forest, grow, line
-from .settings import MANY
 
 
 def names(forest):

@@ -8,21 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.settings import FEW, MANY
+from tests.core.world import HABITS, WrongMatchError, play
 from tokencache.core import evidence, invariants
 from tokencache.core import match as matching
-from tokencache.core.canonical import Call, Message, digest
 from tokencache.core.chain import converse
 from tokencache.core.evidence import Echoed
 from tokencache.core.interrupt import Cut, heard, pack_cuts, unpack_cuts
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, wanted
 from tokencache.core.lineage import sequences
 from tokencache.core.match import Hit, match
+from tokencache.core.messages import Call, Message, digest
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import Verdict, judge
-
-from .settings import FEW, MANY
-from .world import HABITS, WrongMatchError, play
 
 
 @FEW

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tokencache.core.canonical import Call, Message, digest
+from tests.core.rules_page import HABITS, page
+from tests.core.settings import MANY
+from tokencache.core.messages import Call, Message, digest
 from tokencache.core.repair import NothingSaidError, completed
 from tokencache.core.rewrites import explain_call, foretold, retold
 from tokencache.core.rules import BY_NAME, RULES, Leniency
 from tokencache.core.verdict import judge
-
-from .rules_page import HABITS, page
-from .settings import MANY
 
 VOUCHED = frozenset(rule.name for rule in RULES if rule.kind == "vouched")
 ALL = Leniency(vouched=VOUCHED)

@@ -5,9 +5,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencache.core.canonical import Call, Message, digest, exact
 from tokencache.core.chain import converse, extend
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, wanted
+from tokencache.core.messages import Call, Message, digest, exact
 from tokencache.dialects.chat.call import read_chat
 from tokencache.dialects.chat.growth import Bodies
 

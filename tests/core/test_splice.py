@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.settings import SOME
 from tokencache.core import ids
 from tokencache.core.ids import pack
 from tokencache.core.splice import OPEN, REPLACED, SHARED, boundary, join
-
-from .settings import SOME
 
 IM_END, NEWLINE, USER, OBSERVATION, RETURN, END, CALL = 900, 10, 901, 902, 903, 904, 905
 

@@ -19,11 +19,11 @@ import msgspec
 
 from tokencache.core import evidence, ids, interrupt, invariants
 from tokencache.core import match as matching
-from tokencache.core.canonical import Call, Message, digest
 from tokencache.core.chain import Conversation, converse
 from tokencache.core.evidence import Echoed
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, place_key, wanted
 from tokencache.core.match import Hit, Match
+from tokencache.core.messages import Call, Message, digest
 from tokencache.core.rules import Leniency
 from tokencache.core.splice import boundary, join
 from tokencache.core.turn import Anchor, Tokens, Turn, hash_ids

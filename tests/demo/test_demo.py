@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from tokencache.cli import app
 from tokencache.demo import run_demo
 from tokencache.demo.episodes import script
-from tokencache.proxy.plan import Plan, Planner
+from tokencache.proxy.planner import Plan, Planner
 from tokencache.testing import SimulatedEngine
-from tokencache.trainer.formats import native
+from tokencache.trajectories.formats import native
 
 ROLLOUTS, TURNS = 6, 8
 FIGURES = ["rollouts", "turns", "contiguous_turns", "drifted_tokens", "sequences", "trainable_tokens"]

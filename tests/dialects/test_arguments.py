@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from tests.dialects.anthropic import kit as messages
 from tests.dialects.gemini import kit as gemini
-from tests.dialects.messages import kit as messages
 from tests.dialects.responses import kit as responses
 
 OBJECTS = {

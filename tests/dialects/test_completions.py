@@ -14,8 +14,8 @@ from tokencache.core import ids
 from tokencache.dialects import completions
 from tokencache.dialects.completions import CompletionPresenter
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
-from tokencache.engines.echoed import read_ids
-from tokencache.engines.reply import Reply
+from tokencache.engine.prompt_echo import read_ids
+from tokencache.engine.reply import Reply
 from tokencache.errors import HarnessError
 from tokencache.testing import SimulatedEngine
 

@@ -8,13 +8,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.dialects.test_unread import HANDLE, SPEAKERS, chunk, responses, written
-from tokencache.core.canonical import Message, digest
+from tokencache.core.messages import Message, digest
 from tokencache.core.verdict import judge
+from tokencache.dialects.anthropic.history import History
+from tokencache.dialects.anthropic.reply import MessagesSpeaker
 from tokencache.dialects.gemini.contents import Contents
 from tokencache.dialects.gemini.entry import entry
 from tokencache.dialects.gemini.reply import GeminiSpeaker
-from tokencache.dialects.messages.history import History
-from tokencache.dialects.messages.reply import MessagesSpeaker
 from tokencache.dialects.responses.items import Talk
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import CLOSED, NOT_IN_TEXT, UNCLOSED, Thinking, folded, in_text, read_signature, signed

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokencache.dialects.anthropic.reply import MessagesSpeaker
 from tokencache.dialects.chat.plain import piece_of
 from tokencache.dialects.gemini.reply import GeminiSpeaker
-from tokencache.dialects.messages.reply import MessagesSpeaker
 from tokencache.dialects.responses.reply import ResponsesSpeaker
 from tokencache.dialects.responses.tools import ToolName
 from tokencache.dialects.sse import event_of

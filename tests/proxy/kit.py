@@ -17,7 +17,7 @@ import aiohttp
 
 from tokencache.config import Settings
 from tokencache.core import invariants
-from tokencache.serving.server import serving
+from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 

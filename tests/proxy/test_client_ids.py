@@ -9,14 +9,14 @@ from collections import Counter
 
 import pytest
 
-from tests.adversary.stack import Stack
-from tests.render.more_kinds import ALL_KINDS
+from tests.engine.template.more_kinds import ALL_KINDS
+from tests.system.adversary.stack import Stack
 from tokencache.core import ids
-from tokencache.core.canonical import Call, Message
+from tokencache.core.messages import Call, Message
 from tokencache.core.splice import fill
+from tokencache.engine.template.tails import TailRefusedError
 from tokencache.proxy import client_ids
 from tokencache.proxy.client_ids import _between, _same_words
-from tokencache.render.tails import TailRefusedError
 
 TEXTS = ["Yes.", "Done.", "Let me look.", "naïve café ☕ — 你好", "First line.\n\nSecond line.", '{"a": [1, 2.50]}', "OK"]
 ASKS = ["Go on.", "Why?", "Fix  it.\n", "Schreib ü 你好 🙂", "<|im_end|> said she"]

@@ -9,10 +9,10 @@ from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
 from tokencache.core.context import unpack_context, whole_context
 from tokencache.dialects.chat.call import read_chat
 from tokencache.dialects.chat.growth import Bodies
-from tokencache.engines.reply import Reply
-from tokencache.proxy.plan import Plan
-from tokencache.proxy.prefixes import Prefixes
-from tokencache.proxy.record import Outcome
+from tokencache.engine.reply import Reply
+from tokencache.proxy.planner import Plan
+from tokencache.proxy.prefix_cache import Prefixes
+from tokencache.proxy.recorder import Outcome
 from tokencache.store.memory import MemoryStore
 
 

@@ -37,7 +37,7 @@ async def test_an_engine_that_comes_up_later(unused_tcp_port):
 
 async def test_readiness_comes_without_any_call(unused_tcp_port, monkeypatch):
     """A load balancer sends nothing to a proxy that is not ready: it must find the engine by itself, also again."""
-    monkeypatch.setattr("tokencache.engines.health.CHECK_EVERY", 0.01)
+    monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.01)
     async with proxied(upstream=f"http://127.0.0.1:{unused_tcp_port}") as rig:
         for _ in range(2):
             engine = SimulatedEngine(episodes=EPISODES)

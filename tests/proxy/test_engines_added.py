@@ -9,9 +9,9 @@ import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, Rig, echo, results, until, user
 from tokencache.config import Settings
-from tokencache.engines import roster
-from tokencache.serving.server import serving
-from tokencache.store.contract import StoreError
+from tokencache.engine import roster
+from tokencache.server.serve import serving
+from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 
@@ -22,7 +22,7 @@ ENGINES = "/tokencache/v1/engines"
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
     monkeypatch.setattr(roster, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr("tokencache.engines.health.CHECK_EVERY", 0.02)
+    monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.02)
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,7 @@ from tokencache.adapters.load import load_all
 from tokencache.config import Settings
 from tokencache.core.rules import Leniency
 from tokencache.errors import HarnessError
-from tokencache.proxy.habits import Aliases, Habits
+from tokencache.proxy.harness_profile import Aliases, Habits
 
 KEYS = "/tokencache/v1/keys"
 ASK = {"messages": [user("EPISODE:demo")]}

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.proxy.kit import CHAT, HEADER, user
 from tokencache.config import Settings
-from tokencache.serving.server import serving
+from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 
 CHUNKS = [

@@ -14,10 +14,10 @@ from aiohttp import web
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, until, user
 from tests.proxy.serve import SECONDS, served
 from tokencache.config import Settings
-from tokencache.engines import upstream
-from tokencache.serving import door
-from tokencache.serving.descriptors import raise_limit
-from tokencache.serving.server import serving
+from tokencache.engine import upstream
+from tokencache.server import listener as door
+from tokencache.server.descriptors import raise_limit
+from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 
@@ -90,7 +90,7 @@ async def test_too_few_files_are_said_and_harnesses_wait():
     assert "ONLY 86 STREAMS FIT" in proxy.log
     assert proxy.log.count("FULL: 86 connections are open") == 1
     assert "OUT OF FILE DESCRIPTORS" not in proxy.log
-    assert " ERROR " not in proxy.log.replace("ERROR tokencache.serving.door", "")
+    assert " ERROR " not in proxy.log.replace("ERROR tokencache.server.listener", "")
 
 
 class Short(socket.socket):

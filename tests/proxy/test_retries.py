@@ -9,11 +9,11 @@ import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, events, proxied, results, until, user
 from tokencache.config import Settings
-from tokencache.proxy import twins
-from tokencache.proxy.imprint import repeat_of
+from tokencache.proxy.dedup import in_flight as twins
+from tokencache.proxy.dedup.fingerprint import repeat_of
 from tokencache.proxy.latecomers import ONE_BY_ONE
-from tokencache.serving.server import serving
-from tokencache.store.contract import StoreError
+from tokencache.server.serve import serving
+from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.testing import Fault, SimulatedEngine

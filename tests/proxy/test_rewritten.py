@@ -9,9 +9,9 @@ import pytest
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
 from tests.proxy.test_client_gone import settled
 from tokencache.core.rules import RULES, Leniency
-from tokencache.proxy import caller
+from tokencache.proxy import endpoints as caller
 from tokencache.proxy.delivery import Delivery
-from tokencache.proxy.habits import Habits
+from tokencache.proxy.harness_profile import Habits
 from tokencache.testing import SimulatedEngine
 
 CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "cd /w && ls", "timeout": "5"}}\n</tool_call>'

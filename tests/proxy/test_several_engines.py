@@ -12,8 +12,8 @@ from tests.ports import free_port
 from tests.proxy.kit import EPISODES, HEADER, TOOLS, echo, proxied, results, until, user
 from tokencache import cli
 from tokencache.config import Settings, names_in
-from tokencache.engines.pool import preference
-from tokencache.proxy import hold
+from tokencache.engine.pool import preference
+from tokencache.proxy import engine_retry
 from tokencache.testing import SimulatedEngine
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -60,9 +60,9 @@ class Fleet:
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
-    monkeypatch.setattr(hold, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(hold, "LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr("tokencache.engines.health.CHECK_EVERY", 0.02)
+    monkeypatch.setattr(engine_retry, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(engine_retry, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.02)
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, until, user
 from tokencache import metrics
-from tokencache.store.contract import StoreError
+from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}

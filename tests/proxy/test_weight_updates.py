@@ -7,7 +7,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, events, proxied, results, until, user
-from tokencache.proxy import hold
+from tokencache.proxy import engine_retry
 from tokencache.testing import Fault, SimulatedEngine
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -22,9 +22,9 @@ DIALECTS = {
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
-    monkeypatch.setattr(hold, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(hold, "LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr("tokencache.engines.health.CHECK_EVERY", 0.05)
+    monkeypatch.setattr(engine_retry, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(engine_retry, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.05)
 
 
 @pytest.fixture

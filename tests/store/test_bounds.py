@@ -5,8 +5,8 @@ import logging
 import pytest
 from redis.asyncio import Redis
 
+from tokencache.store.base import Binding, Incident, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
 from tokencache.store.conformance import build, record
-from tokencache.store.contract import Binding, Incident, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.testing.redis_server import RealRedis

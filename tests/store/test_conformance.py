@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 
 from tokencache.core.turn import Prefix
 from tokencache.store import conformance
+from tokencache.store.base import Begun, OpenCall, SessionSealedError
 from tokencache.store.conformance import CHECKS, check_replicas
-from tokencache.store.contract import Begun, OpenCall, SessionSealedError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.testing.redis_server import RealRedis, find_binary

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from tokencache.core.invariants import audit
 from tokencache.core.lineage import sequences
+from tokencache.store.base import Entry, Incident, SessionDeletedError, SessionGoneError, SessionSealedError
 from tokencache.store.conformance import build
-from tokencache.store.contract import Entry, Incident, SessionDeletedError, SessionGoneError, SessionSealedError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 

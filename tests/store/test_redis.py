@@ -7,8 +7,8 @@ from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
+from tokencache.store.base import Binding, Incident, SessionDeletedError, SessionGoneError, SessionSealedError, StoreError
 from tokencache.store.conformance import build, record
-from tokencache.store.contract import Binding, Incident, SessionDeletedError, SessionGoneError, SessionSealedError, StoreError
 from tokencache.store.redis import RedisStore
 from tokencache.store.redis.store import HASHES
 from tokencache.testing.redis_server import RealRedis

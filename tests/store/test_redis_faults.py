@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from redis import exceptions
 
+from tokencache.store.base import Binding, Incident, SessionGoneError, StoreError
 from tokencache.store.conformance import build, record
-from tokencache.store.contract import Binding, Incident, SessionGoneError, StoreError
 from tokencache.store.redis import RedisStore
 from tokencache.testing.redis_server import RealRedis, find_binary
 

@@ -9,11 +9,11 @@ import msgspec
 from redis.asyncio import Redis
 
 from tokencache.core import ids
-from tokencache.core.canonical import Call, Message
 from tokencache.core.context import Context, pack_context
+from tokencache.core.messages import Call, Message
 from tokencache.core.turn import Tokens, Turn, hash_ids, hash_logprobs
-from tokencache.store.contract import Entry
-from tokencache.store.packing import pack
+from tokencache.store.base import Entry
+from tokencache.store.encoding import pack
 from tokencache.store.redis import RedisStore
 
 TURNS, TAIL, COMPLETION = 200, 200, 200

@@ -10,8 +10,8 @@ import pytest
 import trustme
 
 from tokencache.store import open_store
+from tokencache.store.base import StoreError
 from tokencache.store.conformance import CHECKS, build, check_replicas, record
-from tokencache.store.contract import StoreError
 from tokencache.testing.redis_groups import SERVICE, asked, cluster, wait, watched_primary
 from tokencache.testing.redis_server import RealRedis, find_binary, find_valkey
 

@@ -5,8 +5,8 @@ import types
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.render.shapes import TOOLS
-from tests.render.template_lab import KINDS, Lab
+from tests.engine.template.shapes import TOOLS
+from tests.engine.template.template_lab import KINDS, Lab
 from tokencache.vllm_plugin.patch import patch
 
 MAX_MODEL_LEN = 4096

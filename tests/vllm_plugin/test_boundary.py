@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from tests.render.shapes import SHAPES, TOOLS
-from tests.render.table import expected
-from tests.render.template_lab import KINDS, behind_in_text, own_stop, speech
+from tests.engine.template.shapes import SHAPES, TOOLS
+from tests.engine.template.table import expected
+from tests.engine.template.template_lab import KINDS, behind_in_text, own_stop, speech
 from tests.vllm_plugin.kit import BadRequestError, Server
 
 USER, REPLY, NEXT = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Well?"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.render.template_lab import KINDS
+from tests.engine.template.template_lab import KINDS
 from tests.vllm_plugin.kit import Renderer, Request, older, vllm
 from tokencache.vllm_plugin import entry
 from tokencache.vllm_plugin.patch import UnknownVllmError, patch

@@ -32,7 +32,8 @@ from tokencache.client.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
-from tokencache.client.values import (
+from tokencache.core.budget import Budget
+from tokencache.trajectories.values import (
     EngineState,
     Figures,
     Incident,
@@ -44,7 +45,6 @@ from tokencache.client.values import (
     Trajectory,
     TurnSpan,
 )
-from tokencache.core.budget import Budget
 
 __all__ = [
     "AnswerError",

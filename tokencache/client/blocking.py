@@ -13,8 +13,8 @@ from tokencache.client.access import Access, access_to
 from tokencache.client.asking import Answer, Exchange, Request, T
 from tokencache.client.errors import NotFoundError
 from tokencache.client.exchanges import Exchanges, check_deletion, missing
-from tokencache.client.values import EngineState, SessionState, Trajectory
 from tokencache.core.budget import Budget
+from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 
 class _Line:

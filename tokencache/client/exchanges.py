@@ -16,9 +16,9 @@ from tokencache.adapters.load import load
 from tokencache.client.access import Access, access_to, check_directory, launch_of
 from tokencache.client.asking import Exchange, Pause, Request, ask, read, send
 from tokencache.client.errors import ClientError, NotFoundError, SealedError, WaitTimeoutError
-from tokencache.client.values import EngineState, SessionState, Trajectory
 from tokencache.core.budget import Budget
-from tokencache.store.contract import Binding
+from tokencache.store.base import Binding
+from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 _BASE = "/tokencache/v1"
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0

@@ -15,7 +15,7 @@ from tokencache.commands import files, printed, tree
 from tokencache.commands.bulk import Export
 from tokencache.commands.checking import check
 from tokencache.errors import HarnessError
-from tokencache.trainer.formats.registry import FORMATS, format_named
+from tokencache.trajectories.formats.registry import FORMATS, format_named
 
 _PROXY = "http://127.0.0.1:8100"
 _PATIENCE = 600.0

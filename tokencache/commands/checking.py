@@ -8,7 +8,7 @@ import msgspec
 
 from tokencache.client import Client, Trajectory
 from tokencache.commands import files
-from tokencache.trainer.verify import Break, holes, verify
+from tokencache.trajectories.verify import Break, holes, verify
 
 _ENDINGS = (files.JSONL, files.GZIP, files.PARQUET, files.JSON, files.PART)
 

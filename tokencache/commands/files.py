@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 import msgspec
 
 from tokencache.errors import extra_missing
-from tokencache.trainer.formats.registry import Format
+from tokencache.trajectories.formats.registry import Format
 
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ROWS = msgspec.json.Decoder(list[msgspec.Raw])

@@ -21,7 +21,7 @@ import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
 
 from tokencache.commands.files import FileError, Sink, Unfinished, rows_of
-from tokencache.trainer.formats.registry import Format
+from tokencache.trajectories.formats.registry import Format
 
 GROUP_TOKENS, GROUP_ROWS = 1 << 20, 8192
 """A row group ends behind the rollout with which it has so many tokens, or rows."""

@@ -10,7 +10,7 @@ from rich.text import Text
 from tokencache.client import SessionState
 from tokencache.commands.bulk import Export
 from tokencache.commands.checking import Checked
-from tokencache.trainer.verify import NOT_CHECKED
+from tokencache.trajectories.verify import NOT_CHECKED
 
 _NAMED = 5
 """So many sessions are named where there may be many."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import xxhash
 
-from tokencache.core.canonical import Call, Message, digest, exact
+from tokencache.core.messages import Call, Message, digest, exact
 
 CALLS = "calls"
 """Where the first call is made, among the debuts of roles."""

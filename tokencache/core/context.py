@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from isal import isal_zlib
 
-from tokencache.core.canonical import Message
+from tokencache.core.messages import Message
 from tokencache.core.turn import Turn
 
 Raw = msgspec.Raw

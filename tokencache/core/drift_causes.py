@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tokencache.core import ids
-from tokencache.core.canonical import Message
 from tokencache.core.drift import Site
+from tokencache.core.messages import Message
 from tokencache.core.rules import BY_NAME, RULES, Leniency
 from tokencache.core.turn import Anchor, Turn
 from tokencache.core.verdict import judge

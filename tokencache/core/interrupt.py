@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokencache.core import ids
-from tokencache.core.canonical import Message
+from tokencache.core.messages import Message
 from tokencache.core.rules import Leniency
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import judge

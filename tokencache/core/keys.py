@@ -11,7 +11,7 @@ first  of                      finds the reply
 `h`    the call's handle       the same, in a dialect that lets us give one out
 `p`    the chain before it     in its place, of a harness that left before it was whole: a beginning of it may come back
 `a`    the model               the same, wherever it stands: so that no other reply is taken for such a beginning
-`q`    the whole request       for a call that asks for the same again (`proxy.imprint`); every turn has it that was asked for like that
+`q`    the whole request       for a call that asks for the same again (`proxy.dedup.fingerprint`); each turn stores it
 =====  ======================  =============================================================================================
 
 No key but the chain's names the template's arguments: two replies of the same words, one sampled with thinking and one without,
@@ -27,8 +27,8 @@ from types import MappingProxyType
 
 import xxhash
 
-from tokencache.core.canonical import Message, digest
 from tokencache.core.chain import Conversation, link
+from tokencache.core.messages import Message, digest
 from tokencache.core.rewrites import foretold
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.verdict import safe_id

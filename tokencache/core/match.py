@@ -36,11 +36,11 @@ from typing import NamedTuple
 import msgspec
 
 from tokencache.core import evidence
-from tokencache.core.canonical import Message
 from tokencache.core.chain import Conversation
 from tokencache.core.evidence import Echoed
 from tokencache.core.interrupt import Heard, heard, may_be
 from tokencache.core.keys import aborted_key, call_key, chain_key, handle_key, place_key, reply_key
+from tokencache.core.messages import Message
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn
 from tokencache.core.verdict import Verdict, is_unique, judge, safe_id

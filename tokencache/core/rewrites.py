@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core.canonical import BLANK, Call, Message, canonical_arguments, canonical_json
+from tokencache.core.messages import BLANK, Call, Message, canonical_arguments, canonical_json
 from tokencache.core.repair import NothingSaidError, completed
 from tokencache.core.rules import Leniency
 

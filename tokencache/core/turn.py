@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from tokencache.core import ids
-from tokencache.core.canonical import Message
+from tokencache.core.messages import Message
 
 MatchKind = Literal["root", "continue", "branch", "resplice", "plain"]
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from tokencache.core.canonical import BLANK, Call, Message, canonical_arguments, split_think
+from tokencache.core.messages import BLANK, Call, Message, canonical_arguments, split_think
 from tokencache.core.rewrites import Rules, explain_call, retold
 from tokencache.core.rules import BY_NAME, STRICT, Leniency
 

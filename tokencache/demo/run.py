@@ -21,7 +21,7 @@ from tokencache.config import Settings
 from tokencache.demo import episodes, show, stages
 from tokencache.demo.figures import Figures, disagreements, measure, measure_exported
 from tokencache.demo.stages import Stage, StageError
-from tokencache.serving.server import serving
+from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 from tokencache.testing.harness import CallFailedError, ScriptedHarness
 

@@ -58,7 +58,7 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class _Choice(Protocol):
-    """A choice as it is collected (`engines.reply.Choice`): ids, their log probabilities, its own prompt's raw JSON list."""
+    """A choice as it is collected (`engine.reply.Choice`): ids, their log probabilities, its own prompt's raw JSON list."""
 
     ids: list[int]
     logprobs: list[float]

@@ -6,7 +6,7 @@
     NaN, Infinity       refused, and so is a number that no double can hold: whatever stood there, it was no JSON
     nested too deeply   refused: no member of an API is nested so
 
-A digest takes half a character for U+FFFD as well (`core.canonical`), so a reply is recognised however it came back. Chat
+A digest takes half a character for U+FFFD as well (`core.messages`), so a reply is recognised however it came back. Chat
 itself is not read here but passed on as it was written: what becomes of it is the engine's to say.
 """
 

@@ -6,9 +6,9 @@ engine's own bytes.
 
 from collections.abc import Mapping
 
+from tokencache.dialects.anthropic.codec import MessagesDialect
 from tokencache.dialects.dialect import Dialect
 from tokencache.dialects.gemini.codec import GeminiDialect
-from tokencache.dialects.messages.codec import MessagesDialect
 from tokencache.dialects.probes import ProbeDialect
 from tokencache.dialects.responses.codec import ResponsesDialect
 

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tokencache.dialects.completion_reader import Choice, Heard, hear
 from tokencache.dialects.dialect import HANDLE
-from tokencache.dialects.heard import Choice, Heard, hear
 
 Mark = Literal["", "inln", "open"]
 """Where a reply's thinking stood: not in its text; in a closed block; in a block that was not closed. Valid base64 behind a handle."""

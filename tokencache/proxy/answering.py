@@ -10,19 +10,19 @@ import aiohttp
 from aiohttp import web
 
 from tokencache.dialects.dialect import EVENTS, refusal
-from tokencache.engines.completions import Parsed
-from tokencache.engines.driver import Driver
-from tokencache.engines.reply import Reply
+from tokencache.engine.drivers.base import Driver
+from tokencache.engine.drivers.text_prompts import Parsed
+from tokencache.engine.reply import Reply
 from tokencache.errors import EngineError
 from tokencache.proxy.delivery import LEFT, Delivery
 from tokencache.proxy.ending import Ending
+from tokencache.proxy.engine_retry import Hold
 from tokencache.proxy.exchange import Exchange
-from tokencache.proxy.hold import Hold
 from tokencache.proxy.overflow import ANSWERED, empty_reply, is_overflow
-from tokencache.proxy.record import ABORTED, BROKE, DROPPED, Outcome
-from tokencache.proxy.relay import whole_response
+from tokencache.proxy.passthrough import whole_response
+from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome
 from tokencache.proxy.sending import Sending
-from tokencache.store.contract import StoreError
+from tokencache.store.base import StoreError
 
 _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _ENDED = "the engine's stream ended before the reply did"

@@ -6,7 +6,7 @@ error would do worse: harnesses repeat those, or fail. No turn is recorded of it
 
 import time
 
-from tokencache.core.canonical import Message
+from tokencache.core.messages import Message
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.whole import alike, whole_reply
 from tokencache.dialects.completions import whole_text

@@ -26,25 +26,25 @@ from tokencache.core.budget import Budget
 from tokencache.core.keys import repeat_key
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.engines.engine import Engine, Model
-from tokencache.engines.reply import Reply
-from tokencache.engines.weights import HEADER as WEIGHT_VERSION
+from tokencache.engine.model import Engine, Model
+from tokencache.engine.reply import Reply
+from tokencache.engine.weights import HEADER as WEIGHT_VERSION
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy import echoes
 from tokencache.proxy.answering import Answering
 from tokencache.proxy.budget import SPENT, last_reply
 from tokencache.proxy.client_ids import require_prefix
+from tokencache.proxy.dedup.fingerprint import Repeat, passed_over
 from tokencache.proxy.delivery import LEFT, Delivery
 from tokencache.proxy.ending import Ending
+from tokencache.proxy.engine_retry import Hold
 from tokencache.proxy.exchange import Exchange
-from tokencache.proxy.hold import Hold
-from tokencache.proxy.imprint import Repeat, passed_over
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.plan import Plan, keys_wanted
-from tokencache.proxy.record import ABORTED, BROKE, Outcome
+from tokencache.proxy.planner import Plan, keys_wanted
+from tokencache.proxy.recorder import ABORTED, BROKE, Outcome
 from tokencache.proxy.sending import Sending
 from tokencache.proxy.undisturbed import Undisturbed
-from tokencache.store.contract import Begun, Incident, Join, OpenCall, StoreError
+from tokencache.store.base import Begun, Incident, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
 

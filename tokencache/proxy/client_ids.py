@@ -7,11 +7,11 @@ Where no recorded turn has these ids (the store was restarted, or another proxy 
 They become the beginning of a prompt if all of this holds:
 
 1. The prompt and the generation of each reply are the beginning of the last reply's, so it is known where each reply stands.
-2. The template's own rendering of these messages, with the generations in the places of their replies (`render.tails`), begins with
-   just these ids. So everything that is not a generation is what the template renders, token for token.
+2. The template's own rendering of these messages, with the generations in the places of their replies (`engine.template.tails`), begins
+   with just these ids. So everything that is not a generation is what the template renders, token for token.
 3. Each generation, read as text by the engine's `/detokenize`, says what the template writes for that message. Only what is always
    forgiven may differ: white space around a text, the form of arguments, reasoning that did not come back. A stop id ends a generation.
-4. The engine says that it used the prompt (`proxy.record`), as for every other call.
+4. The engine says that it used the prompt (`proxy.recorder`), as for every other call.
 
 What cannot be proven is not used: the engine renders. The proxy did not record these replies, so they are context in an export (mask 0).
 
@@ -27,18 +27,18 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from tokencache.core import ids
-from tokencache.core.canonical import BLANK, Call, Message, canonical_arguments, canonical_json, split_think
 from tokencache.core.evidence import Echoed
+from tokencache.core.messages import BLANK, Call, Message, canonical_arguments, canonical_json, split_think
 from tokencache.core.splice import fill
 from tokencache.core.turn import hash_ids
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import PREFIX, Echo
-from tokencache.engines.echoed import read_ids
-from tokencache.engines.engine import Model
+from tokencache.engine.model import Model
+from tokencache.engine.prompt_echo import read_ids
+from tokencache.engine.template.shapes import TailAsk
+from tokencache.engine.template.tails import Around, TailRefusedError
 from tokencache.errors import HarnessError
-from tokencache.proxy.prefixes import Held
-from tokencache.render.shapes import TailAsk
-from tokencache.render.tails import Around, TailRefusedError
+from tokencache.proxy.prefix_cache import Held
 
 log = logging.getLogger(__name__)
 

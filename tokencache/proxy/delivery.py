@@ -20,16 +20,16 @@ from tokencache.dialects import gym
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.dialect import EVENTS
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
-from tokencache.engines.chunks import as_chunks
-from tokencache.engines.driver import Driver
-from tokencache.engines.reply import Reply
-from tokencache.engines.wire import Wire
+from tokencache.engine.chunks import as_chunks
+from tokencache.engine.drivers.base import Driver
+from tokencache.engine.reply import Reply
+from tokencache.engine.wire import Wire
+from tokencache.proxy.engine_retry import Hold
 from tokencache.proxy.exchange import Exchange
-from tokencache.proxy.hold import Hold
+from tokencache.proxy.keepalive import SignsOfLife
 from tokencache.proxy.overflow import is_overflow
-from tokencache.proxy.record import ABORTED, BROKE
-from tokencache.proxy.relay import open_response
-from tokencache.proxy.signs import SignsOfLife
+from tokencache.proxy.passthrough import open_response
+from tokencache.proxy.recorder import ABORTED, BROKE
 
 if TYPE_CHECKING:
     import asyncio

@@ -13,14 +13,14 @@ prefix that the call continues, which is at hand; only what is no beginning of i
 import logging
 from collections.abc import Sequence
 
-from tokencache.core.canonical import digest
+from tokencache.core.messages import digest
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import Echo
 from tokencache.proxy.client_ids import hashed, is_prefix, read_echo
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.plan import Plan
-from tokencache.store.contract import StoreError
+from tokencache.proxy.planner import Plan
+from tokencache.store.base import StoreError
 
 log = logging.getLogger(__name__)
 

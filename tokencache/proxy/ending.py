@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Sequence
 from tokencache import metrics
 from tokencache.core.match import DISAGREED
 from tokencache.dialects.dialect import Speaker
-from tokencache.engines.engine import Engine
-from tokencache.proxy.hold import Hold
-from tokencache.proxy.imprint import claim
+from tokencache.engine.model import Engine
+from tokencache.proxy.dedup.fingerprint import claim
+from tokencache.proxy.engine_retry import Hold
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.record import NO_IDS, Outcome, Recorded
+from tokencache.proxy.recorder import NO_IDS, Outcome, Recorded
 from tokencache.proxy.undisturbed import Undisturbed
-from tokencache.store.contract import Begun, Incident
+from tokencache.store.base import Begun, Incident
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from multidict import CIMultiDict
 
 from tokencache.dialects.dialect import EVENTS, Speaker
-from tokencache.engines.driver import Driver, Exact
-from tokencache.engines.written import Written
+from tokencache.engine.drivers.base import Driver, Exact
+from tokencache.engine.segments import Written
 
 REQUEST_ID = "X-Request-Id"
 

@@ -15,12 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 from tokencache import metrics
-from tokencache.proxy.experts import Experts
+from tokencache.proxy.dedup.in_flight import Twins
 from tokencache.proxy.latecomers import Latecomers
-from tokencache.proxy.prefixes import Prefixes
-from tokencache.proxy.record import Outcome, Recorded
-from tokencache.proxy.twins import Twins
-from tokencache.store.contract import Begun, Incident, Join, SessionGoneError, SessionSealedError, Store, StoreError
+from tokencache.proxy.prefix_cache import Prefixes
+from tokencache.proxy.recorder import Outcome, Recorded
+from tokencache.proxy.routed_experts import Experts
+from tokencache.store.base import Begun, Incident, Join, SessionGoneError, SessionSealedError, Store, StoreError
 
 log = logging.getLogger(__name__)
 

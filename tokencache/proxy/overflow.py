@@ -9,7 +9,7 @@ Source: nemo-gym 0.7.0, `responses_api_models/vllm_model/app.py` (`chat_completi
 
 import time
 
-from tokencache.core.canonical import Message
+from tokencache.core.messages import Message
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.whole import alike, whole_reply
 

@@ -10,13 +10,13 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.engines.engine import Engine, Model
-from tokencache.engines.pool import Pool
+from tokencache.engine.model import Engine, Model
+from tokencache.engine.pool import Pool
+from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.plan import Plan, Planner, keys_wanted
-from tokencache.render.renderer import RenderError, TemplateRefusedError
-from tokencache.store.contract import Begun, StoreError
+from tokencache.proxy.planner import Plan, Planner, keys_wanted
+from tokencache.store.base import Begun, StoreError
 
 log = logging.getLogger(__name__)
 

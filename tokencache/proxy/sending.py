@@ -1,7 +1,7 @@
 """Sending: one call on its way to an engine, and what comes back made a chat completion.
 
 Nearly always that is one request. There are two more ways: a call whose exact ids the engine refuses is asked as the harness did (an engine
-that refuses has sampled nothing), and a driver may make a detour with exact prompts (`engines.completions`), whose answer then
+that refuses has sampled nothing), and a driver may make a detour with exact prompts (`engine.drivers.text_prompts`), whose answer then
 has to be parsed.
 """
 
@@ -10,13 +10,13 @@ import logging
 import aiohttp
 
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.engines.completions import PATH, Parsed, TokenPrompts
-from tokencache.engines.driver import Driver, Exact
-from tokencache.engines.engine import Engine
+from tokencache.engine.drivers.base import Driver, Exact
+from tokencache.engine.drivers.text_prompts import PATH, Parsed, TokenPrompts
+from tokencache.engine.model import Engine
 from tokencache.proxy.exchange import Exchange, request_id
 from tokencache.proxy.overflow import is_overflow
-from tokencache.proxy.plan import Plan
-from tokencache.proxy.record import Outcome
+from tokencache.proxy.planner import Plan
+from tokencache.proxy.recorder import Outcome
 
 log = logging.getLogger(__name__)
 

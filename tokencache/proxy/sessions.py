@@ -26,9 +26,9 @@ from urllib.parse import parse_qsl, unquote, urlencode
 
 from tokencache.core.budget import Budget
 from tokencache.errors import HarnessError
-from tokencache.proxy import habits
+from tokencache.proxy import harness_profile as habits
 from tokencache.proxy.session_sources import SessionSources
-from tokencache.store.contract import Store
+from tokencache.store.base import Store
 
 PATH, GYM, HARNESS = "/s/", "/ng-rollout/", "/h/"
 _CAPTURE = "/training-token-capture"

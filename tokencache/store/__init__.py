@@ -8,7 +8,7 @@
 =============  =====================================================================================================
 """
 
-from tokencache.store.contract import Store
+from tokencache.store.base import Store
 from tokencache.store.memory import MemoryStore
 
 

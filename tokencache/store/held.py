@@ -8,8 +8,8 @@ import msgspec
 
 from tokencache.core.match import Hit
 from tokencache.core.turn import Tokens, Turn
-from tokencache.store.contract import Entry, Incident, Join, OpenCall
-from tokencache.store.packing import pack, unpack
+from tokencache.store.base import Entry, Incident, Join, OpenCall
+from tokencache.store.encoding import pack, unpack
 
 
 class HeldSession:

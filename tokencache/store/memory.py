@@ -13,7 +13,7 @@ import msgspec
 
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
-from tokencache.store.contract import (
+from tokencache.store.base import (
     Begun,
     Binding,
     EngineEntry,
@@ -27,8 +27,8 @@ from tokencache.store.contract import (
     SessionSealedError,
     StoreFullError,
 )
-from tokencache.store.fading import Fading
 from tokencache.store.held import HeldSession
+from tokencache.store.ttl_map import Fading
 
 
 class MemoryStore:

@@ -11,7 +11,7 @@ from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.chat.plain import without_tokens
 from tokencache.dialects.chat.reply import ChatPresenter
 from tokencache.dialects.sse import event_of
-from tokencache.engines.reply import Reply
+from tokencache.engine.reply import Reply
 
 CALL = read_chat(b'{"model":"m","stream":true,"messages":[{"role":"user","content":"x"}]}', Bodies())
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tokencache.core.canonical import Message, digest
+from tokencache.core.messages import Message, digest
 from tokencache.dialects.chat.messages import read_message
 from tokencache.dialects.dialect import Asked, Meaning, ServedModel
 from tokencache.dialects.gemini.codec import GeminiDialect

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dialects.gemini.kit import HANDLE, STREAM, chat_of, chunks, completion, digests, merged, read, served
-from tokencache.core.canonical import digest
+from tokencache.core.messages import digest
 from tokencache.dialects.gemini.reply import GeminiSpeaker
 
 SIGNED = {"thoughtSignature": HANDLE}

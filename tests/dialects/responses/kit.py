@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tokencache.core.canonical import digest
+from tokencache.core.messages import digest
 from tokencache.dialects.chat.messages import read_message
 from tokencache.dialects.dialect import Answer, Asked, Counting, Meaning, Spoken
 from tokencache.dialects.responses.codec import ResponsesDialect

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core.canonical import Message
 from tokencache.core.chain import Conversation, converse, extend
+from tokencache.core.messages import Message
 from tokencache.core.rules import Leniency
 from tokencache.dialects import gym, gym_request
 from tokencache.dialects.body import entries_of, fields_of, member, model_of, value_of

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import xxhash
 
-from tokencache.core.canonical import Message
 from tokencache.core.chain import Conversation
+from tokencache.core.messages import Message
 from tokencache.dialects.body import entries_of, fields_of
 from tokencache.dialects.chat.entries import Entries, spans_of
 from tokencache.dialects.chat.messages import MessageReader

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tokencache.core.canonical import Call, Message, canonical_json, digest, exact_entry
+from tokencache.core.messages import Call, Message, canonical_json, digest, exact_entry
 
 Raw = msgspec.Raw
 
@@ -32,7 +32,7 @@ class ReadMessage(msgspec.Struct, frozen=True):
     """An entry as read.
 
     `message` keeps the text of an assistant's entries only: of all others the digests are enough. `digest` is equal for all writings
-    of one reply, `exact` for what no template can tell apart (`core.canonical`). `malformed` says that an engine may refuse the
+    of one reply, `exact` for what no template can tell apart (`core.messages`). `malformed` says that an engine may refuse the
     arguments of a call (`with_stand_ins`).
     """
 

@@ -7,7 +7,7 @@ Of such an event a harness that asked for neither sees the same bytes with `null
 `{}` it sees nothing: there the engine's parsers hold text back (tags, the heads of calls), and without the ids no chunk would have
 come. One regular expression finds it, member by member as vLLM (0.27 to 0.32) writes it, in a sixth of the time that a JSON reader and
 writer need; whatever is written in any other way is no plain chunk, and is read. What was passed on so is read later, many at once
-(`engines.reply`).
+(`engine.reply`).
 
 A dialect that is translated says the same piece of text in its own words (`piece_of`): the expression finds where it stands, and that
 string alone is decoded, by a JSON reader.

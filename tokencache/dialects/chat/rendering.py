@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tokencache.core.canonical import canonical_json
+from tokencache.core.messages import canonical_json
 from tokencache.dialects.body import member
 from tokencache.errors import HarnessError
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokencache.core.canonical import Message
+from tokencache.core.messages import Message
 
 _NEVER = ("refusal", "annotations", "audio", "function_call")
 """Members of OpenAI's that vLLM writes and never fills."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from tokencache.dialects import lenient
 from tokencache.dialects.chat.plain import piece_of
+from tokencache.dialects.completion_reader import Call, Choice, Usage
 from tokencache.dialects.gemini.words import error_of, finish_reason_of, object_of, usage_of
-from tokencache.dialects.heard import Call, Choice, Usage
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import Thinking, signed
 

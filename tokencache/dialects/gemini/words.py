@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects import lenient
-from tokencache.dialects.heard import Usage
+from tokencache.dialects.completion_reader import Usage
 
 Raw = msgspec.Raw
 

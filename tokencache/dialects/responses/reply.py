@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.heard import Call, Choice, Heard, Usage
+from tokencache.dialects.completion_reader import Call, Choice, Heard, Usage
 from tokencache.dialects.responses.events import Events
 from tokencache.dialects.responses.output import CustomCall, FunctionCall, Item, Reasoning, Text
 from tokencache.dialects.responses.tools import ToolName

@@ -15,6 +15,7 @@ needs a test framework.
 
 from collections.abc import Awaitable, Callable
 
+from tokencache.store.base import Store
 from tokencache.store.conformance.bearing import check_concurrency, check_isolation, check_large_turn, check_long_session, check_replicas
 from tokencache.store.conformance.ending import check_delete, check_reuse, check_seal
 from tokencache.store.conformance.finding import (
@@ -50,7 +51,6 @@ from tokencache.store.conformance.living import (
     check_ping,
     check_sessions,
 )
-from tokencache.store.contract import Store
 
 __all__ = ["CHECKS", "Built", "build", "check_replicas", "record"]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from tokencache.store.base import Binding, Incident, SessionGoneError, SessionSealedError, Store
 from tokencache.store.conformance.kit import (
     LONG,
     build,
@@ -13,7 +14,6 @@ from tokencache.store.conformance.kit import (
     record,
     same,
 )
-from tokencache.store.contract import Binding, Incident, SessionGoneError, SessionSealedError, Store
 
 
 async def check_isolation(store: Store) -> None:

@@ -1,7 +1,7 @@
 """How sessions end: sealed, deleted, deleted and begun anew, and calls that come too late."""
 
+from tokencache.store.base import Incident, SessionDeletedError, SessionGoneError, SessionSealedError, Store
 from tokencache.store.conformance.kit import build, ids_of, info_of, name_of, open_calls, raises, record, same, true
-from tokencache.store.contract import Incident, SessionDeletedError, SessionGoneError, SessionSealedError, Store
 
 
 async def check_seal(store: Store) -> None:

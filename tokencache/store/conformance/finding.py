@@ -3,10 +3,10 @@
 from msgspec.structs import replace
 
 from tokencache.core import ids
-from tokencache.core.canonical import Call, Message
+from tokencache.core.messages import Call, Message
 from tokencache.core.turn import Anchor, Prefix, Tokens, Turn
+from tokencache.store.base import Entry, Incident, Store
 from tokencache.store.conformance.kit import EVERY_BYTE, Built, build, continued, ids_of, info_of, name_of, raises, record, same
-from tokencache.store.contract import Entry, Incident, Store
 
 
 async def check_round_trip(store: Store) -> None:

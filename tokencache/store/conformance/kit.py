@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from tokencache.core import ids
-from tokencache.core.canonical import Message
+from tokencache.core.messages import Message
 from tokencache.core.turn import MatchKind, Tokens, Turn, hash_ids, hash_logprobs
-from tokencache.store.contract import Entry, Store
+from tokencache.store.base import Entry, Store
 
 LONG = 200
 EVERY_BYTE = bytes(range(256))

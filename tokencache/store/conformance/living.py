@@ -2,6 +2,7 @@
 
 import secrets
 
+from tokencache.store.base import Binding, EngineEntry, Incident, OpenCall, Store
 from tokencache.store.conformance.kit import (
     ODD_NAMES,
     build,
@@ -13,7 +14,6 @@ from tokencache.store.conformance.kit import (
     same,
     true,
 )
-from tokencache.store.contract import Binding, EngineEntry, Incident, OpenCall, Store
 
 
 async def check_ping(store: Store) -> None:

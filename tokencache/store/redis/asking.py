@@ -17,9 +17,9 @@ from typing import NoReturn, TypeVar
 
 from redis import exceptions
 
-from tokencache.store.contract import StoreError
+from tokencache.store.base import StoreError
 from tokencache.store.redis.connecting import CONNECTIONS, Link, UnreachedError
-from tokencache.store.redis.patience import Patience
+from tokencache.store.redis.timeouts import Patience
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
-from tokencache.store.contract import Begun, Entry, OpenCall, StoreError
-from tokencache.store.packing import Piece, pack, pack_tokens, text, unpack, unpack_tokens, untext
+from tokencache.store.base import Begun, Entry, OpenCall, StoreError
+from tokencache.store.encoding import Piece, pack, pack_tokens, text, unpack, unpack_tokens, untext
 
 _GLOB = re.compile(rb"[*?\[\]\\]")
 _CALL_HEAD = 33

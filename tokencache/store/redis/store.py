@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn
-from tokencache.store.contract import (
+from tokencache.store.base import (
     Begun,
     Binding,
     EngineEntry,
@@ -28,12 +28,12 @@ from tokencache.store.contract import (
     StoreError,
     StoreFullError,
 )
-from tokencache.store.packing import pack, pack_keys, text, unpack, unpack_tokens
+from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_tokens
 from tokencache.store.redis import fields, lua_reading, lua_writing
 from tokencache.store.redis.asking import Asker
+from tokencache.store.redis.capacity import Room, scan
 from tokencache.store.redis.connecting import CONNECTIONS, Link, OneServer, connect
 from tokencache.store.redis.fields import document_field, reading, turn_field
-from tokencache.store.redis.room import Room, scan
 
 SCHEMA = 1
 """The version of what is stored. A store of another version is not touched."""

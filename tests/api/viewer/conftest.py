@@ -1,0 +1,72 @@
+"""A browser for a module's tests, and a proxy whose sessions they look at. Both run in the module's own event loop."""
+
+import shutil
+from typing import Any, NamedTuple
+
+import pytest
+import pytest_asyncio
+
+from tests.api.viewer.scenes import EPISODES, crowd, lively, long
+from tests.proxy.kit import proxied
+from tokencache.testing import SimulatedEngine
+
+UI = "/tokencache/ui/"
+
+
+class Looked(NamedTuple):
+    """A page, the errors of its scripts, and the addresses that it asked."""
+
+    page: Any
+    errors: list[str]
+    requests: list[str]
+
+
+def chromium():
+    """Debian's browser, or another of its kind; Playwright's own is not downloaded."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return found or pytest.skip("no Chromium on the path: tests/api/viewer/install_chromium.sh installs Debian's")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser():
+    playwright = pytest.importorskip("playwright.async_api")
+    path = chromium()
+    async with playwright.async_playwright() as driver:
+        found = await driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield found
+        await found.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig():
+    """A proxy with a session of every kind of turn, a long one, and three hundred that are empty."""
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as made:
+        await crowd(made.store, 300)
+        await long(made.store)
+        await lively(made)
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def look(browser, rig):
+    """Opens a page in a fresh tab; at the end nothing must have gone wrong in it, and nothing been asked of another host."""
+    opened = []
+
+    async def open_page(at="", url=None, **settings):
+        context = await browser.new_context(viewport={"width": 1440, "height": 900}, **settings)
+        page = await context.new_page()
+        page.set_default_timeout(10_000)
+        seen = Looked(page, [], [])
+        page.on("pageerror", lambda error: seen.errors.append(str(error)))
+        page.on("console", lambda message: seen.errors.append(message.text) if "Content Security" in message.text else None)
+        page.on("request", lambda request: seen.requests.append(request.url))
+        opened.append((context, seen, url or rig.url))
+        await page.goto((url or rig.url) + UI + at)
+        return page
+
+    yield open_page
+    for context, seen, url in opened:
+        await context.close()
+        assert not seen.errors
+        assert seen.requests
+        assert all(asked.startswith(url + "/tokencache/") for asked in seen.requests)

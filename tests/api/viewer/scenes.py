@@ -1,0 +1,140 @@
+"""Sessions to look at: one that a harness really made, with everything in it that makes a rollout split, and one that is long."""
+
+import asyncio
+import contextlib
+import json
+import random
+
+import aiohttp
+
+from tests.proxy.kit import echo, results, user
+from tokencache.core import ids
+from tokencache.core.context import Context, Raw, pack_context
+from tokencache.core.messages import Call, Message
+from tokencache.core.turn import Tokens, Turn, hash_ids, hash_logprobs
+from tokencache.store.base import Entry
+from tokencache.testing import Fault, build_tokenizer
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> \u202eabc"
+THINK = "<think>\nI look at the tests first — naïve café ☕.\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "Bash", "arguments": %s}\n</tool_call>'
+BASH = CALL % '{"command": "cd /work/repo && python -m pytest -q tests/test_api.py", "timeout": "120"}'
+CUT = (
+    "<think>\nThe error is in the parser: 日本語 text is cut in half.\n</think>\n\nThe parser cuts a character in half 🙂. I will fix it.\n"
+)
+EPISODES = {
+    "fix": [
+        f"{THINK}Let me look at the failing test.\n{BASH}",
+        CUT + CALL % '{"command": "sed -i s/ascii/utf-8/ api.py"}',
+        f"<think>\nRun it again.\n</think>\n\nAgain, all of them.\n{BASH}",
+        f"<think>\nHostile words: {HOSTILE}\n</think>\n\nA file holds {HOSTILE}, and I leave it alone. ",
+        "<think>\nok\n</think>\n\nAll done: the tests pass ☕.",
+    ],
+    "sub": [
+        "<think>\nI only read.\n</think>\n\nThe code reads its configuration from three files.",
+        "<think>\nok\n</think>\n\nNothing else.",
+    ],
+}
+COMMAND = {"type": "object", "properties": {"command": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "Bash", "parameters": COMMAND}}]
+MAIN = [{"role": "system", "content": "You are a careful engineer."}, user("EPISODE:fix the failing test, please.")]
+
+
+def as_claude_says(message):
+    """How Claude Code sends a call back: the change of folder is gone, the number is one."""
+    said = echo(message)
+    for call in said.get("tool_calls", ()):
+        given = json.loads(call["function"]["arguments"])
+        given["command"] = given["command"].removeprefix("cd /work/repo && ")
+        if "timeout" in given:
+            given["timeout"] = int(given["timeout"])
+        call["function"]["arguments"] = json.dumps(given)
+    return said
+
+
+async def lively(rig, session="rollout-7"):
+    """A harness's session: a retry, a forgiven rewriting, a sub-agent, compaction, a reply put in the model's mouth, a broken reply."""
+    path = f"/s/{session}/h/claude-code/v1/chat/completions"
+
+    async def say(messages, **more):
+        status, said = await rig.post(None, path, model="sim", messages=messages, **more)
+        assert status == 200, said
+        return said["choices"][0]["message"]
+
+    history = list(MAIN)
+    for turn in range(4):
+        if turn == 1:
+            await say(history, tools=TOOLS)  # an answer that is thrown away
+        said = await say(history, tools=TOOLS)
+        history += [as_claude_says(said), *results(said, "2 failed, 40 passed\n")]
+    helper = [{"role": "system", "content": "You are a helper and only read."}, user("EPISODE:sub Where is the configuration?")]
+    for _ in range(2):
+        said = await say(helper)
+        helper += [echo(said), user("Anything else?")]
+    shorter = [{"role": "system", "content": "You are a careful engineer. Be brief."}, *history[1:]]
+    said = await say(shorter, tools=TOOLS)
+    await say([*shorter, echo(said), user("Thanks.")], tools=TOOLS)
+    words = [dict(message) for message in helper]
+    words[2]["content"] = "The code reads its configuration from 2 files, and one variable."
+    await say(words)
+    rig.engine.faults.append(Fault.close(after=3))
+    async with rig.http.post(rig.url + path, json={"model": "sim", "messages": history, "tools": TOOLS, "stream": True}) as broken:
+        with contextlib.suppress(aiohttp.ClientError):
+            await broken.read()
+
+
+TEXT = "the parser reads a line and returns its value, 日本語 or not; café ☕ naïve = (x, y)\n    if value is None:\n        raise"
+
+
+async def long(store, turns=200, tokens=100_000, branch_at=120):
+    """A session with so many turns and tokens, put straight into a store; one turn in the middle was asked twice."""
+    session, rng, tokenizer = "long", random.Random(1), build_tokenizer()
+    words = TEXT.split(" ")
+    each = tokens // turns
+    prefix, messages, name = b"", 0, None
+    begun = await store.begin(session, "c", ())
+    for n in range(turns):
+        for twin in range(1 + (n == branch_at)):
+            text = [tokenizer.encode(" ".join(rng.choices(words, k=each))) for _ in range(2)]
+            new, said = ids.pack(text[0][: each // 2]), ids.pack(text[1][: each - each // 2])
+            whole = prefix + new + said
+            logprobs = ids.pack_logprobs([-rng.expovariate(1.5) for _ in range(ids.count(said))])
+            call = Call(f"call_{n}", "Bash", json.dumps({"command": f"step {n}"}))
+            turn = Turn(
+                id=f"{n:06d}{'b' if twin else 'a'}{rng.randbytes(4).hex()}",
+                call=f"call-{n}-{twin}",
+                match="root" if not n else "branch" if twin else "continue",
+                parent=name,
+                base=name,
+                shared=ids.count(prefix),
+                prompt_tokens=ids.count(prefix + new),
+                completion_tokens=ids.count(said),
+                prefix_hash=hash_ids(whole),
+                completion_hash=hash_ids(said),
+                logprobs_hash=hash_logprobs(logprobs),
+                served=Message("assistant", f"Step {n} of many.", calls=(call,)),
+                place=n.to_bytes(16, "big"),
+                finish_reason="tool_calls",
+                model="sim",
+                dialect="chat",
+                messages=messages + 1,
+                tools=1,
+                context_base=name,
+                context_shared=messages,
+                created=1_790_000_000.0 + 7 * n + twin,
+                seconds=2.5,
+            )
+            asked = pack_context(Context([Raw(json.dumps(user(f"go on {n}")).encode())]))
+            await store.commit(session, begun.life, turn.call, [Entry(turn, Tokens(new, said, logprobs), (), asked)])
+        prefix, messages, name = whole, messages + 1, turn.id
+    await store.settle(session, begun.life, "c")
+
+
+async def crowd(store, sessions):
+    """So many sessions with nothing in them, every tenth under way."""
+    for n in range(sessions):
+        begun = await store.begin(f"batch-{n:05d}", "c", ())
+        if n % 10:
+            await store.settle(f"batch-{n:05d}", begun.life, "c")
+        if not n % 1000:
+            await asyncio.sleep(0)

@@ -1,0 +1,274 @@
+"""The viewer's data over HTTP: what it says is what a trainer is given, a piece at a time, and only to who has the key."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.api.viewer.scenes import EPISODES, crowd, lively, long
+from tests.proxy.kit import EPISODES as TALKS
+from tests.proxy.kit import TOOLS, echo, proxied, results, user
+from tokencache.core.turn import Tokens
+from tokencache.store.base import Entry
+from tokencache.store.memory import MemoryStore
+from tokencache.testing import SimulatedEngine
+
+V1 = "/tokencache/v1"
+SESSION = f"{V1}/sessions/rollout-7"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+async def rig():
+    async with proxied(SimulatedEngine(episodes={**EPISODES, **TALKS}, seed=3)) as made:
+        yield made
+
+
+async def whole(rig, session, sequence):
+    """All that the windows of a sequence say, put together from odd pieces."""
+    described = await rig.get(f"{V1}/sessions/{session}/sequences/{sequence}")
+    told = {"ids": [], "logprobs": [], "texts": []}
+    at = 0
+    while at < described["tokens"]:
+        window = await rig.get(f"{V1}/sessions/{session}/sequences/{sequence}/tokens?start={at}&end={at + 97}")
+        assert window["start"] == at
+        for name in told:
+            told[name] += window[name]
+        at = window["end"]
+    return described, told
+
+
+async def test_windows_say_what_the_trajectory_says(rig):
+    await lively(rig)
+    exported = await rig.exported("rollout-7")
+    kinds = set()
+    for sequence in exported["sequences"]:
+        described, told = await whole(rig, "rollout-7", sequence["id"])
+        assert told["ids"] == sequence["token_ids"]
+        assert [int(value is not None) for value in told["logprobs"]] == sequence["loss_mask"]
+        assert [value or 0.0 for value in told["logprobs"]] == sequence["logprobs"]
+        assert "".join(text or "" for text in told["texts"]) == rig.engine.tokenizer.decode(sequence["token_ids"])
+        runs = described["runs"]
+        assert [run["start"] for run in runs] == [0, *(run["end"] for run in runs[:-1])]
+        assert runs[-1]["end"] == described["tokens"]
+        for run in runs:
+            kinds.add(run["kind"])
+            assert set(sequence["loss_mask"][run["start"] : run["end"]]) == {int(run["kind"] == "sampled")}
+        if sequence["start"] == "resplice":
+            anchors = [(run["turn"], run["start"], run["end"]) for run in runs if run["kind"] == "anchor"]
+            assert anchors == [(a["turn"], a["start"], a["end"]) for a in sequence["turns"][0]["anchors"]]
+    assert kinds == {"prompt", "earlier", "anchor", "tail", "sampled"}
+
+
+async def test_the_outline_has_the_rollouts_figures(rig):
+    await lively(rig)
+    outline, exported = await rig.get(f"{SESSION}/outline"), await rig.exported("rollout-7")
+    assert outline["figures"] == {name: value for name, value in exported["figures"].items() if name != "drift"}
+    assert outline["complete"] is exported["complete"] is False
+    assert outline["incidents"] == exported["incidents"]
+    for mine, theirs in zip(outline["sequences"], exported["sequences"], strict=True):
+        assert {name: mine[name] for name in ("id", "start", "reason", "continued", "tools")} == {
+            name: theirs[name] for name in ("id", "start", "reason", "continued", "tools")
+        }
+        assert mine["parent"] == (None if theirs["parent"] is None else [s["id"] for s in exported["sequences"]].index(theirs["parent"]))
+        assert (mine["tokens"], mine["trainable_tokens"]) == (len(theirs["token_ids"]), sum(theirs["loss_mask"]))
+    assert [turn["number"] for turn in outline["turns"] if turn["thrown_away"]] == [1]
+
+
+async def test_a_sampled_reply_without_log_probabilities_is_unscored(rig):
+    await rig.say("s", [user("EPISODE:talk")])
+    store = rig.store
+    (turn,) = await store.turns("s")
+    tokens = (await store.tokens("s", [turn.id]))[turn.id]
+    begun = await store.begin("bare", "c", ())
+    bare = Tokens(tokens.delta, tokens.completion)
+    await store.commit("bare", begun.life, "c", [Entry(msgspec.structs.replace(turn, marks=("no-logprobs",)), bare)])
+    described, told = await whole(rig, "bare", turn.id)
+    assert [run["kind"] for run in described["runs"]] == ["prompt", "unscored"]
+    assert set(told["logprobs"]) == {None}
+    outline = await rig.get(f"{V1}/sessions/bare/outline")
+    assert outline["figures"] == {k: v for k, v in (await rig.exported("bare"))["figures"].items() if k != "drift"}
+
+
+async def test_torn_records_are_said_not_shown(rig):
+    await rig.say("s", [user("EPISODE:talk")])
+    (turn,) = await rig.store.turns("s")
+    tokens = (await rig.store.tokens("s", [turn.id]))[turn.id]
+    begun = await rig.store.begin("torn", "c", ())
+    await rig.store.commit("torn", begun.life, "c", [Entry(msgspec.structs.replace(turn, prefix_hash=b"x" * 16), tokens)])
+    async with rig.http.get(f"{rig.url}{V1}/sessions/torn/sequences/{turn.id}") as answer:
+        assert answer.status == 409
+        assert "torn" in (await answer.json())["error"]["message"]
+
+
+async def test_a_forgiven_rewriting_stands_beside_what_was_served(rig):
+    await lively(rig)
+    turns = (await rig.get(f"{SESSION}/outline"))["turns"]
+    told = await rig.get(f"{SESSION}/turns/{turns[2]['id']}")
+    (one,) = told["echoes"]
+    assert (one["turn"], one["verdict"], one["relied"]) == (turns[0]["id"], "rewritten", True)
+    assert set(one["rules"]) == set(told["forgiven"])
+    parts = dict(one["parts"])
+    served, back = ("".join(segment[side] for segment in parts["call 1 arguments"]) for side in (1, 2))
+    assert json.loads(served) == {"command": "cd /work/repo && python -m pytest -q tests/test_api.py", "timeout": "120"}
+    assert json.loads(back) == {"command": "python -m pytest -q tests/test_api.py", "timeout": 120}
+    assert ["differs", "cd /work/repo && ", ""] in parts["call 1 arguments"]
+    respliced = next(turn for turn in turns if turn["match"] == "resplice")
+    echoes = (await rig.get(f"{SESSION}/turns/{respliced['id']}"))["echoes"]
+    assert [(one["turn"], one["relied"]) for one in echoes] == [(turns[n]["id"], True) for n in (0, 2, 3, 4)]
+
+
+async def test_what_split_a_rollout_is_shown(rig):
+    """The words that were put in the model's mouth stand beside those it said in that place, and what follows keeps its tokens."""
+    await lively(rig)
+    turns = (await rig.get(f"{SESSION}/outline"))["turns"]
+    split = [turn for turn in turns if turn["match"] == "resplice"][-1]
+    first, second = (await rig.get(f"{SESSION}/turns/{split['id']}"))["echoes"]
+    assert (first["turn"], first["verdict"], first["relied"], first["elsewhere"]) == (turns[5]["id"], "foreign", False, False)
+    assert ["differs", "three", "2"] in dict(first["parts"])["content"]
+    assert (second["turn"], second["relied"], second["elsewhere"]) == (turns[6]["id"], True, False)
+
+
+async def test_sessions_come_a_page_at_a_time(rig):
+    await crowd(rig.store, 250)
+    await lively(rig)
+    first = await rig.get(f"{V1}/summaries?limit=100")
+    assert (first["total"], first["found"], len(first["sessions"])) == (251, 251, 100)
+    assert first["sessions"][0]["session"] == "rollout-7"
+    assert first["sessions"][0]["incidents"] == {"upstream-broke": 1}
+    assert first["states"] == {"any": 251, "live": 25, "incomplete": 26, "complete": 225, "incidents": 1, "sealed": 0}
+    last = await rig.get(f"{V1}/summaries?limit=100&offset=200")
+    assert len(last["sessions"]) == 51
+    named = await rig.get(f"{V1}/summaries?contains=CH-0004&state=live")
+    assert [one["session"] for one in named["sessions"]] == ["batch-00040"]
+    assert named["found"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        (f"{V1}/sessions/nobody/outline", 404, "no session 'nobody'"),
+        (f"{SESSION}/turns/none", 404, "no turn 'none'"),
+        (f"{SESSION}/sequences/none", 404, "no sequence 'none'"),
+        (f"{SESSION}/sequences/none/tokens", 404, "no sequence 'none'"),
+        (f"{V1}/summaries?state=odd", 400, "not one of"),
+        (f"{V1}/summaries?limit=-1", 400, "limit must be a number"),
+        (f"{V1}/summaries?limit=501", 400, "limit must be a number"),
+        (f"{V1}/summaries?offset=%F0%9D%9F%99", 400, "offset must be a number"),
+        (f"{SESSION}/texts?turn=none", 404, "no turn"),
+    ],
+)
+async def test_bad_questions_have_clear_answers(rig, path, status, words):
+    await rig.say("rollout-7", [user("EPISODE:talk")])
+    async with rig.http.get(rig.url + path) as answer:
+        assert answer.status == status
+        assert words in (await answer.json())["error"]["message"]
+
+
+async def test_a_window_is_bounded(rig):
+    await long(rig.store, turns=20, tokens=10_000)
+    (sequence,) = (await rig.get(f"{V1}/sessions/long/outline"))["sequences"]
+    path = f"{V1}/sessions/long/sequences/{sequence['id']}/tokens"
+    assert len((await rig.get(f"{path}?start=100&end=4196"))["ids"]) == 4096
+    assert (await rig.get(f"{path}?start=99999&end=99999"))["ids"] == []
+    for query in ("start=0&end=4097", "start=10&end=5"):
+        async with rig.http.get(f"{rig.url}{path}?{query}") as answer:
+            assert answer.status == 400
+
+
+async def test_ids_are_shown_where_the_engine_is_away(rig):
+    await rig.say("s", [user("EPISODE:talk")])
+    (sequence,) = (await rig.get(f"{V1}/sessions/s/outline"))["sequences"]
+    rig.proxy.upstream.url = "http://127.0.0.1:9"
+    window = await rig.get(f"{V1}/sessions/s/sequences/{sequence['id']}/tokens")
+    assert window["texts"] is None
+    assert "cannot be reached" in window["unread"]
+    assert len(window["ids"]) == sequence["tokens"]
+
+
+async def test_texts_of_ids_that_were_never_sent(rig):
+    await rig.say("s", [user("EPISODE:talk")])
+    (turn,) = await rig.turns()
+    ids = rig.engine.tokenizer.encode("naïve 日本 ☕<|im_end|>🙂 <think>")
+    told = await rig.get(f"{V1}/sessions/s/texts?turn={turn['turn']}&ids={','.join(map(str, ids))}")
+    assert "".join(text or "" for text in told["texts"]) == "naïve 日本 ☕<|im_end|>🙂 <think>"
+    assert "\ufffd" not in "".join(text or "" for text in told["texts"])
+    assert None in told["texts"]
+    for wrong in ("1,x", "-1", "99999999999"):
+        async with rig.http.get(f"{rig.url}{V1}/sessions/s/texts?turn={turn['turn']}&ids={wrong}") as answer:
+            assert answer.status == 400
+
+
+async def test_what_the_session_grew_by_is_seen_at_once(rig):
+    history = [user("EPISODE:demo")]
+    said = await rig.say("s", history, tools=TOOLS)
+    (sequence,) = (await rig.get(f"{V1}/sessions/s/outline"))["sequences"]
+    before, _ = await whole(rig, "s", sequence["id"])
+    await rig.say("s", [*history, echo(said), *results(said)], tools=TOOLS)
+    after, told = await whole(rig, "s", sequence["id"])
+    assert after["tokens"] > before["tokens"]
+    assert told["ids"] == (await rig.exported())["sequences"][0]["token_ids"]
+
+
+KEY = "the-trainers-own"
+
+
+async def test_nothing_of_a_session_is_shown_without_the_key():
+    """Every route under `/tokencache/` that can be read, with no key, a wrong one and the right one."""
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3), admin_key=KEY) as rig:
+        await lively(rig, "hidden-name")
+        (turn, *_) = await rig.store.turns("hidden-name")
+        known = {route.resource.canonical for route in rig.proxy.application().router.routes() if route.method == "GET"}
+        paths = {path for path in known if path.startswith("/tokencache/")}
+        assert {f"{V1}/summaries", "/tokencache/ui/", "/tokencache/ui/main.js"} <= paths
+        for pattern in sorted(paths):
+            path = pattern.format(session="hidden-name", turn=turn.id, sequence=turn.id, rest="x")
+            for key in ("", "Bearer", "Bearer wrong", f"Bearer {KEY}"):
+                async with rig.http.get(f"{rig.url}{path}?turn={turn.id}&ids=1", headers={"Authorization": key}) as answer:
+                    body = await answer.text()
+                if path.startswith("/tokencache/ui") or key.endswith(KEY):
+                    assert answer.status == 200, (path, key)
+                else:
+                    assert answer.status == 401, (path, key)
+                if path.startswith("/tokencache/ui") or answer.status == 401:
+                    assert not any(word in body for word in ("hidden-name", turn.id, "failing test", KEY)), path
+
+
+async def test_the_page_runs_nothing_but_its_own(rig):
+    async with rig.http.get(f"{rig.url}/tokencache/ui", allow_redirects=True) as answer:
+        assert answer.url.path == "/tokencache/ui/"
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'self'" in policy
+        assert "unsafe" not in policy
+        text = await answer.text()
+    assert "http://" not in text
+    assert "https://" not in text
+    async with rig.http.get(f"{rig.url}/tokencache/ui/main.js") as answer:
+        assert (answer.content_type, answer.headers["X-Content-Type-Options"]) == ("text/javascript", "nosniff")
+    async with rig.http.get(f"{rig.url}/tokencache/ui/none.js") as answer:
+        assert answer.status == 404
+
+
+def test_an_installed_package_has_the_page(tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    static = ROOT / "tokencache/viewer/static"
+    with zipfile.ZipFile(wheel) as archive:
+        assert {f"tokencache/viewer/static/{path.name}" for path in static.iterdir()} <= set(archive.namelist())
+
+
+async def test_a_store_of_its_own_needs_no_engine_to_be_looked_at():
+    """Ids and figures are there while no engine ever was."""
+    store = MemoryStore()
+    await long(store, turns=4, tokens=400, branch_at=2)
+    async with proxied(store=store, upstream="http://127.0.0.1:9") as rig:
+        outline = await rig.get(f"{V1}/sessions/long/outline")
+        assert outline["figures"]["sequences"] == 2
+        window = await rig.get(f"{V1}/sessions/long/sequences/{outline['sequences'][1]['id']}/tokens")
+        assert window["texts"] is None
+        assert window["ids"]

@@ -1,0 +1,346 @@
+"""What a person sees in a browser: Debian's Chromium, headless, on a real proxy.
+
+Every page is also watched (`conftest.look`): no script error, no breach of its policy, and no request to another host.
+"""
+
+import re
+
+import pytest
+
+from tests.api.viewer.conftest import UI
+from tests.api.viewer.scenes import EPISODES, HOSTILE, lively
+from tests.proxy.kit import proxied, user
+from tokencache.testing import SimulatedEngine
+
+expect = pytest.importorskip("playwright.async_api").expect
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OUTLINE = "/tokencache/v1/sessions/{}/outline"
+
+
+async def outline(rig, session="rollout-7"):
+    return await rig.get(OUTLINE.format(session))
+
+
+async def sequence_of(rig, start, session="rollout-7"):
+    return next(one for one in (await outline(rig, session))["sequences"] if one["start"] == start)
+
+
+async def number(page, selector):
+    return await page.locator(selector).count()
+
+
+async def test_sessions_with_their_counts_filter_and_paging(rig, look):
+    page = await look()
+    await expect(page.locator("tbody tr")).to_have_count(100)
+    await expect(page.get_by_text("302 sessions")).to_be_visible()
+    await expect(page.get_by_role("button", name="live")).to_have_text(re.compile("live ?30"))
+    row = page.locator("tr[data-session='rollout-7']")
+    await expect(row).to_contain_text("incomplete")
+    await expect(row).to_contain_text("upstream-broke")
+    await expect(row.locator("td.num").first).to_have_text("11")
+    await page.get_by_role("button", name="older").click()
+    await expect(page.locator(".pager")).to_contain_text(re.compile("101.200 of 302"))
+    await page.keyboard.press("/")
+    await page.keyboard.type("batch-0001")
+    await expect(page.locator("tbody tr")).to_have_count(10)
+    await expect(page.get_by_text("10 of 302 sessions")).to_be_visible()
+    await page.get_by_role("button", name="live").click()
+    await expect(page.locator("tbody tr")).to_have_count(1)
+    await expect(page.locator("tbody tr")).to_contain_text("batch-00010")
+    await page.locator("#filter").fill("nothing like it")
+    await expect(page.get_by_text("No session fits.")).to_be_visible()
+
+
+async def test_counts_are_live(look, browser):
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        page = await look(url=rig.url)
+        await expect(page.get_by_text("No session yet.")).to_be_visible()
+        await rig.say("new-one", [user("EPISODE:sub")])
+        await expect(page.locator("tr[data-session='new-one'] td.num").first).to_have_text("1")
+        await rig.say("new-one", [user("EPISODE:sub")])
+        await expect(page.locator("tr[data-session='new-one'] td.num").first).to_have_text("2")
+        await page.goto("about:blank")
+
+
+async def test_a_session_is_walked_by_keys(rig, look):
+    page = await look()
+    await expect(page.locator("tbody a").first).to_be_visible()
+    await page.keyboard.press("j")
+    await expect(page.locator("tbody a").first).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.locator("h1")).to_have_text("rollout-7")
+    await expect(page.locator(".turn-row")).to_have_count(11)
+    await page.keyboard.press("ArrowDown")
+    await page.keyboard.press("ArrowDown")
+    await page.keyboard.press("ArrowDown")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("aside h2")).to_have_text("Turn 2")
+    await page.keyboard.press("Escape")
+    await expect(page.locator("aside h2")).to_have_count(0)
+    await page.keyboard.press("u")
+    await expect(page.locator("h1")).to_have_text("Sessions")
+    await page.keyboard.press("?")
+    await expect(page.get_by_role("dialog", name="Keyboard")).to_be_visible()
+
+
+async def test_a_session_in_figures_and_as_a_tree(rig, look):
+    exported = await rig.exported("rollout-7")
+    page = await look("#/session/rollout-7")
+    figures = exported["figures"]
+    for name, value in [
+        ("calls", figures["calls"]), ("sequences", figures["sequences"]), ("trainable tokens", figures["trainable_tokens"]),
+        ("masked tokens", f"{figures['masked_tokens']:,}"), ("incidents", 1), ("forgiven", sum(figures["forgiven"].values())),
+    ]:  # fmt: skip
+        await expect(page.locator(f"[data-tile='{name}'] dd")).to_contain_text(str(value))
+    await expect(page.locator("[data-tile='drift avoided'] dd")).to_contain_text(re.compile(r"[\d,]+ tokensin 5 of 5 last prompts"))
+    await expect(page.locator(".mix li")).to_have_text(["2 root", "6 continue", "1 branch", "2 resplice"])
+    rows = page.locator(".turn-row")
+    await expect(rows.nth(1)).to_contain_text("thrown away")
+    await expect(rows.nth(1)).to_have_class(re.compile("dim"))
+    await expect(rows.nth(2).locator(".b-branch")).to_have_text("branch")
+    await expect(rows.nth(7).locator(".b-resplice")).to_have_text("resplice")
+    await expect(rows.nth(7)).to_contain_text("context-edited")
+    await expect(rows.nth(9).locator(".b-resplice")).to_have_text("resplice")
+    await expect(rows.nth(10)).to_contain_text("upstream-broke")
+    assert await number(page, ".turn-row:nth-child(7) .edge.dashed")  # the resplice takes its context from a turn above
+    lanes = [await rows.nth(n).locator("circle").get_attribute("cx") for n in range(11)]
+    assert lanes[0] == lanes[2] == lanes[10] != lanes[1]
+
+
+async def test_a_forgiven_rewriting_side_by_side(rig, look):
+    turns = (await outline(rig))["turns"]
+    page = await look(f"#/session/rollout-7/turn/{turns[2]['id']}")
+    echo = page.locator(".echo")
+    await expect(echo).to_have_count(1)
+    await expect(echo.locator(".b-rule")).to_have_text(["cd-prefix", "coerced-values", "reasoning-dropped", "whitespace"])
+    arguments = echo.locator(".pair", has=page.locator("h4", has_text="arguments"))
+    await expect(arguments.get_by_role("group", name="as served").locator("del")).to_have_text(["cd /work/repo && ", '"', '"'])
+    await expect(arguments.get_by_role("group", name="as it came back").locator("pre")).to_have_text(
+        '{"command": "python -m pytest -q tests/test_api.py", "timeout": 120}'
+    )
+    await expect(page.locator(".facts-list")).to_contain_text("turn 0")
+    await page.locator("aside").get_by_role("link", name="turn 0").first.click()
+    await expect(page.locator("aside h2")).to_have_text("Turn 0")
+
+
+async def test_why_a_rollout_split(rig, look):
+    page = await look("#/session/rollout-7")
+    await page.locator(".turn-row").nth(9).locator("a.row").click()
+    panel = page.locator("aside")
+    await expect(panel).to_contain_text("context-edited")
+    await expect(panel.locator(".echo[data-verdict='foreign']")).to_contain_text("no exact tokens stand for it")
+    await expect(panel.locator(".echo[data-verdict='foreign'] ins")).to_contain_text(["2"])
+    await expect(panel.locator(".echo[data-verdict='equivalent']")).to_contain_text("its exact tokens stand in the prompt")
+
+
+async def test_incidents_sequences_and_what_was_forgiven(rig, look):
+    page = await look("#/session/rollout-7?tab=incidents")
+    row = page.locator("tbody tr")
+    await expect(row).to_have_count(1)
+    await expect(row).to_contain_text("upstream-broke")
+    await expect(row).to_contain_text("something is missing")
+    await row.get_by_role("link", name="turn 10").click()
+    await expect(page.locator("aside h2")).to_have_text("Turn 10")
+    await page.get_by_role("navigation", name="Parts").get_by_role("link", name="sequences").click()
+    await expect(page.locator("tbody .badge")).to_have_text(["root", "branch", "root", "resplice", "resplice"])
+    await page.get_by_role("navigation", name="Parts").get_by_role("link", name="forgiven").click()
+    await expect(page.locator("tbody tr")).to_have_count(9)
+    await expect(page.locator("tbody tr").first).to_contain_text("cd-prefix")
+
+
+async def test_tokens_in_their_colours_with_what_is_known_of_each(rig, look):
+    one = await sequence_of(rig, "root")
+    exported = (await rig.exported("rollout-7"))["sequences"][0]
+    page = await look(f"#/session/rollout-7/sequence/{one['id']}")
+    await expect(page.locator("#t0")).to_be_visible()
+    first = exported["turns"][0]["completion"][0]
+    expected = {"sampled": sum(exported["loss_mask"][:512]), "prompt": exported["turns"][0]["prompt"][1]}
+    for kind, many in expected.items():
+        assert await number(page, f".block:has(#t0) .t.k-{kind}") == many
+    await page.locator(f"#t{first}").scroll_into_view_if_needed()
+    await page.locator(f"#t{first}").hover()
+    card = page.locator("#card")
+    await expect(card).to_contain_text(str(exported["token_ids"][first]))
+    await expect(card).to_contain_text("1: trained here")
+    await expect(card).to_contain_text(f"{exported['logprobs'][first]:.4f}")
+    await expect(card).to_contain_text("turn 0")
+    await page.locator("#t0").hover()
+    await expect(card).to_contain_text('"<|im_start|>"')
+    await expect(card).to_contain_text("none: mask 0")
+
+
+async def test_pieces_of_a_character_stand_together(rig, look):
+    one = await sequence_of(rig, "root")
+    page = await look(f"#/session/rollout-7/sequence/{one['id']}")
+    piece = page.locator(".t", has_text=re.compile("^ ?🙂$")).first
+    await piece.scroll_into_view_if_needed()
+    await piece.hover()
+    await expect(page.locator("#card")).to_contain_text(re.compile(r"one character in \d tokens"))
+    assert await number(page, ".t:text-is('·')")
+    assert not await number(page, ".t:has-text('\ufffd')")
+
+
+async def test_heat_and_the_walk_through_a_sequence(rig, look):
+    one = await sequence_of(rig, "root")
+    exported = (await rig.exported("rollout-7"))["sequences"][0]
+    page = await look(f"#/session/rollout-7/sequence/{one['id']}")
+    await expect(page.locator("#t0")).to_be_visible()
+    starts = [turn["completion"][0] for turn in exported["turns"]]
+    await page.keyboard.press("]")
+    await expect(page.locator(".t.current")).to_have_attribute("data-i", str(starts[0]))
+    await page.keyboard.press("]")
+    await expect(page.locator(".t.current")).to_have_attribute("data-i", str(starts[1]))
+    await page.keyboard.press("ArrowLeft")
+    await expect(page.locator(".t.current")).to_have_attribute("data-i", str(starts[1] - 1))
+    await expect(page.locator(".t.current")).to_have_class(re.compile("k-tail"))
+    assert page.url.endswith(f"?token={starts[1] - 1}")
+    likely = min(range(len(exported["logprobs"][:500])), key=lambda i: exported["logprobs"][i])
+
+    async def colour(token):
+        return await page.locator(f"#t{token}").evaluate("node => getComputedStyle(node).backgroundColor")
+
+    before = await colour(likely)
+    await page.keyboard.press("h")
+    await expect(page.get_by_role("button", name="heat")).to_have_attribute("aria-pressed", "true")
+    assert await colour(likely) != before
+    assert await colour(0) == "rgba(0, 0, 0, 0)"
+
+
+async def test_where_a_plain_rendering_differs(rig, look):
+    measured = await rig.get("/tokencache/v1/sessions/rollout-7/drift?drift=sequences")
+    one = await sequence_of(rig, "root")
+    last = (await rig.exported("rollout-7"))["sequences"][0]["turns"][-1]["turn"]
+    sites = measured["turns"][last]["sites"]
+    page = await look(f"#/session/rollout-7/sequence/{one['id']}")
+    await expect(page.locator(".tools .drifts")).to_have_text(f"rendered plainly, {len(sites)} places would differ")
+    await expect(page.locator(".minimap .ticks rect")).to_have_count(len(sites))
+    site = next(site for site in sites if site["rendered"] and site["end"] > site["start"])
+    await page.locator("#goto").fill(str(site["start"]))
+    await page.keyboard.press("Enter")
+    node = page.locator(f"#t{site['start']}")
+    await expect(node).to_have_class(re.compile("differs"))
+    text = rig.engine.tokenizer.decode(site["rendered"])
+    await expect(page.locator("#card .site")).to_contain_text(site["cause"])
+    await expect(page.locator("#card .site .quoted")).to_have_text(re.compile(re.escape(text.strip())))
+    await page.keyboard.press("n")
+    following = next(other["start"] for other in sites if other["start"] > site["start"])
+    await expect(page.locator(".t.current")).to_have_attribute("data-i", str(following))
+
+
+async def test_anchors_of_a_resplice_and_the_context_of_a_branch(rig, look):
+    one = await sequence_of(rig, "resplice")
+    anchors = (await rig.exported("rollout-7"))["sequences"][one["number"]]["turns"][0]["anchors"]
+    page = await look(f"#/session/rollout-7/sequence/{one['id']}?token={anchors[0]['start']}")
+    await expect(page.locator(f"#t{anchors[0]['start']}")).to_have_class(re.compile("k-anchor"))
+    await expect(page.locator(f"#t{anchors[0]['end']}")).to_have_class(re.compile("k-prompt"))
+    await expect(page.locator("#card")).to_contain_text("turn 0")
+    await expect(page.locator(".legend")).to_contain_text("anchor")
+    thrown = await sequence_of(rig, "branch")
+    await page.goto(rig.url + UI + f"#/session/rollout-7/sequence/{thrown['id']}")
+    await expect(page.locator(".t.k-earlier").first).to_be_visible()
+    await expect(page.locator("h1")).to_have_text("Sequence 1")
+
+
+async def test_a_hundred_thousand_tokens_and_two_hundred_turns(rig, look):
+    long = await outline(rig, "long")
+    page = await look("#/session/long")
+    await expect(page.locator(".turn-row")).to_have_count(201)
+    await expect(page.locator("[data-tile='trainable tokens'] dd")).to_contain_text("50,250")
+    await page.goto(rig.url + UI + f"#/session/long/sequence/{long['sequences'][0]['id']}?token=61234")
+    await expect(page.locator(".t.current")).to_have_attribute("data-i", "61234")
+    await expect(page.locator(".t.current")).to_be_in_viewport()
+    ids = (await rig.exported("long"))["sequences"][0]["token_ids"]
+    await expect(page.locator("#card")).to_contain_text(str(ids[61234]))
+    assert await number(page, ".t") < 10_000
+    await page.keyboard.press("End")
+    await expect(page.locator("#t99999")).to_be_in_viewport()
+    await page.keyboard.press("Home")
+    await expect(page.locator("#t0")).to_be_visible()
+    bar = await page.locator(".minimap").bounding_box()
+    await page.mouse.click(bar["x"] + bar["width"] / 2, bar["y"] + 10)
+    await expect(page.locator(".t.current")).to_be_in_viewport()
+    assert abs(int(await page.locator(".t.current").get_attribute("data-i")) - 50_000) < 200
+    for _ in range(30):
+        await page.mouse.wheel(0, 3000)
+    await expect(page.locator(".minimap")).not_to_have_attribute("aria-valuenow", "0")
+    assert await number(page, ".t") < 10_000
+
+
+async def test_hostile_words_are_shown_as_words(rig, look):
+    page = await look("#/session/rollout-7")
+    says = page.locator(".turn-row").nth(4).locator(".says")
+    await expect(says).to_contain_text("<img src=x onerror=")
+    await expect(says).to_contain_text("⟨202e⟩abc")
+    await page.locator(".turn-row").nth(4).locator("a.row").click()
+    await expect(page.locator("aside .said pre").last).to_contain_text("<script>document.title='owned'</script>")
+    one = await sequence_of(rig, "root")
+    await page.goto(rig.url + UI + f"#/session/rollout-7/sequence/{one['id']}?token=500")
+    await expect(page.locator(".t.current")).to_be_visible()
+    assert HOSTILE.split()[0] in "".join(await page.locator(".t").all_text_contents())
+    assert not await number(page, "main img")
+    assert not await number(page, "main script")
+    assert await page.title() == "sequence 0 · tokencache"
+
+
+async def test_light_and_dark(rig, look):
+    async def ground(page):
+        return await page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+
+    light, dark = await look(color_scheme="light"), await look(color_scheme="dark")
+    bright, deep = await ground(light), await ground(dark)
+    assert bright != deep
+    await dark.get_by_role("button", name="as the system has it").click()
+    assert await ground(dark) == bright
+    await dark.reload()
+    assert await ground(dark) == bright
+    await dark.keyboard.press("t")
+    assert await ground(dark) == deep
+    await light.keyboard.press("t")
+    await light.keyboard.press("t")
+    assert await ground(light) == deep
+
+
+async def test_ids_are_copied(rig, look):
+    page = await look("#/session/rollout-7", permissions=["clipboard-read", "clipboard-write"])
+    await page.get_by_role("button", name="Copy the session's name").click()
+    await expect(page.locator("#said")).to_have_text("the session's name copied")
+    assert await page.evaluate("navigator.clipboard.readText()") == "rollout-7"
+
+
+@pytest.mark.parametrize("at", ["#/session/nobody", "#/session/rollout-7/sequence/none", "#/session/%"])
+async def test_what_is_not_there_is_said(rig, look, at):
+    page = await look(at)
+    await expect(page.locator("h1")).to_have_text("Sessions" if at.endswith("%") else "Not here")
+
+
+async def test_the_key_is_asked_for_once(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3), admin_key="the-trainers-own") as rig:
+        await lively(rig, "hidden-name")
+        page = await look("#/session/hidden-name", url=rig.url)
+        dialog = page.get_by_role("dialog", name="The trainer's key")
+        await expect(dialog).to_be_visible()
+        assert "hidden-name" not in await page.locator("main").inner_text()
+        await page.get_by_label("Admin key").fill("wrong")
+        await page.keyboard.press("Enter")
+        await expect(dialog.get_by_role("alert")).to_have_text("That is not the key.")
+        await page.get_by_label("Admin key").fill("the-trainers-own")
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".turn-row")).to_have_count(11)
+        await page.reload()
+        await expect(page.locator(".turn-row")).to_have_count(11)
+        await expect(dialog).to_be_hidden()
+        assert "the-trainers-own" not in await page.content()
+        await page.goto("about:blank")
+
+
+async def test_ids_without_texts_where_the_engine_is_away(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        await rig.say("s", [user("EPISODE:sub")])
+        (one,) = (await outline(rig, "s"))["sequences"]
+        rig.proxy.upstream.url = "http://127.0.0.1:9"
+        page = await look(f"#/session/s/sequence/{one['id']}", url=rig.url)
+        await expect(page.get_by_text("Token ids only")).to_be_visible()
+        ids = (await rig.exported("s"))["sequences"][0]["token_ids"]
+        assert await page.locator(".t").all_text_contents() == [str(one) for one in ids]
+        await page.goto("about:blank")

@@ -1,0 +1,348 @@
+"""Export: files hold what the proxy says to the last bit, have their names only when they are whole, and nothing is deleted before."""
+
+import asyncio
+import gzip
+import random
+from array import array
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.core.forest import Forest, grow
+from tests.trajectories.rollouts import ROLLOUTS, of_forest
+from tokencache.client import NotFoundError
+from tokencache.client.errors import ClientError
+from tokencache.commands import files, parquet
+from tokencache.commands.bulk import Export
+from tokencache.commands.files import FileError
+from tokencache.trajectories.formats.registry import FORMATS
+
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+def written(made, name="native"):
+    """A rollout as the proxy writes it."""
+    return msgspec.json.encode(FORMATS[name].write(made))
+
+
+def saved(path, rollouts, name="native"):
+    sink = files.create(str(path), FORMATS[name], overwrite=False)
+    for rollout in rollouts:
+        sink.write(rollout)
+    sink.finish()
+    return sink
+
+
+def grown():
+    """Random rollouts whose log probabilities have all the digits that float32 has."""
+    rng = random.Random(3)
+    for n in range(20):
+        forest = grow(rng)
+        for turn in forest.turns:
+            if forest.tokens[turn.id].logprobs:
+                values = array("f", [-rng.expovariate(1) for _ in range(turn.completion_tokens)])
+                forest.change(turn.id, logprobs=b"f" + values.tobytes() if values else b"")
+        yield of_forest(forest, f"grown-{n}")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_what_is_read_back_is_what_was_written(tmp_path, ending):
+    rollouts = [*ROLLOUTS.values(), *grown()]
+    path = tmp_path / f"all{ending}"
+    sink = saved(path, [written(made) for made in rollouts])
+    assert sink.rows == sum(len(made.sequences) for made in rollouts)
+    read = {told["session"]: told for _, told in files.read(path)}
+    assert read == {made.session: msgspec.json.decode(written(made)) for made in rollouts}
+
+
+def test_parquet_has_a_row_a_sequence_with_the_types_of_a_trainer(tmp_path):
+    path = tmp_path / "a.parquet"
+    made = ROLLOUTS["thrown-away"]
+    saved(path, [written(made)])
+    table = pq.read_table(path)
+    types = {name: table.schema.field(name).type for name in ("token_ids", "loss_mask", "logprobs", "weight", "complete", "tools")}
+    assert [str(one.value_type) for one in list(types.values())[:3]] == ["int32", "uint8", "float"]
+    assert (types["weight"], types["complete"], types["tools"]) == (pa.float64(), pa.bool_(), pa.int32())
+    rows = table.to_pylist()
+    for row, sequence, weight in zip(rows, made.sequences, made.weights, strict=True):
+        assert (row["session"], row["sequence"], row["parent"]) == (made.session, sequence.id, sequence.parent)
+        assert (row["start"], row["reason"], row["continued"]) == (sequence.start, sequence.reason, sequence.continued)
+        assert (row["token_ids"], row["loss_mask"]) == (sequence.token_ids, sequence.loss_mask)
+        assert array("f", row["logprobs"]).tobytes() == array("f", sequence.logprobs).tobytes()
+        assert (row["weight"], row["model"]) == (weight, "qwen3")
+        assert [turn["turn"] for turn in msgspec.json.decode(row["turns"])] == [span.turn.id for span in sequence.turns]
+
+
+def test_a_member_that_has_no_column_is_kept(tmp_path):
+    told = msgspec.json.decode(written(ROLLOUTS["linear"]))
+    told["later"] = {"a": 1}
+    told["sequences"][0]["later"] = [1, "b"]
+    saved(tmp_path / "a.parquet", [msgspec.json.encode(told)])
+    assert [read for _, read in files.read(tmp_path / "a.parquet")] == [told]
+
+
+def test_row_groups_stay_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "GROUP_TOKENS", 200)
+    rollouts = [written(made) for made in ROLLOUTS.values()]
+    saved(tmp_path / "a.parquet", rollouts)
+    with pq.ParquetFile(tmp_path / "a.parquet") as file:
+        groups = [file.read_row_group(n, ["token_ids"]).to_pylist() for n in range(file.num_row_groups)]
+    assert len(groups) > 3
+    for group in groups:
+        assert sum(len(row["token_ids"]) for row in group[:-1]) < 200
+    assert len(list(files.read(tmp_path / "a.parquet"))) == len(rollouts)
+
+
+def test_log_probabilities_finer_than_float32_are_not_rounded(tmp_path):
+    forest = Forest()
+    forest.add([1], [2, 3], logprobs=[-0.1, -0.2])  # float64 values
+    rollout = written(of_forest(forest))
+    with pytest.raises(FileError, match=r"finer than float32.*a \.jsonl file holds them"):
+        saved(tmp_path / "a.parquet", [rollout])
+    saved(tmp_path / "a.jsonl", [rollout])
+    ((_, told),) = files.read(tmp_path / "a.jsonl")
+    assert told["sequences"][0]["logprobs"] == [0.0, -0.1, -0.2]
+
+
+@pytest.mark.parametrize("name", ["trl", "verl", "slime"])
+def test_rows_of_other_formats(tmp_path, name):
+    rollouts = [written(made, name) for made in ROLLOUTS.values()]
+    rows = [row for rollout in rollouts for row in msgspec.json.decode(rollout)[FORMATS[name].rows]]
+    sink = saved(tmp_path / "a.jsonl", rollouts, name)
+    assert [msgspec.json.decode(line) for line in (tmp_path / "a.jsonl").read_bytes().splitlines()] == rows
+    assert sink.rows == len(rows)
+    saved(tmp_path / "a.parquet", rollouts, name)
+    table = pq.read_table(tmp_path / "a.parquet")
+    lists = {field.name: str(field.type.value_type) for field in table.schema if pa.types.is_list(field.type)}
+    assert {"int32", "float"} <= set(lists.values()) <= {"int32", "float", "string"}
+    texts = {key for told in rows for key, value in told.items() if isinstance(value, dict)} | {"prompt"} - {*lists}
+    for row, told in zip(table.to_pylist(), rows, strict=True):
+        assert {key: msgspec.json.decode(value) if key in texts else value for key, value in row.items()} == told
+
+
+def test_a_format_that_is_objects_all_through_wants_jsonl(tmp_path):
+    with pytest.raises(FileError, match=r"format tinker .*name a \.jsonl file"):
+        saved(tmp_path / "a.parquet", [written(ROLLOUTS["linear"], "tinker")], "tinker")
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([[1], [2**31]], "list<element: int64>"),
+        ([[], [-0.5]], "list<element: float>"),
+        ([[-0.1], [-0.5]], "list<element: double>"),
+        ([[1], None], "list<element: int32>"),
+        ([["a"], []], "list<element: string>"),
+        ([None, 1, 0.5], "double"),
+        ([{"a": 1}, [{"b": 2}], ""], "string"),
+    ],
+)
+def test_the_type_of_a_column_holds_all_its_values(tmp_path, values, kind):
+    rollout = msgspec.json.encode({"rows": [{"ids": [1], "x": value} for value in values]})
+    saved(tmp_path / "a.parquet", [rollout], "trl")
+    assert str(pq.read_schema(tmp_path / "a.parquet").field("x").type) == kind
+    read = [row["x"] for row in pq.read_table(tmp_path / "a.parquet").to_pylist()]
+    assert (read if kind != "string" else [msgspec.json.decode(x) for x in read]) == values
+
+
+def test_a_column_that_cannot_be_one_is_told(tmp_path):
+    rollout = msgspec.json.encode({"rows": [{"ids": [1], "x": "a"}, {"ids": [1], "x": 1}]})
+    with pytest.raises(FileError, match=r"'x' is str in some rows of format trl and int in others.*\.jsonl"):
+        saved(tmp_path / "a.parquet", [rollout], "trl")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_file_has_its_name_only_when_it_is_whole(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+    sink = files.create(str(path), FORMATS["native"], overwrite=False)
+    sink.write(written(ROLLOUTS["linear"]))
+    assert not path.exists()
+    partial = sink.leave()
+    assert partial == tmp_path / f"a{ending}.part"
+    assert not path.exists()
+    assert [told["session"] for _, told in files.read(partial)] == ["linear"], "what was written can be read"
+
+
+def test_a_file_that_is_there_is_not_replaced_unasked(tmp_path):
+    path = tmp_path / "a.jsonl"
+    saved(path, [written(ROLLOUTS["linear"])])
+    with pytest.raises(FileError, match="is there already"):
+        files.create(str(path), FORMATS["native"], overwrite=False)
+    sink = files.create(str(path), FORMATS["native"], overwrite=True)
+    assert [told["session"] for _, told in files.read(path)] == ["linear"], "until the new one is whole"
+    sink.write(written(ROLLOUTS["choices"]))
+    sink.finish()
+    assert [told["session"] for _, told in files.read(path)] == ["choices"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("a.csv", "must end with"), ("no/such/a.jsonl", "there is no directory")])
+def test_names_that_cannot_be_written(tmp_path, name, words):
+    with pytest.raises(FileError, match=words):
+        files.create(str(tmp_path / name), FORMATS["native"], overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.jsonl", b'{"session": "a"}\n{"sess', "line 2: not valid JSON"),
+        ("a.jsonl.gz", b"no gzip", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b"{}\n" * 10_000, mtime=0)[:-20], "cannot be read"),
+        ("a.parquet", b"PAR1", "cannot be read as Parquet"),
+        ("a.json", b"", "not valid JSON"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, data, words):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(FileError, match=words):
+        list(files.read(tmp_path / name))
+
+
+def test_parquet_of_something_else_is_told(tmp_path):
+    saved(tmp_path / "a.parquet", [written(ROLLOUTS["linear"], "trl")], "trl")
+    with pytest.raises(FileError, match="does not hold native rollouts: its columns are prompt_ids"):
+        list(files.read(tmp_path / "a.parquet"))
+
+
+# many sessions
+
+
+class Proxy:
+    """Stands for the client: sessions by name, and what was done to them, in order."""
+
+    def __init__(self, *names):
+        self.rollouts = {name: ROLLOUTS[name] for name in names}
+        self.deeds = []
+        self.open = set()
+        self.fetching = self.most = 0
+        self.failing = ""
+
+    def session(self, name):
+        return _Session(self, name)
+
+
+class _Session:
+    def __init__(self, proxy, name):
+        self.proxy, self.name = proxy, name
+
+    async def _do(self, deed):
+        await asyncio.sleep(0)
+        if self.name not in self.proxy.rollouts:
+            raise NotFoundError(f"there is no session {self.name!r}", status=404)
+        self.proxy.deeds.append((deed, self.name))
+
+    async def seal(self):
+        await self._do("seal")
+
+    async def delete(self):
+        await self._do("delete")
+
+    async def state(self):
+        await self._do("state")
+        made = self.proxy.rollouts[self.name]
+        return msgspec.defstruct("State", ["complete", "open_calls"])(made.complete, ["c"] if self.name in self.proxy.open else [])
+
+    async def fetch_json(self, form, *, drift):
+        self.proxy.fetching += 1
+        self.proxy.most = max(self.proxy.most, self.proxy.fetching)
+        await self._do("fetch")
+        await asyncio.sleep(0)
+        self.proxy.fetching -= 1
+        if self.name == self.proxy.failing:
+            raise ClientError("nobody answers")
+        return written(self.proxy.rollouts[self.name], form)
+
+
+NAMES = ["linear", "thrown-away", "sub-agent", "respliced", "choices", "lost", "cut-off", "empty"]
+
+
+async def exported(proxy, path, names=NAMES, **more):
+    export = Export(names=names, format="native", **more)
+    steps = []
+    await export.run(proxy, files.create(str(path), FORMATS["native"], overwrite=False), lambda: steps.append(1))
+    assert len(steps) == len(names)
+    return export
+
+
+async def test_sessions_come_in_order_a_few_at_a_time(tmp_path):
+    proxy = Proxy(*NAMES)
+    export = await exported(proxy, tmp_path / "a.jsonl")
+    assert [told["session"] for _, told in files.read(tmp_path / "a.jsonl")] == NAMES == export.taken
+    assert 1 < proxy.most <= 4
+    assert export.incomplete == ["lost"]
+    assert export.tokens == sum(len(s.token_ids) for name in NAMES for s in ROLLOUTS[name].sequences)
+    assert {deed for deed, _ in proxy.deeds} == {"state", "fetch"}
+
+
+async def test_incomplete_sessions_can_be_left_out(tmp_path):
+    export = await exported(Proxy(*NAMES), tmp_path / "a.jsonl", complete_only=True)
+    assert export.passed == ["lost"]
+    assert "lost" not in [told["session"] for _, told in files.read(tmp_path / "a.jsonl")]
+
+
+async def test_deleted_is_what_is_in_the_file_and_can_bring_nothing_more(tmp_path, monkeypatch):
+    proxy = Proxy(*NAMES)
+    proxy.open = {"choices"}
+    whole = []
+    delete = _Session.delete
+
+    async def watched(self):
+        whole.append((tmp_path / "a.jsonl").exists())
+        await delete(self)
+
+    monkeypatch.setattr(_Session, "delete", watched)
+    export = await exported(proxy, tmp_path / "a.jsonl", delete=True, complete_only=True)
+    assert export.deleted == [name for name in NAMES if name not in {"lost", "choices"}]
+    assert export.kept == ["choices"]
+    assert whole
+    assert all(whole), "the file was whole before the first was deleted"
+    for name in NAMES:
+        deeds = [deed for deed, of in proxy.deeds if of == name]
+        assert deeds[:3] == ["seal", "state", "fetch"]
+
+
+async def test_nothing_is_deleted_when_the_export_fails(tmp_path):
+    proxy = Proxy(*NAMES)
+    proxy.failing = "respliced"
+    export = Export(names=NAMES, format="native", delete=True)
+    with pytest.raises(ClientError):
+        await export.run(proxy, files.create(str(tmp_path / "a.jsonl"), FORMATS["native"], overwrite=False), lambda: None)
+    assert not [deed for deed in proxy.deeds if deed[0] == "delete"]
+    assert export.partial == tmp_path / "a.jsonl.part"
+    assert [told["session"] for _, told in files.read(export.partial)] == NAMES[:3]
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+async def test_an_export_that_is_interrupted_leaves_what_it_had(tmp_path):
+    proxy, reached = Proxy(*NAMES), asyncio.Event()
+    export = Export(names=NAMES, format="native", delete=True)
+    sink = files.create(str(tmp_path / "a.parquet"), FORMATS["native"], overwrite=False)
+    work = asyncio.create_task(export.run(proxy, sink, reached.set))
+    await reached.wait()
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert [told["session"] for _, told in files.read(export.partial)] == export.taken
+    assert 0 < len(export.taken) < len(NAMES)
+    assert not [deed for deed in proxy.deeds if deed[0] == "delete"]
+
+
+async def test_a_session_that_is_gone_is_counted_unless_it_was_asked_for(tmp_path):
+    proxy = Proxy("linear", "choices")
+    export = await exported(proxy, tmp_path / "a.jsonl", ["linear", "gone", "choices"])
+    assert (export.taken, export.gone) == (["linear", "choices"], ["gone"])
+    with pytest.raises(NotFoundError):
+        await exported(proxy, tmp_path / "b.jsonl", ["linear", "gone"], exact=True)
+
+
+async def test_what_others_deleted_meanwhile_is_deleted(tmp_path, monkeypatch):
+    proxy = Proxy("linear", "choices")
+
+    async def gone(self):
+        raise NotFoundError("there is no session", status=404)
+
+    monkeypatch.setattr(_Session, "delete", gone)
+    export = await exported(proxy, tmp_path / "a.jsonl", ["linear", "choices"], delete=True)
+    assert export.whole
+    assert export.deleted == ["linear", "choices"]

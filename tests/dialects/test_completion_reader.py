@@ -1,0 +1,48 @@
+"""What is heard of an engine, and of its refusals."""
+
+import json
+
+import pytest
+
+from tokencache.dialects.completion_reader import hear
+from tokencache.dialects.dialect import refusal
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (None, None),
+        ("gone", (500, "gone")),
+        ({}, (500, "the engine failed")),
+        ({"code": 503, "message": "busy"}, (503, "busy")),
+        ({"code": "x", "message": 1}, (500, "the engine failed")),
+    ],
+)
+def test_faults(error, fault):
+    assert hear(json.dumps({"error": error}).encode()).fault == fault
+
+
+def test_calls_have_a_number_even_if_the_engine_gives_none():
+    calls = [{"id": "a", "function": {"name": "f"}}, {"index": 7}, {"function": None}]
+    said = hear(json.dumps({"choices": [{"index": 1}, {"index": 0, "message": {"tool_calls": calls}}]}).encode()).choice.said
+    assert [(n, call.name, call.arguments) for n, call in said.called()] == [(0, "f", ""), (7, "", ""), (2, "", "")]
+
+
+@pytest.mark.parametrize("data", [b"", b"oops", b"[]", b'{"choices": 5}', b"[" * 9000])
+def test_what_cannot_be_read(data):
+    assert hear(data) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"error":{"message":"no","type":"BadRequestError","param":"top_p","code":400}}', ("no", "BadRequestError", "top_p")),
+        (b'{"message":"no","type":"X","param":null}', ("no", "X", None)),
+        (b'{"error":{"message":"no","param":5}}', ("no", "upstream_error", None)),
+        (b'{"detail":"Not Found"}', ('{"detail":"Not Found"}', "upstream_error", None)),
+        (b"", ("the engine answered 502", "upstream_error", None)),
+        (b"\xff", ("\ufffd", "upstream_error", None)),
+    ],
+)
+def test_a_refusal_is_taken_apart(body, said):
+    assert refusal(502, body) == said

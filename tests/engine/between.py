@@ -1,0 +1,34 @@
+"""Something between the proxy and an engine, that does not pass everything on as it should."""
+
+import contextlib
+import json
+
+import aiohttp
+from aiohttp import web
+
+from tests.engine.listening import listening
+
+
+class Between:
+    """Passes requests on to `upstream`; `change` makes another body of a route's, or refuses it with a status (an `int`)."""
+
+    def __init__(self, upstream, change=None):
+        self.upstream = upstream
+        self.change = change or (lambda _route, body: body)
+
+    @contextlib.asynccontextmanager
+    async def serve(self):
+        """Serve on a free port; yields the base URL."""
+        app = web.Application(client_max_size=2**28)
+        app.router.add_route("*", "/{path:.*}", self._pass)
+        async with aiohttp.ClientSession() as self._http, listening(app) as url:
+            yield url
+
+    async def _pass(self, request):
+        raw = await request.read()
+        changed = self.change(request.path, json.loads(raw)) if raw else None
+        if isinstance(changed, int):
+            return web.json_response({"error": {"message": "no", "type": "X", "param": None, "code": changed}}, status=changed)
+        kept = {name: request.headers[name] for name in ("X-Session-ID", "X-Request-Id") if name in request.headers}
+        async with self._http.request(request.method, self.upstream + request.path, json=changed, headers=kept) as answer:
+            return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)

@@ -1,0 +1,68 @@
+"""Where NeMo's answers have ids and log probabilities, and where they are put."""
+
+import json
+
+import pytest
+
+from tokencache.engine.drivers.nemo_rl import lifted
+from tokencache.engine.reply import Reply
+
+TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 4], "generation_log_probs": [-0.5, -1.0]}
+
+
+def answer(message, **choice):
+    said = {"index": 0, "message": {"role": "assistant", "content": "Hi", **message}, "finish_reason": "stop", "logprobs": None, **choice}
+    return json.dumps({"model": "m", "choices": [said], "usage": None}).encode()
+
+
+def read(body):
+    reply = Reply()
+    reply.take(lifted(body))
+    return reply
+
+
+def test_they_stand_on_the_message_and_are_gone_from_there():
+    body = lifted(answer(TOKENS))
+    reply = read(answer(TOKENS))
+    assert (reply.prompt.raw, reply.choices[0].ids, reply.choices[0].logprobs) == (b"[1, 2]", [3, 4], [-0.5, -1.0])
+    said = json.loads(body)["choices"][0]
+    assert said["message"] == {"role": "assistant", "content": "Hi"}
+    assert [entry["token"] for entry in said["logprobs"]["content"]] == ["token_id:3", "token_id:4"]
+
+
+def test_log_probabilities_that_a_harness_asked_for_stay_as_they_are():
+    shown = {"content": [{"token": "H", "logprob": -0.5, "bytes": [72], "top_logprobs": [{"token": "H", "logprob": -0.5}]}] * 2}
+    assert json.loads(lifted(answer(TOKENS, logprobs=shown)))["choices"][0]["logprobs"] == shown
+
+
+def test_routed_experts_stand_on_the_message_too():
+    assert json.loads(lifted(answer({**TOKENS, "routed_experts": "=0"})))["choices"][0]["routed_experts"] == "=0"
+
+
+@pytest.mark.parametrize("body", [b"", b"oops", b'{"error":{}}', answer({}), answer({}, token_ids=[3])])
+def test_an_answer_without_them_is_left_as_it_is(body):
+    assert lifted(body) is body
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {**TOKENS, "generation_log_probs": None},
+        {name: TOKENS[name] for name in ("prompt_token_ids", "generation_token_ids")},
+        {**TOKENS, "generation_log_probs": [-0.5]},
+    ],
+)
+def test_log_probabilities_that_are_missing_are_not_made_up(message):
+    reply = read(answer(message))
+    assert reply.choices[0].ids == [3, 4]
+    assert len(reply.choices[0].logprobs) < 2
+
+
+@pytest.mark.parametrize("wrong", ["x", [1.5], {"a": 1}, [None]])
+def test_what_are_no_ids_is_no_reply_of_ours(wrong):
+    reply = read(answer({**TOKENS, "generation_token_ids": wrong}))
+    assert not (reply.choices and reply.choices[0].ids)
+
+
+def test_an_answer_cut_in_half_is_unreadable():
+    assert read(answer(TOKENS)[:-30]).unreadable == 1

@@ -1,0 +1,227 @@
+"""Token prompts on text completions, parsed by derender: on the simulated engine, one that ignores ids in chat."""
+
+import contextlib
+import itertools
+import json
+
+import pytest
+
+from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
+from tests.system.nemo.agents import AGENTS
+from tokencache.errors import EngineError
+from tokencache.testing import SimulatedEngine
+from tokencache.testing.faults import Fault
+
+ASK = [user("EPISODE:demo")]
+DERENDER = CHAT + "/derender"
+STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
+
+
+@contextlib.asynccontextmanager
+async def before(engine=None, **settings):
+    """The proxy before an engine with derender; what the probe asked is forgotten."""
+    engine = engine or SimulatedEngine(episodes=EPISODES, seed=7, honours_ids=False, derenders=True)
+    async with proxied(engine, **{"engine_kind": "completions", **settings}) as rig:
+        await rig.proxy.engine.model("sim")
+        engine.completions.clear()
+        engine.derendered.clear()
+        yield rig
+
+
+async def found(rig):
+    return (await rig.readiness())["engine"]["models"][0]
+
+
+async def two_turns(rig, **more):
+    """What the harness is told of a call with an exact prompt."""
+    message = await rig.say("s", ASK, tools=TOOLS)
+    return await rig.post(messages=[*ASK, echo(message), *results(message)], tools=TOOLS, **more)
+
+
+@STREAMS
+@pytest.mark.parametrize("dialect", AGENTS)
+async def test_an_agent_with_tools(dialect, stream):
+    async with before() as rig:
+        await AGENTS[dialect](rig, "s", 4, stream=stream)
+        assert [turn["match"] for turn in await rig.turns()] == ["root"] + ["continue"] * 3
+        assert [len(sequence["turns"]) for sequence in (await rig.check())["sequences"]] == [4]
+        assert (await rig.info())["incidents"] == []
+        books = rig.book()
+        assert [call["prompt"] for call in rig.engine.completions] == [book.prompt_ids for book in books[1:]]
+        for earlier, later in itertools.pairwise(books):
+            prefix = earlier.prompt_ids + earlier.completion_ids
+            assert later.prompt_ids[: len(prefix)] == prefix
+
+
+@pytest.mark.parametrize("kind", ["auto", "completions"])
+async def test_what_is_found(kind):
+    async with before(engine_kind=kind) as rig:
+        model = await found(rig)
+        assert (model["level"], model["driver"]) == ("exact", "completions")
+
+
+async def test_nothing_changes_where_chat_takes_ids():
+    async with before(SimulatedEngine(episodes=EPISODES, derenders=True), engine_kind="auto") as rig:
+        assert (await found(rig))["driver"] == "vllm"
+        assert rig.engine.derendered == []
+
+
+async def test_without_derender_calls_are_recorded():
+    async with before(SimulatedEngine(episodes=EPISODES, honours_ids=False)) as rig:
+        model = await found(rig)
+        assert (model["level"], model["driver"]) == ("record", "completions")
+        assert DERENDER in model["why"]
+        await two_turns(rig)
+        assert [turn["reason"] for turn in await rig.turns()] == ["", "record-only"]
+
+
+class Silent(SimulatedEngine):
+    """A sidecar that was started without a parser of tool calls: it leaves them in the text."""
+
+    async def _derender(self, http):
+        body = await http.json()
+        body["chat_request"].pop("tools", None)
+        http._read_bytes = json.dumps(body).encode()
+        return await super()._derender(http)
+
+
+async def test_a_parser_that_misses_calls_is_not_trusted():
+    async with before(Silent(episodes=EPISODES, honours_ids=False, derenders=True)) as rig:
+        model = await found(rig)
+        assert model["level"] == "record"
+        assert "does not find the tool call" in model["why"]
+
+
+async def test_a_sidecar_parses():
+    async with (
+        SimulatedEngine(derenders=True).serve() as sidecar,
+        before(SimulatedEngine(episodes=EPISODES, seed=7, honours_ids=False), derender=sidecar) as rig,
+    ):
+        await AGENTS["chat"](rig, "s", 4, stream=False)
+        assert [turn["match"] for turn in await rig.turns()] == ["root"] + ["continue"] * 3
+        assert rig.engine.derendered == []
+        await rig.check()
+
+
+async def test_an_engine_waits_for_its_sidecar():
+    with pytest.raises(EngineError, match="cannot be reached"):
+        async with before(SimulatedEngine(episodes=EPISODES, honours_ids=False), derender="http://127.0.0.1:9"):
+            pass
+
+
+async def test_the_harness_sees_what_chat_would_show():
+    shown = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    answers = []
+    for engine in (
+        SimulatedEngine(episodes=EPISODES, seed=7, honours_ids=False, derenders=True),
+        SimulatedEngine(episodes=EPISODES, seed=7),
+    ):
+        async with before(engine, engine_kind="auto") as rig:
+            status, said = await two_turns(rig, **shown)
+            assert status == 200
+            (choice,) = said["choices"]
+            assert said["prompt_token_ids"] == rig.book()[1].prompt_ids
+            assert choice["token_ids"] == rig.book()[1].completion_ids
+            assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == rig.book()[1].logprobs
+            assert {len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]} == {2}
+            message = choice["message"]
+            words = [message["content"], message["reasoning"], [call["function"] for call in message["tool_calls"]]]
+            answers.append((words, choice["finish_reason"], said["object"]))
+    assert answers[0] == answers[1]
+
+
+async def test_a_stop_string_cuts_the_text_and_not_the_tokens():
+    async with before() as rig:
+        asked = [user("EPISODE:talk")]
+        message = await rig.say("s", asked)
+        status, said = await rig.post(messages=[*asked, echo(message), user("go on")], stop=["con"])
+        assert status == 200
+        assert said["choices"][0]["message"]["content"].endswith("Se")
+        assert said["choices"][0]["stop_reason"] == "con"
+        await rig.check()
+
+
+@STREAMS
+async def test_a_reply_that_was_cut_short_is_gone_on_from(stream):
+    async with before() as rig:
+        message = await rig.say("s", ASK, tools=TOOLS, max_tokens=9)
+        history = [*ASK, echo(message), *results(message)]
+        message = await rig.say("s", history, tools=TOOLS, stream=stream, max_tokens=5)
+        await rig.say("s", [*history, echo(message), *results(message)], tools=TOOLS, stream=stream)
+        turns = await rig.turns()
+        assert [turn["match"] for turn in turns] == ["root", "continue", "continue"]
+        assert [turn["finish_reason"] for turn in turns][:2] == ["length", "length"]
+        await rig.check()
+
+
+async def test_a_required_tool_is_said_to_completions_as_chat_would():
+    async with before() as rig:
+        await two_turns(rig, tool_choice="required")
+        (asked,) = rig.engine.completions
+        assert asked["structured_outputs"] == {"structural_tag": '{"type": "structural_tag"}'}
+        assert "tools" not in asked
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
+
+
+async def test_where_guidance_cannot_be_had_chat_is_asked():
+    async with before() as rig:
+        rig.engine.faults.append(Fault.answer(500, path=CHAT + "/render"))
+        status, _ = await two_turns(rig, tool_choice="required")
+        assert status == 200
+        assert rig.engine.completions == []
+        assert [turn["reason"] for turn in await rig.turns()] == ["", "not-for-completions"]
+        await rig.check()
+
+
+async def test_a_limit_that_nobody_names_is_the_rooms():
+    async with before() as rig:
+        await two_turns(rig)
+        (asked,) = rig.engine.completions
+        assert asked["max_tokens"] == rig.engine.max_model_len - len(asked["prompt"])
+
+
+@STREAMS
+async def test_nothing_is_lost_where_derender_fails(stream):
+    async with before() as rig:
+        message = await rig.say("s", ASK, tools=TOOLS)
+        rig.engine.faults.append(Fault.answer(500, "no parser today", path=DERENDER))
+        history = [*ASK, echo(message), *results(message)]
+        status, said = await rig.post(messages=history, tools=TOOLS, stream=stream)
+        assert status == 502
+        assert "no parser today" in said["error"]["message"]
+        turn = (await rig.turns())[1]
+        assert turn["completion_tokens"] == len(rig.book()[1].completion_ids)
+        assert "engine-error" in turn["marks"]
+        await rig.say("s", history, tools=TOOLS, stream=stream)
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue", "branch"]
+        await rig.check()
+
+
+async def test_several_choices():
+    async with before() as rig:
+        status, said = await two_turns(rig, n=2)
+        assert status == 200
+        assert [choice["index"] for choice in said["choices"]] == [0, 1]
+        assert [choice["token_ids"] for choice in said["choices"]] == [None, None]
+        assert len(await rig.turns()) == 3
+        await rig.check()
+
+
+async def test_one_call_only_without_parallel_calls():
+    async with before() as rig:
+        _, said = await two_turns(rig, parallel_tool_calls=False)
+        assert len(said["choices"][0]["message"]["tool_calls"]) == 1
+        assert said["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_reply_of_nothing_but_its_end_has_no_words():
+    async with before() as rig:
+        message = await rig.say("s", ASK, tools=TOOLS)
+        rig.engine.derendered.clear()
+        end = rig.engine.tokenizer.stop_id
+        status, said = await rig.post(messages=[*ASK, echo(message), *results(message)], allowed_token_ids=[end])
+        assert status == 200
+        assert not said["choices"][0]["message"]["content"]
+        assert rig.engine.derendered == []
+        await rig.check()

@@ -1,0 +1,152 @@
+"""What is asked of the engine: renderings over HTTP, whether chat renders alike, which ids may end a turn."""
+
+import contextlib
+
+import msgspec
+import pytest
+
+from tests.engine.template.shapes import TOOLS
+from tests.engine.template.template_lab import KINDS, NO_ARGS, Lab
+from tokencache.core import ids
+from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engine.probe import probe
+from tokencache.engine.template.agreement import agrees
+from tokencache.engine.template.boundary import ASK
+from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
+from tokencache.engine.upstream import Answer, Upstream
+from tokencache.errors import EngineError
+from tokencache.testing import SimulatedEngine
+
+WITH_TOOLS = RenderArgs(b"", b"", {}, {}, {}, msgspec.Raw(msgspec.json.encode(TOOLS)))
+
+
+class Chat:
+    """An engine whose chat completions render with one template, while `/tokenize` may use another."""
+
+    def __init__(self, kind, change=lambda messages: messages, refuse=None):
+        self.lab, self.change, self.refuse = Lab.of(kind), change, refuse
+        self.calls = 0
+
+    async def post(self, path, body):
+        self.calls += 1
+        sent = msgspec.json.decode(msgspec.json.encode(body))
+        if self.refuse is not None and len(sent["messages"]) > 1:
+            return Answer(self.refuse, b'{"error":{"message":"no"}}')
+        text = self.lab.text(self.change(sent["messages"]), sent.get("tools"), generation=True)
+        choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length", "token_ids": [5]}
+        return Answer(200, msgspec.json.encode({"choices": [choice], "prompt_token_ids": self.lab.words.encode(text)}))
+
+
+@pytest.mark.parametrize("args", [NO_ARGS, WITH_TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+async def test_one_template_agrees_with_itself(kind, args):
+    engine = Chat(kind)
+    assert await agrees(engine, Lab.of(kind), "m", args)
+    assert engine.calls == 2
+
+
+@pytest.mark.parametrize("args", [NO_ARGS, WITH_TOOLS], ids=["no tools", "tools"])
+async def test_a_result_written_otherwise_is_seen(args):
+    """Harmony writes a tool's result as it is, gpt-oss's template as a JSON string; a question alone shows nothing of it."""
+
+    def raw(messages):
+        return [{**m, "content": "1"} if m["role"] == "tool" else m for m in messages]
+
+    assert not await agrees(Chat(KINDS["gpt-oss"], raw), Lab.of(KINDS["gpt-oss"]), "m", args)
+
+
+@pytest.mark.parametrize(("status", "learned"), [(400, False), (422, False), (500, None)])
+async def test_no_answer_is_no_disagreement(status, learned):
+    kind = KINDS["Qwen3"]
+    assert await agrees(Chat(kind, refuse=status), Lab.of(kind), "m", NO_ARGS) is learned
+
+    class Gone(Lab):
+        async def render(self, model, messages, args, *, generation):
+            raise RenderError("nobody there")
+
+    assert await agrees(Chat(kind), Gone(Lab.of(kind).template, Lab.of(kind).words), "m", NO_ARGS) is None
+
+
+@pytest.mark.parametrize("status", [503, 429])
+async def test_an_engine_that_does_not_answer_now_is_asked_later(status):
+    """Whoever asks waits: what is not known yet must not be taken for a difference."""
+    with pytest.raises(EngineError) as why:
+        await agrees(Chat(KINDS["Qwen3"], refuse=status), Lab.of(KINDS["Qwen3"]), "m", NO_ARGS)
+    assert why.value.passing
+
+
+async def test_an_episode_that_is_refused_by_both_is_let_pass_and_one_that_chat_alone_refuses_is_not():
+    class NoCalls(Lab):
+        async def render(self, model, messages, args, *, generation):
+            if len(messages) > 1:
+                raise TemplateRefusedError("no")
+            return await super().render(model, messages, args, generation=generation)
+
+    kind = KINDS["Qwen3"]
+    refusing = NoCalls(Lab.of(kind).template, Lab.of(kind).words)
+    assert await agrees(Chat(kind), refusing, "m", NO_ARGS)
+    assert not await agrees(Chat(kind, refuse=400), Lab.of(kind), "m", NO_ARGS)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [(400, b"{}", TemplateRefusedError), (422, b"{}", TemplateRefusedError), (503, b"{}", RenderError), (404, b"{}", RenderError)]
+    + [(200, body, RenderError) for body in (b"x", b"{}", b'{"tokens":["a"]}', b'{"tokens":[99999999999]}')],
+)
+async def test_what_the_engine_refuses_is_told_from_what_it_cannot_say_now(status, body, error):
+    class Fixed:
+        async def post(self, path, body_):
+            return Answer(status, body)
+
+    with pytest.raises(RenderError) as caught:
+        await EngineRenderer(Fixed()).render("m", [ASK], NO_ARGS, generation=True)
+    assert type(caught.value) is error
+
+
+@contextlib.asynccontextmanager
+async def simulated(**settings):
+    engine = SimulatedEngine(**settings)
+    async with engine.serve() as url:
+        upstream = Upstream(url)
+        await upstream.open()
+        try:
+            yield engine, upstream
+        finally:
+            await upstream.close()
+
+
+async def test_white_space_is_no_candidate_for_a_stop_id():
+    async with simulated() as (engine, upstream):
+        found = await probe(upstream, "sim")
+        newline = engine.tokenizer.encode("\n")
+        assert len(newline) == 1
+        assert found.level == "exact"
+        assert not any(engine.tokenizer.decode([token]).isspace() for token in found.stop_candidates)
+        assert newline[0] not in found.stop_candidates
+        assert found.stop_ids == (engine.tokenizer.stop_id,)
+        assert engine.tokenizer.stop_id in found.stop_candidates
+
+
+async def test_an_engine_that_cannot_detokenize_keeps_its_candidates():
+    async with simulated() as (engine, upstream):
+        real = upstream.post
+
+        async def post(path, body, headers=None):
+            return Answer(404, b"") if path == "/detokenize" else await real(path, body, headers)
+
+        upstream.post = post
+        found = await probe(upstream, "sim")
+        assert engine.tokenizer.encode("\n")[0] in found.stop_candidates
+        assert found.stop_ids == (engine.tokenizer.stop_id,)
+
+
+async def test_the_simulated_engine_agrees_with_itself():
+    async with simulated() as (_, upstream):
+        for args in (NO_ARGS, WITH_TOOLS):
+            assert await agrees(upstream, EngineRenderer(upstream), "sim", args)
+
+
+async def test_ids_are_packed_as_they_come():
+    async with simulated() as (engine, upstream):
+        rendered = await EngineRenderer(upstream).render("sim", [ASK], NO_ARGS, generation=True)
+        assert ids.unpack(rendered) == engine.tokenizer.encode(engine.tokenizer.render([{"role": "user", "content": "."}]))

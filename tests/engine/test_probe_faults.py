@@ -1,0 +1,206 @@
+"""The probe on a bad connection: what it finds is the same, whichever of its questions meets a closed one."""
+
+import contextlib
+import logging
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from tests.engine.between import Between
+from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, until, user
+from tests.system.nemo.worker import Worker
+from tokencache.engine import questions, standing
+from tokencache.engine.drivers.registry import Ways, drivers
+from tokencache.engine.model import Engine
+from tokencache.engine.upstream import Upstream
+from tokencache.errors import EngineError
+from tokencache.testing import SimulatedEngine
+
+ASK = [user("EPISODE:demo")]
+
+
+@pytest.fixture(autouse=True)
+def _briskly(monkeypatch):
+    monkeypatch.setattr(questions, "PAUSES", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(standing, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(standing, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.01)
+
+
+class Resetting(Between):
+    """Passes requests on to an engine, and tears down the connection of those that `resets` picks by number and path."""
+
+    def __init__(self, upstream):
+        super().__init__(upstream)
+        self.paths = []
+        self.resets = lambda _number, _path: False
+
+    async def _pass(self, request):
+        body = await request.read()
+        self.paths.append(request.path)
+        if self.resets(len(self.paths), request.path):
+            request.transport.abort()
+            return web.Response()
+        kept = {"Content-Type": request.headers.get("Content-Type", "application/json")}
+        async with self._http.request(request.method, self.upstream + request.path, data=body, headers=kept) as answer:
+            return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+
+
+@contextlib.asynccontextmanager
+async def standing_behind(engine, *, worker=False):
+    """Yields what resets, before an engine, or before NeMo RL's worker."""
+    async with engine.serve() as up, contextlib.AsyncExitStack() as stack:
+        behind = await stack.enter_async_context(Worker(up, engine.tokenizer.stop_id).serve()) if worker else up
+        between = Resetting(behind)
+        async with between.serve() as between.url:
+            yield between
+
+
+@contextlib.asynccontextmanager
+async def engine_at(url, kind="auto", **more):
+    upstream = Upstream(url)
+    await upstream.open()
+    try:
+        yield Engine(upstream, kinds=drivers(kind, Ways({})), **more)
+    finally:
+        await upstream.close()
+
+
+def as_found(model):
+    """The capability, but for the figures in words, which are sampled."""
+    return msgspec.structs.replace(model.capability, logprobs_seen="")
+
+
+@pytest.mark.parametrize(
+    ("engine", "worker", "kind"),
+    [
+        (SimulatedEngine(episodes=EPISODES), False, "auto"),
+        (SimulatedEngine(episodes=EPISODES), True, "auto"),
+        (SimulatedEngine(episodes=EPISODES), True, "nemo-rl"),
+        (SimulatedEngine(episodes=EPISODES, version="0.25.1", honours_ids=False), False, "auto"),
+        (SimulatedEngine(episodes=EPISODES, honours_ids=False), False, "vllm"),
+    ],
+    ids=["vllm", "nemo-rl", "nemo-rl-named", "by-derender", "record"],
+)
+async def test_whichever_question_is_reset_the_finding_is_the_same(engine, worker, kind):
+    async with standing_behind(engine, worker=worker) as between:
+        async with engine_at(between.url, kind) as one:
+            right = as_found(await one.model())
+        questions_asked = len(between.paths)
+        assert questions_asked > 5
+        for number in range(1, questions_asked + 1):
+            between.paths.clear()
+            between.resets = lambda count, _path, number=number: count == number
+            async with engine_at(between.url, kind) as one:
+                assert as_found(await one.model()) == right, f"question {number} was reset"
+
+
+@pytest.mark.parametrize("worker", [False, True], ids=["vllm", "nemo-rl"])
+@pytest.mark.parametrize("path", ["/tokenize", CHAT])
+async def test_a_question_that_is_never_answered_is_no_verdict(path, worker, caplog):
+    """Not ready, asked again at a bounded pace, said once; and ready as soon as it is answered."""
+    caplog.set_level(logging.INFO)
+    async with standing_behind(SimulatedEngine(episodes=EPISODES, seed=7), worker=worker) as between:
+        between.resets = lambda _count, asked: asked == path
+        async with proxied(between, upstream=between.url) as rig:
+            before = await until(lambda: _failed(rig))
+            assert before["engine"]["models"] == []
+            asked = len(between.paths)
+            await until(lambda: _more(between, asked + 12))
+            said = [record.getMessage() for record in caplog.records if "gave no answer" in record.getMessage()]
+            assert len(said) == 1
+            assert "NOTHING IS RECORDED" not in caplog.text
+            assert "RECORD ONLY" not in caplog.text
+            between.resets = lambda _count, _path: False
+            after = await until(lambda: _ready(rig))
+            assert after["engine"]["models"][0]["level"] == "exact"
+
+
+async def test_a_failed_probe_is_not_repeated_by_every_call(monkeypatch):
+    monkeypatch.setattr(standing, "FIRST_PAUSE", 60.0)
+    async with standing_behind(SimulatedEngine(episodes=EPISODES)) as between:
+        between.resets = lambda _count, asked: asked == "/tokenize"
+        async with engine_at(between.url) as engine:
+            with pytest.raises(EngineError, match="gave no answer"):
+                await engine.model()
+            asked = len(between.paths)
+            for _ in range(5):
+                with pytest.raises(EngineError, match="gave no answer"):
+                    await engine.model()
+            assert (len(between.paths), engine.state) == (asked, "failed")
+
+
+async def test_an_engine_that_cannot_answer_now_is_no_verdict():
+    """503 to `/tokenize`, as while an engine is paused: nothing is known then, and asked again it is what it is."""
+    async with standing_behind(SimulatedEngine(episodes=EPISODES)) as between:
+        busy = Between(between.url, lambda route, body: 503 if route == "/tokenize" else body)
+        async with busy.serve() as url, engine_at(url) as engine:
+            with pytest.raises(EngineError, match="503"):
+                await engine.model()
+            assert (engine.state, engine.capabilities) == ("unprobed", [])
+            busy.change = lambda _route, body: body
+            assert (await engine.model()).capability.level == "exact"
+
+
+async def test_a_level_that_fell_is_asked_about_until_it_is_back(caplog):
+    """Calls are served meanwhile, as they can be; the proxy is not ready, and that is logged once."""
+    async with SimulatedEngine(episodes=EPISODES, seed=7).serve() as up:
+        between = Between(up)
+        async with between.serve() as url, proxied(None, upstream=url) as rig:
+            await until(lambda: _ready(rig))
+            message = await rig.say("s", ASK, tools=TOOLS)
+            between.change = lambda route, body: _without_ids(body) if route == CHAT else body
+            rig.proxy.engine.forget("as after a restart")
+            lowered = await until(lambda: _lowered(rig))
+            assert lowered["engine"]["serves"] is False
+            assert "its level is record" in lowered["engine"]["error"]
+            assert "it was exact before" in lowered["engine"]["error"]
+            await rig.say("s", [*ASK, echo(message), *results(message)], tools=TOOLS)
+            assert [turn["reason"] for turn in await rig.turns()] == ["", "record-only"]
+            between.change = lambda _route, body: body
+            await until(lambda: _ready(rig))
+            last = await rig.say("t", ASK, tools=TOOLS)
+            await rig.say("t", [*ASK, echo(last), *results(last)], tools=TOOLS)
+            assert [turn["match"] for turn in await rig.turns("t")] == ["root", "continue"]
+    assert len([record for record in caplog.records if "RECORD ONLY" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(("required", "ready"), [("exact", False), ("record", True)])
+async def test_a_level_may_be_required(required, ready):
+    engine = SimulatedEngine(episodes=EPISODES, honours_ids=False)
+    async with proxied(engine, engine_kind="vllm", require=required) as rig:
+        found = await until(lambda: _probed(rig))
+        assert found["ready"] is ready
+        assert ("--require asks for exact" in found["engine"]["error"]) is not ready
+        engine.honours_ids = True
+        if not ready:
+            await until(lambda: _ready(rig))
+
+
+def _without_ids(body):
+    return {name: value for name, value in body.items() if name not in {"kv_transfer_params", "required_prefix_token_ids"}}
+
+
+async def _failed(rig):
+    found = await rig.readiness()
+    return found if not found["ready"] and "gave no answer" in found["engine"]["error"] else None
+
+
+async def _lowered(rig):
+    found = await rig.readiness()
+    return found if not found["ready"] and found["engine"]["models"] else None
+
+
+async def _ready(rig):
+    found = await rig.readiness()
+    return found if found["ready"] else None
+
+
+async def _probed(rig):
+    found = await rig.readiness()
+    return found if found["engine"]["models"] else None
+
+
+async def _more(between, count):
+    return len(between.paths) > count

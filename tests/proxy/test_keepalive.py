@@ -1,0 +1,69 @@
+"""Signs of life: given while a context is open, and not a moment longer."""
+
+import asyncio
+import gc
+import weakref
+
+from tokencache.proxy.keepalive import SignsOfLife
+
+
+async def test_signs_come_again_and_again_and_end_with_the_context():
+    given = asyncio.Semaphore(0)
+
+    async def sign() -> None:
+        given.release()
+
+    signs = SignsOfLife(0.001, sign)
+    async with signs:
+        assert signs.open
+        for _ in range(3):
+            await asyncio.wait_for(given.acquire(), 5)
+    assert not signs.open
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_sign_that_nobody_takes_is_broken_off_with_the_context():
+    begun, broken = asyncio.Event(), asyncio.Event()
+
+    async def sign() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            broken.set()
+
+    async with SignsOfLife(0.001, sign):
+        await asyncio.wait_for(begun.wait(), 5)
+    assert broken.is_set()
+
+
+async def test_who_has_gone_is_given_no_further_sign():
+    asked: asyncio.Queue[asyncio.Task] = asyncio.Queue()
+
+    async def sign() -> None:
+        asked.put_nowait(asyncio.current_task())
+        raise ConnectionResetError
+
+    async with SignsOfLife(0.001, sign):
+        await asyncio.wait_for(await asyncio.wait_for(asked.get(), 5), 5)  # it ends, and as no failure of ours
+    assert asked.empty()
+
+
+async def test_who_speaks_is_forgotten_at_once():
+    class Speaker:
+        def __init__(self) -> None:
+            self.signs = SignsOfLife(60, self.sign)
+
+        async def sign(self) -> None:
+            """Say nothing."""
+
+    gc.disable()
+    try:
+        speaker = Speaker()
+        async with speaker.signs:
+            pass
+        gone = weakref.ref(speaker)
+        del speaker
+        assert gone() is None
+    finally:
+        gc.enable()

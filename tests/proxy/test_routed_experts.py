@@ -1,0 +1,172 @@
+"""Routed experts: in a file that the turn refers to, never in the store, never before the harness's eyes."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from tests.proxy.kit import EPISODES, HEADER, proxied, user
+from tokencache.dialects import routing
+from tokencache.proxy.routed_experts import Bucket, Folder, open_shelf
+from tokencache.testing import SimulatedEngine
+
+SESSION = "r1:a@b+c=.."  # as odd as a session's name may be
+ASK = [user("EPISODE:talk")]
+LAYERS, CHOSEN = 3, 2
+
+
+def engine():
+    return SimulatedEngine(episodes=EPISODES, seed=7, routed_experts=(LAYERS, CHOSEN))
+
+
+def files(root):
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def rows(file):
+    """How many rows a `.npy` file says that it has, and has."""
+    assert file[:6] == b"\x93NUMPY"
+    length = int.from_bytes(file[8:10], "little")
+    said = file[10 : 10 + length].decode()
+    assert (10 + length) % 64 == 0
+    data = file[10 + length :]
+    assert f"'shape': ({len(data) // (LAYERS * CHOSEN)}, {LAYERS}, {CHOSEN})" in said
+    return len(data) // (LAYERS * CHOSEN)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+async def test_each_turn_refers_to_its_file(path, tmp_path):
+    body = {"prompt": "hello"} if path == "/v1/completions" else {"messages": ASK}
+    async with proxied(engine(), experts=str(tmp_path / "deep/root")) as rig:
+        status, said = await rig.post(SESSION, path, model="sim", max_tokens=60, **body)
+        assert status == 200
+        assert not any(choice["routed_experts"] for choice in said.get("choices", ()))
+        (turn,) = await rig.turns(SESSION)
+        found = files(tmp_path / "deep/root")
+        assert list(found) == [turn["experts"]] == [f"{SESSION}/{turn['call']}-0.npy"]
+        assert rows(found[turn["experts"]]) == turn["prompt_tokens"] + turn["completion_tokens"] - 1
+        exported = await rig.exported(SESSION)
+        assert (exported["complete"], exported["sequences"][0]["turns"][0]["experts"]) == (True, turn["experts"])
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
+@pytest.mark.parametrize("shown", [{}, {"return_token_ids": True, "logprobs": True}], ids=["", "ids"])
+async def test_the_harness_sees_what_an_engine_without_the_flag_says(kept, shown, tmp_path):
+    async with proxied(engine(), **({"experts": str(tmp_path)} if kept else {})) as rig:
+        _, said = await rig.post("s", messages=ASK, n=2, **shown)
+        rig.engine.extras.experts, rig.engine._calls = None, iter([50])
+        _, plain = await rig.post("t", messages=ASK, n=2, **shown)
+        assert [set(choice) for choice in said["choices"]] == [set(choice) for choice in plain["choices"]]
+        assert all(choice["routed_experts"] is None for choice in said["choices"])
+        assert all(bool(choice["token_ids"]) == bool(shown) for choice in said["choices"])
+        turns = await rig.turns("s")
+        assert len(turns) == 2
+        assert sorted(files(tmp_path)) == sorted(turn["experts"] for turn in turns if kept)
+        assert [bool(turn["experts"]) for turn in turns] == [kept, kept]
+        await rig.check("s")
+
+
+async def test_a_stream_has_none(tmp_path):
+    """vLLM 0.32 gives them with whole replies only: a streamed turn refers to nothing, and that is no incident."""
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        await rig.say("s", ASK, stream=True)
+        (turn,) = await rig.turns()
+        assert (turn["experts"], files(tmp_path), (await rig.info())["incidents"]) == ("", {}, [])
+
+
+async def test_what_cannot_be_written_is_told_and_costs_nothing_else(tmp_path):
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        (tmp_path / "s").write_text("in the way")
+        await rig.say("s", ASK)
+        (turn,), info = await rig.turns(), await rig.info()
+        assert turn["experts"] == ""
+        assert [(incident["kind"], incident["hole"]) for incident in info["incidents"]] == [("experts-lost", False)]
+        assert (await rig.check())["complete"]
+
+
+async def test_files_go_with_their_session(tmp_path):
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        for session in ("s", "t"):
+            await rig.say(session, ASK)
+        async with rig.http.delete(f"{rig.url}/tokencache/v1/sessions/s") as answer:
+            assert answer.status == 200
+        (kept,) = await rig.turns("t")
+        assert [path.name for path in tmp_path.iterdir()] == ["t"]
+        assert list(files(tmp_path)) == [kept["experts"]]
+
+
+async def test_a_call_of_a_deleted_session_leaves_no_file(tmp_path):
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        rig.engine.token_delay = 0.001
+        probed = len(rig.engine.requests)
+        call = asyncio.create_task(rig.post("s", messages=ASK))
+        await rig.engine.until(lambda: len(rig.engine.requests) > probed)
+        async with rig.http.delete(f"{rig.url}/tokencache/v1/sessions/s") as answer:
+            assert answer.status == 200
+        assert (await call)[0] == 200
+        assert files(tmp_path) == {}
+
+
+async def test_an_object_store():
+    url = "memory://tokencache-experts"
+    async with proxied(engine(), experts=url) as rig:
+        await rig.say("s", ASK)
+        (turn,) = await rig.turns()
+        shelf = open_shelf(url)
+        assert isinstance(shelf, Bucket)
+        assert rows(shelf._files.cat_file(f"{shelf._root}/{turn['experts']}")) == turn["prompt_tokens"] + turn["completion_tokens"] - 1
+        async with rig.http.delete(f"{rig.url}/tokencache/v1/sessions/s") as answer:
+            assert answer.status == 200
+        assert not shelf._files.exists(f"{shelf._root}/{turn['experts']}")
+        assert not shelf._files.find(shelf._root)
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    folder = Folder(tmp_path)
+    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with contextlib.suppress(OSError):
+        folder.put("s/x.npy", bytearray(b"half"))
+    assert files(tmp_path) == {}
+    folder.remove("s/never-there")
+
+
+async def test_a_root_that_cannot_be_written_is_no_start(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        open_shelf(str(tmp_path / "file/below"))
+    with pytest.raises(ValueError, match="nonsense"):
+        open_shelf("nonsense://x")
+
+
+@pytest.mark.parametrize(
+    ("value", "left", "file"),
+    [
+        ('"k05VTVBZAA=="', '"=0"', b"\x93NUMPY\x00"),
+        ("[[1,2]]", "[[1,2]]", b"[[1,2]]"),
+        ('"aGVsbG8="', '"=0"', b'"aGVsbG8="'),
+        ('"no base64"', '"=0"', b'"no base64"'),
+        ("null", "null", None),
+    ],
+)
+def test_what_is_cut_out(value, left, file):
+    pieces = []
+    body = '{"choices":[{"message":{"content":"\\"routed_experts\\":\\"x\\""},"routed_experts":%s,"index":0}]}'
+    assert routing.cut((body % value).encode(), pieces) == (body % left).encode()
+    piece = routing.piece_of(left.encode(), pieces)
+    assert (routing.unpacked(piece)[0] if piece else None) == file
+    assert routing.there((body % left).encode()) == (value != "null")
+
+
+def test_half_a_body_is_left_as_it_is():
+    pieces = []
+    assert routing.cut(b'{"routed_experts":"abc', pieces) == b'{"routed_experts":"abc'
+    assert pieces == []
+
+
+async def test_outside_a_session_they_are_the_clients_own(tmp_path):
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        _, said = await rig.post(None, messages=ASK)
+        assert said["choices"][0]["routed_experts"]
+        assert HEADER not in json.dumps(said)
+        assert files(tmp_path) == {}

@@ -1,0 +1,185 @@
+"""The server is told to stop: what is under way ends well, or is cut in time; and what is still owed is said."""
+
+import asyncio
+import json
+import signal
+
+import aiohttp
+import pytest
+
+from tests.proxy.kit import CHAT, EPISODES, HEADER, until, user
+from tests.proxy.serve import SECONDS, served
+from tokencache.config import Settings
+from tokencache.server.drain import Stop
+from tokencache.server.serve import serving
+from tokencache.store.base import StoreError
+from tokencache.store.memory import MemoryStore
+from tokencache.testing import Fault, SimulatedEngine
+
+ASK = {"model": "sim", "messages": [user("EPISODE:talk")]}
+
+
+class Rack:
+    """An engine and a proxy before it whose end a test decides: `end` leaves the server's context, and waits for nothing."""
+
+    def __init__(self, store=None, **settings):
+        self.engine = SimulatedEngine(episodes=EPISODES, seed=7)
+        self.store, self.settings = store or MemoryStore(), settings
+        self.stop = Stop()
+        self._over, self._up = asyncio.Event(), asyncio.Event()
+
+    async def __aenter__(self):
+        self._serving = asyncio.create_task(self._serve())
+        up = asyncio.create_task(self._up.wait())
+        await asyncio.wait({self._serving, up}, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        assert self._up.is_set(), self._serving
+        self.http = aiohttp.ClientSession(self.url, headers={HEADER: "s"})
+        return self
+
+    async def __aexit__(self, *why):
+        await self.http.close()
+        self.stop.at_once.set()
+        await self.ended()
+
+    async def _serve(self):
+        drain = self.settings.pop("drain", SECONDS)
+        quiet = self.settings.pop("quiet", 0.0)
+        async with self.engine.serve() as up:
+            settings = Settings(upstream=up, port=0, linger=0, **self.settings)
+            async with serving(settings, self.store, drain_seconds=drain, quiet_seconds=quiet, stop=self.stop) as (self.url, self.proxy):
+                await self.proxy.engine.model()
+                self._up.set()
+                await self._over.wait()
+
+    def end(self):
+        self._over.set()
+
+    async def ended(self):
+        self.end()
+        async with asyncio.timeout(SECONDS):
+            await self._serving
+
+    async def asked(self):
+        """A call that the engine hangs on."""
+        self.engine.faults.append(Fault.hang())
+        call = asyncio.create_task(self.http.post(CHAT, json=ASK))
+        await until(self.under_way, SECONDS)
+        return call
+
+    async def under_way(self):
+        return not self.engine.faults  # it was taken
+
+    async def closed(self):
+        """Whether nobody listens any more."""
+        try:
+            async with aiohttp.ClientSession(self.url) as other, other.get("/healthz"):
+                return False
+        except aiohttp.ClientConnectorError:
+            return True
+
+
+async def test_who_is_connected_is_answered_and_sent_elsewhere():
+    async with Rack(quiet=SECONDS) as rack:
+        async with rack.http.get("/healthz") as answer:
+            assert "close" not in answer.headers.get("Connection", "")
+        rack.end()
+        await until(rack.closed, SECONDS)
+        async with rack.http.post(CHAT, json=ASK) as answer:  # on the connection that there is
+            assert answer.status == 200
+            assert answer.headers["Connection"] == "close"
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await rack.http.get("/healthz")
+
+
+@pytest.mark.parametrize("how", ["time", "again"])
+async def test_what_does_not_end_is_cut_and_its_session_says_so(how):
+    async with Rack(drain=0.05 if how == "time" else SECONDS) as rack:
+        call = await rack.asked()
+        rack.end()
+        if how == "again":
+            await until(rack.closed, SECONDS)
+            assert not call.done()
+            rack.stop.at_once.set()
+        with pytest.raises(aiohttp.ClientError):
+            await call
+        await rack.ended()
+        info = await rack.store.session("s")
+        assert info.open_calls == ()
+        assert "client-gone" in {incident.kind for incident in info.incidents}
+
+
+class Away(MemoryStore):
+    """A store that can be gone."""
+
+    gone = False
+    tried = 0
+
+    async def commit(self, *args, **more):
+        self._fail()
+        return await super().commit(*args, **more)
+
+    async def note(self, *args, **more):
+        self._fail()
+        return await super().note(*args, **more)
+
+    def _fail(self):
+        if self.gone:
+            self.tried += 1
+            raise StoreError("no connection")
+
+
+async def test_what_is_owed_is_written_if_the_store_comes_back_in_time():
+    store = Away()
+    async with Rack(store) as rack:
+        store.gone = True
+        async with rack.http.post(CHAT, json=ASK) as answer:
+            assert answer.status == 200
+        rack.end()
+        await until(rack.closed, SECONDS)
+        before = store.tried
+
+        async def tried_again():
+            return store.tried > before
+
+        await until(tried_again, SECONDS)
+        store.gone = False
+        await rack.ended()
+    info = await store.session("s")
+    assert [incident.kind for incident in info.incidents] == ["store-error"]
+
+
+async def test_what_cannot_be_written_is_named(caplog):
+    store = Away()
+    async with Rack(store, drain=0.05) as rack:
+        store.gone = True
+        for session in ("lost-a", "lost-b", "lost-a"):
+            async with rack.http.post(CHAT, json=ASK, headers={HEADER: session}) as answer:
+                assert answer.status == 200
+        await rack.ended()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any("INCIDENTS OF 2 SESSIONS COULD NOT BE WRITTEN" in line for line in said)
+    named = [line for line in said if "not written:" in line]
+    assert [line.split()[1] for line in named] == ["lost-a", "lost-b"]
+    assert "store-error (2 times)" in named[0]
+    assert "LOOKS MORE COMPLETE THAN IT IS" in named[0]
+
+
+async def test_one_process_told_twice_ends_at_once():
+    engine = SimulatedEngine(episodes=EPISODES, seed=7)
+    async with engine.serve() as up, served("--port", "0", "--upstream", up) as proxy:
+        (url,) = await proxy.said(r"listens on (\S+) for")
+        async with aiohttp.ClientSession(url, headers={HEADER: "s"}) as http:
+            async with http.post(CHAT, json=ASK) as answer:
+                assert answer.status == 200
+            engine.faults.extend([Fault.stall()] * 8)  # the proxy may be asking what log probabilities are, and takes some
+            async with http.post(CHAT, json={**ASK, "stream": True}) as answer:
+                first = await answer.content.readuntil(b"\n\n")
+                assert json.loads(first.removeprefix(b"data: "))["object"] == "chat.completion.chunk"
+                proxy.signal(signal.SIGTERM)
+                await proxy.said("calls that are under way may finish")
+                proxy.signal(signal.SIGTERM)
+                with pytest.raises(aiohttp.ClientError):
+                    await answer.read()
+        assert await proxy.ended() == 0
+    assert "1 calls and other requests are cut off" in proxy.log
+    assert "Traceback" not in proxy.log

@@ -1,0 +1,250 @@
+"""Several workers on one port: real processes, a real Redis, and signals."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.proxy.kit import CHAT, HEADER, until, user
+from tests.proxy.serve import SECONDS, served
+from tokencache.config import Settings
+from tokencache.server import listener as door
+from tokencache.server import workers
+from tokencache.testing import SimulatedEngine
+from tokencache.testing.redis_server import RealRedis, find_binary
+
+pytestmark = pytest.mark.redis
+REPLIES = {"talk": ["One, two, three, four, five, six, seven, eight, nine, ten."]}
+TWO = ("--workers", "2", "--port", "0")
+
+
+@pytest.fixture(scope="module")
+def redis():
+    if find_binary() is None:
+        pytest.skip("no redis-server on this machine")
+    with RealRedis() as server:
+        yield server.url
+
+
+@contextlib.asynccontextmanager
+async def two_workers(redis, *options, token_delay=0.0):
+    """Two workers before an engine; yields what serves, the engine, the URL and the workers' process ids."""
+    engine = SimulatedEngine(episodes=REPLIES, seed=3, token_delay=token_delay)
+    async with engine.serve() as up, served(*TWO, "--upstream", up, "--store", redis, *options) as proxy:
+        (port,) = await proxy.said(r"2 workers share 127\.0\.0\.1 port (\d+)")
+        await proxy.said(r"worker \d serves", 2)
+        yield proxy, engine, f"http://127.0.0.1:{port}", pids(proxy)
+
+
+def pids(proxy):
+    """Process ids of the workers, each place's last one."""
+    return dict(re.findall(r"worker (\d) serves, process (\d+)", proxy.log))
+
+
+def folder_of(process):
+    """Where a worker keeps its metrics."""
+    variables = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
+    return next(said.partition("=")[2] for said in variables if said.startswith("PROMETHEUS_MULTIPROC_DIR="))
+
+
+@contextlib.asynccontextmanager
+async def asking(url):
+    """A client whose every call is a connection of its own."""
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as http:
+        yield http
+
+
+async def ask(http, session, **more):
+    body = {"model": "sim", "messages": [user("EPISODE:talk")], **more}
+    async with http.post(CHAT, json=body, headers={HEADER: session}) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.text()
+
+
+async def figures(http):
+    """What `/metrics` says: name and labels → value."""
+    async with http.get("/metrics") as answer:
+        assert answer.status == 200
+        lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+ANSWERED = 'tokencache_calls_total{dialect="chat",outcome="answered"}'
+
+
+async def begun(http, session):
+    """A stream of which something has come."""
+    body = {"model": "sim", "messages": [user("EPISODE:talk")], "stream": True}
+    answer = await http.post(CHAT, json=body, headers={HEADER: session})
+    return answer, await answer.content.readuntil(b"\n\n")
+
+
+async def rest(answer, beginning):
+    """The finish reason that a stream came to; `None` if it was cut off."""
+    try:
+        text = beginning + await answer.read()
+    except (aiohttp.ClientError, ConnectionError):
+        return None
+    finally:
+        answer.close()
+    data = [event.removeprefix("data: ") for event in text.decode().split("\n\n") if event]
+    if data[-1] != "[DONE]":
+        return None
+    return [choice["finish_reason"] for event in data[:-1] for choice in json.loads(event)["choices"]][-1]
+
+
+async def test_any_worker_serves_any_call_and_tells_of_all(redis):
+    async with two_workers(redis, "--log-level", "debug") as (proxy, _, url, processes), asking(url) as http:
+        await asyncio.gather(*[ask(http, f"sum-{n}") for n in range(60)])
+        await proxy.said(r"\[\d+\] tokencache\S*: session sum-\d+ turn", 60)
+        took = set(re.findall(r"\[(\d+)\] tokencache\S*: session sum-\d+ turn", proxy.log))
+        assert took == set(processes.values())
+        for _ in range(20):  # whichever answers
+            told = await figures(http)
+            assert told[ANSWERED] == 60
+            assert told['tokencache_turns_total{match="root",reason=""}'] == 60
+            assert told["tokencache_calls_in_flight"] == 0
+            assert told["tokencache_worker_restarts_total"] == 0
+            assert told['tokencache_added_seconds_count{phase="after"}'] == 60
+            assert {value for name, value in told.items() if name.startswith(("tokencache_engine_up", "tokencache_engine_exact"))} == {1}
+        said = await ask(http, "sum-0")
+        async with http.get("/tokencache/v1/sessions/sum-0/turns") as answer:
+            assert [turn["match"] for turn in (await answer.json())["turns"]] == ["root", "root"], said
+
+
+async def test_an_engine_that_is_added_serves_on_all_workers(redis):
+    engine = SimulatedEngine(episodes=REPLIES, seed=3)
+    async with engine.serve() as up, served(*TWO, "--store", redis) as proxy:
+        (port,) = await proxy.said(r"2 workers share 127\.0\.0\.1 port (\d+)")
+        await proxy.said(r"worker \d serves", 2)
+        async with asking(f"http://127.0.0.1:{port}") as http:
+            async with http.post(CHAT, json={"messages": [user("hi")]}, headers={HEADER: "none"}) as answer:
+                assert (answer.status, "POST /tokencache/v1/engines" in await answer.text()) == (503, True)
+            async with http.post("/tokencache/v1/engines", json={"url": up}) as answer:
+                assert answer.status == 201
+            await proxy.said(r"engine \S+: added", 2)
+            await proxy.said(r"level=exact", 2)
+            await asyncio.gather(*[ask(http, f"added-{n}") for n in range(20)])
+            async with http.delete("/tokencache/v1/engines", params={"url": up, "force": "true"}) as answer:
+                assert answer.status == 200
+            await proxy.said(r"engine \S+: removed", 2)
+
+
+async def test_a_worker_is_killed_the_others_go_on_and_it_comes_back(redis):
+    async with two_workers(redis, token_delay=0.15) as (proxy, engine, url, processes), asking(url) as http:
+        streams = await asyncio.gather(*[begun(http, f"kill-{n}") for n in range(24)])
+        assert (await figures(http))["tokencache_calls_in_flight"] == 24
+        os.kill(int(processes["0"]), signal.SIGKILL)
+        ends = await asyncio.gather(*[rest(*stream) for stream in streams])
+        assert set(ends) == {None, "stop"}
+        await proxy.said(r"WORKER 0 DIED \(signal 9\)")
+        engine.token_delay = 0.0
+        await asyncio.gather(*[ask(http, f"meanwhile-{n}") for n in range(8)])
+        await proxy.said(r"worker 0 serves", 2)
+        assert pids(proxy)["0"] != processes["0"]
+        assert pids(proxy)["1"] == processes["1"]
+        told = await figures(http)
+        assert told[ANSWERED] == ends.count("stop") + 8
+        assert told["tokencache_calls_in_flight"] == 0  # those of who died are none any more
+        assert told["tokencache_worker_restarts_total"] == 1
+        await asyncio.gather(*[ask(http, f"after-{n}") for n in range(40)])
+        assert (await figures(http))[ANSWERED] == told[ANSWERED] + 40
+
+
+async def test_told_to_stop_all_finish_what_they_do(redis):
+    async with two_workers(redis, token_delay=0.05) as (proxy, _, url, _workers), asking(url) as http:
+        streams = await asyncio.gather(*[begun(http, f"stop-{n}") for n in range(12)])
+        proxy.signal(signal.SIGTERM)
+        assert [await rest(*stream) for stream in streams] == ["stop"] * 12
+        assert await proxy.ended() == 0
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await ask(http, "too-late")
+        assert "cut off" not in proxy.log
+
+
+async def test_told_again_all_end_at_once(redis):
+    async with two_workers(redis, token_delay=60) as (proxy, engine, url, _workers), asking(url) as http:
+        engine.token_delay = 60  # what has begun will not end
+        calls = [asyncio.create_task(ask(http, f"again-{n}", stream=True)) for n in range(6)]
+
+        async def all_there():
+            return (await figures(http))["tokencache_calls_in_flight"] == 6
+
+        await until(all_there, SECONDS)
+        proxy.signal(signal.SIGINT)
+        await proxy.said("stopping: calls that are under way may finish", 2)
+        assert not any(call.done() for call in calls)
+        proxy.signal(signal.SIGINT)
+        assert await proxy.ended() == 0
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(end, aiohttp.ClientError) for end in ends)
+        assert "cut off" in proxy.log
+
+
+async def test_workers_do_not_outlive_their_supervisor(redis):
+    async with two_workers(redis) as (proxy, _, url, processes), asking(url) as http:
+        folder = folder_of(processes["0"])
+        proxy.signal(signal.SIGKILL)
+        await proxy.said("THE SUPERVISOR IS GONE", 2)
+        await proxy.ended()  # the log ends when the last of them has
+        shutil.rmtree(folder)
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await ask(http, "too-late")
+
+
+async def test_a_store_that_is_not_there_is_said():
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        async with served(*TWO, "--store", f"redis://127.0.0.1:{nobody.getsockname()[1]}/0", "--store-timeout", "1") as proxy:
+            assert await proxy.ended() == 1
+    assert re.search(r"^tokencache: .*(refused|reach)", proxy.log, re.MULTILINE), proxy.log
+    assert "Traceback" not in proxy.log
+
+
+async def test_a_port_that_is_taken_is_said(redis):
+    """Also by others who would share it: theirs is another engine."""
+    async with two_workers(redis) as (_, _, url, _workers):
+        port = url.rpartition(":")[2]
+        async with served("--workers", "2", "--port", port, "--store", redis) as second:
+            assert await second.ended() == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in second.log
+    assert "Traceback" not in second.log
+
+
+def test_sessions_in_memory_are_not_shared():
+    with pytest.raises(ValueError, match="2 workers cannot keep sessions in memory"):
+        Settings(workers=2)
+    assert Settings(workers=1).workers == 1
+
+
+def test_metrics_need_a_place_that_can_be_written_to(monkeypatch, tmp_path):
+    """Memory first; a read-only root is no hindrance where /dev/shm is."""
+    monkeypatch.setattr(workers, "_SCRATCH", tmp_path / "shm")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "shm").mkdir()
+    with workers._scratch() as folder:
+        assert Path(folder).parent == tmp_path / "shm"
+    (tmp_path / "shm").rmdir()
+    with workers._scratch() as folder:
+        assert Path(folder).parent == tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(OSError, match="workers need a folder for their metrics, in /dev/shm or where TMPDIR says"):
+        workers._scratch()
+
+
+def test_all_addresses_of_a_host_have_the_same_port():
+    sockets = door.bind("localhost", 0, shared=True)
+    again = door.bind("localhost", sockets[0].getsockname()[1], shared=True)
+    assert len({sock.getsockname()[1] for sock in [*sockets, *again]}) == 1
+    for sock in [*sockets, *again]:
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        sock.close()

@@ -1,0 +1,57 @@
+"""The bytes in Redis outlive a release: what one wrote the next must read."""
+
+import pytest
+
+from tokencache.core.messages import Message
+from tokencache.core.turn import Tokens, Turn
+from tokencache.store.base import Incident
+from tokencache.store.encoding import Piece, pack, pack_keys, pack_tokens, unpack, unpack_tokens
+
+TURN = Turn(
+    id="0123456789abcdef",
+    call="fedcba9876543210",
+    match="continue",
+    parent="aaaaaaaaaaaaaaaa",
+    served=Message("assistant", "hello hello"),
+    finish_reason="stop",
+)
+DEFLATED = (
+    "7abbc7c0068a1603432363135333730bcbc4a4e494d4344834a5a5a62427255a5a989b999a181b191ae088b64434000df6261ce1be3a233527275f014c62094000"
+)
+WRITTEN = [
+    (TURN, DEFLATED),
+    (Incident("x"), "6d81a46b696e64a178"),
+    (Incident("\ud800"), "6aab56cace84248098d2140b0303a55a00"),
+]
+
+
+@pytest.mark.parametrize(("record", "written"), WRITTEN, ids=["deflated", "plain", "json"])
+def test_records_of_earlier_releases_are_read(record, written):
+    assert unpack(bytes.fromhex(written), type(record)) == record
+    assert unpack(pack(record), type(record)) == record
+    assert pack(record)[:1] == bytes.fromhex(written)[:1]
+
+
+def test_tokens_of_earlier_releases_are_read():
+    written = bytes.fromhex("010002000000030000000100000004000000613132333435363738")
+    turn = Turn(id="b", call="k", match="root", base="a", shared=2, prompt_tokens=3, completion_tokens=1)
+    assert pack_tokens(turn, Tokens(b"1234", b"5678")) == written
+    assert unpack_tokens(written, b"f") == Piece("a", 2, 3, 1, Tokens(b"1234", b"5678", b"f"))
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"z", b"m", b"j", b"zzzz", b"x123", b"m\xc1", b"m\x81\xa4kind\x01", pack(TURN)[:-10]])
+def test_rubbish_is_refused(rubbish):
+    with pytest.raises(ValueError, match=r"unreadable|Expecting|invalid"):
+        unpack(rubbish, Turn)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 17, 20])
+def test_tokens_cut_off_are_refused(cut):
+    whole = pack_tokens(Turn(id="b", call="k", match="root", base="base", prompt_tokens=1), Tokens(b"1234", b""))
+    with pytest.raises(ValueError, match="cut off"):
+        unpack_tokens(whole[:cut])
+
+
+def test_keys_are_two_arguments():
+    assert pack_keys([]) == (b"", b"")
+    assert pack_keys([b"c1", b"", b"r" * 300]) == (b"\x02\x00\x00\x00\x2c\x01", b"c1" + b"r" * 300)

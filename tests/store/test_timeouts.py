@@ -1,0 +1,62 @@
+"""A time limit is for the server: a process that is behind itself must not take it for dead."""
+
+import asyncio
+import time
+
+import pytest
+
+from tokencache.store.redis.timeouts import TICK, Patience
+
+LIMIT = 4 * TICK
+
+
+async def rounds(n):
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+async def test_what_never_comes_is_not_waited_for():
+    patience = Patience()
+    with pytest.raises(TimeoutError):
+        async with patience.limit(LIMIT):
+            await asyncio.Event().wait()
+    with pytest.raises(TimeoutError):  # the timer had stopped with nothing to wait for
+        async with patience.limit(LIMIT):
+            await asyncio.Event().wait()
+
+
+async def test_each_has_its_own_limit():
+    patience, ended = Patience(), []
+
+    async def wait(name, seconds):
+        with pytest.raises(TimeoutError):
+            async with patience.limit(seconds):
+                await asyncio.Event().wait()
+        ended.append(name)
+
+    await asyncio.gather(wait("long", 3 * LIMIT), wait("short", LIMIT))
+    assert ended == ["short", "long"]
+
+
+async def test_a_loop_that_is_behind_does_not_use_up_the_limit():
+    """Each round of the loop takes longer than the whole limit; what needs three of them is in time."""
+    patience, over = Patience(), False
+
+    async def busy():
+        while not over:
+            time.sleep(1.5 * LIMIT)  # noqa: ASYNC251 - that is the point
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(busy())
+    began = time.monotonic()
+    async with patience.limit(LIMIT):
+        await rounds(3)
+    over = True
+    await others
+    assert time.monotonic() - began > LIMIT
+
+
+async def test_an_error_in_the_context_stays_what_it_is():
+    with pytest.raises(ValueError, match="ours"):
+        async with Patience().limit(LIMIT):
+            raise ValueError("ours")

@@ -1,0 +1,543 @@
+"""Random agent sessions: what harnesses do to their histories, and what an adversary would do.
+
+A session is a handful of conversations that go on, fork, roll back, are compacted and edited in turn, one call at a time. Of every
+entry it is known whether the model said it (`oracle.Entry`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from tests.system.adversary import dialects
+from tests.system.adversary.oracle import Entry, Oracle, Tally
+from tests.system.adversary.words import HARMLESS, Message, call_ids, meaning, safe, says, text_of
+from tokencache.core.rules import Leniency
+from tokencache.errors import HarnessError
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from tests.system.adversary.stack import Called, Stack
+
+TEXTS = [
+    "Yes.",
+    "Yes.",
+    "OK",
+    "Done.",
+    "Let me look.",
+    "",
+    "  I see.\n",
+    "naïve café ☕ — 你好",
+    "First line.\n\nSecond \u200b line.",
+    "No\n",
+]
+THOUGHTS = ["hm", "I should look first.", "Is it? Yes.", "hm\n\nno"]
+NAMES = ["bash", "look"]
+ARGUMENTS = [
+    '{"cmd": "ls"}',
+    '{"cmd": "ls -la", "n": 5}',
+    '{"n": 5.0, "cmd": "ls -la"}',
+    '{"cmd": "cat ü.txt", "deep": {"a": [1, 2.50, null, true], "b": "x\\ny"}}',
+    "{}",
+    "",
+]
+ODD_ARGUMENTS = [
+    '{"a": 1, "a": 2}',
+    '{"n": 9007199254740993}',
+    '{"n": 123456789012345678901234567890}',
+    '{"n": 1e400}',
+    '{"n": NaN}',
+    '{"n": -Infinity}',
+    '{"s": "\\ud800"}',
+    '{"s": "\\u0000"}',
+    '{"cmd": "ls',
+    "[1, 2]",
+    "null",
+    '"text"',
+    "not JSON",
+    '{"z": -0.0}',
+]
+ASKS = ["Go on.", "Why?", "Look again.", "ok?", "Fix  it.\n", "Schreib ü 你好 🙂", "Thanks, /no_think", "a\u200bb"]
+RESULTS = ["a.txt\n", "done", "", "error: no such file", "x" * 60, '{"ok": true}', "naïve\r\n\tresult"]
+SYSTEMS = ["Be brief.", "You are an agent.\nBe brief.", "Answer. /no_think", ""]
+TOOLS: list[list[Message]] = [
+    [],
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": f"Runs {name}.",
+                "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}},
+            },
+        }
+        for name in NAMES
+    ],
+]
+LETTERS = "abcXYZ 0.é☕\n"
+MOST_ENTRIES, MOST_THREADS = 18, 5
+
+
+@dataclass(eq=False)
+class Thread:
+    """One conversation: its history, how it asks, and how it writes down what it was served."""
+
+    entries: list[Entry]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: int = 0
+    habits: tuple[str, ...] = ()
+
+    def copy(self) -> Thread:
+        return replace(self, entries=list(self.entries))
+
+    @property
+    def scope(self) -> str:
+        """What decides about a prompt besides the messages."""
+        return json.dumps([self.tools, self.kwargs], sort_keys=True)
+
+
+class Session:
+    """One session of a random harness, in one dialect."""
+
+    def __init__(self, stack: Stack, number: int, rng: random.Random, tally: Tally, dialect: str = "chat") -> None:
+        self.stack, self.number, self.rng, self.dialect = stack, number, rng, dialect
+        self.names = [f"session-{number}"]
+        """What it is called, and was: a store that is lost is played by a new name."""
+        self.oracle = Oracle(stack, number, tally)
+        self.tally = tally
+        self.leniency = Leniency(
+            off=frozenset({rng.choice(["whitespace", "reasoning-dropped", "tool-ids"])} if rng.random() < 0.05 else ())
+        )
+        self.pool = rng.sample(TEXTS, 4)  # few words in a session: many replies say the same
+        self.makes = "nine" if stack.kind.style == "mistral" else rng.choice(["random", "random", "toolu", "colliding", "counted"])
+        self.odd = rng.random() < 0.3
+        self.thinks = stack.kind.style in {"hermes", "xml", "glm", "harmony"} and rng.random() < 0.7
+        self.carries = dialect == "chat" and number % 4 == 0
+        """Whether it sends token ids back on the replies, as agents of NeMo Gym's do."""
+        self.forms = [name for name in HARMLESS if dialect == "chat" or name in dialects.FORMS]
+        self.fresh = 0
+        self.threads = [self.new_thread()]
+        self.trace: list[str] = []
+        """What was done and sent, call by call: to be read where something was found."""
+
+    async def run(self, calls: int) -> None:
+        """Make so many calls."""
+        deeds = self._deeds()
+        names, weights = list(deeds), [weight for _, weight in deeds.values()]
+        asked = 0
+        while asked < calls:
+            thread = self.rng.choice(self.threads)
+            if len(thread.entries) > MOST_ENTRIES:
+                thread = self.restart(thread)
+            if self.carries and asked == calls // 2:
+                self.names.append(f"{self.name}-again")
+                self.oracle.lose_store()
+            done = []
+            for _ in range(1 if self.rng.random() < 0.8 else 2):
+                name = self.rng.choices(names, weights)[0]
+                done.append(name)
+                thread = deeds[name][0](thread) or thread
+            asked += 1
+            self.trace.append(f"call {asked}: {' + '.join(done)}")
+            await self.ask(thread)
+        await self.oracle.close(self.names)
+
+    @property
+    def name(self) -> str:
+        """The session's name at the proxy."""
+        return self.names[-1]
+
+    def _deeds(self) -> dict[str, tuple[Callable[[Thread], Thread | None], float]]:
+        edits = 1.0
+        return {
+            "go on": (lambda _: None, 14),
+            "retry": (self.retry, 2),
+            "fork": (self.fork, 1.5),
+            "sub-agent": (self.sub_agent, 1.5),
+            "roll back": (self.roll_back, 1.5),
+            "compact": (self.compact, 1),
+            "prune": (self.prune, 1),
+            "one character": (self.one_character, 2 * edits),
+            "few-shot": (self.few_shot, 0.7),
+            "own words": (self.own_words, 0.8),
+            "own reasoning changes": (self.own_reasoning, 0.5),
+            "white space": (self.white_space, 1),
+            "context in parts": (self.context_parts, 0.7),
+            "other writing": (self.other_writing, 2),
+            "other reasoning": (self.other_reasoning, 1),
+            "other ids": (self.other_ids, 1),
+            "switch": (self.switch, 0.8),
+            "system": (self.other_system, 0.8),
+            "tools": (self.other_tools, 0.4),
+            "later system": (self.later_system, 0.3),
+            "no handle": (self.no_handle, 0.0 if self.dialect == "chat" else 1.0),
+            "drop": (self.drop, 0.7),
+            "say twice": (self.say_twice, 0.5),
+            "special tokens": (self.special_tokens, 0.7),
+            "odd call": (self.odd_call, 0.4),
+            "sibling": (self.sibling, 0.8),
+        }
+
+    # asking
+
+    async def ask(self, thread: Thread) -> None:
+        """Call the model with a thread's history, and add the reply to it."""
+        self.ready(thread)
+        entries = thread.entries[:] = dialects.presentable(self.dialect, thread.entries)
+        said = self.invent()
+        body = dialects.write(self.dialect, self.carrying(entries), TOOLS[thread.tools], thread.kwargs)
+        try:
+            called = await self.stack.call(self.name, body, said, dialect=self.dialect, leniency=self.leniency)
+        except HarnessError:
+            self.tally.counts["not read"] += 1
+            self.restart(thread)
+            return
+        self._show(called, said)
+        served, handle = dialects.served(self.dialect, called.answer) if called.answer else ({}, "")
+        owing = not self.leniency.off
+        number = self.oracle.judge(called, tuple(entries), said, scope=thread.scope, owing=owing, handle=handle)
+        if number is None:
+            self.restart(thread)
+            return
+        entry = Entry(served, number, handle=handle)
+        for habit in thread.habits:
+            entry = replace(entry, message=HARMLESS[habit](entry.message, self.rng))
+        self.tally.counts["served otherwise"] += not says(entry.message, said)  # what the dialect cannot say
+        thread.entries.append(entry)
+
+    def carrying(self, entries: list[Entry]) -> list[Entry]:
+        """The entries as they are sent: with the token ids that came with each reply, whatever became of its words since."""
+        if not self.carries:
+            return entries
+        return [entry if entry.turn is None else replace(entry, message={**entry.message, **self.ids_of(entry.turn)}) for entry in entries]
+
+    def ids_of(self, turn: int) -> dict[str, list[int]]:
+        """The members with token ids of a turn's message; of every sixteenth turn they are somebody else's."""
+        said = self.oracle.turns[turn]
+        prompt = [said.prompt[0] + 1, *said.prompt[1:]] if turn % 16 == 15 else said.prompt
+        return {"prompt_token_ids": prompt, "generation_token_ids": said.completion}
+
+    def _show(self, called: Called, said: Message) -> None:
+        """Write a call into the trace."""
+        for i, raw in enumerate(called.call.raw_messages):
+            handle = called.call.handles.get(i, "")
+            self.trace.append(f"    {i:3} {raw.decode()} {handle}")
+        anchors = [(getattr(a, "place", "?"), self.oracle.numbers.get(a.turn), a.start, a.end) for a in called.plan.anchors]
+        parent = self.oracle.numbers.get(called.plan.parent or "")
+        args = called.call.args.kwargs, called.call.tool_count
+        self.trace.append(f"    {args} {called.plan.match} {called.plan.reason}, parent {parent}, anchors {anchors}")
+        self.trace.append(f"    → turn {len(self.oracle.turns)}: {said} {called.refused}")
+
+    def restart(self, thread: Thread) -> Thread:
+        """Begin anew: a history is long, or the engine or the proxy refuses it."""
+        new = self.new_thread()
+        self.threads = [new if one is thread else one for one in self.threads]
+        return new
+
+    def ready(self, thread: Thread) -> None:
+        """Let the history end with something to answer."""
+        last = thread.entries[-1]
+        if not last.is_reply:
+            return
+        names = call_ids(last.message)
+        for name in names:
+            text = self.rng.choice(RESULTS)
+            thread.entries.append(Entry({"role": "tool", "tool_call_id": name, "content": text}))
+        if not names or self.rng.random() < 0.1:
+            thread.entries.append(self.user())
+
+    def invent(self) -> Message:
+        """What the model says next: few words, so that much of it was said before."""
+        rng = self.rng
+        said: Message = {"role": "assistant", "content": rng.choice(self.pool)}
+        if self.thinks and rng.random() < 0.7:
+            said["reasoning"] = rng.choice(THOUGHTS)
+        if (number := rng.choice([0, 0, 1, 1, 1, 2])) and self.stack.kind.style != "llama":
+            arguments = ARGUMENTS + (ODD_ARGUMENTS if self.odd else [])
+            said["tool_calls"] = [
+                {"id": self.name_call(i), "type": "function", "function": {"name": rng.choice(NAMES), "arguments": rng.choice(arguments)}}
+                for i in range(number)
+            ]
+            if rng.random() < 0.4:
+                said["content"] = None
+        if rng.random() < 0.04:
+            said["finish_reason"] = "length"
+        if self.dialect != "chat" and not said.get("tool_calls") and not said["content"]:
+            said["content"] = "OK"  # elsewhere silence cannot be sent back
+        return said
+
+    def name_call(self, i: int) -> str:
+        self.fresh += 1
+        if self.makes == "nine":
+            return f"{self.rng.getrandbits(36):09x}"
+        if self.makes == "colliding":
+            return f"functions.bash:{i}"
+        if self.makes == "counted":
+            return f"functions.bash:{self.fresh}"
+        return f"{'toolu_' if self.makes == 'toolu' else 'chatcmpl-tool-'}{self.rng.getrandbits(96):024x}"
+
+    def user(self) -> Entry:
+        return Entry({"role": "user", "content": self.rng.choice(ASKS)})
+
+    def new_thread(self) -> Thread:
+        rng = self.rng
+        entries = [Entry({"role": "system", "content": rng.choice(SYSTEMS)})] if rng.random() < 0.8 else []
+        kwargs = rng.choice([{}, {}, {}, {"enable_thinking": False}, {"enable_thinking": True}]) if self.dialect == "chat" else {}
+        habits = rng.sample(self.forms, rng.choice([0, 0, 1, 1, 2]))
+        return Thread([*entries, self.user()], kwargs, rng.randrange(len(TOOLS)), tuple(habits))
+
+    # what harnesses do
+
+    def add(self, thread: Thread) -> Thread:
+        if len(self.threads) >= MOST_THREADS:
+            self.threads.pop(0)
+        self.threads.append(thread)
+        return thread
+
+    def replies(self, thread: Thread, *, own: bool = False) -> list[int]:
+        """The places of replies of the model's; with `own`, of the harness's own as well."""
+        return [i for i, entry in enumerate(thread.entries) if entry.is_reply and (own or entry.turn is not None)]
+
+    def others(self, thread: Thread) -> list[int]:
+        return [i for i, entry in enumerate(thread.entries) if not entry.is_reply]
+
+    def retry(self, thread: Thread) -> Thread | None:
+        """Ask the same again, in place of the last reply or beside it."""
+        if not thread.entries[-1].is_reply:
+            return None
+        again = thread.copy()
+        again.entries.pop()
+        if self.rng.random() < 0.5:
+            return self.add(again)
+        thread.entries.pop()
+        return thread
+
+    def fork(self, thread: Thread) -> Thread:
+        return self.add(thread.copy())
+
+    def sub_agent(self, _: Thread) -> Thread:
+        return self.add(self.new_thread())
+
+    def roll_back(self, thread: Thread) -> None:
+        places = self.replies(thread, own=True)
+        if places:
+            del thread.entries[self.rng.choice(places) :]
+            if not thread.entries or self.rng.random() < 0.7:
+                thread.entries.append(self.user())
+
+    def compact(self, thread: Thread) -> None:
+        """Keep a summary and the last exchange."""
+        places = self.replies(thread)
+        if len(places) < 2:
+            return
+        keep = self.rng.choice(places[-2:])
+        keep -= self.rng.random() < 0.5 and thread.entries[keep - 1].message["role"] != "tool"
+        summary = Entry({"role": "user", "content": f"Summary: {self.rng.choice(ASKS)}"})
+        head = thread.entries[:1] if thread.entries[0].message["role"] == "system" else []
+        thread.entries[:] = [*head, summary, *thread.entries[max(keep, len(head)) :]]
+
+    def prune(self, thread: Thread) -> None:
+        places = [i for i, entry in enumerate(thread.entries) if entry.message["role"] == "tool"]
+        for place in self.rng.sample(places, min(len(places), self.rng.choice([1, 1, 2]))):
+            self.say(thread, place, "[pruned]")
+
+    def say(self, thread: Thread, place: int, content: Any) -> None:
+        entry = thread.entries[place]
+        thread.entries[place] = replace(entry, message={**entry.message, "content": content})
+
+    def edit(self, thread: Thread, place: int, message: Message) -> None:
+        """Put other words in the place of an entry; with other ids it need not be recognised, whatever it says."""
+        entry = thread.entries[place]
+        same_ids = call_ids(message) == call_ids(entry.message)
+        thread.entries[place] = replace(entry, message=message, owed=entry.owed and same_ids)
+
+    def one_character(self, thread: Thread) -> None:
+        """Change one character anywhere."""
+        rng = self.rng
+        place = rng.randrange(len(thread.entries))
+        message = thread.entries[place].message
+        members = [name for name in ("content", "reasoning", "reasoning_content") if isinstance(message.get(name), str)]
+        calls = [("call", i, member) for i in range(len(message.get("tool_calls") or ())) for member in ("id", "name", "arguments")]
+        if not members and not calls:
+            return
+        chosen = rng.choice([*members, *calls])
+        if isinstance(chosen, str):
+            self.edit(thread, place, {**message, chosen: self.nudged(message[chosen])})
+            return
+        _, n, member = chosen
+        calls = [dict(call, function=dict(call["function"])) for call in message["tool_calls"]]
+        inner = calls[n] if member == "id" else calls[n]["function"]
+        was = inner[member]
+        inner[member] = self.nudged(was, "abc") or "x"
+        self.edit(thread, place, {**message, "tool_calls": calls})
+        if member == "id" and rng.random() < 0.7:
+            self.answer(thread, place, {was: inner[member]})
+
+    def nudged(self, text: str, letters: str = LETTERS) -> str:
+        at = self.rng.randint(0, len(text))
+        letter = self.rng.choice(letters)
+        return self.rng.choice([text[:at] + letter + text[at:], text[:at] + letter + text[at + 1 :], text[:at] + text[at + 1 :]])
+
+    def answer(self, thread: Thread, place: int, names: dict[str, str]) -> None:
+        """Let the results behind a reply answer calls by other names."""
+        for i in range(place + 1, len(thread.entries)):
+            message = thread.entries[i].message
+            if message["role"] == "assistant":
+                return
+            if message.get("tool_call_id") in names:
+                thread.entries[i] = replace(thread.entries[i], message={**message, "tool_call_id": names[message["tool_call_id"]]})
+
+    def own_reply(self) -> Message:
+        message: Message = {"role": "assistant", "content": self.rng.choice([*self.pool, "Of my own."]) or "Of my own."}
+        if self.thinks and self.rng.random() < 0.4:
+            message["reasoning"] = self.rng.choice([*THOUGHTS, "of my own"])
+        return message
+
+    def few_shot(self, thread: Thread) -> Thread | None:
+        """Put an exchange that never was in front, in a new conversation or in this one."""
+        if self.rng.random() < 0.7:
+            thread = self.add(self.new_thread())
+        at = thread.entries[0].message["role"] == "system"
+        thread.entries[at:at] = [self.user(), Entry(self.own_reply())]
+        return thread
+
+    def own_words(self, thread: Thread) -> None:
+        """Say something in the model's name."""
+        self.ready(thread)
+        thread.entries += [Entry(self.own_reply()), self.user()]
+
+    def own_reasoning(self, thread: Thread) -> None:
+        """Change the reasoning that was put into the model's mouth."""
+        places = [i for i in self.replies(thread, own=True) if thread.entries[i].turn is None]
+        if places:
+            place = self.rng.choice(places)
+            message = thread.entries[place].message
+            other = self.rng.choice([{"reasoning": self.rng.choice(THOUGHTS)}, {"reasoning": None}])
+            thread.entries[place] = replace(thread.entries[place], message={**message, **other})
+
+    def white_space(self, thread: Thread) -> None:
+        """Change the white space around an entry that is not the model's."""
+        places = [i for i in self.others(thread) if isinstance(thread.entries[i].message["content"], str)]
+        if places:
+            place = self.rng.choice(places)
+            text = text_of(thread.entries[place].message)
+            self.say(thread, place, self.rng.choice([f"{text}\n", f" {text}", text.strip(), f"{text}\u00a0"]))
+
+    def context_parts(self, thread: Thread) -> None:
+        """Write an entry that is not the model's in parts, or no longer."""
+        place = self.rng.choice(self.others(thread))
+        text = text_of(thread.entries[place].message)
+        parted = isinstance(thread.entries[place].message["content"], list)
+        pieces = text.split("\n") if self.dialect == "chat" and self.rng.random() < 0.5 else [text]
+        self.say(thread, place, text if parted else [{"type": "text", "text": piece} for piece in pieces])
+
+    def other_writing(self, thread: Thread) -> None:
+        """Write replies otherwise, in ways that are forgiven."""
+        form = HARMLESS[self.rng.choice(self.forms)]
+        chance = self.rng.choice([0.4, 1.0])
+        for place in self.replies(thread, own=True):
+            if self.rng.random() < chance:
+                entry = thread.entries[place]
+                thread.entries[place] = replace(entry, message=form(entry.message, self.rng))
+
+    def other_reasoning(self, thread: Thread) -> None:
+        """Send other reasoning than the model's, of the last reply or of an older one."""
+        places = self.replies(thread)
+        if places:
+            place = self.rng.choice(places)
+            message = thread.entries[place].message
+            was = message.get("reasoning") or "hm"
+            self.edit(thread, place, {**message, "reasoning": self.rng.choice([self.nudged(was), *THOUGHTS])})
+
+    def other_ids(self, thread: Thread) -> None:
+        """Rename all calls and what answers them: only unsafe characters, or altogether."""
+        sanitise = self.rng.random() < 0.6
+        for place in self.replies(thread, own=True):
+            message = thread.entries[place].message
+            names = {}
+            for name in call_ids(message):
+                self.fresh += 1
+                names[name] = safe(name) if sanitise else f"n{self.fresh:08}"
+            if names:
+                calls = [{**call, "id": names[call["id"]]} for call in message["tool_calls"]]
+                thread.entries[place] = replace(thread.entries[place], message={**message, "tool_calls": calls})
+                self.answer(thread, place, names)
+
+    def switch(self, thread: Thread) -> None:
+        """Ask with other template arguments, or for other thinking in words."""
+        if self.dialect == "chat" and self.rng.random() < 0.5:
+            thread.kwargs = self.rng.choice([{}, {"enable_thinking": False}, {"enable_thinking": True}])
+        else:
+            place = self.rng.choice(self.others(thread))
+            text = text_of(thread.entries[place].message)
+            if thread.entries[place].message["role"] != "tool":
+                self.say(thread, place, text.replace(" /no_think", "") if "/no_think" in text else f"{text} /no_think")
+
+    def other_system(self, thread: Thread) -> None:
+        if thread.entries[0].message["role"] == "system":
+            self.say(thread, 0, f"{self.rng.choice(SYSTEMS)} {self.rng.randrange(9)}")
+
+    def later_system(self, thread: Thread) -> None:
+        """Say something as the system, in the middle."""
+        self.ready(thread)
+        thread.entries.append(Entry({"role": "system", "content": self.rng.choice(["Hurry.", "You have 3 turns left."])}))
+
+    def no_handle(self, thread: Thread) -> None:
+        """Drop what was to be echoed with the replies."""
+        thread.entries[:] = [replace(entry, handle="") for entry in thread.entries]
+
+    def other_tools(self, thread: Thread) -> None:
+        thread.tools = self.rng.randrange(len(TOOLS))
+
+    def drop(self, thread: Thread) -> None:
+        """Leave an exchange out: a reply and what answers its calls, or an entry alone."""
+        places = self.replies(thread, own=True)
+        if not places or len(thread.entries) < 4:
+            return
+        place = self.rng.choice(places)
+        end = place + 1
+        while end < len(thread.entries) and thread.entries[end].message["role"] == "tool":
+            end += 1
+        del thread.entries[place : self.rng.choice([end, end, place + 1])]
+
+    def say_twice(self, thread: Thread) -> None:
+        places = self.replies(thread)
+        if places:
+            self.ready(thread)
+            copied = replace(thread.entries[self.rng.choice(places)], owed=False)
+            thread.entries += [copied, self.user()] if not call_ids(copied.message) else [copied]
+
+    def special_tokens(self, thread: Thread) -> None:
+        """Let a tool, or the user, spell out the template's own tokens."""
+        places = [i for i in self.others(thread) if thread.entries[i].message["role"] != "system"]
+        if places:
+            tokens = self.rng.choices([*self.stack.kind.tokens, "assistant\n", "\n", "x"], k=4)
+            self.say(thread, self.rng.choice(places), "".join(tokens))
+
+    def odd_call(self, thread: Thread) -> None:
+        """Say a call in the model's name whose arguments are odd."""
+        self.ready(thread)
+        name = self.rng.choice(
+            [f"own{self.fresh:06}", *(name for i in self.replies(thread) for name in call_ids(thread.entries[i].message))]
+        )
+        function = {"name": "bash", "arguments": self.rng.choice(ODD_ARGUMENTS + ARGUMENTS)}
+        call = {"id": name, "type": "function", "function": function}
+        result = {"role": "tool", "tool_call_id": name, "content": self.rng.choice(RESULTS)}
+        thread.entries += [Entry({"role": "assistant", "content": "", "tool_calls": [call]}), Entry(result)]
+
+    def sibling(self, thread: Thread) -> None:
+        """Put another reply in the place of one: of the same words if there is one."""
+        places = self.replies(thread)
+        if places:
+            place = self.rng.choice(places)
+            words = meaning(thread.entries[place].message)
+            same = [said for said in self.oracle.turns.values() if said.words == words]
+            said = self.rng.choice(same or list(self.oracle.turns.values()))
+            before = thread.entries[place].message
+            owed = dialects.sayable(self.dialect, said.reply)
+            thread.entries[place] = Entry(dict(said.reply), said.number, handle=said.handle, owed=owed)
+            names = dict(zip(call_ids(before), call_ids(said.reply), strict=False))
+            self.answer(thread, place, names)

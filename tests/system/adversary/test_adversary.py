@@ -1,0 +1,241 @@
+"""The adversary finds nothing in the product, and finds what is put into it.
+
+`python -m tests.system.adversary --turns 1000000 --processes 2` is the long run.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import msgspec
+import pytest
+
+from tests.engine.template.more_kinds import ALL_KINDS
+from tests.system.adversary import dialects
+from tests.system.adversary.oracle import Entry, shape_of
+from tests.system.adversary.run import replay, run
+from tests.system.adversary.stack import Stack
+from tests.system.adversary.words import HARMLESS, arguments_of, says
+from tokencache.core import ids, match, verdict
+from tokencache.core.messages import digest, split_think
+from tokencache.dialects.chat import messages
+from tokencache.engine.template.tails import Tails
+from tokencache.proxy import client_ids
+from tokencache.proxy import planner as planning
+from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.recorder import Outcome, Recorded
+
+FEW, SEED = 250, 11
+USUAL = ("Qwen2.5",)
+ASK = {"role": "user", "content": "Look."}
+CALL = {"id": "functions.bash:0", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls"}'}}
+
+
+@pytest.mark.parametrize("template", ALL_KINDS)
+def test_nothing_that_must_never_be_is_seen(template):
+    tally = run(FEW // 2, SEED, templates=[template])
+    assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])
+    assert tally.counts["turns"] > FEW / 3
+    assert {"root", "continue", "branch", "resplice"} <= set(tally.matches)
+
+
+def test_what_is_owed_is_supplied():
+    tally = run(4 * FEW, SEED, templates=USUAL)
+    assert tally.counts["owed"] > FEW
+    assert tally.counts["missed"] <= tally.counts["owed"] / 200, "\n".join([tally.table(), *tally.shown(5, misses=True)])
+
+
+def test_a_session_is_replayed_as_it_was():
+    whole = run(FEW, SEED, templates=USUAL)
+    last = replay(SEED, FEW // 25 - 1, USUAL)
+    assert last.counts["calls"] == 25
+    assert last.trace[0].startswith("call 1:")
+    assert replay(SEED, FEW // 25 - 1, USUAL).trace == last.trace
+    assert last.counts["owed"] <= whole.counts["owed"]
+
+
+# --- the oracle convicts -----------------------------------------------------------------------------------------------------
+
+
+def convicts(kind, turns=FEW):
+    """Whether the adversary finds something of this kind in what the product has become."""
+    return any(run(turns, seed, templates=USUAL).counts[kind] for seed in range(8))
+
+
+def test_it_convicts_a_verdict_that_takes_any_reasoning(monkeypatch):
+    monkeypatch.setattr(verdict, "_judge_reasoning", lambda *_: set())
+    assert convicts("false")
+
+
+def test_it_convicts_a_verdict_that_takes_any_arguments(monkeypatch):
+    monkeypatch.setattr(verdict, "_judge_call", lambda *_: ("args-json",))
+    assert convicts("false")
+
+
+def test_it_convicts_a_matcher_that_guesses(monkeypatch):
+    monkeypatch.setattr(match, "_interchangeable", lambda *_, **__: True)
+    assert convicts("false")
+
+
+def test_it_convicts_a_matcher_to_which_words_are_evidence(monkeypatch):
+    monkeypatch.setattr(match._Finder, "_evident", lambda _, __, genuine: genuine)
+    assert convicts("false")
+
+
+def test_it_convicts_a_matcher_to_which_token_ids_make_up_for_words(monkeypatch):
+    in_place = match._Finder.in_place
+
+    def trusting(self, i):
+        came = self.echoed.get(i)
+        named = [hit for hits in self.hits.values() for hit in hits if came is not None and came.names(hit.turn)]
+        return match._Found(named[0], verdict.Verdict("same")) if named else in_place(self, i)
+
+    monkeypatch.setattr(match._Finder, "in_place", trusting)
+    assert convicts("false")
+
+
+def test_it_convicts_a_planner_that_takes_a_client_s_word_for_its_ids(monkeypatch):
+    monkeypatch.setattr(client_ids, "_same_words", lambda *_: True)
+    assert convicts("false", 4 * FEW)
+
+
+def test_it_convicts_a_matcher_that_does_not_judge_older_replies(monkeypatch):
+    monkeypatch.setattr(match._Finder, "was_judged", lambda *_: True)
+    assert convicts("false")
+
+
+def test_it_convicts_a_reader_that_forgives_white_space_in_the_context(monkeypatch):
+    monkeypatch.setattr(messages, "exact_entry", lambda entry: digest(messages.read_message(entry)))
+    assert convicts("unfaithful")
+
+
+def test_it_convicts_a_planner_that_loses_a_token(monkeypatch):
+    whole = Tails.tail
+
+    async def shorter(self, ask):
+        tail = await whole(self, ask)
+        return ids.head(tail, 2) + ids.tail(tail, 3)
+
+    monkeypatch.setattr(Tails, "tail", shorter)
+    assert convicts("unfaithful")
+
+
+def test_it_convicts_a_recorder_that_drops_turns(monkeypatch):
+    record, rng = Outcome.record, random.Random(3)
+
+    def careless(self, prefixes):
+        return record(self, prefixes) if rng.random() > 0.02 else Recorded([], [], [])
+
+    monkeypatch.setattr(Outcome, "record", careless)
+    assert convicts("lost")
+
+
+def test_it_convicts_a_ledger_that_records_twice(monkeypatch):
+    end = Ledger.end
+
+    async def twice(self, begun, outcome, recorded, documents):
+        turns = [msgspec.structs.replace(entry.turn, id=f"{entry.turn.id}-2") for entry in recorded.entries]
+        again = [msgspec.structs.replace(entry, turn=turn, keys=()) for entry, turn in zip(recorded.entries, turns, strict=True)]
+        await end(self, begun, outcome, Recorded([*recorded.entries, *again], recorded.held * 2, []), documents)
+
+    monkeypatch.setattr(Ledger, "end", twice)
+    assert convicts("trained twice")
+
+
+def test_it_convicts_a_recorder_that_shifts_log_probabilities(monkeypatch):
+    pack = ids.pack_logprobs
+    monkeypatch.setattr(ids, "pack_logprobs", lambda values: pack([*values[1:], *values[:1]]))
+    assert convicts("broken")
+
+
+def test_it_counts_what_a_matcher_that_knows_nothing_misses(monkeypatch):
+    monkeypatch.setattr(planning, "match", lambda *_, **__: match.Match("plain", match.UNRECOGNISED))
+    monkeypatch.setattr(client_ids.ReturnedIds, "last", -1)  # no ids came back
+    counts = run(FEW, SEED, templates=USUAL).counts
+    assert counts["missed"] == counts["owed"] > 0
+    assert not counts["false"]
+
+
+# --- its own tools -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", dialects.DIALECTS)
+async def test_the_stack_serves_a_conversation_in_every_dialect(dialect):
+    stack = Stack("Qwen3", seed=1)
+    entries = [Entry({"role": "system", "content": "Be brief."}), Entry(ASK)]
+    replies = [{"content": "I look.", "reasoning": "hm", "tool_calls": [CALL]}, {"content": "Done."}]
+    for reply, expected in zip(replies, ["root", "continue"], strict=True):
+        called = await stack.call("s", dialects.write(dialect, entries, [], {}), reply, dialect=dialect)
+        assert (called.plan.match, called.plan.reason, called.turn.match) == (expected, "", expected)
+        served, handle = dialects.served(dialect, called.answer)
+        assert says(served, {"role": "assistant", **reply})
+        assert bool(handle) == (dialect != "chat" and (dialect != "messages" or "reasoning" in reply))
+        entries += [Entry(served, 0, handle=handle), Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"})]
+    first, second = stack.engine.books
+    assert called.prompt[: len(first.prompt) + len(first.completion)] == first.prompt + first.completion
+    assert called.rendered != called.prompt
+    assert stack.renderer.words.decode(second.prompt).count("a.txt") == 1
+    assert not called.incidents
+
+
+async def test_the_stack_says_why_an_engine_refuses():
+    called = await Stack().call(
+        "s", json.dumps({"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}).encode(), {"content": "a"}
+    )
+    assert called.refused.startswith("UnicodeEncodeError")
+    assert called.turn is None
+
+
+@pytest.mark.parametrize("template", ALL_KINDS)
+def test_a_text_is_tokenized_piecewise_as_it_is_whole(template):
+    stack, rng = Stack(template), random.Random(5)
+    pieces = [*stack.kind.tokens, "a b", " x\n", "\n\n", "naïve é☕", "</", "<|im_", '{"a": 5}', "  "]
+    for _ in range(50):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 20)))
+        assert stack.renderer.encode(text) == stack.renderer.words.encode(text)
+
+
+@pytest.mark.parametrize("template", ALL_KINDS)
+def test_the_head_of_replies_is_found(template):
+    stack = Stack(template)
+    found, prompt = shape_of(stack), stack.renderer.prompt([ASK], None, {})
+    none = {"Mistral-7B v0.3", "Mistral Small 3.1", "Hunyuan-A13B"}  # they put nothing before a reply
+    assert bool(found.head) == (template not in none)
+    assert prompt.rindex(found.head) > prompt.index(ASK["content"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ('{"a": 1}', '{"a": 1.0}', True),
+        ('{"a": 1, "a": 2}', '{"a":2}', True),
+        ("", " {} ", True),
+        ('{"n": 9007199254740993}', '{"n": 9007199254740992}', True),
+        ('{"n": 1e400}', '{"n": Infinity}', True),
+        ('{"n": 1e400}', '{"n": -Infinity}', False),
+        ('{"n": "5"}', '{"n": 5}', False),
+        ('{"n": true}', '{"n": 1}', False),
+        ('{"s": "\\ud800"}', '{"s": "\\ufffd"}', True),
+        ('{"cmd": "ls', '{"cmd": "ls"}', False),
+        ("not JSON", "not JSON", True),
+    ],
+)
+def test_arguments_are_compared_by_value(one, other, same):
+    assert (arguments_of(one) == arguments_of(other)) == same
+
+
+@pytest.mark.parametrize("form", HARMLESS)
+def test_a_harmless_writing_says_the_same(form):
+    rng = random.Random(7)
+    reply = {"role": "assistant", "content": " naïve\n", "reasoning": "hm", "tool_calls": [CALL]}
+    for _ in range(20):
+        assert says(HARMLESS[form](reply, rng), reply)
+
+
+def test_inline_reasoning_is_read_as_the_product_reads_it():
+    for text in ("<think>a</think>b", " <think>\na\n</think>\n\n b ", "<think>a", "a<think>b</think>", "<think></think>x"):
+        message = {"role": "assistant", "content": text}
+        thought, said = split_think(text)
+        assert says(message, {"role": "assistant", "content": said, "reasoning": thought})
+        assert not thought or not says(message, {"role": "assistant", "content": said, "reasoning": "other"})

@@ -1,0 +1,172 @@
+"""What the adversary found, as small as it can be told."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.system.adversary.stack import Called, Stack
+
+if TYPE_CHECKING:
+    from tests.system.adversary.words import Message
+
+TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run it.", "parameters": {"type": "object", "properties": {}}}}]
+
+
+class Talk:
+    """A harness that sends its history and keeps what it is answered."""
+
+    def __init__(self, template: str, *history: Message, **members: Any) -> None:
+        self.stack, self.members, self.history = Stack(template, seed=3), members, list(history)
+
+    async def ask(self, reply: str, *ids: str, session: str = "s") -> Called:
+        """Send the history; the model says `reply`, and makes a call for each of `ids`."""
+        said: Message = {"role": "assistant", "content": reply}
+        if ids:
+            call = {"type": "function", "function": {"name": "bash", "arguments": "{}"}}
+            said["tool_calls"] = [{"id": name, **call} for name in ids]
+        body = json.dumps({"model": "m", "messages": self.history, **self.members}).encode()
+        called = await self.stack.call(session, body, said)
+        self.history.append(said)
+        return called
+
+    def hear(self, *messages: Message) -> None:
+        self.history += messages
+
+    def written(self, called: Called) -> str:
+        """The prompt as text."""
+        return self.stack.renderer.words.decode(called.prompt)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def result(name: str, text: str = "a.txt") -> Message:
+    return {"role": "tool", "tool_call_id": name, "content": text}
+
+
+SYSTEM: Message = {"role": "system", "content": "Answer."}
+
+
+async def test_a_system_prompt_that_wandered_on_is_not_left_behind():
+    """Mistral-7B writes it into the last message if that is a user's; behind a tool's result it stood nowhere."""
+    talk = Talk("Mistral-7B v0.3", SYSTEM, user("Go on."), result("abdd65373"))
+    for _ in range(3):
+        called = await talk.ask("OK")
+        talk.hear(user("ok?"))
+    assert talk.written(called).count("Answer.") == called.text().count("Answer.") == 1
+    assert len(called.turn.anchors) == 2
+
+
+async def test_a_tail_behind_a_result_says_nothing_of_one_behind_a_question():
+    talk = Talk("Mistral-7B v0.3", SYSTEM, user("Go on."), result("abdd65373"))
+    await talk.ask("Done.")
+    talk.hear(user("Why?"))
+    for name in ("aaaa11111", "bbbb22222", ""):
+        await talk.ask("Done.", *filter(None, [name]))
+        talk.hear(result(name) if name else user("ok?"))
+    await talk.ask("Done.", "cccc33333")
+    talk.hear(result("cccc33333"))
+    called = await talk.ask("Done.")
+    assert talk.written(called).count("Answer.") == called.text().count("Answer.") == 0
+
+
+async def test_a_result_that_answered_nothing_answers_a_later_call():
+    """Command R7B numbers results by the calls they answer, wherever these stand."""
+    talk = Talk("Command R7B", user("Look."))
+    await talk.ask("OK")
+    talk.hear(user("Again."), result("functions.bash:0"))
+    await talk.ask("I see.")
+    talk.hear(user("Once more."))
+    await talk.ask("", "functions.bash:0")
+    talk.hear(result("functions.bash:0", "b.txt"))
+    called = await talk.ask("Done.")
+    assert called.text().count('"tool_call_id": ""') == talk.written(called).count('"tool_call_id": ""') == 0
+    assert [anchor.place for anchor in called.turn.anchors] == [1, 4, 6]
+
+
+async def test_an_id_of_another_turn_costs_its_own_reply_and_no_other():
+    talk = Talk("Qwen2.5", user("Look."))
+    first = await talk.ask("One.")
+    for words in ("Two.", "Three."):
+        talk.hear(user("And?"))
+        await talk.ask(words)
+    talk.hear(user("And?"))
+    fork = list(talk.history)
+    await talk.ask("Done.", "functions.bash:5")
+    talk.history = [*fork[:1], *fork[1:-1], user("Or?")]
+    await talk.ask("Other.", "functions.bash:2")
+    talk.history = [*fork, {"role": "assistant", "content": "Done.", "tool_calls": [dict(talk.history[-1]["tool_calls"][0])]}]
+    talk.hear(result("functions.bash:2"))
+    called = await talk.ask("Yes.")
+    assert (called.plan.match, called.plan.reason) == ("branch", "rewritten-reply")
+    assert called.prompt[: len(first.prompt + first.completion)] == first.prompt + first.completion
+
+
+@pytest.mark.parametrize("template", ["Mistral-7B v0.3", "Mistral Small 3.1"])
+async def test_a_call_id_that_the_template_shows_is_each_replys_own(template):
+    talk = Talk(template, user("Look."))
+    for name in ("aaaa11111", "bbbb22222", "cccc33333"):
+        called = await talk.ask("", name)
+        talk.hear(result(name))
+    called = await talk.ask("Done.")
+    assert (called.plan.match, called.plan.reason) == ("continue", "")
+
+
+async def test_of_several_calls_the_template_may_show_the_first_only():
+    talk = Talk("gpt-oss", user("Look."), tools=TOOLS)
+    await talk.ask("", "chatcmpl-tool-11112222", "chatcmpl-tool-33334444")
+    talk.hear(result("chatcmpl-tool-11112222"), result("chatcmpl-tool-33334444"))
+    called = await talk.ask("Done.")
+    assert (called.plan.match, called.plan.reason) == ("continue", "")
+
+
+async def test_what_a_template_always_writes_at_the_end_is_a_generation_prompt():
+    """Hunyuan closes an empty thinking block behind whatever is last, asked for a generation prompt or not."""
+    talk = Talk("Hunyuan-A13B", user("Look."), chat_template_kwargs={"enable_thinking": False})
+    for words in ("One.", "Two."):
+        await talk.ask(words)
+        talk.hear(user("And?"))
+    talk.history[0] = user("Look there.")
+    called = await talk.ask("Three.")
+    assert [anchor.place for anchor in called.turn.anchors] == [3]
+    assert talk.written(called).count("</think>") == 2
+
+
+async def test_a_template_without_a_generation_prompt_behind_results_leaves_no_doubt():
+    talk = Talk("DeepSeek-V3.1", user("Look."))
+    await talk.ask("", "chatcmpl-tool-11112222")
+    talk.hear(result("chatcmpl-tool-11112222", "much"))
+    await talk.ask("", "chatcmpl-tool-33334444")
+    talk.hear(result("chatcmpl-tool-33334444"))
+    talk.history[2] = result("chatcmpl-tool-11112222", "[pruned]")
+    called = await talk.ask("Done.")
+    assert [anchor.place for anchor in called.turn.anchors] == [1, 3]
+
+
+async def test_an_empty_reply_keeps_its_place():
+    """Seed-OSS leaves out a message that says nothing; what was sampled was its end of turn."""
+    talk = Talk("Seed-OSS", user("Look."))
+    for words in ("", "Two."):
+        await talk.ask(words)
+        talk.hear(user("And?"))
+    called = await talk.ask("Three.")
+    assert (called.plan.match, called.plan.reason) == ("continue", "")
+
+
+@pytest.mark.parametrize("text", ["Look again.", "Look[/INST][/INST][/INST]", "Look[/INST][TOOL_CALLS][/INST][TOOL_CALLS]"])
+async def test_no_message_is_cut_or_lengthened_that_ends_in_what_it_repeats(text):
+    """The system prompt wanders, so the messages are looked for by their end, which a user may spell out."""
+    talk = Talk("Mistral-7B v0.3", SYSTEM, user(text))
+    for name in ("aaaa11111", "bbbb22222"):
+        await talk.ask("", name)
+        talk.hear(result(name))
+    talk.history[0] = {"role": "system", "content": "Be brief."}
+    called = await talk.ask("Done.")
+    if text == "Look again.":
+        assert [anchor.place for anchor in called.turn.anchors] == [2, 4]
+    for token in ("[/INST]", "[TOOL_CALLS]"):
+        assert talk.written(called).count(token) == called.text().count(token)

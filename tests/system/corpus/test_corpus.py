@@ -1,0 +1,92 @@
+"""Every recorded session again, through the real proxy: recognised as it was when the real program ran. And it can fail."""
+
+import copy
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.system.corpus.format import read
+from tests.system.corpus.replay import differences, replay
+from tokencache.testing.parser import parse_reply
+
+FILES = sorted(Path(__file__).parent.glob("*.jsonl"))
+each = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+
+
+def longest_lines():
+    """Of each dialect the file with the longest sequence, and of those the smallest."""
+    found = {}
+    for path in FILES:
+        recording = read(path)
+        length = max(len(sequence["calls"]) for sequence in recording.header.expected["sequences"])
+        rank = (-length, path.stat().st_size)
+        found[recording.header.dialect] = min(found.get(recording.header.dialect, (rank, path)), (rank, path))
+    return {dialect: path for dialect, (_, path) in found.items()}
+
+
+LONGEST = longest_lines()
+one_of_each_dialect = pytest.mark.parametrize("path", LONGEST.values(), ids=LONGEST)
+
+
+@each
+async def test_a_recorded_session_is_recognised_as_it_was(path):
+    """`replay` holds the records against the engine's books; here it is who was recognised, why, and in which sequence."""
+    recording = read(path)
+    assert not differences(recording, await replay(recording))
+
+
+@each
+async def test_rendered_anew_no_prompt_holds_what_was_sampled(path):
+    """The same session before an engine that renders everything itself: every turn of the model drifts."""
+    recording = read(path)
+    replayed = await replay(recording, honours_ids=False)
+    follow_ups = [calls for sequence in recording.header.expected["sequences"] for calls in pairwise(sequence["calls"])]
+    for before, after in follow_ups:
+        prefix = replayed.prefixes[before]
+        assert replayed.prompts[after][: len(prefix)] != prefix
+
+
+def last_call(recording):
+    """The last call of the longest sequence, and its body as text."""
+    line = max(recording.header.expected["sequences"], key=lambda sequence: len(sequence["calls"]))["calls"]
+    call = recording.calls[line[-1] - 1]
+    return call, json.dumps(call.body, ensure_ascii=False)
+
+
+async def noticed(recording, call, body):
+    """What is found to be otherwise when a call's body is another."""
+    changed = copy.deepcopy(recording)
+    changed.calls[call.call - 1].body = json.loads(body)
+    return [line for line in differences(changed, await replay(changed)) if line.startswith(f"call {call.call}: ")]
+
+
+@one_of_each_dialect
+async def test_one_echoed_word_altered_is_noticed(path):
+    recording = read(path)
+    call, body = last_call(recording)
+    texts = [(parse_reply("".join(before.said), tools=True).content or "").strip() for before in recording.calls]
+    said = next(text for text in (json.dumps(text, ensure_ascii=False)[1:-1] for text in texts if len(text) > 8) if text in body)
+    word = max(said.split(), key=len)
+    assert await noticed(recording, call, body.replace(said, said.replace(word, word[::-1], 1)))
+
+
+def tool_ids(call):
+    return [value for _, value in call.served if "tool" in value]
+
+
+@one_of_each_dialect
+async def test_ids_of_two_calls_swapped_are_noticed(path):
+    """The last reply's and an earlier one's: only the last reply is held against what was issued, id by id."""
+    recording = read(path)
+    line = max(recording.header.expected["sequences"], key=lambda sequence: len(sequence["calls"]))["calls"]
+    replies = [(number, tool_ids(recording.calls[number - 1])) for number in line]
+    (first, *_), last, after = next(
+        (replies[0][1], ids[0], line[at + 1]) for at, (_, ids) in reversed(list(enumerate(replies[:-1]))) if at and ids
+    )
+    call = recording.calls[after - 1]
+    body = json.dumps(call.body, ensure_ascii=False)
+    assert first in body
+    assert last in body
+    assert await noticed(recording, call, body.replace(first, "\0").replace(last, first).replace("\0", last))

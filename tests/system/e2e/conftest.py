@@ -1,0 +1,195 @@
+"""One real vLLM at a time for the whole suite, and proxies in front of it. See rig/ for what it serves."""
+
+import contextlib
+import os
+import subprocess
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+from episodes import EPISODES
+from rig.engine_books import read_books
+from rig.harness import Harness
+from rig.model import make_model
+from rig.server import MODEL, REPOSITORY, VllmServer, default_venv
+
+from tokencache.config import Settings
+from tokencache.server.serve import serving
+from tokencache.store.memory import MemoryStore
+
+QWEN3 = REPOSITORY.parent / "shared/tokenizers/qwen3/build.py"
+MAX_MODEL_LEN = 32768
+FIGURES = []
+
+
+@pytest.fixture(scope="session")
+def episodes():
+    """Scripted turns by name."""
+    return EPISODES
+
+
+@pytest.fixture(scope="session")
+def figures():
+    """Lines for the end of the report: what was measured."""
+    return FIGURES
+
+
+def pytest_terminal_summary(terminalreporter):
+    if FIGURES:
+        terminalreporter.section("figures")
+        for line in FIGURES:
+            terminalreporter.write_line(line)
+
+
+class Servers:
+    """Runs the server of one tokenizer at a time: the machine is small."""
+
+    def __init__(self, tmp_path_factory):
+        self._tmp, self._running, self._stack = tmp_path_factory, None, contextlib.ExitStack()
+        self._server = None
+
+    def use(self, tokenizer):
+        """The running server around this tokenizer: `own` (the project's) or `qwen3`."""
+        return self.keep(tokenizer, lambda: self._around(tokenizer))
+
+    def keep(self, name, make):
+        """The running server of this name; if another is running, that one is stopped, and `make` says what to start."""
+        if self._running != name:
+            self.stop()
+            self._server, self._running = self._stack.enter_context(make()), name
+        return self._server
+
+    def stop(self):
+        self._stack.close()
+        self._running = None
+
+    def _around(self, tokenizer):
+        model = make_model(self._tokenizer_dir(tokenizer), self._tmp.mktemp("model"))
+        folder = self._tmp.mktemp("vllm")
+        return VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, books=folder / "books.jsonl")
+
+    def _tokenizer_dir(self, tokenizer):
+        folder = self._tmp.mktemp("tokenizer")
+        if tokenizer == "qwen3":
+            subprocess.run([str(default_venv() / "bin/python"), str(QWEN3), str(folder)], check=True, stdin=subprocess.DEVNULL)
+        else:
+            from tokencache.testing.tokenizer import build_tokenizer
+
+            build_tokenizer().save(folder)
+        return folder
+
+
+DEFAULT_TOKENIZER = os.environ.get("TOKENCACHE_E2E_TOKENIZER", "own")
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory):
+    servers = Servers(tmp_path_factory)
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def tokenizer(request):
+    """Whose tokenizer the model has; parametrize it indirectly to have another than the run's own."""
+    name = getattr(request, "param", DEFAULT_TOKENIZER)
+    if name == "qwen3" and not QWEN3.exists():
+        pytest.skip("Qwen3's tokenizer is not there")
+    return name
+
+
+@pytest.fixture
+def vllm_server(servers, tokenizer):
+    """The running server with all that is known of it: log, port, model folder."""
+    return servers.use(tokenizer)
+
+
+@pytest.fixture
+def vllm(vllm_server):
+    """URL of a real vLLM without a trailing slash or `/v1`."""
+    return vllm_server.url
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that want another tokenizer than the run's come last: one change of server, not many."""
+
+    def other(item):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return params.get("tokenizer", DEFAULT_TOKENIZER) != DEFAULT_TOKENIZER
+
+    items.sort(key=other)
+
+
+@dataclass
+class Proxied:
+    """A proxy in front of the real server, and harnesses that talk through it or past it."""
+
+    url: str
+    vllm: str
+    http: aiohttp.ClientSession
+    proxy: object
+
+    def harness(self, session, **fields):
+        return Harness(self.http, self.url, session=session, **fields)
+
+    def direct(self, **fields):
+        return Harness(self.http, self.vllm, **fields)
+
+    async def post(self, path, body, url=None):
+        async with self.http.post(f"{url or self.vllm}{path}", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    async def detokenize(self, ids):
+        return (await self.post("/detokenize", {"tokens": ids}))["prompt"]
+
+
+@contextlib.asynccontextmanager
+async def proxying(vllm, store, **settings):
+    """A proxy, up and probed."""
+    timeout = aiohttp.ClientTimeout(total=180)
+    async with (
+        serving(Settings(upstream=vllm, port=0, **settings), store) as (url, proxy),
+        aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http,
+    ):
+        await proxy.engine.model()
+        yield Proxied(url, vllm, http, proxy)
+
+
+@pytest.fixture
+async def proxied(vllm):
+    async with proxying(vllm, MemoryStore()) as found:
+        yield found
+
+
+BARRIER = [3, 1, 4, 1, 5]
+"""A prompt of ours: once it is answered, the engine has written down every request that ended before."""
+
+
+class Books:
+    """What the engine itself wrote down of a test's calls: prompt ids and sampled ids, in their order.
+
+    Of an episode's calls alone: to learn a template's tails the proxy asks the engine to render small talk of its own.
+    """
+
+    def __init__(self, proxied, server):
+        self.proxied, self.path, self.seen = proxied, server.books, 0
+
+    async def unread(self):
+        """Every request that the engine has finished since the last look."""
+        await self.proxied.post("/v1/completions", {"model": MODEL, "prompt": BARRIER, "max_tokens": 1})
+        found = read_books(self.path)
+        seen, self.seen = self.seen, len(found)
+        return found[seen:]
+
+    async def news(self):
+        """Those of episodes."""
+        return [(prompt, sampled) for prompt, sampled in await self.unread() if "EPISODE:" in await self.proxied.detokenize(prompt)]
+
+
+@pytest.fixture
+async def books(proxied, vllm_server):
+    """The engine's books from here on."""
+    books = Books(proxied, vllm_server)
+    await books.unread()
+    return books

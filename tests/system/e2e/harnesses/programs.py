@@ -1,0 +1,206 @@
+"""Which program each harness is here, and what is typed to give it a task.
+
+How a harness is pointed at the proxy (variables, configuration files) is not here: the lab starts each as `tokencache run`
+does, from its adapter in `harness_adapters/`, so the adapters are among the things tested. What is here is what a user
+adds behind `tokencache run HARNESS --`: the words that give a task without a terminal, and those that go on with it.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rig.miniswe import default_venv as miniswe_venv
+from rig.server import REPOSITORY
+
+from tokencache.adapters.load import load
+
+AGENTS = Path(__file__).resolve().parent / "agents"
+PACKAGES = {
+    "claude-code": "@anthropic-ai/claude-code",
+    "codex": "@openai/codex",
+    "opencode": "opencode-ai",
+    "qwen-code": "@qwen-code/qwen-code",
+    "gemini-cli": "@google/gemini-cli",
+    "pi": "@earendil-works/pi-coding-agent",
+    "kimi-code": "@moonshot-ai/kimi-code",
+    "hermes": "hermes_agent",
+    "mini-swe-agent": "mini_swe_agent",
+    "openhands": "openhands_sdk",
+    "terminus-2": "harbor",
+    "pydantic-ai": "pydantic_ai_slim",
+    "openai-agents": "openai_agents",
+}
+"""What an adapter's harness is called where it is installed, if not by its own name."""
+NODE_22 = ".node22/node_modules/node/bin"
+NPM = "node_modules/.bin"
+VENV = "bin"
+
+
+def harness_dir():
+    """Where `install.sh` put the programs: `$TOKENCACHE_E2E_HARNESS_DIR`, or `.harnesses` in the repository."""
+    return Path(os.environ.get("TOKENCACHE_E2E_HARNESS_DIR") or REPOSITORY / ".harnesses")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process of a run: the words behind the program, and when to interrupt it, if at all (`namespace.run_isolated`)."""
+
+    words: list
+    interrupt: tuple | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A harness as it is started here. `folder` is where it is installed, `programs` the folder in there with its executables."""
+
+    name: str
+    dialect: str
+    programs: str
+    first: Callable
+    """Task → the words behind the program; all tasks at once where there is no `again`."""
+    again: Callable | None = None
+    """The same for a further task in the same conversation, in a new process."""
+    environment: dict = field(default_factory=dict)
+    """What a user would set besides the adapter's variables."""
+    adapter_name: str = ""
+    folder: str = ""
+    path: tuple = ()
+    """Further folders with programs that it needs."""
+
+    @property
+    def adapter(self):
+        return load(self.adapter_name or self.name)
+
+    @property
+    def home(self):
+        return harness_dir() / (self.folder or self.adapter_name or self.name)
+
+    @property
+    def search_path(self):
+        """$PATH for it: its own executables come first."""
+        own = [self.home / self.programs, *(harness_dir() / folder for folder in self.path)]
+        return os.pathsep.join([*map(str, own), os.environ["PATH"]])
+
+    @property
+    def installed(self):
+        return (self.home / self.programs).is_dir() and not (self.home / ".why-not").exists()
+
+    @property
+    def version(self):
+        """The version that is installed, as its package says."""
+        package = PACKAGES.get(self.adapter.name, self.adapter.name)
+        if self.programs == NPM:
+            return json.loads((self.home / "node_modules" / package / "package.json").read_text(encoding="utf-8"))["version"]
+        (metadata,) = self.home.glob(f"lib/python3*/site-packages/{package}-*.dist-info")
+        return metadata.name.removesuffix(".dist-info").rpartition("-")[2]
+
+    def why_not(self):
+        """Say why it is not there, as the installer noted it."""
+        note = self.home / ".why-not"
+        return note.read_text().strip() if note.exists() else f"not in {self.home}: run tests/system/e2e/harnesses/install.sh"
+
+    def steps(self, tasks):
+        """One process for all tasks, or one for each."""
+        if self.again is None:
+            return [Step(self.first(*tasks))]
+        return [Step(self.first(tasks[0])), *(Step(self.again(task)) for task in tasks[1:])]
+
+
+def script(name):
+    """A harness that is a library: its program is one of ours, in `agents/`."""
+    return lambda *tasks: ["python", str(AGENTS / name), *tasks]
+
+
+def claude(*words):
+    return ["-p", *words, "--dangerously-skip-permissions", "--output-format", "json"]
+
+
+CODEX = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"]
+
+PROGRAMS = {
+    program.name: program
+    for program in (
+        Program(
+            "claude-code",
+            "messages",
+            NPM,
+            first=claude,
+            again=lambda task: claude(task, "--continue"),
+            environment={"IS_SANDBOX": "1"},  # it does not run as root without a word that this is a sandbox
+        ),
+        Program(
+            "codex",
+            "responses",
+            NPM,
+            first=lambda task: ["exec", *CODEX, task],
+            again=lambda task: ["exec", "resume", "--last", *CODEX, task],
+        ),
+        Program(
+            "hermes",
+            "chat",
+            VENV,
+            first=lambda task: ["chat", "-q", task, "-Q", "--yolo"],
+            again=lambda task: ["chat", "--continue", "-q", task, "-Q", "--yolo"],
+        ),
+        Program(
+            "opencode",
+            "chat",
+            NPM,
+            first=lambda task: ["run", task, "--format", "json"],
+            again=lambda task: ["run", "--continue", task, "--format", "json"],
+        ),
+        Program(
+            "mini-swe-agent",
+            "chat",
+            VENV,
+            first=lambda task: ["-t", task, "-y", "--exit-immediately"],
+            folder=str(miniswe_venv().absolute()),
+        ),
+        Program("openai-agents", "responses", VENV, first=script("openai_agents.py"), environment={"LAB_API": "responses"}),
+        Program(
+            "openai-agents-chat",
+            "chat",
+            VENV,
+            first=script("openai_agents.py"),
+            environment={"LAB_API": "chat_completions"},
+            adapter_name="openai-agents",
+        ),
+        Program("langgraph", "chat", VENV, first=script("langgraph_agent.py")),
+        Program("pydantic-ai", "chat", VENV, first=script("pydantic_agent.py")),
+        Program("smolagents", "chat", VENV, first=script("smol_agent.py")),
+        Program("openhands", "chat", VENV, first=script("openhands_agent.py")),
+        Program("terminus-2", "chat", VENV, first=script("terminus_agent.py")),
+        Program(
+            "qwen-code",
+            "chat",
+            NPM,
+            first=lambda task: ["-p", task, "--yolo"],
+            again=lambda task: ["--continue", "-p", task, "--yolo"],
+        ),
+        Program(
+            "gemini-cli",
+            "gemini",
+            NPM,
+            first=lambda task: ["-p", task, "--yolo"],
+            again=lambda task: ["--resume", "latest", "-p", task, "--yolo"],
+        ),
+        Program(
+            "pi",
+            "chat",
+            NPM,
+            first=lambda task: ["--thinking", "medium", "--approve", "-p", task],
+            again=lambda task: ["--thinking", "medium", "--approve", "-c", "-p", task],
+            path=(NODE_22,),
+        ),
+        Program(
+            "kimi-code",
+            "chat",
+            NPM,
+            first=lambda task: ["-p", task],
+            again=lambda task: ["-c", "-p", task],
+            path=(NODE_22,),
+        ),
+    )
+}

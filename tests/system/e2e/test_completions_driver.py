@@ -1,0 +1,137 @@
+"""Token prompts on text completions of a real vLLM, parsed by its derender: as for an engine that takes no ids in chat."""
+
+import itertools
+
+import pytest
+from conftest import Books, proxying
+from episodes import EPISODES
+from rig.exported import assert_exported, generations, trajectory, turns
+from rig.harness import TOOLS
+from rig.model import make_model
+from rig.server import MODEL, VllmServer
+
+from tests.system.nemo.agents import AGENTS
+from tokencache.store.memory import MemoryStore
+from tokencache.testing.tokenizer import build_tokenizer
+
+TURNS = 5
+STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
+
+
+@pytest.fixture
+def scaled_out(servers, tmp_path_factory):
+    """A server of its own, that answers derender."""
+
+    def make():
+        tokenizer, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("vllm")
+        build_tokenizer().save(tokenizer)
+        model = make_model(tokenizer, tmp_path_factory.mktemp("model"))
+        return VllmServer(model, EPISODES, workdir=folder, books=folder / "books.jsonl", options=["--enable-scale-out"])
+
+    return servers.keep("scaled-out", make)
+
+
+@pytest.fixture
+async def before(scaled_out):
+    async with proxying(scaled_out.url, MemoryStore(), engine="completions") as found:
+        await found.proxy.engine.model(MODEL)
+        yield found
+
+
+@pytest.fixture
+async def told(before, scaled_out):
+    """The engine's books from here on."""
+    books = Books(before, scaled_out)
+    await books.unread()
+    return books
+
+
+def words(reply):
+    """What a reply says, but for the ids of its calls."""
+    return (
+        reply.text,
+        reply.message.get("reasoning") or "",
+        [call["function"] for call in reply.calls],
+        reply.finish_reason,
+        reply.stop_reason,
+    )
+
+
+async def test_what_is_found(before):
+    found = (await before.proxy.engine.model(MODEL)).capability
+    assert (found.level, found.driver, found.tokenizes) == ("exact", "completions", True)
+    assert found.stop_ids
+
+
+@STREAMS
+@pytest.mark.parametrize("episode", ["agent", "talk", "odd"])
+async def test_every_turn_extends_the_one_before(before, told, episode, stream):
+    harness = before.harness("s", stream=stream, tools=TOOLS).say(f"EPISODE:{episode} please")
+    for n in range(TURNS):
+        await harness.turn(then=f"Go on: {n} ☕", answer=f"total {n}\n")
+    assert harness.contiguous == (TURNS - 1, TURNS - 1)
+    assert_exported(await trajectory(before, "s"), harness.heard)
+    assert [turn["match"] for turn in await turns(before, "s")] == ["root"] + ["continue"] * (TURNS - 1)
+    books = await told.news()
+    assert [(reply.prompt, reply.ids) for reply in harness.heard] == [(list(prompt), list(said)) for prompt, said in books]
+    for (prompt, said), (later, _) in itertools.pairwise(books):
+        assert list(later)[: len(prompt) + len(said)] == [*prompt, *said]
+
+
+@STREAMS
+@pytest.mark.parametrize("dialect", ["messages", "responses", "gemini"])
+async def test_in_every_dialect(before, told, dialect, stream):
+    await AGENTS[dialect](before, "s", 3, stream=stream, start="EPISODE:agent please", model=MODEL)
+    assert [turn["match"] for turn in await turns(before, "s")] == ["root", "continue", "continue"]
+    exported = await trajectory(before, "s")
+    assert [(prompt, said) for prompt, said, _ in generations(exported)] == [
+        (tuple(prompt), tuple(said)) for prompt, said in await told.news()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("episode", "fields"),
+    [
+        ("agent", {"top_logprobs": 2}),
+        ("odd", {}),
+        ("agent", {"tool_choice": "none"}),
+        ("agent", {"parallel_tool_calls": False}),
+        ("plain", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("stops", {"stop": ["HALT"]}),
+        ("stops", {"stop": ["HALT"], "include_stop_str_in_output": True}),
+        ("agent", {"stop": ["grep"]}),
+    ],
+    ids=["tools", "odd", "none", "one-call", "no-thinking", "stop", "stop-shown", "stop-within-a-call"],
+)
+async def test_messages_are_those_that_chat_gives(before, scaled_out, episode, fields):
+    """The same script is told again on chat: other tokens, the same words."""
+    async with proxying(scaled_out.url, MemoryStore(), engine="vllm") as natively:
+        said = []
+        for proxy in (before, natively):
+            harness = proxy.harness("s", tools=TOOLS, **fields).say(f"EPISODE:{episode} please")
+            for n in range(3):
+                await harness.turn(then=f"Go on: {n} ☕", answer=f"total {n}\n")
+            assert harness.contiguous == (2, 2)
+            assert all(len(reply.logprobs) == len(reply.ids) for reply in harness.replies)
+            said.append([words(reply) for reply in harness.replies])
+        assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        ({"tool_choice": "required"}, "<tool_call>"),
+        ({"tool_choice": {"type": "function", "function": {"name": "note"}}}, "<tool_call>"),
+        ({"tool_choice": "none", "response_format": {"type": "json_object"}}, "{"),
+    ],
+    ids=["required", "named", "format"],
+)
+async def test_what_chat_would_constrain_is_constrained(before, fields, begins):
+    """The model says nothing of the kind by itself: its weights are random, and it does not think first."""
+    harness = before.harness("s", tools=TOOLS, max_tokens=24, chat_template_kwargs={"enable_thinking": False}).say("No script.")
+    free = await harness.turn()
+    reply = await harness.turn(**fields)
+    assert harness.contiguous == (1, 1)
+    said = [(await before.detokenize(one.ids)).lstrip().startswith(begins) for one in (free, reply)]
+    assert said == [False, True]

@@ -1,0 +1,230 @@
+"""The campaign: many sessions, two replicas, and something that breaks all the time.
+
+    make chaos                                    2,000 turns
+    make chaos ARGS="--turns 400 --seed 3"
+
+Agents in three dialects, streaming and not, with tools, forks and sub-agents, ask whatever replica comes up; sometimes one
+hangs up in the middle of a reply. Meanwhile disasters strike, one after the other, in an order that the seed decides, each
+kind as often as any other. At the end all that was heard is held against the engines' own books and what a trainer would take
+home (`checker`). A last part does the same to a Redis that keeps no log, and comes back empty.
+
+It ends with 1 where anything was lost, false, or missing without a mark. The seed decides what is asked, what breaks and in which
+order; how calls and disasters meet is the machine's affair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from tests.system.faults.dialects import DIALECTS
+from tests.system.faults.disasters import Disasters
+from tests.system.faults.harness import Agent, LeftError
+from tests.system.faults.pipe import Pipe
+from tests.system.faults.stack import Stack
+from tokencache.testing.redis_server import RealRedis
+
+if TYPE_CHECKING:
+    from tests.system.faults.checker import Findings
+
+OPTIONS = ("--store-timeout", "0.5", "--hold", "5", "--linger", "0.5")
+LOGGED = ("--appendonly", "yes")
+ENGINE = ("--token-delay", "0.002", "--chunk-tokens", "2")
+AT_ONCE, LONGEST = 12, 12
+MOST = 5
+"""So many times the turns that were asked for are taken at most."""
+LEAVES = 0.03
+"""How often a harness hangs up in the middle of a stream."""
+
+
+@dataclass
+class Campaign:
+    """One campaign and what came of it.
+
+    `frozen` is for how many seconds Redis freezes when it does, `kinds` are the disasters that may strike (all, if none is named),
+    `between` is how many turns pass from the end of one to the next.
+    """
+
+    turns: int
+    seed: int
+    frozen: float = 1.0
+    kinds: tuple[str, ...] = ()
+    between: int = 10
+    faults: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    agents: list[Agent] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._taken = 0
+        self._over = self._all_struck = False
+        self._news = asyncio.Condition()
+
+    async def run(self, folder: Path) -> Findings:
+        """Run it; logs and books are left in `folder`."""
+        began = time.monotonic()
+        with (
+            RealRedis(*LOGGED) as server,
+            Pipe(server.port) as wire,
+            Stack(folder, options=OPTIONS, engine=ENGINE, engines=2, store=wire.url) as stack,
+            closing(Disasters(stack, server, wire, self.seed, passing=self._passing, frozen=self.frozen)) as disasters,
+        ):
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as group:
+                group.create_task(self._strike(disasters))  # what fails on either side ends the other
+                await asyncio.gather(*(self._work(n, http, stack) for n in range(AT_ONCE)))
+                self._over = True
+                await self._tell(0)
+            found = await asyncio.to_thread(stack.check, self.agents, settle=5.0)
+        self.seconds = time.monotonic() - began
+        self.ends = Counter(end for agent in self.agents for one in agent.asked for end in one.ends)
+        return found
+
+    async def _strike(self, disasters: Disasters) -> None:
+        """Let disasters strike until all turns are taken; each kind once before any strikes again."""
+        kinds = sorted(self.kinds or disasters.all)
+        rng = random.Random(self.seed + 1)
+        while not self._over:
+            rng.shuffle(kinds)
+            for kind in kinds:
+                await self._passing(self.between)
+                if self._over:
+                    return
+                self.faults[kind] += 1
+                await disasters.strike(kind)
+            self._all_struck = True
+
+    async def _passing(self, turns: int) -> None:
+        """Wait until so many more turns were taken or given up, or none will be."""
+        until = self._taken + turns
+        async with self._news:
+            await self._news.wait_for(lambda: self._over or self._taken >= until)
+
+    async def _tell(self, turns: int) -> None:
+        async with self._news:
+            self._taken += turns
+            self._news.notify_all()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether there are turns to take: as many as were asked for, and more until each kind of disaster has struck once."""
+        return self._taken < self.turns or (not self._all_struck and self._taken < MOST * self.turns)
+
+    async def _work(self, worker: int, http: aiohttp.ClientSession, stack: Stack) -> None:
+        """Run one session after the other."""
+        rng = random.Random(f"{self.seed}:{worker}")
+        number = 0
+        while self._goes_on:
+            number += 1
+            agent = Agent(
+                f"w{worker}.{number}", rng.choice(DIALECTS), http, stack.urls, streams=rng.random() < 0.6, tries=8, patience=4.0,
+                pause=0.2, rng=rng, watch=lambda events: self._leave(rng, events),
+            )  # fmt: skip
+            self.agents.append(agent)
+            await self._episode(agent, rng)
+
+    async def _episode(self, agent: Agent, rng: random.Random) -> None:
+        stood = agent.remember()
+        for _ in range(rng.randint(2, LONGEST)):
+            if not self._goes_on:
+                return
+            move = rng.random()
+            if move < 0.08:
+                agent.start_over()
+            elif move < 0.16:
+                agent.go_back(stood)
+            else:
+                stood = agent.remember()
+            await agent.turn(rng.choice(("Go on.", "And now?", "Weiter, bitte: naïve ☕", "Fix the failing test, and say why.")))
+            await self._tell(1)
+
+    def _leave(self, rng: random.Random, events: int) -> None:
+        if events in {1, 5, 15} and rng.random() < LEAVES:
+            self.faults["harness-left"] += 1
+            raise LeftError
+
+
+async def run_empty(seed: int, folder: Path, agents_at_once: int = 12) -> Findings:
+    """Let a Redis without a log be killed and come back empty in the middle of some sessions, while others have ended."""
+    rng = random.Random(seed)
+    with Stack(folder, options=OPTIONS, engine=ENGINE) as stack:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            agents = [
+                Agent(f"e{n}", DIALECTS[n % len(DIALECTS)], http, stack.urls, streams=n % 2 == 0, tries=8, patience=4.0, rng=rng)
+                for n in range(agents_at_once)
+            ]
+            for _ in range(3):
+                await asyncio.gather(*(agent.turn() for agent in agents))
+            going_on = agents[: agents_at_once * 2 // 3]
+            under_way = [asyncio.create_task(agent.turn()) for agent in going_on]
+            stack.redis.kill()
+            await asyncio.to_thread(stack.redis.start)
+            await asyncio.gather(*under_way)
+            for proxy in stack.proxies:
+                await asyncio.to_thread(proxy.ready)
+            for _ in range(3):
+                await asyncio.gather(*(agent.turn() for agent in going_on))
+            return await asyncio.to_thread(stack.check, agents, memory_lost=True, settle=5.0)
+
+
+def report(campaign: Campaign, found: Findings) -> str:
+    """Write the figures of a campaign, a line each."""
+    whole = len({agent.session for agent in campaign.agents}) - len(found.marked)
+    reasons = Counter(kind for kinds in found.marked.values() for kind in kinds)
+    lines = [
+        ("turns", f"{sum(len(agent.asked) for agent in campaign.agents)} in {len(campaign.agents)} sessions, seed {campaign.seed}"),
+        ("heard whole", f"{found.turns}, of which recorded: {found.recorded}"),
+        ("tries that failed", _counted(Counter({end: n for end, n in campaign.ends.items() if end != "heard"}))),
+        ("faults", f"{campaign.faults.total()}: {_counted(campaign.faults)}"),
+        ("lost", str(len(found.lost))),
+        ("false", str(len(found.false))),
+        ("unmarked", str(len(found.unmarked))),
+        ("unnamed", str(len(found.unnamed))),
+        ("marked", f"{len(found.marked)} sessions ({whole} are whole): {_counted(reasons)}"),
+        ("seconds", f"{campaign.seconds:.0f}"),
+    ]
+    return "\n".join(f"{name:<18} {value}" for name, value in lines)
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in sorted(counts.items())) or "none"
+
+
+def main() -> int:
+    asked = argparse.ArgumentParser(prog="make chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--turns", type=int, default=2000)
+    asked.add_argument("--seed", type=int, default=6)
+    asked.add_argument("--frozen", type=float, default=30.0, help="for how many seconds Redis freezes")
+    asked.add_argument("--only", nargs="*", default=(), help="these kinds of disasters alone")
+    asked.add_argument("--keep", type=Path, help="folder for logs and books; it must be there, and empty")
+    options = asked.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tokencache-chaos-") as folder:
+        at = options.keep or Path(folder)
+        campaign = Campaign(options.turns, options.seed, options.frozen, tuple(options.only))
+        found = asyncio.run(campaign.run(at))
+        print(report(campaign, found))
+        (at / "empty").mkdir()
+        emptied = asyncio.run(run_empty(options.seed, at / "empty"))
+    print(
+        f"{'without a log':<18} {emptied.turns} heard whole, {emptied.recorded} recorded; sessions: {len(emptied.gone)} gone, "
+        f"{len(emptied.beheaded)} beheaded, {len(emptied.marked)} marked; lost {len(emptied.lost)}, false {len(emptied.false)}, "
+        f"unmarked {len(emptied.unmarked)}, unnamed {len(emptied.unnamed)}"
+    )
+    for one in (found, emptied):
+        if not one.clean:
+            print(one.words, file=sys.stderr)
+    return int(not (found.clean and emptied.clean))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""The checker: what harnesses heard, what the engine's books say and what is exported, held against each other.
+
+Three witnesses, none of whom knows what the others say. Of them there must be
+
+* nothing *lost*: a reply that a harness was given whole stands in a recorded turn, or its session says that it is incomplete;
+* nothing *false*: every recorded turn is what the books say was sampled, behind the prompt that the books say, with the log
+  probabilities that they say, once; its prompt holds the words of its own call's history and of no other; a turn that
+  continues another begins with that one's very tokens; and the export holds together in itself (`trajectories.verify`);
+* nothing *unmarked*: what the engine sampled and no turn records, its session says is missing;
+* nothing *unnamed*: and it says of which call, so that no hole hides behind the mark of another.
+
+A store may lose its memory (Redis without a log). What it knew is then gone, and what was told of it: a session that is not
+there (`gone`), or that begins in the middle of a conversation and says so, `unrecognised-reply` (`beheaded`). Both are
+counted apart, and allowed only where the caller says that memory was lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tokencache.testing import build_tokenizer
+from tokencache.testing.parser import parse_reply
+from tokencache.trajectories.values import Trajectory
+from tokencache.trajectories.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tests.system.faults.harness import Asked
+    from tokencache.testing import BookEntry, SimTokenizer
+
+_MARK = re.compile(r"#([\w.-]+-\d+)#")
+_CUT_SHORT = frozenset({"aborted", "upstream-broke", "engine-error", "engine-aborted"})
+"""Marks of turns that may hold the beginning of what was sampled."""
+UNKNOWN = "unrecognised-reply"
+
+
+@dataclass
+class Findings:
+    """What was found, in sentences; `marked` are the sessions that say they are incomplete, and the kinds of holes that they name."""
+
+    turns: int = 0
+    recorded: int = 0
+    lost: list[str] = field(default_factory=list)
+    false: list[str] = field(default_factory=list)
+    unmarked: list[str] = field(default_factory=list)
+    unnamed: list[str] = field(default_factory=list)
+    marked: dict[str, list[str]] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+    beheaded: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        return not (self.lost or self.false or self.unmarked or self.unnamed)
+
+    @property
+    def words(self) -> str:
+        kinds = {"lost": self.lost, "false": self.false, "unmarked": self.unmarked, "unnamed": self.unnamed}
+        return "\n".join(f"{kind}: {one}" for kind, found in kinds.items() for one in found)
+
+
+@dataclass
+class _Recorded:
+    """A turn as it is exported, with its tokens."""
+
+    turn: dict[str, Any]
+    prompt: list[int]
+    completion: list[int]
+    logprobs: list[float]
+
+
+def check(
+    asked: Iterable[Asked], books: Iterable[BookEntry], exports: Mapping[str, dict[str, Any] | None], *, memory_lost: bool = False
+) -> Findings:
+    """Hold the witnesses against each other; `exports` are native trajectories, `None` for a session that is not there."""
+    found = Findings()
+    calls: dict[str, list[Asked]] = defaultdict(list)
+    for one in asked:
+        calls[one.session].append(one)
+    entries: dict[str, list[BookEntry]] = defaultdict(list)
+    for entry in books:
+        if entry.completion_ids:
+            entries[entry.session or ""].append(entry)
+    for session in {*calls, *exports}:
+        export = exports.get(session)
+        if export is None:
+            _missing(session, calls[session], entries[session], found, memory_lost=memory_lost)
+        else:
+            _Session(session, calls[session], entries[session], export, found).check(memory_lost=memory_lost)
+    return found
+
+
+def _missing(session: str, calls: Sequence[Asked], entries: Sequence[BookEntry], found: Findings, *, memory_lost: bool) -> None:
+    """A session that the store does not know."""
+    heard = [one for one in calls if one.heard is not None]
+    found.turns += len(heard)
+    if memory_lost:
+        found.gone.append(session)
+        return
+    found.lost += [f"session {session}, call {one.mark}: was heard whole, and the session is not there" for one in heard]
+    found.unmarked += [f"session {session}: {len(e.completion_ids)} tokens were sampled, and it is not there" for e in entries if not heard]
+
+
+class _Session:
+    """One session that was exported."""
+
+    def __init__(self, name: str, calls: Sequence[Asked], entries: Sequence[BookEntry], export: Mapping[str, Any], found: Findings) -> None:
+        self._name, self._calls, self._found = name, calls, found
+        self._left = list(entries)
+        self._export = export
+        self._turns = {one.turn["turn"]: one for one in _recorded(export)}
+        self._holes = [incident["kind"] for incident in export["incidents"] if incident["hole"]]
+        if not export["complete"]:
+            found.marked[name] = sorted(set(self._holes)) or ["without a reason"]
+
+    def check(self, *, memory_lost: bool) -> None:
+        counted = Counter(turn["turn"] for sequence in self._export["sequences"] for turn in sequence["turns"])
+        self._false(*[f"turn {turn}: is trained {times} times" for turn, times in counted.items() if times > 1])
+        self._false(*map(str, verify(msgspec.convert(self._export, Trajectory))))
+        if not self._export["complete"] and not self._holes:
+            self._false("is incomplete, and says no reason")
+        by_mark = {one.mark: one for one in self._calls}
+        answers: dict[str, list[tuple[str, Any]]] = defaultdict(list)
+        for one in sorted(self._turns.values(), key=lambda one: bool(_CUT_SHORT & set(one.turn["marks"]))):
+            marks = _marks(_text(one.prompt))
+            self._words(one, marks, by_mark)
+            self._books(one)
+            self._parent(one)
+            if marks:
+                answers[marks[-1]].append(_said(_text(one.completion)))
+        headless = memory_lost and any(one.turn["reason"] == UNKNOWN for one in self._turns.values())
+        if headless:
+            self._found.beheaded.append(self._name)
+        self._lost(answers, forgiven=headless or not self._export["complete"])
+        if not headless:
+            self._unmarked()
+
+    def _lost(self, answers: Mapping[str, list[tuple[str, Any]]], *, forgiven: bool) -> None:
+        for call in self._calls:
+            if call.heard is None:
+                continue
+            self._found.turns += 1
+            if _key(call.heard.text, [(name, arguments) for _, name, arguments in call.heard.calls]) in answers[call.mark]:
+                self._found.recorded += 1
+            elif not forgiven:
+                self._found.lost.append(f"session {self._name}, call {call.mark}: was heard whole, and no turn records it ({call.ends})")
+
+    def _unmarked(self) -> None:
+        """What was sampled and is in no turn: an incident must name its call, whose id is the end of the request's."""
+        named = [incident["call"] for incident in self._export["incidents"] if incident["call"]]
+        for entry in self._left:
+            if not any(call in entry.request_id for call in named):
+                words = f"session {self._name}: {len(entry.completion_ids)} tokens of {entry.request_id} were sampled and not recorded"
+                (self._found.unmarked if self._export["complete"] else self._found.unnamed).append(words)
+
+    def _false(self, *words: str) -> None:
+        self._found.false += [f"session {self._name}: {one}" for one in words]
+
+    def _words(self, one: _Recorded, marks: list[str], by_mark: Mapping[str, Asked]) -> None:
+        """The prompt must hold the history of the call that it answers, and nothing else."""
+        call = by_mark.get(marks[-1]) if marks else None
+        if call is None:
+            self._false(f"turn {one.turn['turn']}: answers no call of this session's harness ({marks[-1:]})")
+        elif tuple(marks) != call.marks:
+            self._false(f"turn {one.turn['turn']}: its prompt has the words of {marks}, its call's history of {call.marks}")
+
+    def _books(self, one: _Recorded) -> None:
+        """The books must have an entry of these tokens, or of a longer reply where the turn says that it was cut short."""
+        cut_short = bool(_CUT_SHORT & set(one.turn["marks"]))
+        n = len(one.completion)
+        for entry in self._left:
+            same = entry.prompt_ids == one.prompt and entry.completion_ids[: n if cut_short else None] == one.completion
+            if same and ("no-logprobs" in one.turn["marks"] or entry.logprobs[:n] == one.logprobs):
+                self._left.remove(entry)
+                return
+        if n or not cut_short:  # a reply may have been cut off before its first token
+            self._false(f"turn {one.turn['turn']} ({one.turn['match']}): the books have no such generation of {n} tokens")
+
+    def _parent(self, one: _Recorded) -> None:
+        if (one.turn["parent"] is not None) != (one.turn["match"] in {"continue", "branch"}):
+            self._false(f"turn {one.turn['turn']}: is a {one.turn['match']}, its parent is {one.turn['parent']}")
+        parent = self._turns.get(one.turn["parent"] or "")
+        if parent is not None and one.prompt[: len(parent.prompt) + len(parent.completion)] != parent.prompt + parent.completion:
+            self._false(f"turn {one.turn['turn']}: does not begin with the tokens of its parent {parent.turn['turn']}")
+
+
+def _recorded(export: Mapping[str, Any]) -> list[_Recorded]:
+    found = []
+    for sequence in export["sequences"]:
+        for turn in sequence["turns"]:
+            start, end = turn["completion"]
+            tokens = sequence["token_ids"]
+            found.append(_Recorded(turn, tokens[:start], tokens[start:end], sequence["logprobs"][start:end]))
+    return found
+
+
+@cache
+def _tokenizer() -> SimTokenizer:
+    return build_tokenizer()
+
+
+def _text(token_ids: Sequence[int]) -> str:
+    return _tokenizer().decode(token_ids)
+
+
+def _marks(text: str) -> list[str]:
+    """The marks in a prompt, each once, in order: the results of several calls of one turn bring the same one."""
+    return list(dict.fromkeys(_MARK.findall(text)))
+
+
+def _said(completion: str) -> tuple[str, Any]:
+    parsed = parse_reply(completion, tools=True)
+    return _key(parsed.content or "", parsed.tool_calls)
+
+
+def _key(text: str, calls: Iterable[tuple[str, str]]) -> tuple[str, Any]:
+    """A reply, by what all dialects say of it alike."""
+    return text.strip(), [(name, json.loads(arguments or "{}")) for name, arguments in calls]

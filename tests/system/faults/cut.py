@@ -1,0 +1,150 @@
+"""A cable is pulled: proxy, Redis and engine each in a network of its own, with a wire between each two that can go down.
+
+Run as root of a fresh user and network namespace: `unshare -rn python -m tests.system.faults.cut redis FOLDER`. The proxy and its harness
+are here; Redis and the engine each live in a namespace behind a pair of virtual interfaces. A pulled cable says nothing: no
+connection is refused or reset, packets just do not arrive. What was found is printed as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from tests.system.faults.dialects import DIALECTS
+from tests.system.faults.harness import Agent
+from tests.system.faults.processes import Engine, Process, until
+from tests.system.faults.stack import Stack
+from tokencache.testing.redis_server import find_binary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.system.faults.checker import Findings
+
+OPTIONS = ("--store-timeout", "0.5", "--hold", "20", "--linger", "0.5")
+REDIS, ENGINE = 1, 2
+"""The numbers of the two networks: 10.77.<number>.0/24, with us at .1 and them at .2."""
+
+
+def ip(*words: str, within: list[str] = []) -> None:  # noqa: B006 - never changed
+    subprocess.run([*within, "ip", *words], check=True, capture_output=True)
+
+
+class Network:
+    """A namespace at the other end of a wire."""
+
+    def __init__(self, number: int) -> None:
+        self.address = f"10.77.{number}.2"
+        self._holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
+        self.within = ["nsenter", "-t", str(self._holder.pid), "-n"]
+        own = Path("/proc/self/ns/net").readlink()
+        until(lambda: Path(f"/proc/{self._holder.pid}/ns/net").readlink() != own, "no namespace")
+        self._there = f"there{number}"
+        ip("link", "add", f"here{number}", "type", "veth", "peer", "name", self._there)
+        ip("link", "set", self._there, "netns", str(self._holder.pid))
+        ip("addr", "add", f"10.77.{number}.1/24", "dev", f"here{number}")
+        ip("addr", "add", f"{self.address}/24", "dev", self._there, within=self.within)
+        ip("link", "set", f"here{number}", "up")
+        ip("link", "set", "lo", "up", within=self.within)
+        self.plug()
+
+    def plug(self) -> None:
+        ip("link", "set", self._there, "up", within=self.within)
+
+    def pull(self) -> None:
+        ip("link", "set", self._there, "down", within=self.within)
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+
+
+class Apart(Stack):
+    """A stack whose Redis and engine are elsewhere."""
+
+    def __init__(self, folder: Path, redis: Network, engine: Network) -> None:
+        super().__init__(folder, replicas=1, store=f"redis://{redis.address}:6379/0", options=OPTIONS)
+        words = ["--bind", redis.address, "--protected-mode", "no", "--port", "6379", "--save", "", "--dir", str(folder)]
+        self._server = Process("redis", [str(find_binary()), *words], folder, within=redis.within)
+        pace = ("--token-delay", "0.01")
+        self.engines = [Engine("engine", folder, self.books, *pace, host=engine.address, port=8000, within=engine.within)]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Apart]:
+        self._server.start()
+        try:
+            with self:
+                yield self
+        finally:
+            self._server.kill()
+
+
+async def cut_from_redis(stack: Stack, wire: Network, http: aiohttp.ClientSession) -> Findings:
+    """The wire to Redis goes in the middle of replies, and calls go on."""
+    agents = [Agent(f"cut-{dialect.name}", dialect, http, stack.urls, watch=_at(4, wire.pull)) for dialect in DIALECTS]
+    for agent in agents:
+        watch, agent.watch = agent.watch, lambda _: None
+        assert await agent.turn()
+        agent.watch = watch
+    assert all(await asyncio.gather(*(agent.turn() for agent in agents))), "its reply waits for no cable"
+    for agent in agents:
+        agent.watch = lambda _: None
+        assert await agent.turn()
+    wire.plug()
+    await asyncio.to_thread(stack.proxies[0].ready)
+    await asyncio.to_thread(
+        until, lambda: all((stack.info(agent.session) or {}).get("complete") is False for agent in agents), "nothing is marked"
+    )
+    for agent in agents:
+        assert await agent.turn()
+    return await asyncio.to_thread(stack.check, agents)
+
+
+async def cut_from_engine(stack: Stack, wire: Network, http: aiohttp.ClientSession) -> Findings:
+    """The wire to the engine goes in the middle of replies: their harnesses give up; the next call waits for the wire."""
+    agents = [Agent(f"cut-{dialect.name}", dialect, http, stack.urls) for dialect in DIALECTS]
+    for agent in agents:
+        assert await agent.turn()
+        agent.watch, agent.patience = _at(4, wire.pull), 1.5
+    assert not any(await asyncio.gather(*(agent.turn() for agent in agents)))
+    for agent in agents:
+        agent.watch, agent.patience = lambda _: None, 30.0
+    asking = [asyncio.create_task(agent.turn()) for agent in agents]
+    await asyncio.sleep(1.0)
+    assert not any(task.done() for task in asking)
+    wire.plug()
+    assert all(await asyncio.gather(*asking))
+    return await asyncio.to_thread(stack.check, agents)
+
+
+def _at(event: int, do: Callable[[], None]) -> Callable[[int], None]:
+    def watch(events: int) -> None:
+        if events == event:
+            do()
+
+    return watch
+
+
+async def _run(which: str, folder: Path) -> dict[str, Any]:
+    ip("link", "set", "lo", "up")
+    with contextlib.ExitStack() as stack:
+        networks = [stack.enter_context(contextlib.closing(Network(number))) for number in (REDIS, ENGINE)]
+        apart = stack.enter_context(Apart(folder, *networks).running())
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            if which == "redis":
+                found = await cut_from_redis(apart, networks[0], http)
+            else:
+                found = await cut_from_engine(apart, networks[1], http)
+    return dataclasses.asdict(found) | {"clean": found.clean}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(_run(sys.argv[1], Path(sys.argv[2])))))

@@ -1,0 +1,180 @@
+"""What the campaign does to a deployment: each of these breaks something, lets calls run into it, and mends it.
+
+A disaster is over when all replicas are ready again and say the same of every session: what one of them owed the store is
+paid. So each is alone, and a hole that nothing names is the fault of that one. (Two at once, a dead store and then a dead
+replica, take the one that knew of a hole along with the place where it would have been noted: see docs/faults.md.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import redis
+
+from tests.system.faults.processes import ask, until
+from tests.system.faults.stack import SESSIONS
+from tokencache.testing.redis_server import RealRedis
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.system.faults.pipe import Pipe
+    from tests.system.faults.stack import Stack
+
+_LINK_SECONDS = 30.0
+_DRAIN_SECONDS = 90.0
+_RECOVERY_SECONDS = 60.0
+REQUESTS: dict[str, dict[str, Any]] = {
+    "engine-429": {"kind": "status", "status": 429},
+    "engine-500": {"kind": "status", "status": 500},
+    "engine-503": {"kind": "status", "status": 503},
+    "engine-hung": {"kind": "hang"},
+    "engine-silent": {"kind": "stall"},
+    "engine-truncated": {"kind": "truncated"},
+    "engine-no-done": {"kind": "cut", "after": 4},
+    "engine-error-event": {"kind": "error_event", "after": 4, "body": "CUDA error"},
+    "engine-torn-down": {"kind": "close", "after": 4},
+    "engine-torn-down-at-once": {"kind": "close"},
+}
+"""Faults of one request, as an engine takes them (`tokencache.testing.control`)."""
+
+
+class Disasters:
+    """Breaks and mends a stack whose replicas reach Redis over a wire.
+
+    `seed` decides which replica or engine is hit. `passing` waits until so many more turns were taken, or given up; `frozen` is for how
+    many seconds Redis freezes.
+    """
+
+    def __init__(
+        self, stack: Stack, server: RealRedis, wire: Pipe, seed: int, *, passing: Callable[[int], Awaitable[None]], frozen: float
+    ) -> None:
+        self._stack, self._server, self._wire, self._rng = stack, server, wire, random.Random(seed)
+        self._passing, self._frozen = passing, frozen
+        self._heirs: list[RealRedis] = []
+        self.all: dict[str, Callable[[], Awaitable[None]]] = {
+            "proxy-killed": self._kill_proxy, "proxy-stopped": self._stop_proxy, "redis-killed": self._kill_redis,
+            "redis-frozen": self._freeze_redis, "redis-full": self._fill_redis, "redis-read-only": self._demote_redis,
+            "redis-slow": self._slow_down, "redis-too-slow": self._slow_down_too_much, "redis-cut-off": self._cut,
+            "redis-failed-over": self._fail_over, "engine-killed": self._kill_engine, "engine-frozen": self._freeze_engine,
+            **{name: lambda fault=fault: self._spoil(fault) for name, fault in REQUESTS.items()},
+        }  # fmt: skip
+
+    async def strike(self, name: str) -> None:
+        """Let one disaster happen, and wait until it is over."""
+        await self.all[name]()
+        await asyncio.to_thread(self._recover)
+
+    def close(self) -> None:
+        for heir in self._heirs:
+            heir.__exit__(None, None, None)
+
+    def _recover(self) -> None:
+        for process in (*self._stack.engines, *self._stack.proxies):
+            process.ready()
+        until(self._agree, "the replicas do not say the same of all sessions", _RECOVERY_SECONDS)
+
+    def _agree(self) -> bool:
+        """Whether no replica knows of an incident that the others, asked later, do not."""
+        first, last = self._stack.proxies[0], self._stack.proxies[-1]
+        return all(self._incidents(one) <= self._incidents(other) for one, other in ((first, last), (last, first)))
+
+    @staticmethod
+    def _incidents(proxy: Any) -> set[tuple[str, str, str]]:
+        said = ask(proxy.url + SESSIONS)[1] or {"sessions": [{"session": "", "incidents": [{"kind": proxy.name, "call": "no answer"}]}]}
+        return {(one["session"], incident["kind"], incident["call"]) for one in said["sessions"] for incident in one["incidents"]}
+
+    async def _kill_proxy(self) -> None:
+        proxy = self._rng.choice(self._stack.proxies)
+        proxy.kill()
+        await self._passing(3)
+        proxy.start()
+
+    async def _stop_proxy(self) -> None:
+        proxy = self._rng.choice(self._stack.proxies)
+        proxy.stop()
+        assert await asyncio.to_thread(proxy.ended, _DRAIN_SECONDS) == 0
+        proxy.start()
+
+    async def _kill_redis(self) -> None:
+        self._server.kill()
+        await self._passing(3)
+        await asyncio.to_thread(self._server.start)
+
+    async def _freeze_redis(self) -> None:
+        self._server.pause()
+        try:
+            await asyncio.sleep(self._frozen)
+        finally:
+            self._server.resume()
+
+    async def _fill_redis(self) -> None:
+        with closing(self._client()) as client:
+            client.config_set("maxmemory", 1)
+            await self._passing(5)
+            client.config_set("maxmemory", 0)
+
+    async def _demote_redis(self) -> None:
+        with closing(self._client()) as client:
+            client.replicaof("127.0.0.1", 1)
+            await self._passing(5)
+            client.replicaof("NO", "ONE")
+
+    async def _slow_down(self) -> None:
+        self._wire.delay = 0.03
+        await self._passing(10)
+        self._wire.delay = 0.0
+
+    async def _slow_down_too_much(self) -> None:
+        self._wire.delay = 1.0
+        await self._passing(5)
+        self._wire.delay = 0.0
+
+    async def _cut(self) -> None:
+        for _ in range(5):
+            self._wire.cut()
+            await self._passing(2)
+
+    async def _fail_over(self) -> None:
+        """A planned failover: writes wait until the replica has everything (an unplanned one loses what it has not)."""
+        old = self._server
+        heir = RealRedis("--appendonly", "yes")
+        await asyncio.to_thread(heir.__enter__)
+        self._heirs.append(heir)
+        with closing(self._client(heir)) as new, closing(self._client()) as client:
+            new.replicaof("127.0.0.1", str(old.port))
+            await asyncio.to_thread(until, lambda: new.info("replication")["master_link_status"] == "up", "no replication", _LINK_SECONDS)
+            client.execute_command("FAILOVER", "TO", "127.0.0.1", str(heir.port))
+            await asyncio.to_thread(until, lambda: new.info("replication")["role"] == "master", "no failover", _LINK_SECONDS)
+        await self._passing(3)
+        self._server, self._wire.to = heir, heir.port
+        self._wire.cut()
+        old.kill()
+
+    async def _kill_engine(self) -> None:
+        engine = self._rng.choice(self._stack.engines)
+        engine.kill()
+        await self._passing(2)
+        engine.start()
+
+    async def _freeze_engine(self) -> None:
+        engine = self._rng.choice(self._stack.engines)
+        engine.freeze()
+        try:
+            await asyncio.sleep(1.0)
+        finally:
+            engine.thaw()
+
+    async def _spoil(self, fault: dict[str, Any]) -> None:
+        body = json.dumps({"error": {"message": "not now", "type": "ServerError", "param": None, "code": fault.get("status", 0)}})
+        engine = self._rng.choice(self._stack.engines)
+        engine.order("#", **({"body": body} | fault))
+        await self._passing(4)
+        engine.forgive()
+
+    def _client(self, server: RealRedis | None = None) -> redis.Redis:
+        return redis.Redis(port=(server or self._server).port, socket_timeout=20)

@@ -1,0 +1,133 @@
+"""A harness that keeps what it was served: an agent of one session, before any number of replicas.
+
+Each call brings a *mark* of its own, `#session-7#`, in what it adds to the history. A prompt is then the prompt of one call
+and no other, and says by itself whose words are in it: that is how the checker knows a false match when it sees one.
+
+What fails is asked again, unchanged, of whatever replica comes up, as SDKs and load balancers do between them; what is
+given up is forgotten, and the agent goes on from where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tests.system.faults.dialects import Chat, Heard, Messages, Responses
+
+_OK = 200
+HEADER = "X-Tokencache-Session"
+
+
+class LeftError(Exception):
+    """The harness hung up in the middle of a reply, on purpose."""
+
+
+@dataclass
+class Asked:
+    """One call as its harness knows it.
+
+    `marks` are those in its history, its own last. `heard` is the reply if it was given whole. `ends` says how each try ended.
+    """
+
+    session: str
+    marks: tuple[str, ...]
+    heard: Heard | None = None
+    ends: list[str] = field(default_factory=list)
+
+    @property
+    def mark(self) -> str:
+        return self.marks[-1]
+
+
+@dataclass
+class Agent:
+    """One session's harness; `replicas` are base URLs, of which each try takes one by chance.
+
+    `tries` is how often a call is made at most, `patience` how many seconds each may take. `watch` is told after each event of a
+    stream how many have come; it may raise `LeftError` to hang up.
+    """
+
+    session: str
+    dialect: Chat | Messages | Responses
+    http: aiohttp.ClientSession
+    replicas: Sequence[str]
+    streams: bool = True
+    tries: int = 1
+    patience: float = 30.0
+    pause: float = 0.05
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    watch: Callable[[int], None] = lambda _: None
+    asked: list[Asked] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    marks: tuple[str, ...] = ()
+    last: Heard | None = None
+
+    async def turn(self, words: str = "Go on, please.") -> Heard | None:
+        """Make one call: with results if the last reply called tools, else with the user's words. `None`: it was given up."""
+        asked = Asked(self.session, (*self.marks, f"{self.session}-{len(self.asked)}"))
+        self.asked.append(asked)
+        text = f"#{asked.mark}# {words}"
+        added = self.dialect.results(self.last, text) if self.last is not None and self.last.calls else self.dialect.user(text)
+        history = [*self.history, *added]
+        for attempt in range(self.tries):
+            if attempt:
+                await asyncio.sleep(self.pause * self.rng.uniform(0.5, 1.5))
+            try:
+                heard = await self._ask(history, attempt)
+            except (aiohttp.ClientError, TimeoutError, LeftError, json.JSONDecodeError) as why:
+                asked.ends.append(type(why).__name__)
+                continue
+            asked.ends.append(heard if isinstance(heard, str) else "heard")
+            if not isinstance(heard, str):
+                asked.heard = self.last = heard
+                self.history, self.marks = [*history, *heard.echo], asked.marks
+                return heard
+        return None
+
+    def start_over(self) -> None:
+        """Forget the conversation: the next call begins a new one in the same session, as a sub-agent does."""
+        self.history, self.marks, self.last = [], (), None
+
+    def remember(self) -> tuple[Any, ...]:
+        """Where the conversation stands, for `go_back`."""
+        return self.history, self.marks, self.last
+
+    def go_back(self, to: tuple[Any, ...]) -> None:
+        """Roll the conversation back: the next call branches off."""
+        self.history, self.marks, self.last = to
+
+    async def _ask(self, history: list[dict[str, Any]], attempt: int) -> Heard | str:
+        """Make one try: what was heard, or in a word why it was not heard whole."""
+        body = self.dialect.body(history, stream=self.streams)
+        headers = {HEADER: self.session} | ({"x-stainless-retry-count": str(attempt)} if attempt else {})
+        async with asyncio.timeout(self.patience):
+            async with self.http.post(self.rng.choice(self.replicas) + self.dialect.path, json=body, headers=headers) as answer:
+                if answer.status != _OK:
+                    await answer.read()
+                    return str(answer.status)
+                if answer.content_type != "text/event-stream":
+                    return self.dialect.whole(json.loads(await answer.read())) or "half"
+                events = []
+                async for event in _events(answer):
+                    events.append(event)
+                    self.watch(len(events))
+                return self.dialect.streamed(events) or "half"
+
+
+async def _events(answer: aiohttp.ClientResponse):
+    """The data of each event as it comes; a break of the connection is an error of the client's."""
+    pending = b""
+    async for chunk in answer.content.iter_any():
+        *whole, pending = (pending + chunk).split(b"\n\n")
+        for event in whole:
+            for line in event.split(b"\n"):
+                if line.startswith(b"data:"):
+                    yield line[5:].strip().decode()

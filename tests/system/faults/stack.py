@@ -1,0 +1,123 @@
+"""A whole deployment on loopback: Redis, an engine with books that outlive it, some replicas of the proxy, and a checker."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from tests.system.faults.checker import Findings, check
+from tests.system.faults.processes import Engine, Proxy, ask
+from tokencache.testing.journal import read_journal
+from tokencache.testing.redis_server import RealRedis
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from tests.system.faults.harness import Agent
+
+_GONE, _OK = 404, 200
+SESSIONS = "/tokencache/v1/sessions"
+
+
+class Stack:
+    """Start it with `with`; everything is stopped behind it.
+
+    Args:
+        folder: for logs and books.
+        replicas: how many proxies.
+        redis: further arguments of `redis-server`.
+        store: the URL of another Redis, which somebody else started.
+        options: further options of `tokencache serve`.
+        engine: further options of the engine.
+        engines: how many engines.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        replicas: int = 2,
+        redis: Sequence[str] = (),
+        store: str = "",
+        options: Sequence[str] = (),
+        engine: Sequence[str] = (),
+        engines: int = 1,
+    ) -> None:
+        self.folder, self.books = folder, folder / "books.jsonl"
+        self.redis = RealRedis(*redis)
+        self._store, self._options, self._replicas = store, options, replicas
+        self.engines = [Engine(f"engine-{n}", folder, self.books, *engine, "--seed", str(n)) for n in range(engines)]
+        self.proxies: list[Proxy] = []
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines[0]
+
+    @property
+    def urls(self) -> list[str]:
+        return [proxy.url for proxy in self.proxies]
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            if not self._store:
+                stack.enter_context(self.redis)
+            for engine in self.engines:
+                stack.callback(engine.kill)
+                engine.start()
+            for n in range(self._replicas):
+                proxy = self.replica(f"proxy-{n}")
+                stack.callback(proxy.kill)
+                self.proxies.append(proxy.start())
+            for process in (*self.engines, *self.proxies):
+                process.ready()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def replica(self, name: str, *options: str) -> Proxy:
+        """One more replica, not started."""
+        upstream = ",".join(engine.url for engine in self.engines)
+        return Proxy(
+            name, self.folder, "--upstream", upstream, "--store", self._store or self.redis.url, "--log-level", "warning",
+            *self._options, *options,
+        )  # fmt: skip
+
+    def info(self, session: str) -> dict[str, Any] | None:
+        return self._asked(f"{SESSIONS}/{session}")
+
+    def export(self, session: str) -> dict[str, Any] | None:
+        return self._asked(f"{SESSIONS}/{session}/trajectories?drift=off")
+
+    def check(self, agents: Iterable[Agent], *, memory_lost: bool = False, settle: float = 2.0) -> Findings:
+        """Wait until the calls of all agents are over, take their sessions home, and hold all that is known against each other.
+
+        `settle` is for how many seconds a call may go on that its harness left; one that a dead replica left open stays so.
+        """
+        agents = list(agents)
+        sessions = {agent.session for agent in agents}
+        deadline = time.monotonic() + settle
+        while time.monotonic() < deadline and any(self._unsettled(session) for session in sessions):
+            time.sleep(0.02)
+        exports = {session: self.export(session) for session in sessions}
+        return check([one for agent in agents for one in agent.asked], read_journal(self.books), exports, memory_lost=memory_lost)
+
+    def _unsettled(self, session: str) -> bool:
+        return bool((self.info(session) or {}).get("open_calls"))
+
+    def _asked(self, path: str) -> Any:
+        """What any living replica answers; `None` for what is not there."""
+        for proxy in self.proxies:
+            if proxy.alive:
+                return self._at(proxy, path)
+        raise RuntimeError("no replica lives")
+
+    @staticmethod
+    def _at(proxy: Proxy, path: str) -> Any:
+        status, said = ask(proxy.url + path)
+        assert status in {_OK, _GONE}, (status, said, proxy.said()[-1000:])
+        return said if status == _OK else None

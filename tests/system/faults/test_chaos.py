@@ -1,0 +1,28 @@
+"""A small campaign: a hundred and fifty turns, and some kinds of disasters. The large one is `make chaos`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.system.faults.chaos import Campaign, report, run_empty
+from tokencache.testing.redis_server import find_binary
+
+pytestmark = pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")
+KINDS = ("proxy-killed", "redis-killed", "redis-frozen", "redis-cut-off", "engine-killed", "engine-no-done")
+
+
+async def test_nothing_is_lost_and_nothing_is_false(tmp_path):
+    campaign = Campaign(turns=150, seed=6, kinds=KINDS, between=6)
+    found = await campaign.run(tmp_path)
+    assert found.clean, f"{report(campaign, found)}\n{found.words}"
+    assert sum(len(agent.asked) for agent in campaign.agents) >= 150
+    assert set(campaign.faults) >= set(KINDS)
+    assert found.marked, "disasters leave holes, and sessions say so"
+    assert found.recorded > found.turns // 3
+
+
+async def test_a_store_that_comes_back_empty(tmp_path):
+    found = await run_empty(6, tmp_path)
+    assert found.clean, found.words
+    assert found.gone, "of a session that is over nothing is left, and no trainer can take it for whole"
+    assert found.beheaded

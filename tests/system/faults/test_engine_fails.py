@@ -1,0 +1,167 @@
+"""An engine is killed in mid-stream, freezes, refuses, breaks off: no half reply passes for a whole one, and the hole is marked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.system.faults.conftest import QUICK
+from tests.system.faults.dialects import DIALECTS
+from tests.system.faults.harness import Agent
+
+KINDS = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+
+
+@pytest.fixture
+def stack(started):
+    # A call waits for an engine that is being started again; on a busy machine a start takes longer than QUICK allows.
+    made = started(replicas=1, engine=("--token-delay", "0.005"), options=(*QUICK, "--hold", "30"))
+    if not made.engine.alive:
+        made.engine.start()
+    made.engine.ready().forgive()
+    made.proxies[0].ready()
+    return made
+
+
+def status(code):
+    body = {"error": {"message": "not now", "type": "ServiceUnavailableError", "param": None, "code": code}}
+    return {"kind": "status", "status": code, "body": json.dumps(body)}
+
+
+@KINDS
+async def test_killed_in_mid_stream(stack, http, dialect):
+    agent = Agent(f"killed-{dialect.name}", dialect, http, stack.urls)
+    assert await agent.turn()
+
+    def kill(events):
+        if events == 5:
+            stack.engine.kill()
+
+    agent.watch = kill
+    assert await agent.turn() is None
+    agent.watch = lambda _: None
+    stack.engine.start()
+    assert await agent.turn(), "it is held until the engine is back"
+    found = stack.check([agent])
+    assert found.clean, found.words
+    assert found.marked == {agent.session: ["upstream-broke"]}
+
+
+@KINDS
+async def test_frozen_in_mid_stream_until_the_harness_gives_up(stack, http, dialect):
+    agent = Agent(f"frozen-{dialect.name}", dialect, http, stack.urls)
+    assert await agent.turn()
+
+    def freeze(events):
+        if events == 5:
+            stack.engine.freeze()
+
+    agent.watch, agent.patience = freeze, 1.0
+    try:
+        assert await agent.turn() is None
+    finally:
+        stack.engine.thaw()
+    agent.watch, agent.patience = lambda _: None, 30.0
+    assert await agent.turn()
+    found = stack.check([agent])
+    assert found.clean, found.words
+    assert found.marked == {}, "what the harness heard is recorded as what it is: a reply that was cut short"
+    marks = [set(turn["marks"]) for sequence in stack.export(agent.session)["sequences"] for turn in sequence["turns"]]
+    assert {"aborted"} in marks
+
+
+@KINDS
+@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+async def test_hung(stack, http, dialect, streams):
+    agent = Agent(f"hung-{dialect.name}-{streams}", dialect, http, stack.urls, streams)
+    assert await agent.turn()
+    stack.engine.order(agent.session, kind="hang")
+    agent.patience = 0.5
+    assert await agent.turn() is None
+    agent.patience = 30.0
+    assert await agent.turn()
+    found = stack.check([agent])
+    assert found.clean, found.words
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+async def test_hung_and_asked_again(stack, http, streams):
+    """Who asks again wants a reply: it must not be made to wait for the one that does not come, nor may that one stand open for ever."""
+    agent = Agent(f"again-{streams}", DIALECTS[0], http, stack.urls, streams, tries=4, patience=1.0)
+    assert await agent.turn()
+    stack.engine.order(agent.session, kind="hang")
+    heard = await agent.turn()
+    found = stack.check([agent], settle=5.0)
+    assert found.clean, found.words
+    assert stack.info(agent.session)["open_calls"] == []
+    assert heard, agent.asked[-1].ends
+
+
+@KINDS
+@pytest.mark.parametrize("code", [429, 503])
+async def test_refused_for_now(stack, http, dialect, code):
+    agent = Agent(f"refused-{dialect.name}-{code}", dialect, http, stack.urls)
+    assert await agent.turn()
+    stack.engine.order(agent.session, **status(code))
+    assert await agent.turn(), "it is asked again: an engine that says 'not now' has sampled nothing"
+    found = stack.check([agent])
+    assert found.clean, found.words
+    assert found.marked == {}
+
+
+@KINDS
+async def test_500(stack, http, dialect):
+    agent = Agent(f"broken-{dialect.name}", dialect, http, stack.urls)
+    assert await agent.turn()
+    stack.engine.order(agent.session, **status(500))
+    assert await agent.turn() is None
+    assert agent.asked[-1].ends == ["500"], "an engine that broke may have sampled: only its harness can say whether to ask again"
+    assert await agent.turn()
+    found = stack.check([agent])
+    assert found.clean, found.words
+
+
+BREAKS = {
+    "no-done": {"kind": "cut", "after": 5},
+    "nothing-and-no-done": {"kind": "cut", "after": 0},
+    "error-event": {"kind": "error_event", "after": 5, "body": "CUDA error"},
+    "torn-down": {"kind": "close", "after": 5},
+    "torn-down-at-once": {"kind": "close", "after": 0},
+}
+
+
+@KINDS
+@pytest.mark.parametrize("fault", BREAKS.values(), ids=BREAKS)
+async def test_a_stream_that_breaks_off(stack, http, dialect, fault):
+    agent = Agent(f"{fault['kind']}-{fault['after']}-{dialect.name}", dialect, http, stack.urls)
+    assert await agent.turn()
+    stack.engine.order(agent.session, **fault)
+    assert await agent.turn() is None
+    assert await agent.turn()
+    found = stack.check([agent])
+    assert found.clean, found.words
+    assert list(found.marked) == [agent.session], "the engine may have said more than came"
+
+
+@KINDS
+async def test_a_stream_that_falls_silent(stack, http, dialect):
+    agent = Agent(f"silent-{dialect.name}", dialect, http, stack.urls, patience=1.0)
+    assert await agent.turn()
+    stack.engine.order(agent.session, kind="stall")
+    assert await agent.turn() is None
+    assert await agent.turn()
+    found = stack.check([agent])
+    assert found.clean, found.words
+
+
+@KINDS
+async def test_truncated_json(stack, http, dialect):
+    agent = Agent(f"truncated-{dialect.name}", dialect, http, stack.urls, streams=False)
+    assert await agent.turn()
+    stack.engine.order(agent.session, kind="truncated")
+    assert await agent.turn() is None
+    assert await agent.turn()
+    found = stack.check([agent])
+    assert found.clean, found.words
+    assert list(found.marked) == [agent.session]

@@ -1,0 +1,109 @@
+"""A replica is killed, or told to stop: the others go on, and what it had not recorded is said to be missing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from tests.system.faults.dialects import DIALECTS
+from tests.system.faults.harness import Agent
+from tests.system.faults.processes import ask, until
+
+SLOW = ("--token-delay", "0.01")
+
+
+@pytest.fixture
+def stack(started):
+    made = started(engine=SLOW)
+    for proxy in made.proxies:
+        if not proxy.alive:
+            proxy.start()
+        proxy.ready()
+    return made
+
+
+def matches(stack, session):
+    return [turn["match"] for sequence in stack.export(session)["sequences"] for turn in sequence["turns"]]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+async def test_killed_in_mid_stream(stack, http, dialect):
+    first, second = stack.proxies
+    agent = Agent(f"midstream-{dialect.name}", dialect, http, [first.url])
+    assert await agent.turn()
+
+    def kill(events):
+        if events == 4:
+            first.kill()
+
+    agent.watch = kill
+    assert await agent.turn() is None
+    agent.replicas = [second.url]
+    assert await agent.turn()
+    assert await agent.turn()
+    found = stack.check([agent], settle=0.2)
+    assert found.clean, found.words
+    assert list(found.marked) == [agent.session], "what was on its way through the replica that died is missing"
+    assert matches(stack, agent.session)[-1] == "continue"
+
+
+async def test_killed_while_a_whole_reply_is_sampled(stack, http):
+    first, second = stack.proxies
+    agent = Agent("whole", DIALECTS[0], http, [first.url], streams=False)
+    assert await agent.turn()
+    before = stack.books.stat().st_size
+    asking = asyncio.create_task(agent.turn())
+    await asyncio.to_thread(until, lambda: stack.books.stat().st_size > before, "nothing is sampled")
+    first.kill()
+    assert await asking is None
+    agent.replicas = [second.url]
+    assert await agent.turn()
+    found = stack.check([agent], settle=0.2)
+    assert found.clean, found.words
+    assert list(found.marked) == [agent.session]
+
+
+async def test_killed_between_turns(stack, http):
+    first, second = stack.proxies
+    agents = [Agent(f"between-{dialect.name}", dialect, http, [first.url]) for dialect in DIALECTS]
+    for _ in range(2):
+        assert all(await asyncio.gather(*(agent.turn() for agent in agents)))
+    first.kill()
+    for agent in agents:
+        agent.replicas = [second.url]
+    assert all(await asyncio.gather(*(agent.turn() for agent in agents)))
+    found = stack.check(agents)
+    assert found.clean, found.words
+    assert found.marked == {}
+    for agent in agents:
+        assert matches(stack, agent.session) == ["root", "continue", "continue"]
+
+
+async def test_told_to_stop_it_finishes_what_is_under_way(stack, http):
+    first, second = stack.proxies
+    kinds = [(dialect, streams) for dialect in DIALECTS for streams in (True, False)]
+    agents = [Agent(f"drained-{dialect.name}-{streams}", dialect, http, [first.url], streams) for dialect, streams in kinds]
+    assert all(await asyncio.gather(*(agent.turn() for agent in agents)))
+
+    def stop(events):
+        if events == 3:
+            first.signal(signal.SIGTERM)
+
+    agents[0].watch = stop
+    before = stack.books.stat().st_size
+    asking = [asyncio.create_task(agent.turn()) for agent in agents[1:]]
+    await asyncio.to_thread(until, lambda: stack.books.stat().st_size > before, "nothing is sampled")
+    heard = await asyncio.gather(agents[0].turn(), *asking)
+    assert all(heard), [agent.asked[-1].ends for agent in agents]
+    assert await asyncio.to_thread(first.ended) == 0
+    assert ask(f"{first.url}/healthz")[0] == 0
+    for agent in agents:
+        agent.watch, agent.replicas = lambda _: None, [second.url]
+    assert all(await asyncio.gather(*(agent.turn() for agent in agents)))
+    for agent in agents:
+        assert matches(stack, agent.session) == ["root", "continue", "continue"]
+    found = stack.check(agents)
+    assert found.clean, found.words
+    assert found.marked == {}

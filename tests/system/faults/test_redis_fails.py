@@ -1,0 +1,262 @@
+"""Redis dies, freezes, is full, slow or read-only, fails over, comes back empty: harnesses notice nothing, and no hole is hidden."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+import redis
+
+from tests.system.faults.checker import UNKNOWN
+from tests.system.faults.conftest import QUICK
+from tests.system.faults.dialects import DIALECTS
+from tests.system.faults.harness import Agent
+from tests.system.faults.pipe import Pipe
+from tests.system.faults.processes import until
+from tests.system.faults.stack import Stack
+from tokencache.testing.redis_server import RealRedis
+
+PACE = ("--token-delay", "0.005")
+LOGGED = {
+    "always": ("--appendonly", "yes", "--appendfsync", "always"),
+    "everysec": ("--appendonly", "yes", "--appendfsync", "everysec"),
+}
+
+
+def agents_of(name, http, urls, **more):
+    return [Agent(f"{name}-{dialect.name}", dialect, http, urls, **more) for dialect in DIALECTS]
+
+
+def labels(stack, session):
+    return [(turn["match"], turn["reason"]) for sequence in stack.export(session)["sequences"] for turn in sequence["turns"]]
+
+
+@contextlib.contextmanager
+def client(server):
+    with redis.Redis(port=server.port, socket_timeout=20) as made:
+        yield made
+
+
+async def take(agents, turns=1):
+    for _ in range(turns):
+        assert all(await asyncio.gather(*(agent.turn() for agent in agents))), [agent.asked[-1].ends for agent in agents]
+
+
+async def well(stack):
+    """Wait until every replica can write to the store, and what it owes is written."""
+    for proxy in stack.proxies:
+        await asyncio.to_thread(proxy.ready)
+
+
+def settled(stack, agents):
+    """Wait until each session says what a replica may still owe it: that it is incomplete."""
+    until(lambda: all((stack.info(agent.session) or {}).get("complete") is False for agent in agents), "nothing is marked", 10)
+
+
+@pytest.mark.parametrize("fsync", LOGGED)
+async def test_killed_and_started_again_with_its_log(started, http, fsync):
+    stack = started(redis=LOGGED[fsync], engine=PACE)
+    agents = agents_of(f"logged-{fsync}", http, stack.urls)
+    await take(agents, 3)
+    stack.redis.kill()
+    stack.redis.start()
+    await take(agents, 2)
+    found = stack.check(agents)
+    assert found.clean, found.words
+    assert found.marked == {}
+    for agent in agents:
+        assert labels(stack, agent.session) == [("root", "")] + [("continue", "")] * 4
+
+
+async def test_calls_while_it_is_dead(started, http):
+    stack = started(redis=LOGGED["always"], engine=PACE)
+    agents = agents_of("dead", http, stack.urls)
+    away = agents_of("away", http, stack.urls)
+    await take([*agents, *away], 2)
+    stack.redis.kill()
+    await take(agents)
+    stack.redis.start()
+    await well(stack)
+    settled(stack, agents)
+    await take([*agents, *away], 2)
+    found = stack.check([*agents, *away])
+    assert found.clean, found.words
+    assert found.marked == {agent.session: ["store-error"] for agent in agents}, "and those who did not call then are whole"
+    for agent in agents:
+        assert ("continue", UNKNOWN) in labels(stack, agent.session), "what was said meanwhile is not known, and not guessed"
+
+
+async def test_killed_while_replies_are_under_way(started, http):
+    stack = started(redis=LOGGED["always"], engine=PACE)
+    agents = agents_of("underway", http, stack.urls)
+    await take(agents, 2)
+    killed = []
+
+    def kill(events):
+        if events == 4 and not killed:
+            killed.append(events)
+            stack.redis.kill()
+
+    for agent in agents:
+        agent.watch = kill
+    assert all(await asyncio.gather(*(agent.turn() for agent in agents))), "a harness does not fail because the store does"
+    stack.redis.start()
+    await well(stack)
+    settled(stack, agents)
+    await take(agents, 2)
+    found = stack.check(agents)
+    assert found.clean, found.words
+    assert sorted(found.marked) == sorted(agent.session for agent in agents)
+
+
+async def test_killed_and_started_again_empty(tmp_path, http):
+    with Stack(tmp_path, options=QUICK) as stack:
+        agents = agents_of("empty", http, stack.urls)
+        away = agents_of("away", http, stack.urls)
+        await take([*agents, *away], 3)
+        stack.redis.kill()
+        stack.redis.start()
+        await well(stack)
+        await take(agents, 3)
+        found = stack.check([*agents, *away], memory_lost=True)
+        assert found.clean, found.words
+        assert sorted(found.gone) == sorted(agent.session for agent in away), "they are not there: no trainer takes them for whole"
+        assert sorted(found.beheaded) == sorted(agent.session for agent in agents)
+        for agent in agents:
+            assert labels(stack, agent.session)[0] == ("plain", UNKNOWN), "a new life begins, and says that there was one before"
+            assert labels(stack, agent.session)[1][0] == "continue"
+
+
+async def test_replicas_agree_after_it_came_back_empty(tmp_path, http):
+    """What was lost is lost; but what is recorded from then on is found by all, by a replica that starts later, too."""
+    with Stack(tmp_path, options=QUICK) as stack:
+        stack.redis.kill()
+        stack.redis.start()
+        later, old = stack.proxies
+        later.kill()
+        later.start().ready()
+        old.ready()
+        agents = agents_of("agreed", http, [old.url])
+        await take(agents, 2)
+        for agent in agents:
+            agent.replicas = [later.url]
+        await take(agents)
+        for agent in agents:
+            assert [match for match, _ in labels(stack, agent.session)] == ["root", "continue", "continue"]
+
+
+async def test_frozen(started, http):
+    stack = started(redis=LOGGED["always"], engine=PACE)
+    before, during = agents_of("frozen-before", http, stack.urls), agents_of("frozen", http, stack.urls)
+    await take([*before, *during], 2)
+    frozen = []
+
+    def freeze(events):
+        if events == 4 and not frozen:
+            frozen.append(events)
+            stack.redis.pause()
+
+    for agent in before:
+        agent.watch = freeze
+    try:
+        assert all(await asyncio.gather(*(agent.turn() for agent in before)))
+        await take(during)
+    finally:
+        stack.redis.resume()
+    await well(stack)
+    settled(stack, [*before, *during])
+    await take([*before, *during], 2)
+    found = stack.check([*before, *during])
+    assert found.clean, found.words
+    assert sorted(found.marked) == sorted(agent.session for agent in [*before, *during])
+
+
+async def test_full(started, http):
+    stack = started(redis=LOGGED["always"], engine=PACE)
+    agents = agents_of("full", http, stack.urls)
+    await take(agents, 2)
+    with client(stack.redis) as server:
+        server.config_set("maxmemory-policy", "noeviction")
+        server.config_set("maxmemory", 1)
+        await take(agents)
+        server.config_set("maxmemory", 0)
+        await well(stack)
+        settled(stack, agents)
+    await take(agents, 2)
+    found = stack.check(agents)
+    assert found.clean, found.words
+    assert found.marked == {agent.session: ["store-error"] for agent in agents}
+
+
+async def test_read_only(started, http):
+    stack = started(redis=LOGGED["always"], engine=PACE)
+    agents = agents_of("readonly", http, stack.urls)
+    await take(agents, 2)
+    with client(stack.redis) as server:
+        server.replicaof("127.0.0.1", 1)
+        await take(agents)
+        server.replicaof("NO", "ONE")
+    await well(stack)
+    settled(stack, agents)
+    await take(agents, 2)
+    found = stack.check(agents)
+    assert found.clean, found.words
+    assert sorted(found.marked) == sorted(agent.session for agent in agents)
+
+
+@pytest.fixture
+def wired(tmp_path):
+    """A stack whose replicas reach Redis over a wire."""
+    with RealRedis() as server, Pipe(server.port) as wire, Stack(tmp_path, options=QUICK, store=wire.url) as stack:
+        yield stack, server, wire
+
+
+async def test_failing_over_to_a_replica(wired, http):
+    """An address that moves: the primary is killed, its replica promoted, and the wire laid there."""
+    stack, server, wire = wired
+    agents = agents_of("failover", http, stack.urls)
+    with RealRedis("--replicaof", "127.0.0.1", str(server.port)) as heir, client(server) as primary, client(heir) as replica:
+        await asyncio.to_thread(until, lambda: replica.info("replication")["master_link_status"] == "up", "no replication")
+        await take(agents, 3)
+        assert primary.wait(1, 20_000) == 1  # replication is asynchronous: what had not arrived would be gone
+        server.kill()
+        wire.to = heir.port
+        wire.cut()
+        await take(agents)  # not promoted yet: it is read-only
+        replica.replicaof("NO", "ONE")
+        await well(stack)
+        settled(stack, agents)
+        await take(agents, 2)
+        found = stack.check(agents)
+    assert found.clean, found.words
+    assert sorted(found.marked) == sorted(agent.session for agent in agents)
+
+
+async def test_a_connection_that_is_cut_costs_nothing(wired, http):
+    stack, _, wire = wired
+    agents = agents_of("cut", http, stack.urls)
+    for _ in range(4):
+        await take(agents)
+        wire.cut()
+    found = stack.check(agents)
+    assert found.clean, found.words
+    assert found.marked == {}
+
+
+async def test_slow(wired, http):
+    """Slower than usual is not down: all is recorded. Slower than the limit is, and is said."""
+    stack, _, wire = wired
+    slow, slower = agents_of("slow", http, stack.urls), agents_of("slower", http, stack.urls)
+    await take([*slow, *slower])
+    wire.delay = 0.05
+    await take(slow, 2)
+    wire.delay = 0.6
+    await take(slower)
+    wire.delay = 0.0
+    await well(stack)
+    settled(stack, slower)
+    await take([*slow, *slower])
+    found = stack.check([*slow, *slower])
+    assert found.clean, found.words
+    assert sorted(found.marked) == sorted(agent.session for agent in slower)

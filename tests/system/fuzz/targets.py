@@ -1,0 +1,232 @@
+"""Pure parsers that read what strangers write, each as a function of bytes that raises nothing but what it says it raises.
+
+Run by hypothesis in the test-suite (`test_parsers.py`), and by atheris, guided by coverage, in `make fuzz`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from tokencache.core.messages import canonical_arguments, digest
+from tokencache.dialects import completions, gym, lenient
+from tokencache.dialects.chat.call import read_chat
+from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.messages import read_message
+from tokencache.dialects.completion_reader import hear
+from tokencache.dialects.dialect import Answer, Asked, Counting, ServedModel, Spoken
+from tokencache.dialects.registry import dialect_of
+from tokencache.dialects.sse import EventSplitter, data_of
+from tokencache.engine.chunks import as_chunks
+from tokencache.engine.reply import Reply
+from tokencache.errors import HarnessError
+from tokencache.proxy.request_body import check_values
+from tokencache.proxy.session_sources import SessionSources
+from tokencache.proxy.sessions import SessionFinder, check_name, route_of
+from tokencache.server.http_guard import check_path
+from tokencache.store.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+PATHS = {"messages": "/v1/messages", "responses": "/v1/responses", "gemini": "/v1beta/models/sim:generateContent"}
+
+
+def driven(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that waits for nothing: what it asks for is there at once."""
+    try:
+        while True:
+            work.send(None)
+    except StopIteration as done:
+        return done.value
+
+
+async def _served() -> list[ServedModel]:
+    return [ServedModel("sim")]
+
+
+async def _documents(names: Any) -> list[None]:
+    return [None for _ in names]
+
+
+async def _forget(_name: str) -> bool:
+    return False
+
+
+def _dialect(name: str) -> Callable[[bytes], None]:
+    def read(data: bytes) -> None:
+        path = PATHS[name]
+        codec = dialect_of("POST", path, {})
+        asked = Asked(
+            method="POST", path=path, query={}, headers={}, body=data, handle="0" * 32, served=_served, documents=_documents, forget=_forget
+        )
+        try:
+            meant = driven(codec.read(asked))
+        except HarnessError as why:
+            json.loads(codec.error(why.status, str(why), why.kind, why.param))
+            return
+        assert isinstance(meant, Spoken | Counting | Answer)
+        if isinstance(meant, Spoken):
+            read_chat(meant.body, Bodies(), "s")
+
+    return read
+
+
+def chat(data: bytes) -> None:
+    """A body reads alike whole and as the growth of another."""
+    bodies = Bodies()
+    try:
+        call = read_chat(data, bodies, "s")
+    except HarnessError:
+        return
+    again = read_chat(data, bodies, "s")
+    assert (again.chain, again.plain, list(again.raw_messages)) == (call.chain, call.plain, list(call.raw_messages))
+    try:
+        call.safe_messages()
+        assert isinstance(call.sampling, dict)
+    except (HarnessError, ValueError):
+        assert call.plain
+
+
+def text_completion(data: bytes) -> None:
+    with contextlib.suppress(HarnessError):
+        completions.read(data).for_engine()
+
+
+def message(data: bytes) -> None:
+    """The same entry has the same digest, however its JSON was written."""
+    try:
+        entry = lenient.read(data)
+        one = digest(read_message(entry))
+        other = digest(read_message(lenient.read(lenient.write(entry))))
+    except (ValueError, RecursionError, HarnessError):
+        return
+    assert one == other
+
+
+def arguments(data: bytes) -> None:
+    """What is canonical already stays as it is."""
+    text = data.decode("utf-8", "surrogatepass") if _decodes(data) else data.decode("latin-1")
+    once = canonical_arguments(text)
+    if not once.startswith(b"\x00raw:") and b"\\u0000" not in once:
+        assert canonical_arguments(once.decode()) == once
+
+
+def _decodes(data: bytes) -> bool:
+    try:
+        data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def events(data: bytes) -> None:
+    """However a stream is cut, its events are the same, and nothing of it is lost."""
+    whole = EventSplitter()
+    at_once = list(whole.feed(data))
+    assert b"".join(at_once) + whole.rest == data
+    pieces = EventSplitter()
+    cut = [event for n in range(0, len(data), 3) for event in pieces.feed(data[n : n + 3])]
+    assert b"".join(cut) + pieces.rest == data
+    if b"\r" not in data:  # where CR and LF come in two pieces the one may end an event that the other belongs to
+        assert cut == at_once
+    for event in at_once:
+        data_of(event)
+
+
+def reply(data: bytes) -> None:
+    """What an engine may say: read, or kept as unreadable, never an exception."""
+    kept = Reply(1)
+    kept.take(kept.without_experts(data))
+    hear(data)
+    gym.with_tokens(data, b"[1]", kept.choices)
+    gym.take_out(data)
+    with contextlib.suppress(ValueError):
+        as_chunks(data, {})
+
+
+def path(data: bytes) -> None:
+    """A session's name is one or none; what is left of a path is a path, and leads out of nothing."""
+    text = "/" + data.decode("latin-1")
+    route_of(text)
+    finder = SessionFinder(MemoryStore(), header="X-Tokencache-Session", sources=SessionSources())
+    try:
+        origin = driven(finder.find(text, {}))
+        check_path(origin.path)
+    except HarnessError:
+        return
+    assert origin.path.startswith("/")
+    if origin.session is not None:
+        check_name(origin.session)
+    for written in (origin.path.partition("?")[0], unquote(origin.path.partition("?")[0], "latin-1").replace("\\", "/")):
+        depth = 0
+        for segment in written.split("/"):
+            depth += -1 if segment == ".." else segment not in {"", "."}
+            assert depth >= 0
+
+
+def values(data: bytes) -> None:
+    try:
+        driven(check_values(data))
+    except HarnessError as why:
+        assert why.status == 413  # noqa: PT017 - which one it is
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "chat": chat,
+    **{name: _dialect(name) for name in PATHS},
+    "completions": text_completion,
+    "message": message,
+    "arguments": arguments,
+    "events": events,
+    "reply": reply,
+    "path": path,
+    "values": values,
+}
+SEEDS: dict[str, list[bytes]] = {
+    "chat": [
+        (
+            b'{"model":"sim","messages":[{"role":"user","content":"x"},{"role":"assistant","content":null,"tool_calls":[{"id":"a","type":"function",'
+            b'"function":{"name":"f","arguments":"{\\"a\\":1}"}}]},{"role":"tool","tool_call_id":"a","content":[{"type":"text","text":"y"}]}],'
+            b'"tools":[{"type":"function","function":{"name":"f","parameters":{}}}],"stream":true,"n":2,"logprobs":true,"temperature":1.0}'
+        )
+    ],
+    "messages": [
+        (
+            b'{"model":"sim","max_tokens":9,"system":[{"type":"text","text":"s"}],"messages":[{"role":"user","content":"x"},{"role":"assistant","content":'
+            b'[{"type":"thinking","thinking":"t","signature":"s"},{"type":"tool_use","id":"a","name":"f","input":{}}]},{"role":"user","content":'
+            b'[{"type":"tool_result","tool_use_id":"a","content":"y"}]}],"tools":[{"name":"f","input_schema":{}}],"stream":true}'
+        )
+    ],
+    "responses": [
+        (
+            b'{"model":"sim","instructions":"i","input":[{"role":"user","content":[{"type":"input_text","text":"x"}]},{"type":"function_call","call_id":"a",'
+            b'"name":"f","arguments":"{}"},{"type":"function_call_output","call_id":"a","output":"y"},{"type":"reasoning","summary":[]}],'
+            b'"tools":[{"type":"function","name":"f","parameters":{}}],"previous_response_id":"resp_x","stream":true}'
+        )
+    ],
+    "gemini": [
+        (
+            b'{"contents":[{"role":"user","parts":[{"text":"x"}]},{"role":"model","parts":[{"functionCall":{"name":"f","args":{}},"thoughtSignature":"s"}]},'
+            b'{"role":"user","parts":[{"functionResponse":{"name":"f","response":{}}}]}],"tools":[{"functionDeclarations":[{"name":"f"}]}],'
+            b'"generationConfig":{"temperature":1,"stopSequences":["a"]},"systemInstruction":{"parts":[{"text":"s"}]}}'
+        )
+    ],
+    "completions": [b'{"model":"sim","prompt":["x","y"],"n":2,"echo":false,"logprobs":1,"stream":true}'],
+    "message": [
+        (b'{"role":"assistant","content":"<think>t","tool_calls":[{"id":"a","function":{"name":"f","arguments":"{\\"a\\": 1.0}"}}]}')
+    ],
+    "arguments": [b'{"a": 1, "b": [1.5, null, "\\ud800"], "c": 12345678901234567890}'],
+    "events": [b'event: x\ndata: {"a":1}\n\n: c\r\n\r\ndata: [DONE]\n\n'],
+    "reply": [
+        (
+            b'{"id":"a","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":{"role":"assistant","content":"x","tool_calls":'
+            b'[{"id":"a","type":"function","function":{"name":"f","arguments":"{}"}}]},"logprobs":{"content":[{"token":"x","logprob":-1.0,"bytes":null,'
+            b'"top_logprobs":[]}]},"finish_reason":"stop","token_ids":[1],"routed_experts":"abcd"}],"prompt_token_ids":[1,2],"usage":{"prompt_tokens":2}}'
+        )
+    ],
+    "path": [b"s/a/h/codex/v1/chat/completions?key=tcs-b", b"ng-rollout/a/training-token-capture/v1/x", b"s/a/%2e%2e/%2E./x"],
+    "values": [b'{"a":[1,2,{"b":"{\\"c\\":[,"}]}'],
+}

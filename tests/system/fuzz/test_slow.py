@@ -1,0 +1,129 @@
+"""Slow senders: a head or a body that dribbles holds a connection for a bounded time, and nobody else waits for it."""
+
+import asyncio
+import io
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.proxy.kit import proxied
+from tests.proxy.raw import read_message
+from tests.system.fuzz.kit import ASK, PATIENCE, Strict, answers, request
+from tokencache.proxy import request_body as intake
+from tokencache.server import http_guard as guarding
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch):
+    monkeypatch.setattr(guarding, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(intake, "PATIENCE", 0.05)
+
+
+async def connected(url):
+    parts = urlsplit(url)
+    return await asyncio.open_connection(parts.hostname, parts.port)
+
+
+async def dribble(url, raw, *, every=0.01):
+    """Send a byte at a time until the server has had enough; what it said."""
+    reader, writer = await connected(url)
+    said = asyncio.create_task(reader.read())
+    try:
+        async with asyncio.timeout(PATIENCE):
+            for byte in raw:
+                if said.done() or writer.is_closing():
+                    break
+                writer.write(bytes([byte]))
+                await asyncio.wait([said], timeout=every)
+            return await said
+    except ConnectionError:
+        return b""
+    finally:
+        said.cancel()
+        writer.close()
+        await asyncio.gather(said, writer.wait_closed(), return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"GET / HTTP/1.1\r\nHost: h\r\n" + b"X-A: b\r\n" * 10_000, b"\r\n" * 100_000, b"GET /" + b"a" * 60_000],
+    ids=["headers", "lines", "path"],
+)
+async def test_a_head_that_dribbles(target, raw):
+    assert await dribble(target.url, raw) == b""
+    await target.unharmed()
+
+
+async def test_a_head_behind_a_request_that_dribbles(target):
+    """On a connection that was well used before."""
+    said = await dribble(target.url, request(ASK) + b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 10_000, every=0)
+    assert said == b"" or answers(said)[0][0] == 200
+    await target.unharmed("attack")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/tokenize"])
+async def test_a_body_that_dribbles(target, path):
+    reader, writer = await connected(target.url)
+    writer.write(request(b"", b"Content-Length: 100000", path=path, length=False))
+    said = asyncio.create_task(read_message(reader, answers="POST"))
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while not said.done():
+                writer.write(b" ")
+                await asyncio.wait([said], timeout=0.01)
+            answer = await said
+    finally:
+        said.cancel()
+        writer.close()
+        await asyncio.gather(said, writer.wait_closed(), return_exceptions=True)
+    assert (" 408 " in answer.line, b"too slowly" in answer.body) == (True, True)
+    await target.unharmed("attack")
+
+
+async def test_a_relayed_body_that_dribbles():
+    """It is given up on both sides: no engine keeps half a request for it."""
+    engine = Strict()
+    async with engine.serve() as up, proxied(upstream=up) as rig:
+        reader, writer = await connected(rig.url)
+        writer.write(request(b"[", b"Content-Length: 100000", path="/t/x", session=None, length=False))
+        async with asyncio.timeout(PATIENCE):
+            answer = await read_message(reader, answers="POST")
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    assert " 502 " in answer.line
+    assert not engine.asked()
+
+
+async def test_who_has_not_begun_to_ask_is_not_hurried(target):
+    """Clients keep connections in a pool: one is still good when another's head was given up."""
+    reader, writer = await connected(target.url)
+    assert await dribble(target.url, b"GET /" + b"a" * 60_000) == b""
+    writer.write(request(ASK, b"Connection: close"))
+    async with asyncio.timeout(PATIENCE):
+        (answer,) = answers(await reader.read())
+    assert answer[0] == 200
+    writer.close()
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
+async def test_a_hundred_that_hold_a_connection_each(target):
+    """While they hold on, the honest session goes on."""
+    held = [await connected(target.url) for _ in range(100)]
+    for n, (_, writer) in enumerate(held):
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHo" if n % 2 else request(b"{", b"Content-Length: 9", session=f"x{n}", length=False)
+        )
+    await target.unharmed()
+    async with asyncio.timeout(PATIENCE):
+        said = await asyncio.gather(*(read_message(reader, answers="POST") for reader, _ in held), return_exceptions=True)
+    assert all(isinstance(one, asyncio.IncompleteReadError | ConnectionError) for one in said[1::2])
+    assert all(" 408 " in one.line for one in said[::2])
+    for _, writer in held:
+        writer.close()
+    assert [await target.rig.store.session(f"x{n}") for n in range(0, 100, 2)] == [None] * 50  # nothing began
+
+
+async def test_an_engine_that_reads_slowly_is_not_the_senders_fault(target):
+    """Only waiting for the sender counts: a body that is all there is never too slow."""
+    async with target.rig.http.post(target.url + "/t/x", data=io.BytesIO(b"x" * 2_000_000)) as answer:
+        assert answer.status in {404, 405}

@@ -1,0 +1,118 @@
+"""`atif`: Harbor's trajectories; its class accepts them, and what they say is not to be trained is not trained elsewhere."""
+
+import json
+
+import msgspec
+import pytest
+
+from tests.trajectories.formats.readers import read_atif
+from tests.trajectories.rollouts import ROLLOUTS, TASK, Talk, result, rollout, torn, user
+from tokencache.trajectories.formats.atif import atif
+
+try:
+    from harbor.models.trajectories import Trajectory
+except ImportError:  # needs Python 3.12 and much else; `atif` holds the same models
+    from atif import Trajectory
+
+
+def written(made):
+    return json.loads(msgspec.json.encode(atif(made)))
+
+
+def trajectories(made):
+    return written(made)["trajectories"]
+
+
+def made_of(*calls):
+    talk = Talk()
+    for messages, content, more in calls:
+        talk.call(messages, content, **more)
+    return rollout(talk.records())
+
+
+@pytest.mark.parametrize("shape", ROLLOUTS)
+def test_harbor_accepts_them(shape):
+    for trajectory in trajectories(ROLLOUTS[shape]):
+        read = Trajectory.model_validate(trajectory)
+        assert json.loads(read.model_dump_json(exclude_unset=True)) == trajectory
+
+
+@pytest.mark.parametrize("shape", ROLLOUTS)
+def test_one_trajectory_is_one_sequence(shape):
+    made = ROLLOUTS[shape]
+    for row, sequence in zip(read_atif(written(made)), made.sequences, strict=True):
+        assert row == (sequence.token_ids, sequence.loss_mask, sequence.logprobs)
+    assert [one["trajectory_id"] for one in trajectories(made)] == [s.id for s in made.sequences]
+    assert {one["session_id"] for one in trajectories(made)} <= {made.session}
+
+
+def test_steps_say_who_said_what():
+    steps = trajectories(ROLLOUTS["linear"])[0]["steps"]
+    assert [step["source"] for step in steps] == ["system", "user", "agent", "agent", "agent"]
+    assert steps[2]["reasoning_content"] == "I count them."
+    assert steps[2]["tool_calls"] == [{"tool_call_id": "c1", "function_name": "bash", "arguments": {"cmd": "wc -l a.py"}}]
+    assert steps[3]["observation"]["results"] == [{"source_call_id": "c2", "content": "b.py"}, {"source_call_id": "c3", "content": "/src"}]
+    assert steps[2]["timestamp"].endswith("+00:00")
+    assert trajectories(ROLLOUTS["linear"])[0]["agent"]["tool_definitions"][0]["function"]["name"] == "bash"
+
+
+def test_context_of_a_branch_is_copied_and_nothing_else_is():
+    away = next(one for one in trajectories(ROLLOUTS["thrown-away"]) if one["extra"]["start"] == "branch")
+    assert [step.get("is_copied_context", False) for step in away["steps"]] == [True, True, True, False]
+    assert away["extra"]["parent"] == "t0"
+    main = trajectories(ROLLOUTS["thrown-away"])[0]
+    assert not any(step.get("is_copied_context") for step in main["steps"])
+
+
+def test_a_reply_that_this_sequence_did_not_sample_is_not_to_be_trained():
+    second = trajectories(ROLLOUTS["unrecognised"])[1]
+    assert [(step["source"], step.get("is_copied_context", False), "metrics" in step) for step in second["steps"]] == [
+        ("system", False, False),
+        ("user", False, False),
+        ("agent", True, False),
+        ("user", False, False),
+        ("agent", False, True),
+    ]
+
+
+def test_a_turn_without_log_probabilities_has_none():
+    steps = [step for step in trajectories(ROLLOUTS["without-logprobs"])[0]["steps"] if step["source"] == "agent"]
+    assert ["logprobs" in step["metrics"] for step in steps] == [True, False, True]
+    assert all(step["metrics"]["completion_token_ids"] for step in steps)
+
+
+@pytest.mark.parametrize("arguments", ['{"cmd": "ls', "[1]", "ls -l", "null"])
+def test_arguments_that_are_no_object_are_kept_as_they_were_written(arguments):
+    talk = Talk()
+    call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+    talk.call([*TASK, {"role": "assistant", "content": None, "tool_calls": [call]}, result("c1", "?")], "Sorry.")
+    trajectory = trajectories(rollout(talk.records()))[0]
+    Trajectory.model_validate(trajectory)
+    assert trajectory["steps"][2]["tool_calls"] == [
+        {"tool_call_id": "c1", "function_name": "bash", "arguments": {}, "extra": {"arguments": arguments}}
+    ]
+
+
+def test_a_result_that_no_call_here_asked_for_is_an_observation_of_its_own():
+    trajectory = trajectories(made_of(([*TASK, result("gone", "12")], "Twelve.", {})))[0]
+    Trajectory.model_validate(trajectory)
+    assert trajectory["steps"][2] == {"step_id": 3, "source": "system", "message": "", "observation": {"results": [{"content": "12"}]}}
+
+
+def test_words_that_are_not_kept_are_named():
+    first, second = trajectories(ROLLOUTS["media"])
+    assert "t0" in first["notes"]
+    assert [step["source"] for step in first["steps"]] == ["agent"]
+    assert "notes" not in second
+
+
+def test_the_harness_is_named_where_it_is_known():
+    made = made_of((TASK, "Twelve.", {"harness": "hermes"}), ([user("?")], "No.", {}))
+    assert [one["agent"]["name"] for one in trajectories(made)] == ["hermes", "unknown"]
+
+
+def test_an_empty_or_torn_rollout_has_no_trajectory_and_says_why():
+    assert trajectories(ROLLOUTS["empty"]) == []
+    out = written(torn())
+    assert (out["complete"], out["trajectories"]) == (False, [])
+    assert [one["kind"] for one in out["incidents"]] == ["torn-record"]

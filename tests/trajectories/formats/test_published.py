@@ -1,0 +1,98 @@
+"""verl, SkyRL and TRL themselves, as they are on PyPI, read what we write.
+
+To install them takes torch, Ray and gigabytes; to read them takes their wheels:
+
+    pip download --no-deps --dest consumers verl==0.9.1 skyrl==0.3.0 trl==1.16.0
+    TOKENCACHE_CONSUMERS=consumers pytest tests/trajectories/formats/test_published.py
+
+The very classes and functions that read a rollout are cut out of their modules and run, with what they need of numpy, pydantic
+and logging. Without the wheels these tests are skipped; `test_verl`, `test_skyrl` and `test_trl` hold the same fields, written
+down. Another version is tested by its wheel alone: a field that went or came shows here.
+"""
+
+import ast
+import logging
+import os
+import textwrap
+import typing
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pydantic
+import pytest
+
+from tests.trajectories.rollouts import ROLLOUTS
+from tokencache.trajectories.formats.skyrl import skyrl
+from tokencache.trajectories.formats.trl import trl
+from tokencache.trajectories.formats.verl import verl
+
+WHEELS = os.environ.get("TOKENCACHE_CONSUMERS")
+pytestmark = pytest.mark.skipif(not WHEELS, reason="TOKENCACHE_CONSUMERS names no folder of wheels")
+
+
+def source(package, path):
+    (wheel,) = Path(WHEELS).glob(f"{package}-*.whl")
+    return zipfile.ZipFile(wheel).read(path).decode()
+
+
+def cut_out(package, path, *names, **needs):
+    """The named classes and functions of a module, without the rest of it."""
+    tree = ast.parse(source(package, path))
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
+    assert [node.name for node in tree.body] == list(names)
+    space = {name: getattr(typing, name) for name in typing.__all__} | {"__name__": package, **needs}
+    exec(compile(tree, path, "exec", dont_inherit=True), space)  # noqa: S102
+    return [space[name] for name in names]
+
+
+@pytest.mark.parametrize("shape", ROLLOUTS)
+def test_verl(shape):
+    names = ("AgentLoopMetrics", "AgentLoopOutput")
+    _, output = cut_out("verl", "verl/experimental/agent_loop/agent_loop.py", *names, BaseModel=pydantic.BaseModel)
+    for row in verl(ROLLOUTS[shape])["outputs"]:
+        assert set(row) <= set(output.model_fields)
+        made = output(**row)
+        assert made.model_dump(include=set(row) - {"metrics"}) == {name: row[name] for name in row if name != "metrics"}
+        assert made.metrics.generate_sequences == row["metrics"]["generate_sequences"]
+
+
+SKYRL = ("skyrl", "skyrl/train/utils/trainer_utils.py", "validate_generator_output", "_validate_step_wise_fields")
+
+
+def skyrl_validator():
+    return cut_out(*SKYRL, np=np, logger=logging.getLogger("skyrl"), GeneratorOutput=dict)[0]
+
+
+@pytest.mark.parametrize("shape", [shape for shape, made in ROLLOUTS.items() if made.sequences])
+def test_skyrl(shape):
+    batch = skyrl(ROLLOUTS[shape])["generator_output"]
+    (fields,) = cut_out("skyrl", "skyrl/train/generators/base.py", "GeneratorOutput", TrajectoryID=str, torch=SimpleNamespace(Tensor=list))
+    assert set(batch) - set(fields.__annotations__) == {"tokencache"}
+    rows = len(batch["response_ids"])
+    filled = {**batch, "rewards": [1.0] * rows, "trajectory_ids": ["a_0"] * rows}
+    skyrl_validator()(rows, filled)
+    skyrl_validator()(1, filled, step_wise=True)
+
+
+def test_skyrl_does_not_train_without_rewards():
+    batch = skyrl(ROLLOUTS["linear"])["generator_output"]
+    with pytest.raises(TypeError):
+        skyrl_validator()(1, batch)
+
+
+def test_trl():
+    """`_generate` cannot be run without a trainer: what it asks for is read where it asks."""
+    text = source("trl", "trl/trainer/grpo_trainer.py")
+    method = next(node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == "_generate")
+    asked = textwrap.dedent(ast.get_source_segment(text, method))
+    required = next(
+        ast.literal_eval(node.value)
+        for node in ast.walk(method)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "required_keys"
+    )
+    (row,) = trl(ROLLOUTS["linear"])["rows"]
+    assert required <= set(row)
+    assert "extra_fields.pop('env_mask', None)" in ast.unparse(method)
+    assert "model tokens (1) vs external tokens (0)" in asked

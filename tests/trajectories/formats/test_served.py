@@ -1,0 +1,39 @@
+"""Every format over HTTP, of a session that a real proxy recorded, against the engine's own books."""
+
+import pytest
+
+from tests.proxy.kit import TOOLS, echo, proxied, results, user
+from tests.trajectories.formats.readers import READERS, faults
+from tokencache.trajectories.formats.registry import FORMATS
+
+
+async def test_every_format_trains_what_the_engine_sampled():
+    """A line with tools, a retry whose answer was thrown away, an edited system prompt, and a title call."""
+    async with proxied() as rig:
+        system = {"role": "system", "content": "You help."}
+        messages = [system, user("look")]
+        for _ in range(2):
+            said = await rig.say("s", messages, tools=TOOLS)
+            messages = [*messages, echo(said), *results(said)]
+        await rig.say("s", messages, tools=TOOLS, temperature=0.5)
+        said = await rig.say("s", messages, tools=TOOLS)
+        messages = [{**system, "content": "You help, briefly."}, *messages[1:], echo(said), *results(said)]
+        await rig.say("s", messages, tools=TOOLS)
+        await rig.say("s", [user("a title")])
+        books = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.book("s")]
+        native = await rig.exported("s")
+        assert len(books) == 6
+        assert len(native["sequences"]) == 4
+        for name in FORMATS:
+            written = await rig.get(f"/tokencache/v1/sessions/s/trajectories?format={name}")
+            assert faults(READERS[name](written), books) == [], name
+
+
+@pytest.mark.parametrize("name", ["", "Verl", "parquet"])
+async def test_an_unknown_format_is_told_which_there_are(name):
+    async with proxied() as rig:
+        await rig.say("s", [user("hi")])
+        async with rig.http.get(f"{rig.url}/tokencache/v1/sessions/s/trajectories", params={"format": name}) as answer:
+            assert answer.status == 400
+            said = (await answer.json())["error"]["message"]
+    assert all(known in said for known in FORMATS)

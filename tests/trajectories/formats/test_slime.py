@@ -1,0 +1,78 @@
+"""The `Sample` of slime and miles: its fields as published, and what miles' `validate` holds to be true."""
+
+import pytest
+
+from tests.trajectories.rollouts import ROLLOUTS, TASK, text
+from tokencache.trajectories.formats.registry import FORMATS
+from tokencache.trajectories.formats.slime import slime
+
+BOTH = {
+    "group_index",
+    "index",
+    "prompt",
+    "tokens",
+    "multimodal_inputs",
+    "multimodal_train_inputs",
+    "response",
+    "response_length",
+    "label",
+    "reward",
+    "loss_mask",
+    "weight_versions",
+    "rollout_log_probs",
+    "rollout_routed_experts",
+    "remove_sample",
+    "status",
+    "metadata",
+    "generate_function_path",
+    "train_metadata",
+    "session_id",
+    "non_generation_time",
+    "spec_info",
+    "prefix_cache_info",
+}
+"""The fields that `Sample` has in both: slime/utils/types.py at 0d234f3e, miles/utils/types.py at 002ce70c."""
+STATUS = {"pending", "completed", "truncated", "aborted", "failed"}
+
+
+@pytest.mark.parametrize("shape", ROLLOUTS)
+def test_every_sample_is_one_that_from_dict_reads(shape):
+    samples = slime(ROLLOUTS[shape])["samples"]
+    assert len(samples) == len(ROLLOUTS[shape].sequences)
+    for sample in samples:
+        assert set(sample) <= BOTH  # another name would become an attribute that nobody reads
+        assert sample["status"] in STATUS
+        assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == sample["response_length"] <= len(sample["tokens"])
+        assert sample["reward"] is None
+        assert set(sample["metadata"]) == {"tokencache"}
+        assert all(isinstance(version, str) for version in sample["weight_versions"])
+
+
+def test_miles_reads_the_same():
+    assert FORMATS["miles"].write is FORMATS["slime"].write
+
+
+@pytest.mark.parametrize(
+    ("shape", "status"),
+    [
+        ("linear", ["completed"]),
+        ("aborted", ["completed", "aborted"]),
+        ("speechless", ["aborted"]),
+        ("unrecognised", ["completed", "completed"]),
+    ],
+)
+def test_the_status_is_that_of_the_last_turn(shape, status):
+    assert [sample["status"] for sample in slime(ROLLOUTS[shape])["samples"]] == status
+
+
+def test_the_prompt_is_what_was_asked_where_that_is_known():
+    (sample,) = slime(ROLLOUTS["linear"])["samples"]
+    assert sample["prompt"] == TASK
+    image, plain = slime(ROLLOUTS["media"])["samples"]
+    assert (image["prompt"], plain["prompt"]) == ("", TASK)
+    assert text(image["tokens"][-image["response_length"] :]) == "A cat.<|end|>"
+
+
+def test_weight_versions_come_in_the_order_of_their_spans():
+    (sample,) = slime(ROLLOUTS["cut-off"])["samples"]
+    assert sample["weight_versions"] == ["7", "7", "8"]

@@ -1,0 +1,93 @@
+"""`verifiers`: its classes accept it, and prime-rl, whichever version, makes the very sequences of it."""
+
+import json
+
+import msgspec
+import pytest
+
+from tests.trajectories.formats.readers import read_verifiers
+from tests.trajectories.formats.schemas import Trace
+from tests.trajectories.rollouts import ROLLOUTS, torn
+from tokencache.trajectories.formats.registry import FORMATS
+from tokencache.trajectories.formats.verifiers import verifiers
+
+
+def written(made):
+    return json.loads(msgspec.json.encode(verifiers(made)))
+
+
+@pytest.mark.parametrize("shape", ROLLOUTS)
+def test_verifiers_accepts_it(shape):
+    Trace.model_validate(written(ROLLOUTS[shape]))
+
+
+def test_verifiers_own_class_accepts_it_and_branches_as_we_do():
+    trace_class = pytest.importorskip("verifiers.v1.trace").WireTrace
+    for made in ROLLOUTS.values():
+        trace = trace_class.model_validate(written(made))
+        assert [branch.token_ids for branch in trace.branches] == [s.token_ids for s in made.sequences]
+        assert [branch.sampled_mask for branch in trace.branches] == [list(map(bool, s.loss_mask)) for s in made.sequences]
+        assert [branch.logprobs for branch in trace.branches] == [s.logprobs for s in made.sequences]
+
+
+@pytest.mark.parametrize("shared_once", [False, True], ids=["every-branch", "first-branch"])
+@pytest.mark.parametrize("shape", ROLLOUTS)
+def test_prime_rl_makes_the_sequences_of_it(shape, shared_once):
+    trained = [s for s in ROLLOUTS[shape].sequences if s.trainable]
+    rows = read_verifiers(written(ROLLOUTS[shape]), shared_once=shared_once)
+    assert rows == [(s.token_ids, s.loss_mask, s.logprobs) for s in trained]
+
+
+def test_a_node_in_two_branches_would_be_trained_twice_by_one_version():
+    trace = written(ROLLOUTS["thrown-away"])
+    second = next(at for at, node in enumerate(trace["nodes"]) if at and node["parent"] is None)
+    stem = next(at for at, node in enumerate(trace["nodes"]) if node.get("sampled"))
+    trace["nodes"][second]["parent"] = stem  # as if the branch hung where it branched off
+    every, once = (sum(sum(row.mask) for row in read_verifiers(trace, shared_once=flag)) for flag in (False, True))
+    assert every > once == ROLLOUTS["thrown-away"].figures.trainable_tokens
+
+
+def test_a_branch_for_each_sequence_with_its_labels():
+    trace = written(ROLLOUTS["sub-agent"])
+    sequences = trace["info"]["tokencache"]["sequences"]
+    assert [one["id"] for one in sequences] == [s.id for s in ROLLOUTS["sub-agent"].sequences]
+    parents = {node["parent"] for node in trace["nodes"]}
+    assert [one["leaf"] for one in sequences] == [at for at in range(len(trace["nodes"])) if at not in parents]
+    assert [len(node["tools"]) for node in trace["nodes"] if node["parent"] is None] == [one["tools"] for one in sequences]
+    assert [tool["name"] for tool in trace["tools"]] == ["bash"]
+
+
+def test_messages_stand_in_their_order_and_answers_carry_the_tokens():
+    nodes = written(ROLLOUTS["linear"])["nodes"]
+    roles = ["system", "user", "assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    assert [node["message"]["role"] for node in nodes] == roles
+    assert [bool(node.get("token_ids")) for node in nodes] == [role == "assistant" for role in roles]
+    assert [node["parent"] for node in nodes] == [None, *range(7)]
+    assert nodes[2]["message"]["reasoning_content"] == "I count them."
+
+
+def test_calls_name_their_nodes_and_what_ended_them():
+    trace = written(ROLLOUTS["aborted"])
+    assert all(trace["nodes"][call["node"]]["sampled"] for call in trace["calls"])
+    assert [call["finish_reason"] for call in trace["calls"]] == ["stop", "stop", None]
+    assert [call["sampling"]["temperature"] for call in trace["calls"]] == [0.7] * 3
+
+
+def test_an_incomplete_rollout_is_not_ok():
+    for made, kind in ((ROLLOUTS["lost"], "store-error"), (ROLLOUTS["aborted"], "call-open"), (torn(), "torn-record")):
+        trace = written(made)
+        assert not trace["ok"]
+        assert kind in [one["type"] for one in trace["errors"]]
+    assert written(ROLLOUTS["linear"])["ok"]
+
+
+def test_words_that_are_not_kept_leave_only_the_answer():
+    trace = written(ROLLOUTS["media"])
+    sequence = trace["info"]["tokencache"]["sequences"][0]
+    assert sequence["wordless"] == ["t0"]
+    assert trace["nodes"][0]["message"]["role"] == "assistant"
+    assert len(trace["nodes"][0]["token_ids"]) == sequence["tokens"]
+
+
+def test_prime_rl_reads_it_under_either_name():
+    assert FORMATS["prime-rl"].write is FORMATS["verifiers"].write

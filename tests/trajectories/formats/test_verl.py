@@ -1,0 +1,60 @@
+"""verl's `AgentLoopOutput`: its fields as published, and what its padding and batching take for granted."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from tests.trajectories.rollouts import ROLLOUTS, text
+from tokencache.trajectories.formats.verl import verl
+
+
+class Metrics(BaseModel):
+    """`AgentLoopMetrics` of verl 0.9.1, strictly."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    compute_score: float = 0.0
+    num_preempted: int = -1
+
+
+class Output(BaseModel):
+    """`AgentLoopOutput` of verl 0.9.1 (verl/experimental/agent_loop/agent_loop.py), strictly."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    routed_experts: Any | None = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: Metrics
+    extra_fields: dict[str, Any] = {}
+    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_processor_output: list[dict[str, Any]] | None = None
+
+
+@pytest.mark.parametrize("shape", ROLLOUTS)
+def test_every_output_has_verl_s_fields(shape):
+    outputs = [Output(**one) for one in verl(ROLLOUTS[shape])["outputs"]]
+    assert len(outputs) == len(ROLLOUTS[shape].sequences)
+    for one in outputs:
+        assert len(one.response_ids) == len(one.response_mask) == len(one.response_logprobs)
+        assert one.reward_score is None
+        assert set(one.extra_fields) == {"tokencache"}
+
+
+def test_a_field_that_verl_does_not_have_would_be_seen():
+    (one,) = verl(ROLLOUTS["linear"])["outputs"]
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        Output(**one, mask=[])
+
+
+def test_turns_and_seconds_are_counted():
+    (one,) = verl(ROLLOUTS["linear"])["outputs"]
+    assert one["num_turns"] == 6  # a question and two rounds of tool results, each with a reply
+    assert one["metrics"] == {"generate_sequences": 1.5}
+    assert text(one["response_ids"]).endswith("There is no a.py.<|end|>")

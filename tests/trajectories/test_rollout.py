@@ -1,0 +1,104 @@
+"""Rollouts: labels, weights and figures of what a trainer takes home."""
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.forest import Forest, grow, line
+from tests.core.settings import MANY
+from tokencache.core.drift import Drift, Site
+from tokencache.store.base import Incident, OpenCall, SessionInfo
+from tokencache.trajectories.rollout import DriftFigures, Records, rollout
+
+
+def info(turns=0, *, incidents=(), calls=(), sealed=False):
+    return SessionInfo("s", 1.0, 2.0, sealed, turns, tuple(calls), tuple(incidents))
+
+
+def of(forest, **more):
+    state = {name: more.pop(name) for name in ("incidents", "calls", "sealed") if name in more}
+    return rollout(Records(info(len(forest.turns), **state), forest.turns, forest.tokens, {}, **more))
+
+
+@MANY
+@given(st.randoms(use_true_random=False))
+def test_a_rollout_counts_once_however_it_fell_apart(rng):
+    forest = grow(rng)
+    whole = of(forest)
+    scored = [(sequence, weight) for sequence, weight in zip(whole.sequences, whole.weights, strict=True)]
+    trained = sum(sequence.trainable for sequence in whole.sequences)
+    assert math.isclose(sum(whole.weights), 1.0 if trained else 0.0, abs_tol=1e-9)
+    # The mean over each sequence's tokens, times its weight, summed, is the mean over all of the rollout's tokens.
+    values = [p for s, _ in scored for p, m in zip(s.logprobs, s.loss_mask, strict=True) if m]
+    by_weight = sum(w * sum(s.logprobs) / s.trainable for s, w in scored if s.trainable)
+    assert math.isclose(by_weight, sum(values) / len(values) if values else 0.0, abs_tol=1e-6)
+
+
+@MANY
+@given(st.randoms(use_true_random=False))
+def test_figures_add_up(rng):
+    forest = grow(rng)
+    whole = of(forest)
+    figures = whole.figures
+    assert figures.turns == len(forest.turns) == sum(figures.matches.values())
+    assert figures.calls == len({turn.call for turn in forest.turns})
+    assert figures.sequences == len(whole.sequences)
+    assert figures.trainable_tokens + figures.untrainable_tokens == sum(turn.completion_tokens for turn in forest.turns)
+    assert figures.trainable_tokens + figures.masked_tokens == sum(len(sequence.token_ids) for sequence in whole.sequences)
+    assert figures.untrainable_tokens <= figures.masked_tokens
+    assert figures.matches == Counter(turn.match for turn in forest.turns)
+    assert figures.drift is None
+
+
+def test_labels_tell_a_title_call_and_a_retry_from_the_main_line():
+    forest = Forest()
+    first = forest.add([1, 2], [3], tools=4)
+    forest.add([8, 8], [9])  # no tools, nobody goes on from it: a title call
+    thrown = forest.add([5], [6], first, tools=4)
+    forest.add([5], [7], first, match="branch", tools=4)
+    last = forest.turns[-1].id
+    forest.add([5], [7], last, tools=4)
+    found = {sequence.id: (sequence.start, sequence.parent, sequence.continued, sequence.tools) for sequence in of(forest).sequences}
+    assert found == {first: ("root", None, True, 4), "t1": ("root", None, False, 0), thrown: ("branch", first, False, 4)}
+
+
+def test_who_is_branched_off_from_was_continued():
+    forest = Forest()
+    first = forest.add([1], [2])
+    last = forest.add([3], [4], first)
+    branch = forest.add([5], [6], first, match="branch")
+    assert {s.id: s.continued for s in of(forest).sequences} == {first: True, branch: False}
+    assert last not in {s.id for s in of(forest).sequences}
+
+
+@pytest.mark.parametrize(
+    ("state", "complete"),
+    [
+        ({}, True),
+        ({"incidents": [Incident("client-gone")]}, True),
+        ({"incidents": [Incident("upstream-broke", hole=True)]}, False),
+        ({"calls": [OpenCall("k", 1.0)]}, False),
+        ({"owed": [Incident("store-error", hole=True)]}, False),
+    ],
+)
+def test_what_is_missing_is_said(state, complete):
+    whole = of(line(2), **state)
+    assert whole.complete is complete
+    assert sum(whole.figures.incidents.values()) == len(whole.incidents) == len(state)
+
+
+def test_a_torn_record_is_an_incident_and_no_error():
+    forest = line(3).change("t1", completion=b"")
+    whole = of(forest)
+    assert not whole.complete
+    assert whole.figures.incidents == {"torn-record": 1}
+    assert whole.sequences == ()
+
+
+def test_drift_is_counted_where_it_was_measured():
+    site = Site(1, 3, (7,), "retokenized", "t0")
+    figures = of(line(3), drift={"t0": Drift(3, 0), "t1": Drift(7, 2, (site, Site(4, 4, (8,), "template")))}).figures
+    assert figures.drift == DriftFigures(measured=1, drifted=1, tokens=2, causes={"retokenized": 1, "template": 1})

@@ -1,0 +1,1 @@
+"""Engine drivers: everything in which engines differ."""

@@ -1,0 +1,1 @@
+"""Request deduplication: retries and in-flight duplicates of a call share one reply."""

@@ -1,0 +1,317 @@
+"""The caller: what can be asked within a session.
+
+Each route is read in its own words and becomes one call in chat, with an exchange that says how its reply is said.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from tokencache import metrics
+from tokencache.core.budget import Budget
+from tokencache.core.chain import keyed
+from tokencache.core.rules import Leniency
+from tokencache.dialects import completions, gym_request
+from tokencache.dialects.chat.call import ChatCall, read_chat, read_tokenize, with_messages
+from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.messages import as_reminders
+from tokencache.dialects.chat.reply import ChatPresenter
+from tokencache.dialects.chat.sampling import pin
+from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, ServedModel, Speaker, Spoken, refusal
+from tokencache.dialects.gym import prefix_of
+from tokencache.dialects.probes import model_list
+from tokencache.engine.drivers.base import Driver, Exact
+from tokencache.engine.model import Engine
+from tokencache.engine.pool import Pool
+from tokencache.engine.segments import Written
+from tokencache.errors import EngineError, HarnessError
+from tokencache.proxy.call import Call
+from tokencache.proxy.client_ids import require_prefix
+from tokencache.proxy.dedup.retries import Asking, Repeats
+from tokencache.proxy.engine_retry import Hold
+from tokencache.proxy.exchange import Exchange
+from tokencache.proxy.harness_profile import Aliases
+from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.passthrough import relay_to
+from tokencache.proxy.prompts import Prompts, tokenized
+from tokencache.proxy.request_body import body_of
+from tokencache.proxy.sessions import Origin
+from tokencache.store.base import Incident, SessionDeletedError, SessionSealedError, StoreError, StoreFullError
+
+_UNAVAILABLE = 503
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Visit(NamedTuple):
+    """A request within a session: where it belongs, its path without the query, the headers for the engine, who asks, what is forgiven."""
+
+    request: web.Request
+    session: str
+    origin: Origin
+    route: str
+    headers: CIMultiDict[str]
+    harness: str
+    leniency: Leniency
+
+
+class Caller:
+    """Serves the model calls of all sessions through the engines and one ledger.
+
+    `keep_alive` is how many seconds a stream may be silent; `sampling` are the parameters that are pinned for all sessions;
+    `hold` how many seconds a call may wait for an engine; `token_ids` is whether replies carry their ids
+    as NeMo Gym's do (`dialects.gym`), and requests are sent as it sends them (`dialects.gym_request`);
+    `budget` holds for every session, as far as it has no own; `repeats` is what serves each call as one.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        ledger: Ledger,
+        bodies: Bodies,
+        aliases: Aliases,
+        *,
+        keep_alive: float,
+        hold: float,
+        sampling: Mapping[str, Any],
+        budget: Budget,
+        repeats: Repeats,
+        token_ids: bool = False,
+    ) -> None:
+        self._pool = pool
+        self._ledger = ledger
+        self._bodies = bodies
+        self._aliases = aliases
+        self._keep_alive = keep_alive
+        self._hold = hold
+        self._sampling = sampling
+        self._token_ids = token_ids
+        self._rewrite_chat = gym_request.chat_members if token_ids else None
+        self._rewrite_translated = gym_request.translated_members if token_ids else None
+        self._budget = budget
+        self._repeats = repeats
+        self._prompts = Prompts(pool, ledger)
+
+    async def chat(self, visit: Visit) -> web.StreamResponse:
+        """Serve a chat completion.
+
+        Raises:
+            HarnessError: the request cannot be served.
+            EngineError: the engine cannot be reached; nothing was answered yet.
+            SessionSealedError: the session takes no more calls.
+            StoreError: the store failed and the policy is strict.
+        """
+        body = await body_of(visit.request)
+        call = read_chat(body, self._bodies, visit.session, served=self._served(visit), rewrite=self._rewrite_chat)
+        call.harness, call.leniency = visit.harness, visit.leniency
+        call.replaced = self._pin(visit, call.fields)
+        path, write = visit.origin.path, partial(_written, call)
+        exchange = Exchange(path, visit.headers, write, ChatPresenter(call), self._keep_alive, token_ids=self._token_ids)
+        return await self._run(visit, call, exchange, body)
+
+    async def complete(self, visit: Visit) -> web.StreamResponse:
+        """Serve a text completion: in its own format, recorded unless it cannot be recorded truthfully.
+
+        Raises:
+            As `chat` does.
+        """
+        body = await body_of(visit.request)
+        asked = completions.read(body, served=self._served(visit))
+        replaced = self._pin(visit, asked.fields)
+        if asked.unrecorded:
+            await self.admit(visit, "completions")
+            hole = Incident(
+                "unrecorded-route", f"a text completion with {asked.unrecorded} is relayed, not recorded", hole=True, at=time.time()
+            )
+            await self._ledger.note(visit.session, [hole])
+            path = visit.origin.path
+            return await relay_to(self._pool, visit.session, visit.request, path, headers=visit.headers, body=asked.for_engine())
+        exchange = Exchange(
+            visit.origin.path, visit.headers, lambda *_: asked.for_engine(), completions.CompletionPresenter(asked), self._keep_alive
+        )
+        call = asked.as_chat()
+        call.replaced = replaced
+        return await self._run(visit, call, exchange, body)
+
+    async def answer(self, visit: Visit, dialect: Dialect) -> web.StreamResponse:
+        """Answer a request in a dialect that is turned into chat.
+
+        Raises:
+            As `chat` does.
+        """
+        asked = self._asked(visit, await body_of(visit.request))
+        meant = await dialect.read(asked)
+        if isinstance(meant, Answer):
+            return web.Response(body=meant.body, status=meant.status, content_type="application/json")
+        if isinstance(meant, Counting):
+            call = await self._translated(visit, meant.body, "")
+            return web.Response(body=meant.say(await self._prompts.count(visit.session, call)), content_type="application/json")
+        call = await self._translated(visit, meant.body, f"{visit.session}\0{dialect.name}")
+        call.dialect, call.handle = dialect.name, asked.handle
+        call.replaced = self._pin(visit, call.fields)
+        call.handles, call.echoes, call.left_out = meant.handles, meant.echoes, meant.left_out
+        call.required_prefix = prefix_of(asked.body)
+
+        def refuse(status: int, body: bytes) -> bytes:
+            return dialect.error(status, *refusal(status, body))
+
+        async def speaks_as(handle: str) -> Speaker:
+            again = await dialect.read(msgspec.structs.replace(asked, handle=handle))
+            return again.speaker if isinstance(again, Spoken) else meant.speaker
+
+        write = partial(_written, call)
+        exchange = Exchange(
+            CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type, self._token_ids, speaks_as
+        )
+        return await self._run(visit, call, exchange, asked.body)
+
+    async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
+        """Read a chat request that a codec has written, `known_as` in what is remembered of bodies, so that the template takes it."""
+        call = read_chat(body, self._bodies, known_as, served=self._served(visit), rewrite=self._rewrite_translated)
+        if any(message.role == "system" for message in call.messages[1:]) and not await self._takes_later_system(visit, call):
+            known_as = known_as and f"{known_as}\0reminders"
+            call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
+        call.harness, call.leniency = visit.harness, visit.leniency
+        return call
+
+    async def _takes_later_system(self, visit: Visit, call: ChatCall) -> bool:
+        """Whether the template takes a system message behind the first one; as it was, while the engine is away."""
+        try:
+            return (await self._engine(visit.session).model(call.model)).capability.later_system
+        except EngineError:
+            return self._pool.later_system
+
+    async def tokenize(self, visit: Visit) -> web.StreamResponse:
+        """Answer `/tokenize` with the ids that a chat call with this body would send; where the engine would render, it answers.
+
+        Raises:
+            HarnessError: the request cannot be read.
+            EngineError: the engine cannot be reached; nothing was answered yet.
+        """
+        body = await body_of(visit.request)
+        call = read_tokenize(body, self._bodies, served=self._served(visit), rewrite=self._rewrite_chat)
+        if call is not None:
+            call.harness, call.leniency = visit.harness, visit.leniency
+            if (found := await self._prompts.next(visit.session, call)) is not None:
+                require_prefix(visit.session, call, found[0])
+                return web.Response(body=tokenized(*found), content_type="application/json")
+        return await relay_to(self._pool, visit.session, visit.request, visit.origin.path, headers=visit.headers, body=body)
+
+    async def models(self, visit: Visit) -> web.StreamResponse:
+        """Answer `GET /v1/models`: the engine's own list, or what the probe found where the engine has none (NeMo RL's worker).
+
+        Raises:
+            EngineError: the engine cannot be reached; nothing was answered yet.
+        """
+        engine = self._engine(visit.session)
+        await engine.model()
+        if all(capability.lists_models for capability in engine.capabilities):
+            return await relay_to(self._pool, visit.session, visit.request, visit.origin.path, headers=visit.headers)
+        return web.Response(body=model_list(_served_by(engine)), content_type="application/json")
+
+    def _engine(self, session: str) -> Engine:
+        """The engine that a session is with."""
+        return self._pool.order(session)[0]
+
+    async def _run(self, visit: Visit, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        hold = Hold(self._pool, visit.session, visit.request, exchange, stream=call.stream, seconds=self._hold)
+        repeat = self._repeats.look(visit.request, visit.origin.path, body, visit.harness)
+        asking = Asking(visit.request, visit.session, call, exchange, hold, repeat, visit.origin.budget.over(self._budget))
+
+        def attempt(limits: Budget) -> Call:
+            return Call(
+                visit.request,
+                visit.session,
+                call,
+                exchange,
+                plan=self._prompts.plan,
+                hold=hold,
+                ledger=self._ledger,
+                budget=limits,
+                repeat=repeat,
+            )
+
+        with metrics.IN_FLIGHT.track_inprogress():
+            try:
+                return await self._repeats.serve(asking, attempt)
+            except (SessionSealedError, SessionDeletedError, StoreFullError, EngineError, StoreError, HarnessError) as why:
+                if isinstance(why, SessionSealedError):
+                    await self._ledger.turn_away(visit.session, f"{call.dialect}, {visit.route}")
+                if hold.opened is None:
+                    raise
+                status = why.status if isinstance(why, EngineError | HarnessError) else _UNAVAILABLE
+                return await hold.fail(status, f"the call was given up: {why}")
+
+    async def admit(self, visit: Visit, dialect: str) -> None:
+        """Let a request pass that samples and is only relayed, unless its session is sealed or has a budget.
+
+        Raises:
+            HarnessError: it has one: what is not recorded cannot be counted.
+            SessionSealedError: it is.
+            StoreError: the store failed and the policy is strict.
+        """
+        if visit.origin.budget.over(self._budget):
+            raise HarnessError(f"{visit.route} is not recorded like this, and this session has a budget: its tokens could not be counted")
+        try:
+            await self._ledger.admit(visit.session)
+        except SessionSealedError:
+            await self._ledger.turn_away(visit.session, f"{dialect}, {visit.route}")
+            raise
+
+    def _pin(self, visit: Visit, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
+        """Write what is pinned into a request's members; what the harness had asked for instead. A session's own policy wins.
+
+        A tenant has a part of the engine's prefix cache to itself, by a salt nobody else can compute (`cache_salt`, vLLM 0.20 to 0.32).
+        """
+        if visit.origin.tenant:
+            salt = keyed(self._bodies.secret, b"tenant" + visit.origin.tenant.encode())
+            fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
+        policy = {**self._engine(visit.session).driver.pinned, **self._sampling, **visit.origin.sampling}
+        if not policy:
+            return {}
+        replaced = pin(fields, policy)
+        for name in replaced:
+            metrics.REPLACED.labels(name).inc()
+        return replaced
+
+    def _asked(self, visit: Visit, body: bytes) -> Asked:
+        store, session = self._ledger.store, visit.session
+        return Asked(
+            method=visit.request.method,
+            path=visit.route,
+            query=dict(visit.request.query),
+            headers=visit.request.headers,
+            body=body,
+            handle=secrets.token_hex(16),
+            served=partial(self._models, visit),
+            documents=lambda names: store.documents(session, names),
+            forget=lambda name: store.forget(session, name),
+            token_ids=self._token_ids,
+        )
+
+    def _served(self, visit: Visit) -> Callable[[str], str]:
+        return partial(self._aliases.served, own=visit.origin.models)
+
+    async def _models(self, visit: Visit) -> list[ServedModel]:
+        """List the models that are served, and the one that is asked for if its name stands for one of them."""
+        engine = self._engine(visit.session)
+        await engine.model()
+        found = {model.name: model for model in _served_by(engine)}
+        asked = unquote(visit.route.rpartition("/")[2])
+        meant = found.get(self._served(visit)(asked))
+        return [*found.values(), *([ServedModel(asked, meant.max_model_len)] if meant is not None and asked not in found else [])]
+
+
+def _served_by(engine: Engine) -> list[ServedModel]:
+    """The models that were found on an engine."""
+    return list({found.model: ServedModel(found.model, found.max_model_len) for found in engine.capabilities if found.model}.values())
+
+
+def _written(call: ChatCall, driver: Driver, exact: Exact | None) -> bytes | Written:
+    return driver.write(call, exact)

@@ -1,0 +1,301 @@
+"""Record: from a reply to the turns that are stored.
+
+The prompt that is recorded is the one that the engine says it used. Where it differs from what was sent, the turn is
+recorded as what it really was, marked, and neither continues another turn nor can be continued.
+"""
+
+import secrets
+import time
+from itertools import takewhile
+
+import msgspec
+
+from tokencache.core import evidence, ids
+from tokencache.core.context import Context, pack_context
+from tokencache.core.ids import Pieces
+from tokencache.core.interrupt import Cut, pack_cuts
+from tokencache.core.keys import keys_of_aborted, keys_of_turn, repeat_key
+from tokencache.core.match import DISAGREED
+from tokencache.core.messages import digest
+from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids, hash_logprobs
+from tokencache.dialects.chat.call import ChatCall
+from tokencache.engine.model import Model
+from tokencache.engine.prompt_echo import read_ids, spelled
+from tokencache.engine.reply import Choice, Reply
+from tokencache.proxy.planner import Plan
+from tokencache.proxy.prefix_cache import Held, Prefixes
+from tokencache.store.base import Entry, Incident
+
+MIN_SHARED = 16
+"""A shared beginning shorter than this (tokens) is not worth a reference."""
+
+ABORTED, BROKE, DROPPED = "aborted", "upstream-broke", "engine-aborted"
+NO_IDS = "no-token-ids"
+SECOND, UNANSWERED = "second-sample", "unanswered"
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """What a call comes to: entries to store, their prefixes, and what a trainer must be told."""
+
+    entries: list[Entry]
+    held: list[Held]
+    incidents: list[Incident]
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """A call that has ended, one way or another.
+
+    `broke` says why the reply is not whole: `aborted` (the harness left), `upstream-broke`, `engine-aborted` (nobody was shown it),
+    or `""`; `detail` in words.
+    `life` is that of the session when the call began. `started` is in seconds since the epoch. `model` is `None` where
+    the engine could not be probed. `experts` says where each choice's routed experts are kept; `noted` are incidents that came up
+    before the turns are made. `asked` is the imprint of the request, `b""` if none is kept; `second` is the call that asked the
+    same and was answered, of which this is another sample; `unanswered`: who asked had gone before the reply was whole.
+    """
+
+    session: str
+    life: str
+    call_id: str
+    call: ChatCall
+    plan: Plan
+    reply: Reply
+    model: Model | None
+    started: float
+    broke: str = ""
+    detail: str = ""
+    experts: dict[int, str] = {}
+    noted: list[Incident] = []
+    asked: bytes = b""
+    second: str = ""
+    unanswered: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the harness was given the reply from beginning to end."""
+        return not (self.broke or self.reply.error or self.reply.unreadable)
+
+    def record(self, prefixes: Prefixes) -> Recorded:
+        """Make the turns of the call out of its reply."""
+        incidents = [*self.noted, *self._incidents()]
+        prompt = self._prompt()
+        if prompt is None and self.reply.refusal:
+            return Recorded([], [], incidents)
+        if prompt is None:
+            return Recorded([], [], [*incidents, self._no_prompt()])
+        if prompt.marks:
+            incidents.append(self.tell(DISAGREED, f"{prompt.how}; recorded as it really was"))
+        entries, held = [], []
+        for index, choice in sorted(self.reply.choices.items()):
+            if self.model is not None and self.whole:
+                self.model.observe(choice)
+            incidents += self._incidents_of(index, choice)
+            if self.broke == DROPPED and not choice.ids:
+                continue
+            own = self._prompt(choice.prompt) if choice.prompt and choice.prompt != self.reply.prompt.raw else None
+            entry, prefix = self._entry(own or prompt, index, choice, prefixes)
+            entries.append(entry)
+            held.append(prefix)
+        return Recorded(entries, held, incidents)
+
+    def tell(self, kind: str, detail: str = "", *, hole: bool = False) -> Incident:
+        """Make an incident of this call."""
+        return Incident(kind, detail, hole, self.call_id, at=time.time())
+
+    def _incidents(self) -> list[Incident]:
+        found = []
+        if self.broke:
+            kind = "client-gone" if self.broke == ABORTED else self.broke
+            found.append(self.tell(kind, self.detail, hole=self.broke not in {ABORTED, DROPPED}))
+        if self.reply.error:
+            kind = "engine-refused" if self.reply.refusal else "engine-error"
+            found.append(self.tell(kind, self.reply.error[:300].decode(errors="replace"), hole=not self.reply.refusal))
+        if self.reply.unreadable:
+            found.append(self.tell("unreadable-reply", f"{self.reply.unreadable} chunks", hole=True))
+        if self.whole and len(self.reply.choices) < self.reply.expected:
+            found.append(self.tell("missing-choices", f"{len(self.reply.choices)} of {self.reply.expected}", hole=True))
+        return found
+
+    def _incidents_of(self, index: int, choice: Choice) -> list[Incident]:
+        found = []
+        if len(choice.logprobs) != len(choice.ids):
+            found.append(self.tell("no-logprobs", f"{len(choice.logprobs)} log probabilities for {len(choice.ids)} tokens"))
+        if self.whole and choice.finish_reason == "abort":
+            found.append(self.tell(DROPPED, f"the engine aborted choice {index} after {len(choice.ids)} tokens; the harness was shown it"))
+        if self.whole and not choice.finish_reason:
+            found.append(self.tell("unfinished-reply", f"choice {index} has no finish reason", hole=True))
+        return found
+
+    def _no_prompt(self) -> Incident:
+        if self.broke and not self.reply.choices:
+            return self.tell("nothing-received", "the call ended before the engine said anything", hole=True)
+        return self.tell(NO_IDS, "the engine did not say which ids it used", hole=True)
+
+    def _prompt(self, echo: bytes = b"") -> "_Prompt | None":
+        plan, whole = self.plan, self.reply.prompt  # what the engine says of all choices; `echo` is of one
+        if not echo and whole.agreed and (exact := plan.exact) is not None:
+            return _Prompt(exact.ids, exact.fragment, plan)
+        echoed, echo = (read_ids(echo), echo) if echo else (whole.packed, whole.raw)
+        if echoed is None:
+            return None
+        if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
+            return _Prompt(echoed, spelled(echo, echoed), plan)
+        disagreed = Plan(match="plain", reason=DISAGREED, near=plan.near)
+        return _Prompt(echoed, spelled(echo, echoed), disagreed, (DISAGREED,), _difference(plan, echoed))
+
+    def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: Prefixes) -> tuple[Entry, Held]:
+        call, plan = self.call, prompt.plan
+        completion = ids.pack(choice.ids)
+        logprobs = ids.pack_logprobs(choice.logprobs) if len(choice.logprobs) == len(choice.ids) else b""
+        packed = prompt.ids + completion
+        base, shared = self._base(prompt, prefixes)
+        context_base, context_shared = self._context_base(plan, prefixes)
+        served = choice.message(with_reasoning=call.shows_reasoning)
+        turn = Turn(
+            id=secrets.token_hex(8),
+            call=self.call_id,
+            match=plan.match,
+            reason=plan.reason,
+            parent=plan.parent,
+            origin=plan.origin,
+            forgiven=plan.forgiven,
+            anchors=plan.anchors,
+            base=base,
+            shared=shared,
+            prompt_tokens=ids.count(prompt.ids),
+            completion_tokens=len(choice.ids),
+            prefix_hash=hash_ids(packed),
+            completion_hash=hash_ids(completion),
+            logprobs_hash=hash_logprobs(logprobs),
+            served=served,
+            place=call.chain[-1] if call.chain else b"",
+            **self._evidence(plan),
+            handle=call.handle,
+            cuts=pack_cuts(_cuts(choice, with_reasoning=call.shows_reasoning)) if self._cut_short(choice) else b"",
+            finish_reason=choice.finish_reason or ("abort" if self.broke else None),
+            stop_reason=choice.stop_reason,
+            stopped=bool(choice.ids) and self.model is not None and choice.ids[-1] in self.model.stop_ids,
+            model=self.reply.model or call.model,
+            dialect=call.dialect,
+            stream=call.stream,
+            choice=index,
+            messages=len(call.raw_messages),
+            tools=call.tool_count,
+            sampling=call.sampling,
+            replaced=dict(call.replaced),
+            logprob_kind=self.model.capability.logprobs if self.model is not None and logprobs else "",
+            experts=self.experts.get(index, ""),
+            harness=call.harness,
+            context_base=context_base,
+            context_shared=context_shared,
+            marks=self._marks(prompt, choice),
+            created=self.started,
+            seconds=round(time.time() - self.started, 6),
+            versions=self.reply.versions(index),
+        )
+        keys: tuple[bytes, ...] = ()
+        if call.conversation is not None and not call.plain:
+            if self.whole and choice.finish_reason:
+                keys = keys_of_turn(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
+            elif self._cut_short(choice):
+                keys = keys_of_aborted(call.conversation)
+        if self.asked:
+            keys = (*keys, repeat_key(self.asked))
+        chain = () if call.media else call.chain  # of a call whose messages are not kept none can be shared
+        held = Held(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), chain)
+        return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(plan, turn.context_shared)), held
+
+    def _evidence(self, plan: Plan) -> dict[str, bytes]:
+        """Hash what later histories are held against (`core.evidence`)."""
+        told = self.call.conversation
+        if told is None or self.call.plain:
+            return {}
+        until = len(told.messages)
+        start = plan.heard + 1 if plan.parent is not None and not plan.anchors else 0
+        return {
+            "judged": evidence.judged(told, until, self.call.leniency, self.call.handles),
+            "foreign": evidence.foreign(told, start, until, {*plan.client, *(anchor.place for anchor in plan.anchors)}, plan.foreign),
+            "before": evidence.before(told, until),
+        }
+
+    def _context(self, plan: Plan, shared: int) -> bytes:
+        """Pack the messages that this call does not share; media stay out of the store, and their messages with them."""
+        call = self.call
+        if call.media:
+            return b""
+        messages = [msgspec.Raw(raw) for raw in call.raw_messages[shared:]]
+        if shared:
+            return pack_context(Context(messages), plan.served)
+        args, _ = call.as_written()
+        return pack_context(Context(messages, args.tools, args.members, args.kwargs))
+
+    def _context_base(self, plan: Plan, prefixes: Prefixes) -> tuple[str | None, int]:
+        """Find a turn whose request began with the same messages: those are stored already."""
+        if self.call.media:
+            return None, 0
+        if plan.heard:
+            return plan.parent, plan.heard
+        best: tuple[str | None, int] = (None, 0)
+        for turn, held in prefixes.nearby(self.life, plan.near):
+            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(held.chain, self.call.chain, strict=False)))
+            if shared - 1 > best[1]:  # the first link is what stands before all messages
+                best = (turn, shared - 1)
+        return best
+
+    def _cut_short(self, choice: Choice) -> bool:
+        """Whether the harness left in the middle of a text, and may send back what it had heard."""
+        return self.broke == ABORTED and not self.reply.error and not self.reply.unreadable and bool(choice.steps) and not choice.calls
+
+    def _marks(self, prompt: "_Prompt", choice: Choice) -> tuple[str, ...]:
+        marks = {
+            self.broke: bool(self.broke),
+            DROPPED: choice.finish_reason == "abort",
+            "no-logprobs": len(choice.logprobs) != len(choice.ids),
+            "engine-error": bool(self.reply.error),
+            "media": self.call.plain == "media",
+            SECOND: bool(self.second),
+            UNANSWERED: self.unanswered and self.whole,
+        }
+        return (*prompt.marks, *(name for name, there in marks.items() if there))
+
+    def _base(self, prompt: "_Prompt", prefixes: Prefixes) -> tuple[str | None, int]:
+        """Find a turn whose prefix the prompt begins with, at least in part: those tokens are stored already."""
+        if prompt.plan.shared:
+            return prompt.plan.near, prompt.plan.shared
+        best: tuple[str | None, int] = (None, 0)
+        for turn, held in prefixes.nearby(self.life, prompt.plan.near):
+            shared = ids.common_head(held.prefix.ids, prompt.ids)
+            if shared > max(best[1], MIN_SHARED):
+                best = (turn, shared)
+        return best
+
+
+def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
+    """The places where a harness may have left, as far as it was shown the reasoning."""
+    cuts: list[Cut] = []
+    content = reasoning = 0
+    for before, after, more_content, more_reasoning in choice.steps:
+        content += more_content
+        reasoning += more_reasoning if with_reasoning else 0
+        cuts.append(Cut(before, after, content, reasoning))
+    return cuts
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    """The prompt that the engine used, and the plan that it came from, or would have had to come from."""
+
+    ids: bytes
+    fragment: Pieces
+    plan: Plan
+    marks: tuple[str, ...] = ()
+    how: str = ""
+
+
+def _difference(plan: Plan, echoed: bytes) -> str:
+    """Say in words how the prompt that the engine used differs from the planned one."""
+    assert plan.prompt is not None  # noqa: S101 - nothing can differ from no prompt
+    sent, same = ids.count(plan.prompt), ids.common_head(plan.prompt, echoed)
+    if plan.prompt.endswith(echoed):
+        return f"the engine cut the prompt: it used the last {ids.count(echoed)} of {sent} ids"
+    if plan.head is not None and same >= plan.head.end:
+        return f"the engine used the history's {plan.head.end} ids, and another tail behind them"
+    return f"the engine used other ids than were sent: they differ from place {same} of {sent} on"

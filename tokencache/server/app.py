@@ -1,0 +1,338 @@
+"""The application: routes, start and stop.
+
+Three kinds of requests come in: the proxy's own (`/healthz`, `/readyz`, `/metrics`, `/tokencache/…`), model calls within
+a session, and everything else, which is relayed byte for byte.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from tokencache import metrics
+from tokencache.adapters.load import load_all
+from tokencache.api.auth import Guard
+from tokencache.api.engines import engine_object, engine_routes
+from tokencache.api.routes import BASE, trainer_routes
+from tokencache.api.viewer.pages import viewer_routes
+from tokencache.config import Settings, names_in
+from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.dialect import Dialect
+from tokencache.dialects.registry import dialect_of
+from tokencache.engine.drivers.registry import Ways, drivers
+from tokencache.engine.model import Engine
+from tokencache.engine.pool import Pool
+from tokencache.engine.probe import Capability
+from tokencache.engine.roster import Roster
+from tokencache.engine.template.local import LocalRenderer
+from tokencache.engine.upstream import Upstream
+from tokencache.errors import EngineError, HarnessError
+from tokencache.proxy.dedup.in_flight import BEAT_SECONDS
+from tokencache.proxy.dedup.retries import Repeats
+from tokencache.proxy.endpoints import CHAT, COMPLETIONS, Caller, Visit
+from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
+from tokencache.proxy.harness_profile import Aliases, Habits
+from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.passthrough import keep_headers, relay_to, request_headers
+from tokencache.proxy.prefix_cache import Prefixes
+from tokencache.proxy.request_body import KEPT, body_of
+from tokencache.proxy.routed_experts import Experts, open_shelf
+from tokencache.proxy.session_sources import InBody, SessionSources
+from tokencache.proxy.sessions import Origin, SessionFinder, route_of
+from tokencache.server.http_guard import check_head, check_path
+from tokencache.store import open_store
+from tokencache.store.base import Incident, SessionDeletedError, SessionSealedError, Store, StoreError, StoreFullError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_FAULT_OF_OURS = 500
+_UNRECORDED = "/inference/v1/generate"
+"""Samples tokens, and no dialect of ours records it: within a session it leaves a hole, and it is said."""
+_MODELS = "/v1/models"
+_FOR_TENANTS = frozenset({("GET", _MODELS), ("GET", "/health"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize")})
+"""What of the engine's other routes a session may use that is not trusted: they neither sample nor change anything (vLLM 0.32)."""
+_CALLS = frozenset({CHAT, COMPLETIONS, "/tokenize"})
+"""Routes of the engine's own dialect that a session answers."""
+_DIALECT = web.RequestKey("dialect", Dialect)
+_KEYS = frozenset({"authorization", "x-api-key", "x-goog-api-key"})
+_FULL_SECONDS = 30
+"""After how long a harness that begins a session may ask again whether there is room."""
+_SAID = (HarnessError, EngineError, SessionSealedError, SessionDeletedError, StoreFullError, StoreError, web.HTTPRequestEntityTooLarge)
+"""Errors that are answered in the dialect."""
+
+
+class Proxy:
+    """The proxy's parts, wired together."""
+
+    def __init__(self, settings: Settings, store: Store | None = None) -> None:
+        self.settings = settings
+        self.store = store or open_store(
+            settings.store,
+            ttl_seconds=settings.store_ttl,
+            timeout_seconds=settings.store_timeout,
+            max_sessions=settings.max_sessions,
+            max_bytes=settings.max_store_bytes,
+            may_evict=settings.store_may_evict,
+        )
+        local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
+        self._parser = Upstream(settings.derender) if settings.derender else None
+        kinds = drivers(settings.engine, Ways(settings.sampling, streams=not settings.whole_replies, parser=self._parser))
+
+        def engine_at(url: str) -> Engine:
+            upstream = Upstream(url, key=settings.upstream_key)
+            noted = partial(_note_level, upstream.url)
+            return Engine(upstream, local=local, on_probe=noted, kinds=kinds, required=settings.require)
+
+        self.pool = Pool(engine_at, names_in(settings.upstream))
+        prefixes = Prefixes(self.store, max_bytes=settings.prefix_memory)
+        experts = Experts(open_shelf(settings.experts)) if settings.experts else None
+        self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
+        self.roster = Roster(self.pool, self.store, self.ledger.twins.replica)
+        aliases = Aliases(settings.model_aliases)
+        self._bodies = Bodies()
+        self._repeats = Repeats(self.ledger, policy=settings.repeats, linger=settings.linger)
+        self.caller = Caller(
+            self.pool,
+            self.ledger,
+            self._bodies,
+            aliases,
+            keep_alive=settings.keep_alive,
+            hold=settings.hold,
+            sampling=settings.sampling,
+            token_ids=settings.return_token_id_information,
+            budget=settings.budget,
+            repeats=self._repeats,
+        )
+        own = (settings.adapters,) if settings.adapters is not None else ()
+        self.habits = Habits(load_all(own), names_in(settings.rules_off))
+        self._guard = Guard(settings.admin_key)
+        self._sources = SessionSources.read(names_in(settings.session_from))
+        self._session_headers = (settings.session_header, *self._sources.headers)
+        own_headers = {*self._session_headers, HARNESS_HEADER, "Content-Length", "Accept-Encoding"}
+        self._dropped = frozenset(name.lower() for name in own_headers)
+        self._affinity = names_in(settings.affinity_headers)
+        self._no_session_logged = False
+        self.sessions = SessionFinder(
+            self.store, header=settings.session_header, sources=self._sources, registered_only=settings.registered_only
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """The first of the engines, and mostly the only one.
+
+        Raises:
+            IndexError: there is none yet.
+        """
+        return self.pool.watches[0].engine
+
+    @property
+    def upstream(self) -> Upstream:
+        """That engine's URL and connections.
+
+        Raises:
+            IndexError: there is none yet.
+        """
+        return self.engine.upstream
+
+    def application(self) -> web.Application:
+        """Build the aiohttp application."""
+        app = web.Application(client_max_size=self.settings.max_body, middlewares=[_errors])
+        app.on_response_prepare.append(keep_headers)
+        app.cleanup_ctx.append(self._running)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._guard(self._metrics))
+        viewer_routes(app, self.ledger, self.pool, admin_key=self.settings.admin_key or None)
+        engine_routes(app, self.roster, self.pool, admin_key=self.settings.admin_key or None)
+        trainer_routes(app, self.ledger, self.habits, self.pool, admin_key=self.settings.admin_key or None)
+        app.router.add_route("*", "/{path:.*}", self._any)
+        return app
+
+    async def _running(self, _app: web.Application) -> AsyncIterator[None]:
+        await self.store.open()
+        await self._agree_on_secret()
+        if self._parser is not None:
+            await self._parser.open()
+        async with self.pool.open(), self.roster.following(), self.ledger.twins.beating():
+            agreeing = asyncio.create_task(self._keep_agreeing())
+            yield
+            agreeing.cancel()
+            await self._repeats.close()
+            await self.ledger.close()
+        if self._parser is not None:
+            await self._parser.close()
+        await self.store.close()
+
+    async def _agree_on_secret(self) -> None:
+        """Have the store's secret, as all replicas have, and give it ours if it lost it: else none would find what another recorded."""
+        self._bodies.secret = await self.store.secret(self._bodies.secret)
+
+    async def _keep_agreeing(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            with contextlib.suppress(StoreError):
+                await self._agree_on_secret()
+
+    async def _any(self, request: web.Request) -> web.StreamResponse:
+        path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs  # `GET http://host/path`
+        route = route_of(path)
+        dialect = dialect_of(request.method, route, request.headers) if route != CHAT else None  # looking for one costs 10 µs
+        if dialect is not None:
+            request[_DIALECT] = dialect  # whatever goes wrong from here on is said in its words
+        check_head(request, self._session_headers)
+        calls_model = request.method == "POST" and (dialect is not None or route in _CALLS)
+        in_body = await self._name_in_body(request) if calls_model and self._sources.members else None
+        origin = await self.sessions.find(path, request.headers, in_body and in_body.session)
+        check_path(origin.path)
+        if origin.session is None:
+            if calls_model:
+                self._note_no_session(request, route)
+            return await relay_to(self.pool, None, request, origin.path)
+        if in_body is not None:
+            request[KEPT] = in_body.rest
+        return await self._within(request, origin.session, origin, route, dialect)
+
+    async def _within(self, request: web.Request, session: str, origin: Origin, route: str, dialect: Dialect | None) -> web.StreamResponse:
+        """Serve a request of a session: the proxy's own routes itself, the engine's by relaying them."""
+        harness = origin.harness or self.habits.recognise(request.headers.get("User-Agent", ""))
+        headers = self._headers(request, origin, translated=dialect is not None)
+        visit = Visit(request, session, origin, route, headers, harness, self.habits.leniency(harness))
+        if dialect is not None:
+            return await self.caller.answer(visit, dialect)
+        if request.method == "POST" and route == CHAT:
+            return await self.caller.chat(visit)
+        if request.method == "POST" and route == COMPLETIONS:
+            return await self.caller.complete(visit)
+        if request.method == "POST" and route == "/tokenize":
+            return await self.caller.tokenize(visit)
+        if request.method == "POST" and route == _UNRECORDED and not origin.tenant:
+            await self.caller.admit(visit, "generate")
+            incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
+            await self.ledger.note(session, [incident])
+        if origin.tenant and (request.method, route) not in _FOR_TENANTS:
+            said = f"{request.method} {route[:80]} is not for a tenant's session: it may make model calls, and ask for the models"
+            raise HarnessError(said, status=403, kind="permission_error")
+        if (request.method, route) == ("GET", _MODELS):
+            return await self.caller.models(visit)
+        return await relay_to(self.pool, session, request, origin.path, headers=headers)
+
+    async def _name_in_body(self, request: web.Request) -> InBody | None:
+        """Read a body that may name the session; `None` if it is compressed, which only the engine can read."""
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            return None
+        request[KEPT] = body = await body_of(request)
+        return self._sources.in_body(body)
+
+    def _note_no_session(self, request: web.Request, route: str) -> None:
+        """Log once that a model call without a session gets no token ids, where replies are meant to carry them."""
+        if not self.settings.return_token_id_information or self._no_session_logged:
+            return
+        self._no_session_logged = True
+        log.warning(
+            "%s %s: the request names no session, so it is relayed to the engine and not recorded, and its reply carries no token ids, "
+            "although --return-token-id-information is on. Name the rollout's session in the base URL (http://HOST:PORT/s/SESSION), "
+            "in the header %s or with --session-from. NeMo Gym's agents name it once observability_enabled or token_id_capture.enabled "
+            "is set (docs/topologies/nemo-gym.md). Further requests of this kind are not logged",
+            request.method,
+            route,
+            self.settings.session_header,
+        )
+
+    def _headers(self, request: web.Request, origin: Origin, *, translated: bool) -> CIMultiDict[str]:
+        """The headers of a call within a session, as they go to the engine; one that is `translated` goes as OpenAI's clients send it."""
+        headers = request_headers(request, drop=self._dropped | _KEYS if origin.own_key else self._dropped)
+        if translated:
+            keys = [headers.pop(name) for name in ("x-api-key", "x-goog-api-key") if name in headers]
+            if keys:
+                headers.setdefault("Authorization", f"Bearer {keys[0]}")
+            headers["Content-Type"] = "application/json"
+        for name in self._affinity:  # engines and routers keep a session's cache warm by it
+            headers.setdefault(name, origin.session or "")
+        return headers
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        """Say whether calls can be served; what there is to say of engines and store, to the trainer alone."""
+        store = "ok"
+        try:
+            await self.store.ping()
+            await self._agree_on_secret()
+        except StoreError as why:
+            store = str(why)
+        ready = self.pool.ready and store == "ok"
+        status = 200 if ready else 503
+        if not self._guard.admits(request):
+            return web.json_response({"ready": ready}, status=status)
+        engines = [engine_object(self.pool, watch) for watch in self.pool.watches]
+        first = next((state for state in engines if state["serves"]), engines[0] if engines else None)
+        return web.json_response({"ready": ready, "engine": first, "engines": engines, "store": store}, status=status)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=metrics.shown(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _note_level(engine: str, found: Capability) -> None:
+    metrics.ENGINE_LEVEL.labels(engine, found.model).set(found.level == "exact")
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error in the shape that the dialect's clients expect; OpenAI's where it is unknown."""
+    try:
+        return await handler(request)
+    except _SAID as why:
+        return _answer_to(why, request)
+    except (web.HTTPException, ConnectionError):
+        raise
+    except Exception:
+        log.exception("%s %s: our own error", request.method, request.path)
+        if request.writer.output_size:
+            raise  # an answer is under way: aiohttp breaks the connection off
+        return _error(request, 500, "tokencache failed; its log says why", "internal_error")
+
+
+def _answer_to(why: Exception, request: web.Request) -> web.Response:
+    param: str | None = None
+    headers: Mapping[str, str] = {}
+    match why:
+        case HarnessError():
+            status, words, kind, param, headers = why.status, str(why), why.kind, why.param, why.headers
+        case EngineError():
+            status, words, kind = why.status, str(why), "upstream_error"
+        case SessionSealedError():
+            status, words, kind = 409, f"session {why} is sealed and takes no more calls", "session_sealed"
+        case SessionDeletedError():
+            again = f"DELETE {BASE}/sessions/{why}?reuse=true lets its name be used again"
+            status, words, kind = 409, f"session {why} was deleted, and a late call does not bring it back; {again}", "session_deleted"
+        case StoreFullError():
+            wanted = "export and delete sessions (tokencache export --delete), or raise the bound; sessions that are there go on"
+            status, words, kind = 503, f"the store takes no new sessions: {why}: {wanted}", "store_full"
+            headers = {"Retry-After": str(_FULL_SECONDS)}
+        case web.HTTPRequestEntityTooLarge():
+            status, words, kind = 413, f"the request body is too large: {why.text}", "invalid_request_error"
+        case _:
+            status, words, kind = 503, f"the store failed: {why}", "store_error"
+    answer = _error(request, status, words, kind, param)
+    answer.headers.update(headers)
+    return answer
+
+
+def _error(request: web.Request, status: int, message: str, kind: str, param: str | None = None) -> web.Response:
+    dialect = request.get(_DIALECT)
+    if dialect is not None:
+        body = dialect.error(status, message, kind, param)
+    else:
+        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    headers = {"x-should-retry": "false"} if status < _FAULT_OF_OURS else None  # OpenAI's and Anthropic's SDKs repeat a 409 else
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

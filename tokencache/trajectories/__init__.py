@@ -1,0 +1,1 @@
+"""Trajectories: recorded turns as rollouts, the checks on them, and the trainers' formats."""

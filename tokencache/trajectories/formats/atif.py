@@ -1,0 +1,135 @@
+"""`atif`: a rollout in Harbor's Agent Trajectory Interchange Format.
+
+    {"session", "complete", "incidents", "figures",
+     "trajectories": [{"schema_version", "session_id", "trajectory_id", "agent", "steps": [...], "extra": {labels}}]}
+
+One trajectory for each sequence; they share `session_id`, and `trajectory_id` is the sequence's. A step is what one side
+said: `system`, `user`, or `agent`; results of tools are the observation of the step that called them. An agent's step that
+was sampled in this sequence has `metrics` with `prompt_token_ids` (all that the model saw), `completion_token_ids` and
+`logprobs`; without `logprobs` it is not to be trained.
+
+The context of a sequence that branched off another, or took its context from one, is marked `is_copied_context`, as are
+all replies that this sequence did not sample: by the format's own words they are not training data. A branch or a
+sub-agent is a trajectory of its own, not an entry of `subagent_trajectories`: that says which call delegated to it, and of
+that nothing is known. `extra.parent` names the trajectory it came from.
+
+Source: Harbor's RFC 0001 (`rfcs/0001-trajectory-format.md`), v1.7, and its classes, harbor 0.25.0,
+`harbor/models/trajectories/`.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from tokencache.core.lineage import TokenSequence
+from tokencache.core.messages import Call, Message
+from tokencache.trajectories.formats.conversation import Exchange, exchanges, sampled, tools_of, wordless
+from tokencache.trajectories.formats.rows import Row, rows_of, session_object
+from tokencache.trajectories.rollout import Rollout
+
+VERSION = "ATIF-v1.7"
+"""The oldest version that has all members used here (`trajectory_id`, `llm_call_count`): older readers can read it."""
+
+UNKNOWN = "unknown"
+"""What Harbor's own agents say of a version that they do not know (`harbor/agents/base.py`)."""
+
+
+def atif(rollout: Rollout) -> dict[str, Any]:
+    """Write a rollout as trajectories."""
+    return {**session_object(rollout), "trajectories": [_trajectory(rollout, row) for row in rows_of(rollout)]}
+
+
+def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:
+    sequence = row.sequence
+    said = exchanges(sequence, rollout.contexts)
+    missing = wordless(said)
+    turns = [exchange.turn for exchange in said]
+    steps = _steps(sequence, said)
+    tools = tools_of(sequence, rollout.contexts)
+    return {
+        "schema_version": VERSION,
+        "session_id": rollout.session,
+        "trajectory_id": sequence.id,
+        "agent": {
+            "name": turns[0].harness or UNKNOWN,
+            "version": UNKNOWN,
+            "model_name": turns[0].model,
+            **({"tool_definitions": tools} if tools else {}),
+        },
+        "steps": steps,
+        **({"notes": f"not kept: what was said before the answers of {', '.join(missing)}"} if missing else {}),
+        "final_metrics": {
+            "total_prompt_tokens": sum(turn.prompt_tokens for turn in turns),
+            "total_completion_tokens": sum(turn.completion_tokens for turn in turns),
+            "total_steps": len(steps),
+        },
+        "extra": {**row.labels, "wordless": missing},
+    }
+
+
+def _steps(sequence: TokenSequence, said: list[Exchange]) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    for place, exchange in enumerate(said):
+        copied = not place and sequence.parent is not None
+        for message in exchange.heard or ():
+            _add_heard(steps, message, copied=copied)
+        steps.append(_sampled_step(sequence, exchange))
+    return [{"step_id": place, **step} for place, step in enumerate(steps, 1)]
+
+
+def _add_heard(steps: list[dict[str, Any]], message: Message, *, copied: bool) -> None:
+    """Add what was said to the model: a step, or a result to the step that asked for it."""
+    if message.role == "tool":
+        called = steps[-1] if steps and message.answers in {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())} else None
+        result = {"content": message.content or ""}
+        if called is not None:
+            called.setdefault("observation", {"results": []})["results"].append({"source_call_id": message.answers, **result})
+            return
+        # No call here asked for it; the schema refuses to name one that is not in the same step.
+        step: dict[str, Any] = {"source": "system", "message": "", "observation": {"results": [result]}}
+    elif message.role == "assistant":
+        step, copied = _spoken(message), True
+    else:
+        step = {"source": message.role, "message": message.content or ""}
+    steps.append({**step, "is_copied_context": True} if copied else step)
+
+
+def _spoken(message: Message) -> dict[str, Any]:
+    """What an agent said, as a step."""
+    step: dict[str, Any] = {"source": "agent", "message": message.content or ""}
+    if message.reasoning:
+        step["reasoning_content"] = message.reasoning
+    if message.calls:
+        step["tool_calls"] = [_tool_call(call) for call in message.calls]
+    return step
+
+
+def _sampled_step(sequence: TokenSequence, exchange: Exchange) -> dict[str, Any]:
+    turn, own = exchange.turn, sampled(sequence, exchange.span)
+    metrics: dict[str, Any] = {
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "prompt_token_ids": own.prompt,
+        "completion_token_ids": own.completion,
+        **({"logprobs": own.logprobs} if own.logprobs else {}),
+    }
+    return {
+        "timestamp": datetime.fromtimestamp(turn.created, UTC).isoformat(),
+        "model_name": turn.model,
+        **_spoken(turn.served),
+        "metrics": metrics,
+        "llm_call_count": 1,
+        "extra": {"turn": turn.id, "finish_reason": turn.finish_reason, "marks": turn.marks},
+    }
+
+
+def _tool_call(call: Call) -> dict[str, Any]:
+    written: dict[str, Any] = {"tool_call_id": call.id, "function_name": call.name}
+    try:
+        arguments = msgspec.json.decode(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if isinstance(arguments, dict):
+        return {**written, "arguments": arguments}
+    return {**written, "arguments": {}, "extra": {"arguments": call.arguments}}  # an object is required: this is none

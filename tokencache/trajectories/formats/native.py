@@ -1,0 +1,124 @@
+"""The native trajectory format: the sequences of a session, ready for a loss.
+
+    {"session": "r1", "complete": true, "incidents": [], "figures": {…},
+     "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "weight",
+        "token_ids": [...], "loss_mask": [...], "logprobs": [...],
+        "turns": [{"turn", "prompt": [0, 812], "completion": [812, 940], "finish_reason", "model", "match", …}]}]}
+
+`complete` is false whenever something that the model said, or may have said, is missing: the incidents say what.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tokencache.core.drift import Drift
+from tokencache.core.lineage import SequenceTurn, TokenSequence
+from tokencache.core.turn import Turn
+from tokencache.store.base import Incident
+from tokencache.trajectories.rollout import Rollout
+
+
+def native(rollout: Rollout) -> dict[str, Any]:
+    """Write a rollout in the native format."""
+    return {
+        "session": rollout.session,
+        "complete": rollout.complete,
+        "sealed": rollout.sealed,
+        "created": rollout.created,
+        "incidents": [incident_object(incident) for incident in rollout.incidents],
+        "figures": msgspec.to_builtins(rollout.figures),
+        "sequences": [
+            sequence_object(sequence, weight, rollout.drift) for sequence, weight in zip(rollout.sequences, rollout.weights, strict=True)
+        ],
+    }
+
+
+def sequence_object(sequence: TokenSequence, weight: float, drift: Mapping[str, Drift]) -> dict[str, Any]:
+    """A sequence as JSON; `drift` is what was measured, by turn."""
+    return {
+        **outline_object(sequence, weight),
+        "token_ids": sequence.token_ids,
+        "loss_mask": sequence.loss_mask,
+        "logprobs": sequence.logprobs,
+        "turns": [span_object(span, drift.get(span.turn.id)) for span in sequence.turns],
+    }
+
+
+def incident_object(incident: Incident) -> dict[str, Any]:
+    """An incident as JSON, every member there."""
+    return {name: getattr(incident, name) for name in ("kind", "detail", "hole", "call", "turn", "at")}
+
+
+def outline_object(sequence: TokenSequence, weight: float) -> dict[str, Any]:
+    """A sequence's labels as JSON, without its tokens and turns."""
+    return {
+        "id": sequence.id,
+        "parent": sequence.parent,
+        "root": sequence.root,
+        "start": sequence.start,
+        "reason": sequence.reason,
+        "continued": sequence.continued,
+        "tools": sequence.tools,
+        "weight": weight,
+        "tokens": len(sequence.token_ids),
+        "trainable_tokens": sequence.trainable,
+    }
+
+
+def span_object(span: SequenceTurn, drift: Drift | None = None) -> dict[str, Any]:
+    """A turn within a sequence as JSON, with the ranges of its tokens."""
+    return {**turn_object(span.turn, drift), "prompt": span.prompt, "completion": span.completion}
+
+
+def turn_object(turn: Turn, drift: Drift | None = None) -> dict[str, Any]:
+    """A turn as JSON, without its tokens; `drift` is `None` where it was not measured."""
+    return {
+        "turn": turn.id,
+        "call": turn.call,
+        "match": turn.match,
+        "reason": turn.reason,
+        "parent": turn.parent,
+        "origin": turn.origin,
+        "forgiven": turn.forgiven,
+        "anchors": [msgspec.to_builtins(anchor) for anchor in turn.anchors],
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "prefix_hash": turn.prefix_hash.hex(),
+        "completion_hash": turn.completion_hash.hex(),
+        "logprobs_hash": turn.logprobs_hash.hex(),
+        "finish_reason": turn.finish_reason,
+        "stop_reason": turn.stop_reason,
+        "model": turn.model,
+        "harness": turn.harness,
+        "weight_versions": turn.versions,
+        "sampling": turn.sampling,
+        "replaced": turn.replaced,
+        "logprob_kind": turn.logprob_kind,
+        "experts": turn.experts,
+        "dialect": turn.dialect,
+        "stream": turn.stream,
+        "choice": turn.choice,
+        "messages": turn.messages,
+        "tools": turn.tools,
+        "marks": turn.marks,
+        "created": turn.created,
+        "seconds": turn.seconds,
+        "drift": None if drift is None else drift_object(drift),
+        "served": {
+            "content": turn.served.content,
+            "reasoning": turn.served.reasoning,
+            "tool_calls": [msgspec.to_builtins(call) for call in turn.served.calls],
+        },
+    }
+
+
+def drift_object(drift: Drift) -> dict[str, Any]:
+    """A turn's drift as JSON; `at` is its first token that differs, `None` if none does."""
+    return {
+        "rendered": drift.rendered,
+        "tokens": drift.tokens,
+        "at": drift.at,
+        "sites": [msgspec.to_builtins(site) for site in drift.sites],
+    }

@@ -1,0 +1,163 @@
+"""`nemo-gym`: a rollout as NeMo Gym hands it to NeMo RL.
+
+    {"session", "complete", "incidents", "figures",
+     "responses": [{"responses_create_params": {"input", "tools", "model", …}, "response": {"output": [...], …},
+                    "messages": [...], "tokencache": {labels}}],
+     "untrainable": [the same, for sequences in which nothing can be trained]}
+
+One response for each sequence. Its `output` holds what the model said and what it was told in between, as items of the
+Responses API: `reasoning`, `message`, `function_call`, `function_call_output`. The last item of each answer carries
+`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`. `messages` is the same conversation as chat
+messages, the three members on the assistant's.
+
+NeMo RL walks the output and holds that the prompt of an item begins with all that it has seen
+(`_postprocess_nemo_gym_to_nemo_rl_result`): what is new in the prompt gets mask 0, the generation mask 1. So what must not
+be trained has no place of its own here: an answer without log probabilities, or one that another sequence trains, stands
+in the prompt of the next item. It refuses a response in which nothing was generated, hence `untrainable`. The `reward` is
+for whoever verifies to add: a missing one is not 0.
+
+Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `NeMoGymResponse` and its items,
+`NeMoGymResponseCreateParamsNonStreaming`, `NeMoGymChatCompletionMessageParam`), `base_resources_server.py`
+(`BaseVerifyRequest`), `responses_converter.py` (which item carries the tokens); NVIDIA-NeMo/RL at 00420a1,
+`nemo_rl/environments/nemo_gym.py`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from tokencache.core.lineage import TokenSequence
+from tokencache.core.messages import Message
+from tokencache.dialects.thinking import split_text
+from tokencache.trajectories.formats.conversation import Exchange, exchanges, sampled, tools_of, wordless
+from tokencache.trajectories.formats.rows import Row, rows_of, session_object
+from tokencache.trajectories.rollout import Rollout
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+}
+"""Sampling parameters that the Responses API has, by their names in chat completions."""
+
+
+def nemo_gym(rollout: Rollout) -> dict[str, Any]:
+    """Write a rollout as NeMo Gym's results."""
+    rows = rows_of(rollout)
+    return {
+        **session_object(rollout),
+        "responses": [_response(rollout, row) for row in rows if row.sequence.trainable],
+        "untrainable": [_response(rollout, row) for row in rows if not row.sequence.trainable],
+    }
+
+
+def _response(rollout: Rollout, row: Row) -> dict[str, Any]:
+    sequence = row.sequence
+    said = exchanges(sequence, rollout.contexts)
+    tools = [_tool(tool) for tool in tools_of(sequence, rollout.contexts)]
+    first, last = sequence.turns[0].turn, sequence.turns[-1].turn
+    asked = {_SAMPLING[name]: value for name, value in first.sampling.items() if name in _SAMPLING and value is not None}
+    cut = last.finish_reason == "length"
+    return {
+        "responses_create_params": {"input": _items(said[0].heard or (), sequence.id), "tools": tools, "model": first.model, **asked},
+        "response": {
+            "id": f"resp_{sequence.id}",
+            "object": "response",
+            "created_at": first.created,
+            "model": last.model,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": _output(sequence, said),
+            "tools": tools,
+            # Required of a response; what a request says of them is not recorded: these are the API's defaults.
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+        },
+        "messages": _messages(sequence, said),
+        "tokencache": {**row.labels, "wordless": wordless(said)},
+    }
+
+
+def _output(sequence: TokenSequence, said: list[Exchange]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    for place, exchange in enumerate(said):
+        if place:
+            items += _items(exchange.heard or (), exchange.turn.id)
+        answer = _answer(exchange.turn.served, exchange.turn.id)
+        answer[-1] |= _tokens(sequence, exchange)
+        items += answer
+    return items
+
+
+def _messages(sequence: TokenSequence, said: list[Exchange]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for exchange in said:
+        messages += map(_chat, exchange.heard or ())
+        messages.append({**_chat(exchange.turn.served), **_tokens(sequence, exchange)})
+    return messages
+
+
+def _tokens(sequence: TokenSequence, exchange: Exchange) -> dict[str, Any]:
+    """The members that make an item one to train; none where there is nothing to train."""
+    own = sampled(sequence, exchange.span)
+    if not own.logprobs:
+        return {}
+    return {"prompt_token_ids": own.prompt, "generation_token_ids": own.completion, "generation_log_probs": own.logprobs}
+
+
+def _items(messages: Iterable[Message], name: str) -> list[dict[str, Any]]:
+    """Messages as items of the Responses API; `name` makes the ids of those that need one."""
+    items: list[dict[str, Any]] = []
+    for place, message in enumerate(messages):
+        if message.role == "assistant":
+            items += _answer(message, f"{name}_{place}")
+        elif message.role == "tool":
+            items.append({"type": "function_call_output", "call_id": message.answers or "", "output": message.content or ""})
+        else:
+            items.append({"type": "message", "role": message.role, "content": message.content or ""})
+    return items
+
+
+def _answer(message: Message, name: str) -> list[dict[str, Any]]:
+    """What an assistant said as items: at least one, for the tokens need a place.
+
+    Thinking that the engine left in the text is a reasoning item, as Gym's converter has it: NeMo RL takes a tag in a message's text for
+    malformed thinking (`nemo_rl/environments/nemo_gym.py`, `_detect_invalid_tool_call_and_malformed_thinking`).
+    """
+    items: list[dict[str, Any]] = []
+    thought, said = (message.reasoning, message.content or "") if message.reasoning else split_text(message.content or "")
+    if thought:
+        items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [{"type": "summary_text", "text": thought}]})
+    if said or not (items or message.calls):
+        text = {"type": "output_text", "text": said, "annotations": []}
+        items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": [text]})
+    items += (
+        {"type": "function_call", "id": call.id, "call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+        for call in message.calls
+    )
+    return items
+
+
+def _chat(message: Message) -> dict[str, Any]:
+    """A message as one of chat completions."""
+    written: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.role == "assistant":
+        written["content"] = message.content
+        if message.reasoning:
+            written["reasoning_content"] = message.reasoning
+        if message.calls:
+            written["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.calls
+            ]
+    elif message.role == "tool":
+        written["tool_call_id"] = message.answers or ""
+    if message.name:
+        written["name"] = message.name
+    return written
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool of chat completions as one of the Responses API, where its members lie flat."""
+    kind = tool.get("type", "function")
+    flat = {"type": kind, **(tool.get(kind) or {})}
+    return {"parameters": None, "strict": None, **flat} if kind == "function" else flat

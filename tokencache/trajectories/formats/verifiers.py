@@ -1,0 +1,117 @@
+"""`verifiers`: a rollout as a `Trace` of verifiers, on which prime-rl trains.
+
+A trace is a graph of messages. Each node holds the tokens that its message adds, and each path from a root to a leaf is a
+branch, that is one training sample: its nodes' `token_ids`, `mask` and `logprobs` one behind the other. Nothing is ever
+tokenized again. prime-rl makes one `TrainingSample` of each branch and gives all of them the advantage of the trace; so
+`prime-rl` needs no format of its own.
+
+Each sequence is written as a branch of its own, its context repeated with mask 0. Branches could share the nodes of what
+they have in common; but whether a node that lies in two branches is then trained once or twice depends on prime-rl's
+version (`trace_to_samples`: each branch as it is at 004274e, a node only in the first branch that holds it later). With no
+node shared, every version trains each sampled token once.
+
+Where in a prompt a message's tokens lie is not recorded. So the answer's node carries all that is new in its prompt, with
+mask 0, as verifiers itself does where its renderer gives no spans (`graph.py`), and the messages before it carry none.
+
+`ok` is whether the rollout is complete (prime-rl trains on no other), `is_completed` whether its session is sealed. Rewards
+are for whoever verifies to add. A trace that verifiers writes to disk (`to_record`) rounds log probabilities to four
+decimals; this one holds them as they are.
+
+Source: verifiers 0.4.0, `verifiers/v1/trace.py` (`WireTrace`, `Branch`), `graph.py` (`MessageNode`), `types.py`; prime-rl,
+`src/prime_rl/orchestrator/trajectories.py`.
+"""
+
+from typing import Any
+
+from tokencache.core.lineage import TokenSequence
+from tokencache.core.messages import Message
+from tokencache.core.turn import Turn
+from tokencache.store.base import Incident
+from tokencache.trajectories.formats.conversation import Exchange, exchanges, sampled, tools_of, wordless
+from tokencache.trajectories.formats.rows import rows_of, session_object
+from tokencache.trajectories.rollout import Rollout
+
+_FINISHED = frozenset({"stop", "length", "tool_calls"})
+"""Finish reasons that verifiers knows; of any other it says nothing."""
+
+
+def verifiers(rollout: Rollout) -> dict[str, Any]:
+    """Write a rollout as a trace."""
+    nodes: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    tools: dict[str, dict[str, Any]] = {}
+    branches = []
+    for row in rows_of(rollout):
+        sequence = row.sequence
+        said = exchanges(sequence, rollout.contexts)
+        offered = [_tool(tool) for tool in tools_of(sequence, rollout.contexts)]
+        tools |= {tool["name"]: tool for tool in offered}
+        root = len(nodes)
+        for exchange in said:
+            nodes += _nodes(sequence, exchange, root, len(nodes))
+            calls.append(_call(exchange.turn, len(nodes) - 1))
+        nodes[root]["tools"] = offered
+        branches.append({**row.labels, "wordless": wordless(said), "leaf": len(nodes) - 1})
+    return {
+        "version": 1,
+        "id": rollout.session,
+        "task": {"type": "tokencache", "data": {"id": rollout.session}},
+        "agent": {"config": {"model": next((call["model"] for call in calls), None)}},
+        "tools": list(tools.values()),
+        "nodes": nodes,
+        "calls": calls,
+        "info": {"tokencache": {**session_object(rollout), "sequences": branches}},
+        "is_completed": rollout.sealed,
+        "ok": rollout.complete,
+        "errors": [_error(incident) for incident in rollout.incidents if incident.hole],
+        "timing": {"start": rollout.created},
+    }
+
+
+def _nodes(sequence: TokenSequence, exchange: Exchange, root: int, place: int) -> list[dict[str, Any]]:
+    """The nodes of an exchange, the first of which will be node `place` of the trace."""
+    own = sampled(sequence, exchange.span)
+    messages = [*(exchange.heard or ()), exchange.turn.served]
+    nodes: list[dict[str, Any]] = [
+        {"parent": at - 1 if at > root else None, "message": _message(message), "timestamp": exchange.turn.created}
+        for at, message in enumerate(messages, place)
+    ]
+    nodes[-1] |= {
+        "sampled": True,
+        "token_ids": [*own.added, *own.completion],
+        "mask": [False] * len(own.added) + [bool(own.logprobs)] * len(own.completion),
+        "logprobs": own.logprobs,
+    }
+    return nodes
+
+
+def _message(message: Message) -> dict[str, Any]:
+    written: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.role == "assistant":
+        calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.calls]
+        written |= {"content": message.content, "reasoning_content": message.reasoning, "tool_calls": calls or None}
+    elif message.role == "tool":
+        written["tool_call_id"] = message.answers or ""
+    return written
+
+
+def _call(turn: Turn, node: int) -> dict[str, Any]:
+    return {
+        "node": node,
+        "model": turn.model,
+        "sampling": turn.sampling,
+        "finish_reason": turn.finish_reason if turn.finish_reason in _FINISHED else None,
+        "usage": {"prompt_tokens": turn.prompt_tokens, "completion_tokens": turn.completion_tokens},
+        "time": {"start": turn.created, "end": turn.created + turn.seconds},
+    }
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type", "function")
+    inner = tool.get(kind) or {}
+    # An absent member has a default there; `null` is refused.
+    return {"type": kind, "name": kind, **{name: value for name, value in inner.items() if value is not None}}
+
+
+def _error(incident: Incident) -> dict[str, Any]:
+    return {"type": incident.kind, "message": incident.detail}
