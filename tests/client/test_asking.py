@@ -2,15 +2,15 @@
 
 import pytest
 
-from tokencache.client.asking import Answer, Pause
+from tokencache.client.asking import Pause, ServerResponse
 from tokencache.client.errors import AnswerError, NotFoundError, UnauthorizedError, UnreachableError
 from tokencache.client.exchanges import Exchanges
 
-SILENCE = Answer(0, b"ConnectError: refused")
-DOWN = Answer(503, b'{"error": {"message": "the store failed: gone", "type": "store_error"}}')
-STATE = Answer(200, b'{"session": "r", "turns": 2, "sealed": false, "complete": true, "open_calls": [], "new": {"in": "2030"}}')
-GONE = Answer(404, b'{"error": {"message": "there is no session \'r\'"}}')
-DONE = Answer(200, b'{"session": "r", "deleted": true}')
+SILENCE = ServerResponse(0, b"ConnectError: refused")
+DOWN = ServerResponse(503, b'{"error": {"message": "the store failed: gone", "type": "store_error"}}')
+STATE = ServerResponse(200, b'{"session": "r", "turns": 2, "sealed": false, "complete": true, "open_calls": [], "new": {"in": "2030"}}')
+GONE = ServerResponse(404, b'{"error": {"message": "there is no session \'r\'"}}')
+DONE = ServerResponse(200, b'{"session": "r", "deleted": true}')
 
 exchanges = Exchanges("http://proxy/", None)
 
@@ -59,7 +59,7 @@ def test_a_key_is_not_registered_twice():
 @pytest.mark.parametrize(("status", "kind"), [(401, UnauthorizedError), (404, NotFoundError), (500, AnswerError)])
 def test_a_refusal_is_not_asked_again(status, kind):
     with pytest.raises(kind, match=f"{status}: no, never"):
-        drive(exchanges.state("r"), Answer(status, b'{"error": {"message": "no, never"}}'))
+        drive(exchanges.state("r"), ServerResponse(status, b'{"error": {"message": "no, never"}}'))
 
 
 def test_a_deletion_whose_answer_was_lost():
@@ -74,7 +74,7 @@ def test_a_deletion_whose_answer_was_lost():
 @pytest.mark.parametrize("body", [b"<html>welcome</html>", b"[]", b'{"data": []}'])
 def test_something_else_listens_there(body):
     with pytest.raises(AnswerError, match="GET /tokencache/v1/sessions/r: 200, but not as tokencache answers"):
-        drive(exchanges.state("r"), Answer(200, body))
+        drive(exchanges.state("r"), ServerResponse(200, body))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_something_else_listens_there(body):
 )
 def test_a_refusal_in_other_words(body, words):
     with pytest.raises(AnswerError) as failed:
-        drive(exchanges.state("r"), Answer(502, body))
+        drive(exchanges.state("r"), ServerResponse(502, body))
     assert str(failed.value) == f"GET /tokencache/v1/sessions/r: 502: {words}"
     assert failed.value.status == 502
 

@@ -12,8 +12,8 @@ from tests.core.forest import Forest
 from tests.core.settings import MANY
 from tokencache.core import drift_causes as causes
 from tokencache.core import ids
-from tokencache.core.drift import Drift, Site, Step, breaks, differences, rendering_of
-from tokencache.core.messages import Call, Message
+from tokencache.core.drift import Drift, MeasuredTurn, Site, breaks, differences, rendering_of
+from tokencache.core.messages import Message, ToolCall
 from tokencache.core.rules import RULES
 from tokencache.core.turn import Anchor
 
@@ -197,19 +197,19 @@ def test_every_rule_touches_one_member():
 
 def test_replies_are_found_among_the_messages_with_the_rules_that_they_need():
     forest = Forest()
-    calls = (Call("c1", "bash", '{"a":  1}'),)
+    calls = (ToolCall("c1", "bash", '{"a":  1}'),)
     first = forest.add([1], [10], served=Message("assistant", "Hi ", reasoning="hm", calls=calls))
     second = forest.add([2], [11], first, served=Message("assistant", "Bye"))
     third = forest.add([3], [12], second)
     turns = {turn.id: turn for turn in forest.turns}
-    back = Message("assistant", "Hi", calls=(Call("c1", "bash", '{"a": 1}'),))
+    back = Message("assistant", "Hi", calls=(ToolCall("c1", "bash", '{"a": 1}'),))
     said = [Message("user", "?"), Message("assistant", "an example"), back, Message("tool", "1"), Message("assistant", "Bye")]
     told = causes.echoes(causes.own_spans(turns[third], turns, forest.prefix.__getitem__), turns, said)
-    assert told == {first: causes.Echo(2, ("args-json", "reasoning-dropped", "whitespace")), second: causes.Echo(4, ())}
+    assert told == {first: causes.FoundReply(2, ("args-json", "reasoning-dropped", "whitespace")), second: causes.FoundReply(4, ())}
 
 
 def test_a_reply_is_put_back_member_by_member():
-    served = Message("assistant", "Hi ", reasoning="hm", calls=(Call("c1", "bash", '{"a":  1}'),))
+    served = Message("assistant", "Hi ", reasoning="hm", calls=(ToolCall("c1", "bash", '{"a":  1}'),))
     entry = {"role": "assistant", "content": "Hi", "tool_calls": [{"id": "x", "function": {"name": "b", "arguments": "{}"}}]}
     for member in causes.MEMBERS:
         entry = causes.put_back(entry, served, member)
@@ -231,7 +231,7 @@ def test_a_sequence_breaks_where_a_rendering_does_not_go_on_from_the_one_before(
     ids_ = [1, 10, 11, 2, 12, 3, 13, 4, 14, 5, 15]
     places = [(1, 3), (4, 5), (6, 7), (8, 9), (10, 11)]
     renderings = [[1], [1, 11, 2], [1, 11, 2, 12, 3], [1, 11, 2, 12, 3, 13, 4], [1, 11, 2, 3, 13, 4, 14, 5]]
-    steps = [Step(p, c, drift_of(ids_[:p], told)) for (p, c), told in zip(places, renderings, strict=True)]
+    steps = [MeasuredTurn(p, c, drift_of(ids_[:p], told)) for (p, c), told in zip(places, renderings, strict=True)]
     assert breaks(ids_, steps) == [1, 4]
     assert breaks(ids_, steps[:1]) == []
-    assert breaks(ids_, [*steps[:2], Step(6, 7, None), *steps[3:]]) is None
+    assert breaks(ids_, [*steps[:2], MeasuredTurn(6, 7, None), *steps[3:]]) is None

@@ -13,12 +13,12 @@ from tests.core.world import HABITS, WrongMatchError, play
 from tokencache.core import evidence, invariants
 from tokencache.core import match as matching
 from tokencache.core.chain import converse
-from tokencache.core.evidence import Echoed
+from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.interrupt import Cut, heard, pack_cuts, unpack_cuts
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, wanted
 from tokencache.core.lineage import sequences
 from tokencache.core.match import Hit, match
-from tokencache.core.messages import Call, Message, digest
+from tokencache.core.messages import Message, ToolCall, digest
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import Verdict, judge
@@ -158,7 +158,7 @@ U1, U2, U3 = (Message("user", text) for text in ("one", "two", "three"))
 OK = Message("assistant", "OK")
 
 
-ROLES = st.sampled_from([U1, U2, OK, Message("assistant", ""), Message("assistant", None, None, (Call(C1, "bash", "{}"),))])
+ROLES = st.sampled_from([U1, U2, OK, Message("assistant", ""), Message("assistant", None, None, (ToolCall(C1, "bash", "{}"),))])
 
 
 @MANY
@@ -191,7 +191,7 @@ def test_reasoning_sent_back_tells_siblings_apart():
 
 def test_ids_tell_siblings_apart():
     def reply(name):
-        return Message("assistant", None, None, (Call(name, "bash", "{}"),))
+        return Message("assistant", None, None, (ToolCall(name, "bash", "{}"),))
 
     index = _Index()
     index.add(_turn("a", reply(C1)), U1)
@@ -202,7 +202,7 @@ def test_ids_tell_siblings_apart():
 
 def test_an_id_that_two_calls_share_once_sanitised_tells_nothing():
     def reply(name):
-        return Message("assistant", None, None, (Call(name, "bash", "{}"),))
+        return Message("assistant", None, None, (ToolCall(name, "bash", "{}"),))
 
     index = _Index()
     index.add(_turn("a", reply("bash.0")), U1)
@@ -236,18 +236,18 @@ def test_edited_context_keeps_the_replies():
 
 
 def test_out_of_its_context_a_call_is_known_by_its_id_and_a_blank_reply_not_at_all():
-    call = Message("assistant", None, None, (Call(C1, "bash", '{"a": 1}'),))
+    call = Message("assistant", None, None, (ToolCall(C1, "bash", '{"a": 1}'),))
     index = _Index()
     index.add(_turn("a", call), U1)
     index.add(_turn("b", Message("assistant", "")), U2)
-    twin = Message("assistant", None, None, (Call(C2, "bash", '{"a": 1}'),))
+    twin = Message("assistant", None, None, (ToolCall(C2, "bash", '{"a": 1}'),))
     assert index.match(U3, call, U2).kind == "resplice"
     assert index.match(U3, twin, U2).reason == "foreign-reply"
     assert index.match(U3, Message("assistant", None), U2).reason == "foreign-reply"
 
 
 def test_tool_results_swapped_are_another_conversation():
-    call = Message("assistant", None, None, (Call(C1, "bash", "{}"), Call(C2, "bash", "{}")))
+    call = Message("assistant", None, None, (ToolCall(C1, "bash", "{}"), ToolCall(C2, "bash", "{}")))
     first, second = Message("tool", "x", answers=C1), Message("tool", "y", answers=C2)
     crossed = Message("tool", "x", answers=C2), Message("tool", "y", answers=C1)
     index = _Index()
@@ -274,9 +274,9 @@ def test_chains_are_of_one_scope_and_one_order():
 
 def test_a_call_id_of_the_same_make_is_another_call():
     ours, theirs = "chatcmpl-tool-b9b31a93f1b87adf", "chatcmpl-tool-a4e07940f23e6c33"
-    served = Message("assistant", calls=(Call(ours, "bash", "{}"),))
-    assert judge(served, Message("assistant", calls=(Call(theirs, "bash", "{}"),))).kind == "foreign"
-    renumbered = judge(served, Message("assistant", calls=(Call("call_0", "bash", "{}"),)))
+    served = Message("assistant", calls=(ToolCall(ours, "bash", "{}"),))
+    assert judge(served, Message("assistant", calls=(ToolCall(theirs, "bash", "{}"),))).kind == "foreign"
+    renumbered = judge(served, Message("assistant", calls=(ToolCall("call_0", "bash", "{}"),)))
     assert (renumbered.kind, renumbered.rules, renumbered.ids_kept) == ("equivalent", ("tool-ids",), False)
 
 
@@ -288,7 +288,7 @@ def test_a_reply_is_not_known_under_another_model():
 
 
 def _bash(name, command):
-    return Message("assistant", None, None, (Call(name, "Bash", f'{{"command": "{command}"}}'),))
+    return Message("assistant", None, None, (ToolCall(name, "Bash", f'{{"command": "{command}"}}'),))
 
 
 CLAUDE = Leniency(vouched=frozenset({"cd-prefix"}))
@@ -371,9 +371,9 @@ def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():
 
 def test_an_aborted_turn_with_a_call_is_never_taken():
     index = _Index(CLAUDE)
-    index.add(_left("a", "One", (3,), calls=(Call(C1, "Bash", "{"),)), U1, aborted=True)
+    index.add(_left("a", "One", (3,), calls=(ToolCall(C1, "Bash", "{"),)), U1, aborted=True)
     assert index.match(U1, Message("assistant", "One"), U2).kind == "plain"
-    assert index.match(U1, Message("assistant", "One", None, (Call(C1, "Bash", "{"),)), U2).kind == "plain"
+    assert index.match(U1, Message("assistant", "One", None, (ToolCall(C1, "Bash", "{"),)), U2).kind == "plain"
 
 
 def test_a_turn_that_the_harness_dropped_leaves_the_one_before_it():
@@ -489,7 +489,7 @@ def test_with_other_template_arguments_a_reply_is_known_by_what_stands_before_it
 
 
 def _poll(name, n):
-    return Message("assistant", None, None, (Call(name, "bash", '{"command": "ls"}'),)), Message("tool", "same", answers=name)
+    return Message("assistant", None, None, (ToolCall(name, "bash", '{"command": "ls"}'),)), Message("tool", "same", answers=name)
 
 
 def test_rewritten_ids_in_an_edited_context_leave_words_and_order():
@@ -523,7 +523,7 @@ def test_an_id_that_counts_is_no_evidence_by_itself():
 
 def test_two_calls_with_one_id_do_not_lose_each_other():
     index = _Index()
-    first, second = (Message("assistant", None, None, (Call("functions.bash:0", "bash", f'{{"n": {n}}}'),)) for n in (1, 2))
+    first, second = (Message("assistant", None, None, (ToolCall("functions.bash:0", "bash", f'{{"n": {n}}}'),)) for n in (1, 2))
     result = Message("tool", "x", answers="functions.bash:0")
     one = index.add(_turn("a", first), U1)
     two = index.add(_turn("b", second), U1, first, result, parent=one)
@@ -552,7 +552,7 @@ def test_a_turn_that_a_switched_off_rule_bars_leaves_the_others_in_doubt():
 
 
 def _ids(turn):
-    return Echoed(turn.prefix_hash, turn.completion_hash)
+    return ReturnedIdHashes(turn.prefix_hash, turn.completion_hash)
 
 
 def test_token_ids_say_which_of_equal_replies_is_meant():
@@ -561,7 +561,7 @@ def test_token_ids_say_which_of_equal_replies_is_meant():
     assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply")
     for turn in turns:
         assert index.match(U1, OK, U2, echoed={1: _ids(turn)}).parent == turn
-        assert index.match(U1, OK, U2, echoed={1: Echoed(turn.prefix_hash)}).parent == turn, "the whole prefix is enough"
+        assert index.match(U1, OK, U2, echoed={1: ReturnedIdHashes(turn.prefix_hash)}).parent == turn, "the whole prefix is enough"
         assert index.match(S1, U1, OK, U2, echoed={2: _ids(turn)}).anchors == ((2, Hit(turn)),), "in an edited context, too"
         assert index.match(U3, OK, U2, echoed={1: _ids(turn)}).anchors == ((1, Hit(turn)),), "behind another message, too"
 
@@ -569,11 +569,11 @@ def test_token_ids_say_which_of_equal_replies_is_meant():
 def test_token_ids_of_nobody_change_nothing():
     index = _Index()
     one = index.add(_turn("a", OK), U1)
-    nobody = {1: Echoed(b"other", b"other")}
+    nobody = {1: ReturnedIdHashes(b"other", b"other")}
     assert index.match(U1, OK, U2, echoed=nobody).parent == one
     index.add(_turn("b", OK), U1)
     assert index.match(U1, OK, U2, echoed=nobody)[:2] == ("plain", "ambiguous-reply")
-    parted = {1: Echoed(one.prefix_hash, b"other")}
+    parted = {1: ReturnedIdHashes(one.prefix_hash, b"other")}
     assert index.match(U1, OK, U2, echoed=parted).reason == "ambiguous-reply", "parted elsewhere: not what was sampled"
 
 

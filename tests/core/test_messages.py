@@ -9,12 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.core.settings import MANY
-from tokencache.core.messages import BLANK, Call, Message, canonical_arguments, digest
+from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, digest
 from tokencache.core.verdict import judge
 
 
 def said(content=None, reasoning=None, *calls, parts=False, **more):
-    return Message("assistant", content, reasoning, tuple(Call(*c) if isinstance(c, tuple) else c for c in calls), parts=parts, **more)
+    return Message("assistant", content, reasoning, tuple(ToolCall(*c) if isinstance(c, tuple) else c for c in calls), parts=parts, **more)
 
 
 def calls(arguments, name="bash", id="call_1"):  # noqa: A002
@@ -257,7 +257,7 @@ messages = st.builds(
     said,
     st.none() | st.text(max_size=6) | st.sampled_from(["<think>a</think>b", " <think></think>"]),
     st.none() | st.text(max_size=4),
-    *[st.builds(Call, st.text(max_size=4), st.sampled_from("xy"), st.sampled_from(["", "{}", '{"a":1}', '{"a": 1.0}', '{"a":2}', "{"]))]
+    *[st.builds(ToolCall, st.text(max_size=4), st.sampled_from("xy"), st.sampled_from(["", "{}", '{"a":1}', '{"a": 1.0}', '{"a":2}', "{"]))]
     * 2,
     parts=st.booleans(),
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.core.rules_page import HABITS, page
 from tests.core.settings import MANY
-from tokencache.core.messages import Call, Message, digest
+from tokencache.core.messages import Message, ToolCall, digest
 from tokencache.core.repair import NothingSaidError, completed
 from tokencache.core.rewrites import explain_call, foretold, retold
 from tokencache.core.rules import BY_NAME, RULES, Leniency
@@ -20,7 +20,7 @@ ALL = Leniency(vouched=VOUCHED)
 
 
 def said(content=None, reasoning=None, *calls):
-    return Message("assistant", content, reasoning, tuple(Call(*c) for c in calls))
+    return Message("assistant", content, reasoning, tuple(ToolCall(*c) for c in calls))
 
 
 def call(arguments, name="bash", id="call_1"):  # noqa: A002
@@ -242,7 +242,7 @@ objects = st.dictionaries(st.sampled_from(["command", "content", "timeout", "rep
 @MANY
 @given(objects, objects, st.sampled_from(["Bash", "Edit", "x"]))
 def test_other_arguments_are_explained_by_their_members_or_not_at_all(a, b, name):
-    ours, theirs = Call("i", name, json.dumps(a)), Call("i", name, json.dumps(b))
+    ours, theirs = ToolCall("i", name, json.dumps(a)), ToolCall("i", name, json.dumps(b))
     for rules in explain_call(ours, theirs):
         for member in a.keys() | b.keys():
             if member not in a:

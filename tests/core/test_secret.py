@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from tokencache.core.chain import converse, extend
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, wanted
-from tokencache.core.messages import Call, Message, digest, exact
+from tokencache.core.messages import Message, ToolCall, digest, exact
 from tokencache.dialects.chat.call import read_chat
 from tokencache.dialects.chat.growth import Bodies
 
 TEXT = st.text(max_size=12)
 REPLY = st.builds(
-    lambda text, calls: Message("assistant", text, calls=tuple(Call(f"call_{i}{name}", name, "{}") for i, name in enumerate(calls))),
+    lambda text, calls: Message("assistant", text, calls=tuple(ToolCall(f"call_{i}{name}", name, "{}") for i, name in enumerate(calls))),
     TEXT,
     st.lists(st.text(st.characters(categories=["Ll"]), min_size=1, max_size=4), max_size=2),
 )

@@ -20,10 +20,10 @@ import msgspec
 from tokencache.core import evidence, ids, interrupt, invariants
 from tokencache.core import match as matching
 from tokencache.core.chain import Conversation, converse
-from tokencache.core.evidence import Echoed
+from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.keys import keys_of_aborted, keys_of_turn, place_key, wanted
 from tokencache.core.match import Hit, Match
-from tokencache.core.messages import Call, Message, digest
+from tokencache.core.messages import Message, ToolCall, digest
 from tokencache.core.rules import Leniency
 from tokencache.core.splice import boundary, join
 from tokencache.core.turn import Anchor, Tokens, Turn, hash_ids
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ROLE = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 END, THINK, THOUGHT, CALL, ARGS = 5, 6, 7, 8, 9
-Came = tuple[dict[int, str], dict[int, Echoed]]
+Came = tuple[dict[int, str], dict[int, ReturnedIdHashes]]
 """What came back with the replies of a history, by place: handles, and token ids."""
 NAMES = {1: "<system>", 2: "<user>", 3: "<assistant>", 4: "<tool>", END: "<end>\n", THINK: "<think>", THOUGHT: "</think>"}
 NAMES |= {CALL: "<call>", ARGS: "<args>"}
@@ -83,7 +83,7 @@ class Entry:
     """What it says, however it is written."""
     handle: str = ""
     """What came with it, to be echoed."""
-    tokens: Echoed | None = None
+    tokens: ReturnedIdHashes | None = None
     """The ids that came with it, as they are echoed; they may be anybody's."""
 
     @property
@@ -114,7 +114,7 @@ def meaning_of(message: Message) -> Any:
 def rewritten(message: Message) -> Message:
     """Do to a reply what `HABITS` do: Claude Code to arguments, Hermes to texts."""
 
-    def one(call: Call) -> Call:
+    def one(call: ToolCall) -> ToolCall:
         value = json.loads(call.arguments or "{}")
         if call.name == "Bash" and "command" in value:
             value = {**value, "command": value["command"].removeprefix("cd /w && ")}
@@ -319,7 +319,9 @@ class World:
         self.recorded[self.place(history, len(history), scope)].append(name)
         if leave:
             return self.overheard(name, served, cuts)
-        said = Entry(served, name, meaning_of(served), handle, Echoed(turn.prefix_hash, turn.completion_hash) if self.carries else None)
+        said = Entry(
+            served, name, meaning_of(served), handle, ReturnedIdHashes(turn.prefix_hash, turn.completion_hash) if self.carries else None
+        )
         self.sayings[name] = [said.meaning, meaning_of(rewritten(served))] if self.leniency.vouched else [said.meaning]
         return said
 
@@ -362,7 +364,7 @@ class World:
             name = rng.choice(["functions.bash:{}", "call-{:08d}"]).format(self.fresh())
             commands = ['{"command": "cd /w && ls"}', '{"command": "ls"}']
             arguments = [*commands, '{"a": 1, "b": [2.0]}', '{"b": "x"}', "", '{"b": "5"}', '{"b": 5}']
-            calls.append(Call(name, rng.choice(["Bash", "edit"]), rng.choice(arguments)))
+            calls.append(ToolCall(name, rng.choice(["Bash", "edit"]), rng.choice(arguments)))
         if self.terse:
             text, reasoning, inline, calls = "OK", None, False, []
         other = rng.choice([None, None, rng])
@@ -552,7 +554,7 @@ class Harness:
         return msgspec.structs.replace(m, parts=not m.parts)
 
     def rejson(self, m: Message) -> Message:
-        def one(call: Call) -> Call:
+        def one(call: ToolCall) -> ToolCall:
             value = json.loads(call.arguments or "{}")
             return msgspec.structs.replace(call, arguments=json.dumps(dict(reversed(value.items())), indent=1).replace("2.0", "2e0"))
 
@@ -617,7 +619,7 @@ class Harness:
         m = history[i].message
         if i and m.calls:
             arguments = json.dumps({"error": f"no such tool {self.world.fresh()}"})
-            calls = (Call(m.calls[0].id, "invalid", arguments), *m.calls[1:])
+            calls = (ToolCall(m.calls[0].id, "invalid", arguments), *m.calls[1:])
             self.forged(history, i, msgspec.structs.replace(m, calls=calls, content=history[i].meaning[1], reasoning=None))
 
     def qwen(self, history: list[Entry]) -> None:
@@ -638,7 +640,7 @@ class Harness:
 
     def other_ids(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):
-            history[i] = replace(history[i], tokens=Echoed(self.rng.randbytes(16), self.rng.randbytes(16)))
+            history[i] = replace(history[i], tokens=ReturnedIdHashes(self.rng.randbytes(16), self.rng.randbytes(16)))
 
     def say_twice(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokencache.demo.figures import Figures, Generation, disagreements, drift, exported_turns, measure, measure_exported
+from tokencache.demo.figures import DemoFigures, Generation, disagreements, drift, exported_turns, measure, measure_exported
 
 A = Generation([1, 2], [3, 4], [-0.5, -0.25])
 B = Generation([1, 2, 3, 4, 9], [5], [-1.0])  # extends A
@@ -18,10 +18,10 @@ def test_drift_counts_from_the_first_difference(before, turn, lost):
 @pytest.mark.parametrize(
     ("rollout", "expected"),
     [
-        ([A], Figures(1, 1, 1, 0, 1, 2)),
-        ([A, B], Figures(1, 2, 2, 0, 1, 3)),
-        ([A, B, C], Figures(1, 3, 2, 3, 2, 3)),
-        ([A, C], Figures(1, 2, 1, 1, 2, 2)),
+        ([A], DemoFigures(1, 1, 1, 0, 1, 2)),
+        ([A, B], DemoFigures(1, 2, 2, 0, 1, 3)),
+        ([A, B, C], DemoFigures(1, 3, 2, 3, 2, 3)),
+        ([A, C], DemoFigures(1, 2, 1, 1, 2, 2)),
     ],
 )
 def test_measure(rollout, expected):
@@ -29,7 +29,7 @@ def test_measure(rollout, expected):
 
 
 def test_figures_add_up():
-    assert sum([measure([A, B]), measure([A, C])], Figures()) == Figures(2, 4, 3, 1, 3, 5)
+    assert sum([measure([A, B]), measure([A, C])], DemoFigures()) == DemoFigures(2, 4, 3, 1, 3, 5)
 
 
 def trajectory():

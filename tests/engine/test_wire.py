@@ -17,7 +17,7 @@ from aiohttp.client_proto import ResponseHandler
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tokencache.engine.wire import Wire
+from tokencache.engine.wire import StreamProtocol
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -66,7 +66,7 @@ def framed(payload, size="%x"):
     return (size % len(payload)).encode() + b"\r\n" + payload + b"\r\n"
 
 
-async def came(pieces, head=CHUNKED, wire=Wire):
+async def came(pieces, head=CHUNKED, wire=StreamProtocol):
     """What comes out when these pieces arrive one after the other: all of it in order, and the events that were settled."""
     transport, answer = await opened(head)
     everything, settled = [], []
@@ -147,7 +147,7 @@ def test_a_body_without_chunks_is_left_alone(payloads, ends, waits, counted):
     assert (out, settled) == (body, [])
 
 
-class Rash(Wire):
+class Rash(StreamProtocol):
     """Takes it for granted that the parser stands between two chunks."""
 
     async def next(self):
@@ -179,7 +179,7 @@ async def test_what_cannot_be_settled_is_raised_where_it_is_waited_for_and_is_no
     def settles(event):
         raise ZeroDivisionError(event)
 
-    with Wire(answer, settles) as wire:
+    with StreamProtocol(answer, settles) as wire:
         transport.protocol.data_received(framed(b"data: first\n\n"))
         assert await wire.next() == b"data: first\n\n"
         waiting = asyncio.create_task(wire.next())
@@ -192,7 +192,7 @@ async def test_what_cannot_be_settled_is_raised_where_it_is_waited_for_and_is_no
 
 async def test_who_waits_no_longer_is_not_asked():
     transport, answer = await opened(CHUNKED)
-    with Wire(answer, lambda _: pytest.fail("nobody waits")) as wire:
+    with StreamProtocol(answer, lambda _: pytest.fail("nobody waits")) as wire:
         transport.protocol.data_received(framed(b"data: first\n\n"))
         await wire.next()
         waiting = asyncio.create_task(wire.next())
@@ -205,7 +205,7 @@ async def test_who_waits_no_longer_is_not_asked():
 
 async def test_a_broken_connection_is_raised():
     transport, answer = await opened(CHUNKED)
-    with Wire(answer, lambda _: True) as wire:
+    with StreamProtocol(answer, lambda _: True) as wire:
         transport.protocol.data_received(framed(b"data: first\n\n"))
         await wire.next()
         waiting = asyncio.create_task(wire.next())
@@ -229,7 +229,7 @@ async def test_what_is_no_http_is_raised(whole):
         writer.close()
 
     async def read():
-        with Wire(answer, lambda _: True) as wire:
+        with StreamProtocol(answer, lambda _: True) as wire:
             while await wire.next():
                 garbles.set()
 
@@ -246,7 +246,7 @@ async def test_the_connection_has_its_own_protocol_again(end):
     """At once where the stream ends: the pool may give the connection to another call before this one looks up."""
     transport, answer = await opened(CHUNKED)
     own = transport.protocol
-    with Wire(answer, lambda _: True):
+    with StreamProtocol(answer, lambda _: True):
         assert transport.protocol is not own
         transport.protocol.data_received(framed(b"data: first\n\n") + end)
         if end:
@@ -259,7 +259,7 @@ async def test_a_connection_that_serves_another_call_is_left_alone():
     """Where more came than the reader holds, the stream's end is found while it is read: then nobody tells the wire."""
     transport, answer = await opened(CHUNKED)
     large = b"data: " + b"x" * (1 << 20) + b"\n\n"
-    with Wire(answer, lambda _: True) as wire:
+    with StreamProtocol(answer, lambda _: True) as wire:
         transport.protocol.data_received(framed(large) + LAST)
         assert not answer.content.is_eof()
         read = b""
@@ -274,7 +274,7 @@ async def test_an_answer_that_has_come_whole_leaves_its_connection_alone():
     transport, answer = await opened(CHUNKED)
     transport.protocol.data_received(framed(b"data: all\n\n") + LAST)
     own, answer.connection = transport.protocol, None
-    with Wire(answer, lambda _: True) as wire:
+    with StreamProtocol(answer, lambda _: True) as wire:
         assert transport.protocol is own
         assert [await wire.next(), await wire.next()] == [b"data: all\n\n", b""]
 
@@ -309,7 +309,7 @@ def test_real_connections(loop, secured):
             return True
 
         async with http.get(url) as answer:
-            with Wire(answer, settles) as wire:
+            with StreamProtocol(answer, settles) as wire:
                 while data := await wire.next():
                     got.append(data)
                     asked.put_nowait(None)

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary.stack import Stack
 from tokencache.core import ids
-from tokencache.core.messages import Call, Message
+from tokencache.core.messages import Message, ToolCall
 from tokencache.core.splice import fill
 from tokencache.engine.template.tails import TailRefusedError
 from tokencache.proxy import client_ids
@@ -131,7 +131,7 @@ async def test_the_check_convicts_a_proof_that_trusts_the_client_s_prompt(monkey
         check(stack, called, history)
 
 
-CALLS = (Call("a", "bash", '{"cmd": "ls", "n": 5}'),)
+CALLS = (ToolCall("a", "bash", '{"cmd": "ls", "n": 5}'),)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 
 from tests.proxy.kit import HEADER, proxied, until
 from tokencache.testing import SimulatedEngine
-from tokencache.testing.refusals import Refusal
+from tokencache.testing.refusals import RefusalResponse
 
 FIRST = [{"role": "user", "content": "EPISODE:talk"}]
 REMINDER = {"role": "system", "content": [{"type": "text", "text": "The date has changed."}]}
@@ -15,7 +15,7 @@ class SystemFirst(SimulatedEngine):
 
     def _render(self, body, arguments):
         if any(entry["role"] == "system" for entry in body["messages"][1:]):
-            raise Refusal("System message must be at the beginning.")
+            raise RefusalResponse("System message must be at the beginning.")
         return super()._render(body, arguments)
 
 

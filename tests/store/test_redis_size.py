@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from tokencache.core import ids
 from tokencache.core.context import Context, pack_context
-from tokencache.core.messages import Call, Message
+from tokencache.core.messages import Message, ToolCall
 from tokencache.core.turn import Tokens, Turn, hash_ids, hash_logprobs
 from tokencache.store.base import Entry
 from tokencache.store.encoding import pack
@@ -29,7 +29,7 @@ def served(rng: random.Random) -> Message:
     """A little prose, and a call with a file's worth of arguments."""
     at = prose(rng)
     arguments = json.dumps({"command": TEXT[at + 300 : at + 800], "timeout": rng.randrange(1000)})
-    return Message("assistant", TEXT[at : at + 300], calls=(Call(f"call_{rng.randbytes(12).hex()}", "bash", arguments),))
+    return Message("assistant", TEXT[at : at + 300], calls=(ToolCall(f"call_{rng.randbytes(12).hex()}", "bash", arguments),))
 
 
 def line(rng: random.Random):

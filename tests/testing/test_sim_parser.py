@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tokencache.testing import build_tokenizer
-from tokencache.testing.parser import Parsed, StreamParser, count_reasoning, parse_reply, reasoning_is_over
+from tokencache.testing.parser import ParsedText, StreamParser, count_reasoning, parse_reply, reasoning_is_over
 
 
 def call(name, arguments):
@@ -14,52 +14,56 @@ def call(name, arguments):
 
 
 AGREE = {
-    "thinking, text": ("<think>\nwhy\n</think>\n\nHello.", Parsed("\nwhy\n", "\n\nHello.")),
-    "no opening tag": ("why\n</think>\n\nHello", Parsed("why\n", "\n\nHello")),
-    "no thinking at all is all thinking": ("Plain answer.", Parsed("Plain answer.", None)),
-    "unfinished thinking": ("<think>\nonly thoughts", Parsed("\nonly thoughts", None)),
-    "a call ends thinking": ("Plain.\n" + call("f", "{}"), Parsed("Plain.\n", None, [("f", "{}")])),
-    "text and call": ("</think>\n\nA ☕\n" + call("f", '{"a": 1}'), Parsed(None, "\n\nA ☕\n", [("f", '{"a": 1}')])),
-    "two calls": ("</think>A" + call("f", '{"a": 1}') + "\n" + call("g", "{}"), Parsed(None, "A", [("f", '{"a": 1}'), ("g", "{}")])),
-    "text behind calls is lost": ("</think>A" + call("f", "{}") + "\nB", Parsed(None, "A", [("f", "{}")])),
-    "a call that never closes": ("</think>A" + call("f", '{"a": "b"}')[:-12], Parsed(None, "A", [("f", '{"a": "b"}')])),
-    "arguments as a string": ("</think>A" + call("f", '"{}"'), Parsed(None, "A", [("f", '"{}"')])),
-    "only a call": (call("f", "{}"), Parsed(None, None, [("f", "{}")])),
-    "nothing": ("", Parsed(None, None)),
-    "whitespace": ("<think>\nq\n</think>\n\n", Parsed("\nq\n", "\n\n")),
-    "end of turn within thinking": ("a<|endoftext|>b</think>c", Parsed("ab", "c")),
-    "markup of other kinds": ("</think>x <tool <|im_start|> </tool_call> y", Parsed(None, "x <tool <|im_start|> </tool_call> y")),
+    "thinking, text": ("<think>\nwhy\n</think>\n\nHello.", ParsedText("\nwhy\n", "\n\nHello.")),
+    "no opening tag": ("why\n</think>\n\nHello", ParsedText("why\n", "\n\nHello")),
+    "no thinking at all is all thinking": ("Plain answer.", ParsedText("Plain answer.", None)),
+    "unfinished thinking": ("<think>\nonly thoughts", ParsedText("\nonly thoughts", None)),
+    "a call ends thinking": ("Plain.\n" + call("f", "{}"), ParsedText("Plain.\n", None, [("f", "{}")])),
+    "text and call": ("</think>\n\nA ☕\n" + call("f", '{"a": 1}'), ParsedText(None, "\n\nA ☕\n", [("f", '{"a": 1}')])),
+    "two calls": ("</think>A" + call("f", '{"a": 1}') + "\n" + call("g", "{}"), ParsedText(None, "A", [("f", '{"a": 1}'), ("g", "{}")])),
+    "text behind calls is lost": ("</think>A" + call("f", "{}") + "\nB", ParsedText(None, "A", [("f", "{}")])),
+    "a call that never closes": ("</think>A" + call("f", '{"a": "b"}')[:-12], ParsedText(None, "A", [("f", '{"a": "b"}')])),
+    "arguments as a string": ("</think>A" + call("f", '"{}"'), ParsedText(None, "A", [("f", '"{}"')])),
+    "only a call": (call("f", "{}"), ParsedText(None, None, [("f", "{}")])),
+    "nothing": ("", ParsedText(None, None)),
+    "whitespace": ("<think>\nq\n</think>\n\n", ParsedText("\nq\n", "\n\n")),
+    "end of turn within thinking": ("a<|endoftext|>b</think>c", ParsedText("ab", "c")),
+    "markup of other kinds": ("</think>x <tool <|im_start|> </tool_call> y", ParsedText(None, "x <tool <|im_start|> </tool_call> y")),
 }
 
 DIFFER = {
-    "whitespace before a call": ("</think>\n\n" + call("f", "{}"), Parsed(None, None, [("f", "{}")]), Parsed(None, "\n\n", [("f", "{}")])),
+    "whitespace before a call": (
+        "</think>\n\n" + call("f", "{}"),
+        ParsedText(None, None, [("f", "{}")]),
+        ParsedText(None, "\n\n", [("f", "{}")]),
+    ),
     "spacing of arguments": (
         "</think>A" + call("f", '{"a":2.50}'),
-        Parsed(None, "A", [("f", '{"a": 2.5}')]),
-        Parsed(None, "A", [("f", '{"a":2.50}')]),
+        ParsedText(None, "A", [("f", '{"a": 2.5}')]),
+        ParsedText(None, "A", [("f", '{"a":2.50}')]),
     ),
     "arguments that are no JSON": (
         "</think>A" + call("f", '{"a": "ls}'),
-        Parsed(None, "A" + call("f", '{"a": "ls}')),
-        Parsed(None, "A", [("f", '{"a": "ls}}')]),
+        ParsedText(None, "A" + call("f", '{"a": "ls}')),
+        ParsedText(None, "A", [("f", '{"a": "ls}}')]),
     ),
     "a good call, then a bad one": (
         "</think>A" + call("f", "{}") + "<tool_call>\n{bad\n</tool_call>",
-        Parsed(None, "A" + call("f", "{}") + "<tool_call>\n{bad\n</tool_call>"),
-        Parsed(None, "A", [("f", "{}")]),
+        ParsedText(None, "A" + call("f", "{}") + "<tool_call>\n{bad\n</tool_call>"),
+        ParsedText(None, "A", [("f", "{}")]),
     ),
     "cut within arguments": (
         '</think>A<tool_call>\n{"name": "f", "arguments": {"a": "l',
-        Parsed(None, 'A<tool_call>\n{"name": "f", "arguments": {"a": "l'),
-        Parsed(None, "A", [("f", '{"a": "l')]),
+        ParsedText(None, 'A<tool_call>\n{"name": "f", "arguments": {"a": "l'),
+        ParsedText(None, "A", [("f", '{"a": "l')]),
     ),
     "name after arguments": (
         '</think>A<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>',
-        Parsed(None, "A", [("f", '{"a": 1}')]),
-        Parsed(None, "A", [("f", '{"a": 1}, "name": "f"')]),
+        ParsedText(None, "A", [("f", '{"a": 1}')]),
+        ParsedText(None, "A", [("f", '{"a": 1}, "name": "f"')]),
     ),
-    "thinking closed twice": ("a</think>b</think>c", Parsed("a", "bc"), Parsed("a", "b</think>c")),
-    "the beginning of a tag at the end": ("</think>a <", Parsed(None, "a <"), Parsed(None, "a ")),
+    "thinking closed twice": ("a</think>b</think>c", ParsedText("a", "bc"), ParsedText("a", "b</think>c")),
+    "the beginning of a tag at the end": ("</think>a <", ParsedText(None, "a <"), ParsedText(None, "a ")),
 }
 
 
@@ -112,7 +116,7 @@ def stream(text, how, **settings):
             name, arguments = calls[part["index"]]
             calls[part["index"]] = (name, arguments + part["function"].get("arguments", ""))
     assert parser.called == bool(calls)
-    return Parsed(reasoning or None, content or None, calls)
+    return ParsedText(reasoning or None, content or None, calls)
 
 
 @pytest.mark.parametrize("how", ["whole", "characters", 1, 2, 3])
@@ -132,14 +136,14 @@ def test_where_vllm_streams_something_else_than_it_answers_whole(name):
 
 def test_without_tools_calls_are_text():
     text = f"</think>A{call('f', '{}')}"
-    assert parse_reply(text, tools=False) == Parsed(None, f"A{call('f', '{}')}")
+    assert parse_reply(text, tools=False) == ParsedText(None, f"A{call('f', '{}')}")
     deltas = [StreamParser(tools=False).feed(text)]
     assert deltas == [{"content": f"A{call('f', '{}')}"}]
 
 
 def test_with_thinking_turned_off_everything_is_content():
-    assert parse_reply("Plain </think> answer", tools=True, thinking=False) == Parsed(None, "Plain </think> answer")
-    assert stream("Plain answer", "characters", thinking=False) == Parsed(None, "Plain answer")
+    assert parse_reply("Plain </think> answer", tools=True, thinking=False) == ParsedText(None, "Plain </think> answer")
+    assert stream("Plain answer", "characters", thinking=False) == ParsedText(None, "Plain answer")
 
 
 def test_a_name_comes_first_and_arguments_in_pieces():

@@ -17,7 +17,7 @@ from tests.core.forest import Forest
 from tokencache.core import ids
 from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.drift import Drift, Site
-from tokencache.core.messages import Call, Message
+from tokencache.core.messages import Message, ToolCall
 from tokencache.core.turn import Anchor, Turn
 from tokencache.store.base import Incident, OpenCall, SessionInfo
 from tokencache.trajectories.rollout import Records, Rollout, rollout
@@ -129,7 +129,7 @@ class Talk(Forest):
         call this is the second choice; a turn that is not `kept` has no context.
         """
         name = f"t{len(self.turns)}"
-        served = Message("assistant", content, reasoning, tuple(Call(*one) for one in calls))
+        served = Message("assistant", content, reasoning, tuple(ToolCall(*one) for one in calls))
         completion = sampled(served)[:cut]
         prompt, places = self._prompt(messages, after, list(anchors))
         if logprobs is None:

@@ -44,7 +44,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _check_template("content", text)
 
 
-class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HarnessIds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the harness's own ids travel: `header:NAME` or `body:PATH`. For grouping and statistics, never to tell rollouts apart.
 
     `session` is its conversation's id, `agent` that of a sub-agent within it.
@@ -103,7 +103,7 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     env: dict[str, str] = {}
     quiet: dict[str, str] = {}
     files: tuple[File, ...] = ()
-    wire: Wire = Wire()
+    wire: HarnessIds = HarnessIds()
     mutations: Mutations = Mutations()
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ _NOT_FOUND = 404
 _PATIENCE = aiohttp.ClientTimeout(total=10.0)
 
 
-class Served(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     """A model as `/v1/models` lists it; `max_model_len` (tokens) is vLLM's."""
 
     id: str
@@ -23,7 +23,7 @@ class Served(msgspec.Struct, frozen=True):
 class Models(msgspec.Struct, frozen=True):
     """What `/v1/models` answers."""
 
-    data: tuple[Served, ...]
+    data: tuple[ListedModel, ...]
 
 
 def find(proxy_url: str, key: str, model: str | None) -> tuple[str, int]:
@@ -44,7 +44,7 @@ def find(proxy_url: str, key: str, model: str | None) -> tuple[str, int]:
     return choose(models, model, proxy_url)
 
 
-def choose(models: Sequence[Served], model: str | None, proxy_url: str) -> tuple[str, int]:
+def choose(models: Sequence[ListedModel], model: str | None, proxy_url: str) -> tuple[str, int]:
     """Return the model to name and the longest context in tokens, out of those that are served.
 
     Raises:
@@ -57,7 +57,7 @@ def choose(models: Sequence[Served], model: str | None, proxy_url: str) -> tuple
     return name, next((one.max_model_len for one in models if one.id == name and one.max_model_len), DEFAULT_CONTEXT)
 
 
-async def _ask(proxy_url: str, key: str) -> Sequence[Served]:
+async def _ask(proxy_url: str, key: str) -> Sequence[ListedModel]:
     url = f"{proxy_url.rstrip('/')}/v1/models"
     try:
         async with (

@@ -50,14 +50,14 @@ class Pause(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ServerResponse(msgspec.Struct, frozen=True):
     """What came back; status 0 says that nothing did, and `body` why."""
 
     status: int
     body: bytes
 
 
-Exchange: TypeAlias = Generator[Request | Pause, Answer, T]
+Exchange: TypeAlias = Generator[Request | Pause, ServerResponse, T]
 
 
 def ask(request: Request, kind: type[T]) -> Exchange[T]:
@@ -65,7 +65,7 @@ def ask(request: Request, kind: type[T]) -> Exchange[T]:
     return read((yield from send(request))[0], request, kind)
 
 
-def send(request: Request) -> Exchange[tuple[Answer, int]]:
+def send(request: Request) -> Exchange[tuple[ServerResponse, int]]:
     """Send a request until it is answered; returns the answer and how often it was sent."""
     answer, tries = (yield request), 1
     for pause in _PAUSES if request.repeatable else ():
@@ -78,7 +78,7 @@ def send(request: Request) -> Exchange[tuple[Answer, int]]:
     return answer, tries
 
 
-def read(answer: Answer, request: Request, kind: type[T]) -> T:
+def read(answer: ServerResponse, request: Request, kind: type[T]) -> T:
     """Read an answer's body.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, cast, overload
 import httpx2
 
 from tokencache.client.access import Access, access_to
-from tokencache.client.asking import Answer, Exchange, Request, T
+from tokencache.client.asking import Exchange, Request, ServerResponse, T
 from tokencache.client.errors import NotFoundError
 from tokencache.client.exchanges import Exchanges, check_deletion, missing
 from tokencache.core.budget import Budget
@@ -36,14 +36,14 @@ class _Line:
         except StopIteration as done:
             return cast("T", done.value)
 
-    def _send(self, request: Request) -> Answer:
+    def _send(self, request: Request) -> ServerResponse:
         try:
             answer = self.http.request(
                 request.method, request.path, params=request.params, content=request.body, headers=request.headers(self._admin_key)
             )
         except httpx2.TransportError as why:
-            return Answer(0, f"{type(why).__name__}: {why}".encode())
-        return Answer(answer.status_code, answer.content)
+            return ServerResponse(0, f"{type(why).__name__}: {why}".encode())
+        return ServerResponse(answer.status_code, answer.content)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -183,7 +183,7 @@ class Exchanges:
 
     def _served(self, key: str, model: str | None) -> Exchange[tuple[str, int]]:
         """Find the model to name and its context in tokens, as `adapters.served.find` does."""
-        models: Sequence[served.Served] = ()
+        models: Sequence[served.ListedModel] = ()
         try:
             models = (yield from ask(Request("GET", "/v1/models", key=key), served.Models)).data
         except ClientError:

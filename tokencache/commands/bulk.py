@@ -19,7 +19,7 @@ AT_ONCE = 4
 """Sessions fetched at a time; so many rollouts are held in memory."""
 
 
-class Taken(msgspec.Struct, frozen=True):
+class FetchedRollout(msgspec.Struct, frozen=True):
     """A rollout as it was fetched; `quiet` says that no call was open before that, `tokens` are those of all its sequences."""
 
     session: str
@@ -88,7 +88,7 @@ class Export(msgspec.Struct, kw_only=True):
                 await client.session(name).delete()
             self.deleted.append(name)
 
-    def _write(self, taken: Taken, sink: Sink) -> bool:
+    def _write(self, taken: FetchedRollout, sink: Sink) -> bool:
         if not taken.complete and self.complete_only:
             self.passed.append(taken.session)
             return False
@@ -100,10 +100,10 @@ class Export(msgspec.Struct, kw_only=True):
         self.size += len(taken.rollout)
         return True
 
-    async def _fetched(self, client: AsyncClient) -> AsyncGenerator[tuple[str, Taken | None], None]:
+    async def _fetched(self, client: AsyncClient) -> AsyncGenerator[tuple[str, FetchedRollout | None], None]:
         """Fetch all sessions, some at once, and hand them out in their order; `None` for one that is gone."""
         left: Iterator[str] = iter(self.names)
-        running: deque[tuple[str, asyncio.Task[Taken]]] = deque()
+        running: deque[tuple[str, asyncio.Task[FetchedRollout]]] = deque()
         try:
             while True:
                 while len(running) < AT_ONCE and (name := next(left, None)) is not None:
@@ -124,7 +124,7 @@ class Export(msgspec.Struct, kw_only=True):
                 task.cancel()
             await asyncio.gather(*(task for _, task in running), return_exceptions=True)
 
-    async def _take(self, client: AsyncClient, name: str) -> Taken:
+    async def _take(self, client: AsyncClient, name: str) -> FetchedRollout:
         session = client.session(name)
         if self.seal or self.delete:
             await session.seal()
@@ -132,7 +132,7 @@ class Export(msgspec.Struct, kw_only=True):
         rollout = await session.fetch_json(self.format, drift=self.drift)
         told = msgspec.json.decode(rollout, type=_Told)
         complete = state.complete if told.complete is None else told.complete
-        return Taken(name, rollout, complete, not state.open_calls, told.figures.trainable_tokens + told.figures.masked_tokens)
+        return FetchedRollout(name, rollout, complete, not state.open_calls, told.figures.trainable_tokens + told.figures.masked_tokens)
 
 
 class _Figures(msgspec.Struct, frozen=True):

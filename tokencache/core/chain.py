@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import xxhash
 
-from tokencache.core.messages import Call, Message, digest, exact
+from tokencache.core.messages import Message, ToolCall, digest, exact
 
 CALLS = "calls"
 """Where the first call is made, among the debuts of roles."""
@@ -119,14 +119,14 @@ def keyed(secret: bytes, data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16, key=secret).digest()
 
 
-def link(previous: bytes, message: Message, own: bytes, calls: tuple[Call, ...] = ()) -> bytes:
+def link(previous: bytes, message: Message, own: bytes, calls: tuple[ToolCall, ...] = ()) -> bytes:
     """Extend a chain by one message; `own` is what it is linked by, `calls` are those of the last reply before it."""
     if message.role != "tool":
         return xxhash.xxh3_128_digest(previous + own)
     return xxhash.xxh3_128_digest(previous + own + _answered(message.answers or "", calls))
 
 
-def _answered(answers: str, calls: tuple[Call, ...]) -> bytes:
+def _answered(answers: str, calls: tuple[ToolCall, ...]) -> bytes:
     for n, call in enumerate(calls):
         if call.id == answers:
             return b"call:%d" % n

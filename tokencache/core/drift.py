@@ -132,7 +132,7 @@ def rendering_of(prompt: Sequence[int], sites: Sequence[Site]) -> list[int]:
     return found
 
 
-class Step(NamedTuple):
+class MeasuredTurn(NamedTuple):
     """A turn of a sequence: where its prompt and its completion end, and the drift of its prompt (`None`: not measured)."""
 
     prompt: int
@@ -140,7 +140,7 @@ class Step(NamedTuple):
     drift: Drift | None
 
 
-def breaks(token_ids: Sequence[int], steps: Sequence[Step]) -> list[int] | None:
+def breaks(token_ids: Sequence[int], steps: Sequence[MeasuredTurn]) -> list[int] | None:
     """Find the turns of a sequence at which it would break if every prompt were rendered plainly.
 
     That is what happens to who has only the text: a turn goes on from the one before it if its plain rendering starts

@@ -78,16 +78,16 @@ def _respliced(turn: Turn, turns: Mapping[str, Turn], prefix_of: Callable[[str],
     return list(found.values())
 
 
-class Echo(NamedTuple):
+class FoundReply(NamedTuple):
     """A reply as it stands in a request: at which place among the messages, and the rules that recognise it there."""
 
     place: int
     rules: tuple[str, ...]
 
 
-def echoes(spans: Sequence[Anchor], turns: Mapping[str, Turn], messages: Sequence[Message]) -> dict[str, Echo]:
+def echoes(spans: Sequence[Anchor], turns: Mapping[str, Turn], messages: Sequence[Message]) -> dict[str, FoundReply]:
     """Find the message that each of a prompt's own spans came back as, by turn; one that cannot be found is left out."""
-    found: dict[str, Echo] = {}
+    found: dict[str, FoundReply] = {}
     at = 0
     for span in spans:
         turn = turns[span.turn]
@@ -97,7 +97,7 @@ def echoes(spans: Sequence[Anchor], turns: Mapping[str, Turn], messages: Sequenc
             verdict = judge(turn.served, messages[place], _EVERYONE)
             partly = verdict.kind == "foreign" and "aborted" in turn.marks
             if verdict.kind != "foreign" or partly:
-                found[turn.id] = Echo(place, (INTERRUPTED,) if partly else verdict.rules)
+                found[turn.id] = FoundReply(place, (INTERRUPTED,) if partly else verdict.rules)
                 at = place + 1
                 break
     return found

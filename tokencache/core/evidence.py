@@ -11,7 +11,7 @@ message of its own. Each turn was sent after all of that was judged for its own 
 
 Where `judged` differs, `holds` judges every reply in the turn's prompt again, along the line of turns that it continues.
 
-A client may also send back the token ids of a reply (`Echoed`). They name the turn, if its words came back, too.
+A client may also send back the token ids of a reply (`ReturnedIdHashes`). They name the turn, if its words came back, too.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +26,7 @@ from tokencache.core.rules import Leniency
 from tokencache.core.turn import Anchor, Turn
 
 
-class Standing(msgspec.Struct, frozen=True):
+class PlacedReply(msgspec.Struct, frozen=True):
     """A reply that stands in a prompt with its exact ids: its place among the messages, whose it is, and its range of tokens."""
 
     place: int
@@ -40,16 +40,16 @@ class Standing(msgspec.Struct, frozen=True):
         return Anchor(self.turn.id, self.start, self.end, self.place)
 
 
-def whole(place: int, turn: Turn) -> Standing:
+def whole(place: int, turn: Turn) -> PlacedReply:
     """A turn's reply at the end of its own prefix."""
-    return Standing(place, turn, turn.prompt_tokens, turn.prompt_tokens + turn.completion_tokens)
+    return PlacedReply(place, turn, turn.prompt_tokens, turn.prompt_tokens + turn.completion_tokens)
 
 
 CLIENT_IDS = "client-ids"
 """The reason of a turn whose prompt begins with ids that the client sent back and that are not recorded here."""
 
 
-class Echoed(NamedTuple):
+class ReturnedIdHashes(NamedTuple):
     """Hashes of the token ids that came back with a message, to be compared with those of a turn.
 
     `prefix` is the hash of the ids of its prompt and its generation together, `completion` that of its generation (`turn.hash_ids`);
@@ -117,12 +117,12 @@ def foreign(conversation: Conversation, start: int, until: int, replies: Collect
     return keyed(conversation.salt, b"foreign" + inherited + b"".join(conversation.exacts[i] for i in own)) if own else inherited
 
 
-def standing(turn: Turn, turns: Mapping[str, Turn]) -> tuple[Standing, ...] | None:
+def standing(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, ...] | None:
     """List the replies that stand in a turn's prompt, in order; `None` if the records do not say where.
 
     `turns` holds all turns that it rests on.
     """
-    line: list[Standing] = []
+    line: list[PlacedReply] = []
     at = turn
     while at.parent is not None and not at.anchors:
         parent = turns.get(at.parent)
@@ -134,7 +134,7 @@ def standing(turn: Turn, turns: Mapping[str, Turn]) -> tuple[Standing, ...] | No
         return None
     if any(anchor.place < 0 or anchor.turn not in turns for anchor in at.anchors):
         return None
-    first = [Standing(anchor.place, turns[anchor.turn], anchor.start, anchor.end) for anchor in at.anchors]
+    first = [PlacedReply(anchor.place, turns[anchor.turn], anchor.start, anchor.end) for anchor in at.anchors]
     return (*first, *reversed(line))
 
 

@@ -5,7 +5,7 @@ have ended (`Cut`), and an echo is recognised if it is the text up to one of the
 around it was lost, only if there is just one such place.
 
 That says which characters were heard, not which tokens: a parser holds text back, a character may be half of a token.
-Where the tokens end is to be proven by decoding them (`Heard` says between which bounds); the core cannot do that.
+Where the tokens end is to be proven by decoding them (`DeliveredPrefix` says between which bounds); the core cannot do that.
 A turn that had begun a call is never taken: nobody can say how much of it the harness kept.
 """
 
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
     reasoning: int
 
 
-class Heard(NamedTuple):
+class DeliveredPrefix(NamedTuple):
     """What a harness had heard of an aborted turn.
 
     `text` is spelled by the tokens from some place between `first` (inclusive) and `begun` (exclusive) on, and they end
@@ -59,7 +59,7 @@ def unpack_cuts(packed: bytes) -> list[Cut]:
     return [Cut(*numbers[i : i + len(Cut._fields)]) for i in range(0, len(numbers), len(Cut._fields))]
 
 
-def heard(turn: Turn, echoed: Message, leniency: Leniency) -> Heard | None:
+def heard(turn: Turn, echoed: Message, leniency: Leniency) -> DeliveredPrefix | None:
     """Find up to where of an aborted turn a harness had heard; `None` if this is not what it said, or it is not certain.
 
     A text is the turn's `content` up to a cut, its reasoning whole or gone; without any text it is its reasoning.
@@ -77,7 +77,7 @@ def heard(turn: Turn, echoed: Message, leniency: Leniency) -> Heard | None:
         return None
     begin = next(cut for cut in unpack_cuts(turn.cuts) if getattr(cut, member))
     rules = tuple(sorted({*verdict.rules, RULE}))
-    return Heard(turn, getattr(message, member) or "", begin.before, begin.after, cut.after, rules)
+    return DeliveredPrefix(turn, getattr(message, member) or "", begin.before, begin.after, cut.after, rules)
 
 
 def may_be(turn: Turn, echoed: Message) -> bool:

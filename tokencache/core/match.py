@@ -37,8 +37,8 @@ import msgspec
 
 from tokencache.core import evidence
 from tokencache.core.chain import Conversation
-from tokencache.core.evidence import Echoed
-from tokencache.core.interrupt import Heard, heard, may_be
+from tokencache.core.evidence import ReturnedIdHashes
+from tokencache.core.interrupt import DeliveredPrefix, heard, may_be
 from tokencache.core.keys import aborted_key, call_key, chain_key, handle_key, place_key, reply_key
 from tokencache.core.messages import Message
 from tokencache.core.rules import STRICT, Leniency
@@ -83,7 +83,7 @@ class Match(NamedTuple):
     at: int = 0
     anchors: tuple[tuple[int, Hit], ...] = ()
     forgiven: tuple[str, ...] = ()
-    heard: Heard | None = None
+    heard: DeliveredPrefix | None = None
     unsure: tuple[bytes, ...] = ()
     turns_wanted: bool = False
 
@@ -95,7 +95,7 @@ def match(
     handles: Mapping[int, str] = MappingProxyType({}),
     turns: Mapping[str, Turn] | None = None,
     *,
-    echoed: Mapping[int, Echoed] = MappingProxyType({}),
+    echoed: Mapping[int, ReturnedIdHashes] = MappingProxyType({}),
 ) -> Match:
     """Relate a history to the recorded turns in `hits` (the values found under `keys.wanted`).
 
@@ -132,7 +132,7 @@ def match(
 class _Found(NamedTuple):
     hit: Hit
     verdict: Verdict
-    heard: Heard | None = None
+    heard: DeliveredPrefix | None = None
 
 
 class _Claim(NamedTuple):
@@ -290,7 +290,7 @@ class _Finder(NamedTuple):
     leniency: Leniency
     handles: Mapping[int, str]
     turns: Mapping[str, Turn]
-    echoed: Mapping[int, Echoed]
+    echoed: Mapping[int, ReturnedIdHashes]
 
     def in_place(self, i: int) -> _Found | str | None:
         """Find the turn that said this behind just this context; a word for why it is none; `None` where nothing was said."""

@@ -46,7 +46,7 @@ _VERSION = b"tc1"
 _MOST_VALUES = 200_000
 
 
-class Call(msgspec.Struct, frozen=True):
+class ToolCall(msgspec.Struct, frozen=True):
     """A tool call as it was written: `arguments` is the JSON text, valid or not."""
 
     id: str
@@ -66,7 +66,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str
     content: str | None = None
     reasoning: str | None = None
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     answers: str | None = None
     name: str | None = None
     media: bytes = b""

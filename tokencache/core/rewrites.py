@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core.messages import BLANK, Call, Message, canonical_arguments, canonical_json
+from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, canonical_json
 from tokencache.core.repair import NothingSaidError, completed
 from tokencache.core.rules import Leniency
 
@@ -111,13 +111,13 @@ def _calls_as_text(served: Message) -> Message:
 # arguments as a whole: what was no JSON object
 
 
-def _unparsed(ours: Call, theirs: Call, value: dict[str, Any]) -> bool:
+def _unparsed(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     """`unparsed-input` (Claude Code); `len` is that of a JavaScript string, in UTF-16 units."""
     length = len(ours.arguments.encode("utf-16-le", "surrogatepass")) // 2
     return _broken(ours, theirs) and value == {_UNPARSED: {"raw": ours.arguments, "len": length}}
 
 
-def _repaired(ours: Call, theirs: Call, value: dict[str, Any]) -> bool:
+def _repaired(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     """`args-repaired` (Pi, LangChain, Qwen Code)."""
     if not _broken(ours, theirs):
         return False
@@ -127,35 +127,35 @@ def _repaired(ours: Call, theirs: Call, value: dict[str, Any]) -> bool:
         return False
 
 
-def _emptied(ours: Call, theirs: Call, value: dict[str, Any]) -> bool:
+def _emptied(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     """`args-emptied` (Kimi Code, Crush)."""
     return _broken(ours, theirs) and value == {}
 
 
-def _invalid_json(ours: Call, theirs: Call, value: dict[str, Any]) -> bool:
+def _invalid_json(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     """`invalid-json-wrapped` (pydantic-ai)."""
     return _broken(ours, theirs) and value == {"INVALID_JSON": ours.arguments}
 
 
-def _malformed(ours: Call, theirs: Call, value: dict[str, Any]) -> bool:
+def _malformed(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     """`malformed-wrapped` (OpenHands), for empty arguments, too."""
     empty = not ours.arguments.strip(BLANK)
     kept = ours.name == theirs.name and (empty or _object(ours.arguments) is None)
     return kept and value.keys() == {_OPENHANDS, "error"} and value[_OPENHANDS] is True and isinstance(value["error"], str)
 
 
-def _invalid_tool(ours: Call, theirs: Call, value: dict[str, Any]) -> bool:
+def _invalid_tool(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     """`invalid-tool` (OpenCode): the only rule under which a name may change."""
     return theirs.name == "invalid" and value.keys() == {"tool", "error"} and value["tool"] == ours.name and isinstance(value["error"], str)
 
 
-def _markers(ours: Call, theirs: Call, _: dict[str, Any]) -> bool:
+def _markers(ours: ToolCall, theirs: ToolCall, _: dict[str, Any]) -> bool:
     """`marker-broken` (pydantic-ai), wherever in the arguments a marker stands."""
     broken = break_markers(ours.arguments)
     return ours.name == theirs.name and broken != ours.arguments and canonical_arguments(broken) == canonical_arguments(theirs.arguments)
 
 
-ARGUMENTS: dict[str, Callable[[Call, Call, dict[str, Any]], bool]] = {
+ARGUMENTS: dict[str, Callable[[ToolCall, ToolCall, dict[str, Any]], bool]] = {
     "unparsed-input": _unparsed,
     "args-repaired": _repaired,
     "args-emptied": _emptied,
@@ -166,7 +166,7 @@ ARGUMENTS: dict[str, Callable[[Call, Call, dict[str, Any]], bool]] = {
 }
 
 
-def _broken(ours: Call, theirs: Call) -> bool:
+def _broken(ours: ToolCall, theirs: ToolCall) -> bool:
     return ours.name == theirs.name and bool(ours.arguments.strip(BLANK)) and _object(ours.arguments) is None
 
 
@@ -200,7 +200,7 @@ def _trailing(_: str, member: str, ours: Any, theirs: Any) -> bool:
 MEMBERS: dict[str, Callable[[str, str, Any, Any], bool]] = {"cd-prefix": _cd, "coerced-values": _coerced, "trailing-blanks": _trailing}
 
 
-def explain_call(ours: Call, theirs: Call) -> list[Rules]:
+def explain_call(ours: ToolCall, theirs: ToolCall) -> list[Rules]:
     """Find the sets of rules that each make `theirs` of `ours`, whose arguments or names differ; none if nothing does."""
     value = _object(theirs.arguments)
     if value is None:
@@ -210,7 +210,7 @@ def explain_call(ours: Call, theirs: Call) -> list[Rules]:
     return [*ways, members] if members else ways
 
 
-def _explain_members(ours: Call, theirs: dict[str, Any]) -> Rules | None:
+def _explain_members(ours: ToolCall, theirs: dict[str, Any]) -> Rules | None:
     """Explain each member that differs by the one rule that makes it; the others must be the same."""
     mine = _object(ours.arguments)
     if mine is None or mine.keys() - theirs.keys():

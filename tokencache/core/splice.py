@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tokencache.core import ids
 
 
-class Boundary(NamedTuple):
+class Junction(NamedTuple):
     """How a reply and the tail behind it meet.
 
     `drop`: tokens to take off the reply's end; `skip`: tokens of the tail that the reply already holds.
@@ -26,12 +26,12 @@ class Boundary(NamedTuple):
     skip: int = 0
 
 
-SHARED = Boundary("shared-stop", skip=1)
-OPEN = Boundary("no-stop")
-REPLACED = Boundary("other-stop", drop=1)
+SHARED = Junction("shared-stop", skip=1)
+OPEN = Junction("no-stop")
+REPLACED = Junction("other-stop", drop=1)
 
 
-def boundary(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Boundary:
+def boundary(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Junction:
     """Find how packed reply ids and packed tail ids meet; `stop_ids` are those the engine stops at."""
     if not reply or not tail:
         return OPEN
@@ -41,7 +41,7 @@ def boundary(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Boundary:
     return SHARED if last == tail[: ids.ID_BYTES] else REPLACED
 
 
-def join(prefix: bytes, tail: bytes, where: Boundary) -> bytes:
+def join(prefix: bytes, tail: bytes, where: Junction) -> bytes:
     """Join a prefix (packed) with the tail behind it (packed)."""
     kept = prefix[: len(prefix) - where.drop * ids.ID_BYTES]
     return kept + ids.tail(tail, where.skip)

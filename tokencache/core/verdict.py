@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from tokencache.core.messages import BLANK, Call, Message, canonical_arguments, split_think
+from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, split_think
 from tokencache.core.rewrites import Rules, explain_call, retold
 from tokencache.core.rules import BY_NAME, STRICT, Leniency
 
@@ -113,7 +113,7 @@ def _same_make(ours: str, theirs: str) -> bool:
     return ours[: one.start()] == theirs[: other.start()] and len(one[0]) == len(other[0])
 
 
-def _judge_call(ours: Call, theirs: Call, leniency: Leniency) -> Rules | None:
+def _judge_call(ours: ToolCall, theirs: ToolCall, leniency: Leniency) -> Rules | None:
     if ours.name == theirs.name and canonical_arguments(ours.arguments) == canonical_arguments(theirs.arguments):
         return ("args-json",)
     ways = explain_call(ours, theirs)

@@ -32,7 +32,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class DemoFigures:
     """The figures of some rollouts; see the head of this file."""
 
     rollouts: int = 0
@@ -46,9 +46,9 @@ class Figures:
         """The figures by name."""
         return asdict(self)
 
-    def __add__(self, other: "Figures") -> "Figures":
+    def __add__(self, other: "DemoFigures") -> "DemoFigures":
         ours, theirs = self.as_json(), other.as_json()
-        return Figures(**{name: ours[name] + theirs[name] for name in ours})
+        return DemoFigures(**{name: ours[name] + theirs[name] for name in ours})
 
 
 def drift(before: Generation, turn: Generation) -> int:
@@ -60,12 +60,12 @@ def drift(before: Generation, turn: Generation) -> int:
     return len(prefix) - same
 
 
-def measure(rollout: Sequence[Generation]) -> Figures:
+def measure(rollout: Sequence[Generation]) -> DemoFigures:
     """Measure one rollout, given its turns in order."""
     lost = [drift(before, turn) for before, turn in pairwise(rollout)]
     breaks = [place for place, tokens in enumerate(lost, 1) if tokens]
     first_run = rollout[: breaks[0]] if breaks else rollout
-    return Figures(
+    return DemoFigures(
         rollouts=1,
         turns=len(rollout),
         contiguous_turns=len(rollout) - len(breaks),
@@ -86,11 +86,11 @@ def exported_turns(trajectory: Mapping[str, Any]) -> list[Generation]:
     return [turn for _, turn in sorted(found, key=lambda pair: pair[0])]
 
 
-def measure_exported(trajectory: Mapping[str, Any]) -> Figures:
+def measure_exported(trajectory: Mapping[str, Any]) -> DemoFigures:
     """Measure one rollout as the proxy exports it: its own word on sequences and loss masks is taken."""
     plain, sequences = measure(exported_turns(trajectory)), trajectory["sequences"]
     of_sequences = {"sequences": len(sequences), "trainable_tokens": sum(sequences[0]["loss_mask"]) if sequences else 0}
-    return Figures(**(plain.as_json() | of_sequences))
+    return DemoFigures(**(plain.as_json() | of_sequences))
 
 
 def disagreements(trajectory: Mapping[str, Any], books: Sequence[Generation], turns: int) -> list[str]:

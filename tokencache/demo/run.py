@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from tokencache.config import Settings
 from tokencache.demo import episodes, show, stages
-from tokencache.demo.figures import Figures, disagreements, measure, measure_exported
+from tokencache.demo.figures import DemoFigures, disagreements, measure, measure_exported
 from tokencache.demo.stages import Stage, StageError
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
@@ -88,8 +88,8 @@ class _Demo:
         logs = [stage.books(f"direct-{name}") for name in self._names]
         if not all(turn.prompt and turn.completion for log in logs for turn in log):
             raise StageError(f"{stage.name} reports no token ids (return_token_ids): there is nothing to compare")
-        direct = sum(map(measure, logs), Figures())
-        proxied = sum(map(measure_exported, exports), Figures())
+        direct = sum(map(measure, logs), DemoFigures())
+        proxied = sum(map(measure_exported, exports), DemoFigures())
         wrong = [line for name, export in zip(self._names, exports, strict=True) for line in self._check(name, export)]
         if json_file is not None:
             figures = {"direct": direct.as_json(), "proxied": proxied.as_json(), "verified_by_engine": not wrong}

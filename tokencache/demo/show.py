@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokencache.demo.alignment import align, wrap
-from tokencache.demo.figures import Figures, Generation, drift
+from tokencache.demo.figures import DemoFigures, Generation, drift
 
 _MEANINGS = {
     "rollouts": "runs of the agent",
@@ -37,7 +37,7 @@ def opening(console: Console, engine: str, rollouts: int, turns: int) -> None:
     )
 
 
-def table(console: Console, direct: Figures, proxied: Figures) -> None:
+def table(console: Console, direct: DemoFigures, proxied: DemoFigures) -> None:
     """Print the figures of both ways side by side."""
     shown = Table(show_lines=True)
     shown.add_column("figure", no_wrap=True)

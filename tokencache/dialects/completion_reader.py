@@ -25,7 +25,7 @@ class _Function(msgspec.Struct):
     arguments: str | None = None
 
 
-class Call(msgspec.Struct):
+class ToolCallPart(msgspec.Struct):
     """A tool call, or a piece of the one with this `index`; a whole message's have none."""
 
     index: int | None = None
@@ -49,7 +49,7 @@ class Said(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCallPart] | None = None
     prompt_token_ids: Raw = Raw()
     generation_token_ids: Raw = Raw()
     generation_log_probs: Raw = Raw()
@@ -65,13 +65,13 @@ class Said(msgspec.Struct):
         found = {PROMPT: self.prompt_token_ids, GENERATION: self.generation_token_ids, LOG_PROBS: self.generation_log_probs}
         return found if all(found.values()) else {}
 
-    def called(self) -> Iterator[tuple[int, Call]]:
+    def called(self) -> Iterator[tuple[int, ToolCallPart]]:
         """The calls, each with the number by which its pieces are told from others'."""
         for place, call in enumerate(self.tool_calls or ()):
             yield place if call.index is None else call.index, call
 
 
-class Choice(msgspec.Struct):
+class ChoicePart(msgspec.Struct):
     """A choice, whole or a piece of it."""
 
     index: int = 0
@@ -124,18 +124,18 @@ class Usage(msgspec.Struct):
         return (self.prompt_tokens_details.created_cache_tokens or 0) if self.prompt_tokens_details is not None else 0
 
 
-class Heard(msgspec.Struct):
+class CompletionChunk(msgspec.Struct):
     """A chat completion, or a chunk of one."""
 
     id: str = ""
     created: int = 0
     model: str = ""
-    choices: list[Choice] = []
+    choices: list[ChoicePart] = []
     usage: Usage | None = None
     error: Any = None
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> ChoicePart | None:
         """The first choice, which is the only one in every dialect but chat."""
         return next((choice for choice in self.choices if choice.index == 0), None)
 
@@ -152,10 +152,10 @@ class Heard(msgspec.Struct):
         )
 
 
-_HEARD = msgspec.json.Decoder(Heard)
+_HEARD = msgspec.json.Decoder(CompletionChunk)
 
 
-def hear(data: bytes) -> Heard | None:
+def hear(data: bytes) -> CompletionChunk | None:
     """Read a completion or a chunk; `None` if it is none."""
     try:
         return _HEARD.decode(data)

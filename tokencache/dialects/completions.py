@@ -23,7 +23,7 @@ from tokencache.dialects.body import fields_of, member, model_of
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.rendering import render_args
 from tokencache.dialects.chat.whole import WholeChoice
-from tokencache.dialects.presenter import Extras, Presenter
+from tokencache.dialects.presenter import ExtraMembers, Presenter
 from tokencache.dialects.sse import event_of
 
 Raw = msgspec.Raw
@@ -133,7 +133,7 @@ class CompletionPresenter(Presenter):
     def __init__(self, call: CompletionCall) -> None:
         hidden = [] if call.shows_ids else ["token_ids", "prompt_token_ids"]
         self._hidden = () if call.unrecorded else (*hidden, *([] if call.shows_logprobs else ["logprobs"]))
-        self._extras = Extras(call.fields)
+        self._extras = ExtraMembers(call.fields)
 
     def body(self, data: bytes) -> bytes:
         """See `Speaker.body`; what cannot be read is passed on as it is."""

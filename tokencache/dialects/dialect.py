@@ -5,8 +5,8 @@ chat reply is said again in the harness's words, event by event as it comes:
 
     request ──read──▶ Spoken(chat body, Speaker)  ──▶ plan, send ──▶ chat chunks ──Speaker──▶ the dialect's events
 
-A codec is pure: it gets what was asked (`Asked`) and answers with what is to be done. It imports no I/O; what it must
-look up (models served, documents it kept) it asks for through the functions that `Asked` brings.
+A codec is pure: it gets what was asked (`DialectRequest`) and answers with what is to be done. It imports no I/O; what it must
+look up (models served, documents it kept) it asks for through the functions that `DialectRequest` brings.
 
 Handles: where a dialect makes the harness echo something opaque (`signature`, `encrypted_content`, ids of items), the
 codec puts the call's `handle` there, 32 hexadecimal digits that nobody can guess, and reports in `Spoken.handles` which
@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from tokencache.dialects.gym import Echo
+from tokencache.dialects.gym import ReturnedIdFragments
 
 EVENTS = "text/event-stream"
 HANDLE = re.compile(r"[0-9a-f]{32}")
@@ -34,7 +34,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     max_model_len: int = 0
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class DialectRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request within a session, as a codec sees it.
 
     Attributes:
@@ -113,7 +113,7 @@ class Spoken(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     speaker: Speaker
     handles: Mapping[int, str] = {}
-    echoes: Mapping[int, Echo] = {}
+    echoes: Mapping[int, ReturnedIdFragments] = {}
     left_out: tuple[str, ...] = ()
     media_type: str = EVENTS
 
@@ -125,14 +125,14 @@ class Counting(msgspec.Struct, frozen=True, kw_only=True):
     say: Callable[[int], bytes]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class DirectReply(msgspec.Struct, frozen=True, kw_only=True):
     """An answer that needs no engine: JSON."""
 
     body: bytes
     status: int = 200
 
 
-Meaning = Spoken | Counting | Answer
+Meaning = Spoken | Counting | DirectReply
 
 
 class Dialect(Protocol):
@@ -143,7 +143,7 @@ class Dialect(Protocol):
     def speaks(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """Whether a request is this dialect's to read."""
 
-    async def read(self, asked: Asked) -> Meaning:
+    async def read(self, asked: DialectRequest) -> Meaning:
         """Read a request.
 
         Raises:

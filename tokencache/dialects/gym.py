@@ -45,7 +45,7 @@ _ENCODER = msgspec.json.Encoder()
 _NULL = b"null"
 
 
-class Echo(msgspec.Struct, frozen=True):
+class ReturnedIdFragments(msgspec.Struct, frozen=True):
     """Ids that came back with a message, as JSON fragments (`b"1,2,3"`): its prompt's, and those that were generated."""
 
     prompt: bytes
@@ -65,7 +65,7 @@ class _Choice(Protocol):
     prompt: bytes
 
 
-def take_out(raw: bytes) -> tuple[bytes, Echo | None]:
+def take_out(raw: bytes) -> tuple[bytes, ReturnedIdFragments | None]:
     """Take token ids out of a message or an item.
 
     Returns:
@@ -81,7 +81,7 @@ def take_out(raw: bytes) -> tuple[bytes, Echo | None]:
     if not taken:
         return raw, None  # they stand deeper: in arguments, or in what a tool said
     told = any(taken.get(name, _NULL) != _NULL for name in (PROMPT, GENERATION))
-    echo = Echo(_fragment(taken.get(PROMPT)), _fragment(taken.get(GENERATION))) if told else None
+    echo = ReturnedIdFragments(_fragment(taken.get(PROMPT)), _fragment(taken.get(GENERATION))) if told else None
     return _ENCODER.encode(fields), echo
 
 
@@ -111,13 +111,13 @@ def prefix_of(body: bytes) -> bytes:
     return take_prefix(fields_of(body)) if PREFIX.encode() in body else b""
 
 
-def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dict[int, Echo]]:
+def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dict[int, ReturnedIdFragments]]:
     """Take token ids out of the entries from `start` on.
 
     Returns:
         All entries, the very ones where there was nothing to take out; and what came back, by place.
     """
-    bare, echoes = list[bytes](), dict[int, Echo]()
+    bare, echoes = list[bytes](), dict[int, ReturnedIdFragments]()
     for place, entry in enumerate(entries[start:], start):
         left, echo = take_out(entry)
         if left is not entry:

@@ -21,7 +21,7 @@ _VERSIONS = "weight_versions"
 _UNAVAILABLE = 503
 
 
-class Extras:
+class ExtraMembers:
     """What a reply may hold besides ids and log probabilities, and what of it the harness sees that sent the members `fields`."""
 
     def __init__(self, fields: Mapping[str, Raw]) -> None:

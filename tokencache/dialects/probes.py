@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from tokencache.dialects.dialect import Answer, Asked, Meaning, ServedModel
+from tokencache.dialects.dialect import DialectRequest, DirectReply, Meaning, ServedModel
 from tokencache.errors import HarnessError
 
 _ALIVE = frozenset({"/", "/v1", "/v1/", "/v1/models", "/api/hello"})
@@ -40,7 +40,7 @@ class ProbeDialect:
             return True
         return (method == "HEAD" and path in _ALIVE) or (method in {"GET", "HEAD"} and _MODEL.fullmatch(path) is not None)
 
-    async def read(self, asked: Asked) -> Meaning:
+    async def read(self, asked: DialectRequest) -> Meaning:
         """See `Dialect.read`.
 
         Raises:
@@ -48,14 +48,14 @@ class ProbeDialect:
             EngineError: which models are served cannot be found out.
         """
         if asked.path in _OTHERS:
-            return Answer(body=b'{"detail":"Not Found"}', status=_NOT_FOUND)
+            return DirectReply(body=b'{"detail":"Not Found"}', status=_NOT_FOUND)
         wanted = _MODEL.fullmatch(asked.path)
         if wanted is None:
-            return Answer(body=b"{}")
+            return DirectReply(body=b"{}")
         name = unquote(wanted[1])
         for model in await asked.served():
             if model.name == name:
-                return Answer(body=msgspec.json.encode(_card(model)))
+                return DirectReply(body=msgspec.json.encode(_card(model)))
         raise HarnessError(f"The model `{name}` does not exist.", status=_NOT_FOUND, param="model", kind="NotFoundError")
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:

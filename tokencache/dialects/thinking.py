@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokencache.dialects.completion_reader import Choice, Heard, hear
+from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, hear
 from tokencache.dialects.dialect import HANDLE
 
 Mark = Literal["", "inln", "open"]
@@ -47,7 +47,7 @@ class Thinking:
         self.settled = False
         self._held = ""  # text that may be the beginning of a tag
 
-    def hear(self, data: bytes) -> Heard | None:
+    def hear(self, data: bytes) -> CompletionChunk | None:
         """Read a completion or a chunk (`heard.hear`), with its inline thinking as `reasoning`."""
         heard = hear(data)
         choice = heard.choice if heard is not None else None
@@ -55,7 +55,7 @@ class Thinking:
             self._split(choice)
         return heard
 
-    def _split(self, choice: Choice) -> None:
+    def _split(self, choice: ChoicePart) -> None:
         said = choice.said
         over = choice.message is not None or choice.finish_reason is not None
         if said.thought and not self.mark:  # the engine has a reasoning parser

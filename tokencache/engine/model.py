@@ -1,7 +1,7 @@
 """One engine as the proxy sees it: probed per model, with what is learned of each model's template kept.
 
 A model is probed when it is first named (adapters share an engine but may differ in template), and again when the
-engine could not be reached in between: another process may stand there now. What became of the probe is its `Standing`.
+engine could not be reached in between: another process may stand there now. What became of the probe is its `ModelState`.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.engine.drivers.base import Asked, Driver
+from tokencache.engine.drivers.base import Driver, DriverChat
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.logprobs import NONE
 from tokencache.engine.probe import Capability, probe
 from tokencache.engine.questions import Questions
 from tokencache.engine.reply import Choice
-from tokencache.engine.standing import Level, Standing, State, higher
+from tokencache.engine.standing import Level, ModelState, State, higher
 from tokencache.engine.template.agreement import agrees
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.template.renderer import EngineRenderer, Renderer
@@ -43,7 +43,7 @@ class Model:
         self.stop_ids: set[int] = set(capability.stop_ids)
         self.renderer = EngineRenderer(upstream)
         self.tails = Tails(self.renderer, self.stop_ids, small=small)
-        self._asked = Asked(upstream, self.driver)
+        self._asked = DriverChat(upstream, self.driver)
         self._agreed: dict[bytes, bool] = {}
         self._lock = asyncio.Lock()
 
@@ -96,7 +96,7 @@ class Engine:
         self._local = local
         self._on_probe = on_probe
         self._required = required
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, ModelState] = {}
         """By the name that the model was asked for by; `""` is the first that the engine serves."""
         self._best: dict[str, Level] = {}
         """The highest level that was ever found, by the model's own name."""
@@ -180,7 +180,7 @@ class Engine:
             if not self.capabilities:
                 self.error = str(why)
             if not why.passing and (not name or why.status >= _SERVERS_FAULT):  # a name that is refused may be another's mistake
-                self._standings.setdefault(name, Standing()).failed(why)
+                self._standings.setdefault(name, ModelState()).failed(why)
             raise
         found = msgspec.structs.replace(found, local_tokenizer=small is not None)
         wanted = higher(self._required, self._best.get(found.model, "relay"))
@@ -207,7 +207,7 @@ class Engine:
         """Keep what was found, under the name that was asked for and the model's own: both are one model."""
         standing = self._standings.get(found.model)
         if standing is None or standing.model is None or standing.state == "lowered":
-            standing = standing or Standing()
+            standing = standing or ModelState()
             standing.found(Model(found, self.upstream, small, self.driver), wanted)
         self._standings[name] = self._standings[found.model] = standing
         assert standing.model is not None  # noqa: S101 - it was found

@@ -21,7 +21,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.engine.drivers.base import CHAT, Asked, Driver
+from tokencache.engine.drivers.base import CHAT, Driver, DriverChat
 from tokencache.engine.drivers.text_prompts import TokenPrompts
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.logprobs import Kind, logprob_kind
@@ -132,7 +132,7 @@ async def _found(upstream: Questions, model: str, kinds: Sequence[Driver]) -> Ca
         unrendered = str(why)
     found = msgspec.structs.replace(found, max_model_len=found.max_model_len or renderer.max_model_len)
     supply, driver, used = await _driver(upstream, model, kinds, plain)
-    asked = Asked(upstream, driver)
+    asked = DriverChat(upstream, driver)
     found = msgspec.structs.replace(found, driver=driver.name, honours_ids=supply.honoured, model=model or supply.model)
     found = await _with_logprobs(found, asked, plain or used)
     if not supply.honoured:
@@ -180,7 +180,7 @@ async def _driver(upstream: Questions, model: str, kinds: Sequence[Driver], plai
     refusals: dict[str, EngineError] = {}
     for driver in kinds:
         try:
-            found = await _supply(Asked(upstream, driver), driver, model, plain)
+            found = await _supply(DriverChat(upstream, driver), driver, model, plain)
         except EngineError as why:
             if why.passing:
                 raise
@@ -194,7 +194,7 @@ async def _driver(upstream: Questions, model: str, kinds: Sequence[Driver], plai
     return max(answered, key=lambda one: (one[0].honoured, one[0].level == "record"))
 
 
-async def _supply(asked: Asked, driver: Driver, model: str, plain: bytes) -> tuple[_Supply, bytes]:
+async def _supply(asked: DriverChat, driver: Driver, model: str, plain: bytes) -> tuple[_Supply, bytes]:
     """Hand in ids that no rendering begins or ends with: the plain question's prompt twice, and its first id."""
     said = Reply()
     used = plain or await echo_of_chat(asked, {"model": model, "messages": _ASKED}, said)
@@ -230,7 +230,7 @@ def _refused(refusals: Mapping[str, EngineError]) -> EngineError:
     return EngineError(words, status=first.status, reached=first.reached)
 
 
-async def _with_logprobs(found: Capability, asked: Asked, prompt: bytes) -> Capability:
+async def _with_logprobs(found: Capability, asked: DriverChat, prompt: bytes) -> Capability:
     """Find out what the log probabilities are, with two ids of a prompt (packed): such as there are in the vocabulary."""
     known = sorted(set(ids.unpack(prompt)))
     if len(known) < 2:  # noqa: PLR2004
@@ -239,7 +239,7 @@ async def _with_logprobs(found: Capability, asked: Asked, prompt: bytes) -> Capa
     return msgspec.structs.replace(found, logprobs=kind, logprobs_seen=seen)
 
 
-async def _misparses(asked: Asked, upstream: Questions, detour: TokenPrompts, renderer: Renderer, model: str) -> str:
+async def _misparses(asked: DriverChat, upstream: Questions, detour: TokenPrompts, renderer: Renderer, model: str) -> str:
     """Say how derender's words differ from chat's own, for a reply of the model; and from a call as the template writes it; `""` if not."""
     request: dict[str, Any] = {"model": model, "messages": _ASKED, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
     answer = await asked.post(CHAT, request)
@@ -310,7 +310,7 @@ async def _blank(upstream: Questions, model: str, tokens: Sequence[int]) -> set[
     return found
 
 
-async def _stops_at(asked: Asked, model: str, token: int) -> bool:
+async def _stops_at(asked: DriverChat, model: str, token: int) -> bool:
     """Let the engine sample nothing but `token`: does it stop there, or go on to the limit?"""
     body: dict[str, Any] = {
         "model": model,

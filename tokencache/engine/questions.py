@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from tokencache.engine.upstream import Answer, Upstream
+from tokencache.engine.upstream import EngineResponse, Upstream
 from tokencache.errors import NOT_NOW, EngineError
 
 log = logging.getLogger(__name__)
@@ -22,11 +22,11 @@ PAUSES = (0.05, 0.25, 1.0)
 class Answers(Protocol):
     """Whatever answers small requests: an upstream, or questions to one."""
 
-    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
         """See `Upstream.post`."""
 
 
-async def until_answered(send: Callable[[], Awaitable[Answer]]) -> Answer:
+async def until_answered(send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:
     """Send a request that does no harm when it is sent twice, until it is answered.
 
     Raises:
@@ -54,7 +54,7 @@ class Questions:
         self._upstream = upstream
         self.unanswered: EngineError | None = None
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> EngineResponse:
         """Get and read the whole answer.
 
         Raises:
@@ -62,7 +62,7 @@ class Questions:
         """
         return await self._ask(lambda: self._upstream.get(path))
 
-    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
         """Post JSON and read the whole answer.
 
         Raises:
@@ -70,7 +70,7 @@ class Questions:
         """
         return await self._ask(lambda: self._upstream.post(path, body, headers))
 
-    async def _ask(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def _ask(self, send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:
         if self.unanswered is not None:
             raise self.unanswered
         try:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokencache.core.messages import Call, Message
+from tokencache.core.messages import Message, ToolCall
 from tokencache.dialects import routing
 from tokencache.dialects.completion_reader import Said
 from tokencache.engine import chances, weights
@@ -89,7 +89,7 @@ class Choice:
             "assistant",
             content="".join(self.content) or None,
             reasoning=("".join(self.reasoning) or None) if with_reasoning else None,
-            calls=tuple(Call(*self.calls[i]) for i in sorted(self.calls)),
+            calls=tuple(ToolCall(*self.calls[i]) for i in sorted(self.calls)),
         )
 
     def take(self, choice: _Choice, pieces: list[bytes]) -> None:

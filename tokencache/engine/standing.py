@@ -35,7 +35,7 @@ def higher(one: Level, other: Level) -> Level:
     return max(one, other, key=LEVELS.index)
 
 
-class Standing:
+class ModelState:
     """The state of one model on one engine.
 
     Attributes:

@@ -34,7 +34,7 @@ _LARGE = 2**20
 _REMIND_SECONDS = 60.0
 
 
-class Answer(NamedTuple):
+class EngineResponse(NamedTuple):
     """A whole answer: status, body."""
 
     status: int
@@ -138,7 +138,7 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError) as why:
             raise EngineError(f"the engine at {self.url} gave no answer: {_said(why)}") from why
 
-    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
         """Post JSON (bytes as they are, anything else encoded) and read the whole answer.
 
         Raises:
@@ -147,7 +147,7 @@ class Upstream:
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         return await self._whole(await self._send("POST", path, {**(headers or {}), "Content-Type": "application/json"}, data))
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> EngineResponse:
         """Get and read the whole answer.
 
         Raises:
@@ -178,10 +178,10 @@ class Upstream:
             self._said_short = time.monotonic()
             log.error("OUT OF FILE DESCRIPTORS: no connection to the engine at %s can be made; raise the limit of open files", self.url)
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> Answer:
+    async def _whole(self, response: aiohttp.ClientResponse) -> EngineResponse:
         try:
             async with response:
-                return Answer(response.status, await response.read())
+                return EngineResponse(response.status, await response.read())
         except (aiohttp.ClientError, TimeoutError) as why:
             raise EngineError(f"the engine at {self.url} broke off its answer: {_said(why)}") from why
 

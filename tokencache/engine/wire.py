@@ -24,7 +24,7 @@ _ENDED = b"\n\n\r\n"
 """The end of a chunk that ends with an event."""
 
 
-class Wire(asyncio.Protocol):
+class StreamProtocol(asyncio.Protocol):
     """What comes of one streamed answer, as long as the context is open.
 
     `settles` is asked of each event that arrives as a chunk of its own while somebody waits in `next`; true says that it need not be

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tokencache.dialects.dialect import EVENTS, refusal
 from tokencache.engine.drivers.base import Driver
-from tokencache.engine.drivers.text_prompts import Parsed
+from tokencache.engine.drivers.text_prompts import ParsedCompletion
 from tokencache.engine.reply import Reply
 from tokencache.errors import EngineError
 from tokencache.proxy.delivery import LEFT, Delivery
@@ -108,10 +108,10 @@ class Answering:
             self._delivery.break_off()
             return None
 
-    async def _parsed(self, body: bytes, driver: Driver, outcome: Outcome) -> Parsed:
+    async def _parsed(self, body: bytes, driver: Driver, outcome: Outcome) -> ParsedCompletion:
         """Make a chat completion of what came; if the harness leaves meanwhile, the tokens are there to be recorded."""
         if not self._sending.parses:
-            return Parsed(body)
+            return ParsedCompletion(body)
         work = asyncio.ensure_future(self._sending.parsed(self._hold.engine, body))
         try:
             async with self._hold.awake():
@@ -120,7 +120,7 @@ class Answering:
             await self._ending.write(self._gone_while_parsed(work, driver, outcome))
             raise
 
-    async def _gone_while_parsed(self, work: "asyncio.Future[Parsed]", driver: Driver, outcome: Outcome) -> None:
+    async def _gone_while_parsed(self, work: "asyncio.Future[ParsedCompletion]", driver: Driver, outcome: Outcome) -> None:
         self._delivery.take((await work)[0], driver)
         outcome.broke, outcome.detail = ABORTED, LEFT
         await self._ending.recorded(outcome)

@@ -27,12 +27,12 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from tokencache.core import ids
-from tokencache.core.evidence import Echoed
-from tokencache.core.messages import BLANK, Call, Message, canonical_arguments, canonical_json, split_think
+from tokencache.core.evidence import ReturnedIdHashes
+from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, canonical_json, split_think
 from tokencache.core.splice import fill
 from tokencache.core.turn import hash_ids
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.dialects.gym import PREFIX, Echo
+from tokencache.dialects.gym import PREFIX, ReturnedIdFragments
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.template.shapes import TailAsk
@@ -47,7 +47,7 @@ UNPROVEN = "client-ids-unproven"
 
 
 _JSON = json.JSONDecoder()
-_NOTHING = Echo(b"", b"")
+_NOTHING = ReturnedIdFragments(b"", b"")
 
 
 class _Reply(NamedTuple):
@@ -58,7 +58,7 @@ class _Reply(NamedTuple):
     generation: bytes
 
 
-class ReturnedIds(Mapping[int, Echoed]):
+class ReturnedIds(Mapping[int, ReturnedIdHashes]):
     """The ids that came back with the replies of a call's history, as hashes, by place; read and hashed when they are looked at."""
 
     def __init__(self, call: ChatCall) -> None:
@@ -93,7 +93,7 @@ class ReturnedIds(Mapping[int, Echoed]):
             self._read[place] = _Reply(place, prompt, generation) if generation else None
         return self._read[place]
 
-    def __getitem__(self, place: int) -> Echoed:
+    def __getitem__(self, place: int) -> ReturnedIdHashes:
         """Return the hashes of the ids at a place.
 
         Raises:
@@ -103,7 +103,7 @@ class ReturnedIds(Mapping[int, Echoed]):
         if reply is not None:
             return hashed(reply.prompt, reply.generation)
         if self._required and place == self._last:
-            return Echoed(hash_ids(self._required))
+            return ReturnedIdHashes(hash_ids(self._required))
         raise KeyError(place)
 
     def __iter__(self) -> Iterator[int]:
@@ -116,18 +116,18 @@ class ReturnedIds(Mapping[int, Echoed]):
         return sum(1 for _ in self)
 
 
-def read_echo(echo: Echo) -> tuple[bytes, bytes] | None:
+def read_echo(echo: ReturnedIdFragments) -> tuple[bytes, bytes] | None:
     """Read the ids of a prompt and its generation (packed); `None` if they are not lists of ids, or the prompt is empty."""
     prompt, generation = read_ids(b"[%s]" % echo.prompt), read_ids(b"[%s]" % echo.generation)
     return (prompt, generation) if prompt and generation is not None else None
 
 
-def hashed(prompt: bytes, generation: bytes) -> Echoed:
+def hashed(prompt: bytes, generation: bytes) -> ReturnedIdHashes:
     """Hash the ids of a prompt and its generation, as a turn's are hashed."""
-    return Echoed(hash_ids(prompt + generation), hash_ids(generation))
+    return ReturnedIdHashes(hash_ids(prompt + generation), hash_ids(generation))
 
 
-def is_prefix(echo: Echo, held: Held) -> bool:
+def is_prefix(echo: ReturnedIdFragments, held: Held) -> bool:
     """Whether ids that came back are just a turn's prefix, parted where its reply begins; compared as text."""
     generated = echo.generation.count(b",") + 1 if echo.generation else 0
     return generated == held.prefix.completion and b"".join(held.fragment) == echo.whole
@@ -213,7 +213,7 @@ async def _prove_words(call: ChatCall, replies: Sequence[_Reply], stands: tuple[
             raise TailRefusedError(UNPROVEN)
 
 
-def _is_shown(call: Call, sampled: str) -> bool:
+def _is_shown(call: ToolCall, sampled: str) -> bool:
     """Whether a sampled text names a call, and the template can write its arguments.
 
     Kimi-K2's template writes calls without their names. Arguments that are no JSON object are rendered as an empty one.

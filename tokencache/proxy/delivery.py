@@ -23,7 +23,7 @@ from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engine.chunks import as_chunks
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.reply import Reply
-from tokencache.engine.wire import Wire
+from tokencache.engine.wire import StreamProtocol
 from tokencache.proxy.engine_retry import Hold
 from tokencache.proxy.exchange import Exchange
 from tokencache.proxy.keepalive import SignsOfLife
@@ -150,7 +150,7 @@ class Delivery:
             writer = await response.prepare(self._request)  # it is: this gives what `response.write` looks for at each chunk
             assert writer is not None  # noqa: S101 - only an answer that has ended has none
             chunked = response.headers.get("Transfer-Encoding") == "chunked"
-            with Wire(answer, self._settle) as wire:
+            with StreamProtocol(answer, self._settle) as wire:
                 while came := await wire.next():
                     told = self._told(splitter.feed(came), held)
                     if told and not self.unheard:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from tokencache.core.messages import digest
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.dialects.gym import Echo
+from tokencache.dialects.gym import ReturnedIdFragments
 from tokencache.proxy.client_ids import hashed, is_prefix, read_echo
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan
@@ -68,7 +68,7 @@ def _listed(places: Sequence[int]) -> str:
     return f"messages {', '.join(map(str, places[:_SHOWN]))}{more}"
 
 
-def _turns_of(echo: Echo, known: list[Turn]) -> list[Turn]:
+def _turns_of(echo: ReturnedIdFragments, known: list[Turn]) -> list[Turn]:
     """The turns that were recorded with these ids."""
     read = read_echo(echo)
     if read is None:

@@ -24,7 +24,7 @@ from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.chat.messages import as_reminders
 from tokencache.dialects.chat.reply import ChatPresenter
 from tokencache.dialects.chat.sampling import pin
-from tokencache.dialects.dialect import Answer, Asked, Counting, Dialect, ServedModel, Speaker, Spoken, refusal
+from tokencache.dialects.dialect import Counting, Dialect, DialectRequest, DirectReply, ServedModel, Speaker, Spoken, refusal
 from tokencache.dialects.gym import prefix_of
 from tokencache.dialects.probes import model_list
 from tokencache.engine.drivers.base import Driver, Exact
@@ -147,7 +147,7 @@ class Caller:
         """
         asked = self._asked(visit, await body_of(visit.request))
         meant = await dialect.read(asked)
-        if isinstance(meant, Answer):
+        if isinstance(meant, DirectReply):
             return web.Response(body=meant.body, status=meant.status, content_type="application/json")
         if isinstance(meant, Counting):
             call = await self._translated(visit, meant.body, "")
@@ -280,9 +280,9 @@ class Caller:
             metrics.REPLACED.labels(name).inc()
         return replaced
 
-    def _asked(self, visit: Visit, body: bytes) -> Asked:
+    def _asked(self, visit: Visit, body: bytes) -> DialectRequest:
         store, session = self._ledger.store, visit.session
-        return Asked(
+        return DialectRequest(
             method=visit.request.method,
             path=visit.route,
             query=dict(visit.request.query),

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
 
 from tokencache.core import ids
-from tokencache.core.interrupt import Heard
+from tokencache.core.interrupt import DeliveredPrefix
 
 Read = Callable[[bytes], Awaitable[str]]
 
@@ -19,7 +19,7 @@ _AROUND = 3
 """So many tokens around the place that lengths point to are looked at: a piece of a character may read as more than the whole."""
 
 
-async def kept(heard: Heard, completion: bytes, stop_ids: AbstractSet[int], read: Read) -> int | None:
+async def kept(heard: DeliveredPrefix, completion: bytes, stop_ids: AbstractSet[int], read: Read) -> int | None:
     """Find how many tokens of a packed completion the harness has heard; `None` if that cannot be proven.
 
     `read` reads packed ids as text. A stop id right behind a text that was heard to its end belongs to it.

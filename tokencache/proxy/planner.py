@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from tokencache.core import evidence, ids
-from tokencache.core.evidence import Standing
-from tokencache.core.interrupt import RULE, Heard
+from tokencache.core.evidence import PlacedReply
+from tokencache.core.interrupt import RULE, DeliveredPrefix
 from tokencache.core.keys import chain_key, wanted
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.messages import Message
@@ -238,7 +238,7 @@ class Planner:
     async def _turns(self, session: str) -> dict[str, Turn]:
         return {turn.id: turn for turn in await self._store.turns(session)}
 
-    async def _cut(self, session: str, call: ChatCall, turn: Turn, part: Heard, model: Model) -> bytes | None:
+    async def _cut(self, session: str, call: ChatCall, turn: Turn, part: DeliveredPrefix, model: Model) -> bytes | None:
         """Cut an aborted turn's prefix (packed ids) where its harness left; `None` if no token is proven to end there.
 
         Raises:
@@ -275,7 +275,7 @@ class Planner:
         if where == REPLACED or len(base) < len(held.prefix.ids):
             prompt = join(base, tail, where)
             kept = ids.count(base) - where.drop
-            last = Standing(found.at - 1, parent, parent.prompt_tokens, kept)
+            last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, kept)
             return Plan(
                 match="resplice",
                 reason="other-stop" if where == REPLACED else RULE,
@@ -332,7 +332,7 @@ class Planner:
             logprobs = (await self._store.tokens(session, [turn.id]))[turn.id].logprobs
         return Head(place, turn.prompt_tokens, ids.count(base), logprobs)
 
-    async def _standing(self, session: str, turn: Turn) -> tuple[Standing, ...]:
+    async def _standing(self, session: str, turn: Turn) -> tuple[PlacedReply, ...]:
         """List the replies that stand in a turn's prompt.
 
         Raises:
@@ -392,7 +392,7 @@ class Planner:
         return msgspec.structs.replace(follows, match="branch") if continued else follows
 
     async def _opener(
-        self, session: str, call: ChatCall, place: tuple[Around, int], reply: Standing, stored: Mapping[str, Tokens]
+        self, session: str, call: ChatCall, place: tuple[Around, int], reply: PlacedReply, stored: Mapping[str, Tokens]
     ) -> bytes | None:
         """Find the generation prompt that a reply was sampled behind; `None` if it is not known to be one."""
         around, n = place
@@ -403,7 +403,7 @@ class Planner:
         before = evidence.parted(evidence.before(call.conversation, reply.place)).message
         return around.opener(n, opened, alike=before == evidence.parted(reply.turn.before).message)
 
-    async def _gone_on_from(self, session: str, prompt: bytes, last: Standing) -> Turn | None:
+    async def _gone_on_from(self, session: str, prompt: bytes, last: PlacedReply) -> Turn | None:
         """Find the turn whose exact ids a prompt goes on from, though its context was edited: the template renders both alike."""
         if last != evidence.whole(last.place, last.turn):
             return None

@@ -11,7 +11,7 @@ import aiohttp
 
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engine.drivers.base import Driver, Exact
-from tokencache.engine.drivers.text_prompts import PATH, Parsed, TokenPrompts
+from tokencache.engine.drivers.text_prompts import PATH, ParsedCompletion, TokenPrompts
 from tokencache.engine.model import Engine
 from tokencache.proxy.exchange import Exchange, request_id
 from tokencache.proxy.overflow import is_overflow
@@ -72,10 +72,10 @@ class Sending:
         """Whether what comes back is to be parsed."""
         return self._detour is not None
 
-    async def parsed(self, engine: Engine, body: bytes) -> Parsed:
+    async def parsed(self, engine: Engine, body: bytes) -> ParsedCompletion:
         """Make a chat completion of what came back; and say why it has no words, if so."""
         if self._detour is None:
-            return Parsed(body)
+            return ParsedCompletion(body)
         return await self._detour.parsed(engine.upstream, self._call.safe_fields(), body, self._exchange.headers)
 
     async def _post(self, engine: Engine, exact: Exact | None, detour: bytes | None = None) -> aiohttp.ClientResponse:

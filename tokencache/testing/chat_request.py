@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokencache.testing.refusals import Refusal, schema_refusal, senseless, unknown_model
+from tokencache.testing.refusals import RefusalResponse, schema_refusal, senseless, unknown_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,9 +37,9 @@ _MAX_LOGPROBS = 20
 
 
 def read_json(raw: bytes, content_type: str) -> dict[str, Any]:
-    """Return the JSON object in `raw`; raises `Refusal` with FastAPI's complaints as vLLM words them."""
+    """Return the JSON object in `raw`; raises `RefusalResponse` with FastAPI's complaints as vLLM words them."""
     if content_type != "application/json":
-        raise Refusal("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", kind="Bad Request")
+        raise RefusalResponse("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", kind="Bad Request")
     if not raw:
         raise schema_refusal("body", "missing", "Field required", None)
     try:
@@ -47,7 +47,7 @@ def read_json(raw: bytes, content_type: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise schema_refusal(f"body.{error.pos}", "json_invalid", "JSON decode error", {}, {"error": error.msg}) from error
     except UnicodeDecodeError as error:
-        raise Refusal("There was an error parsing the body", kind="Bad Request") from error
+        raise RefusalResponse("There was an error parsing the body", kind="Bad Request") from error
     if not isinstance(body, dict):
         raise schema_refusal("body", "model_attributes_type", "Input should be a valid dictionary or object to extract fields from", body)
     return body
@@ -127,7 +127,7 @@ class ChatRequest:
 
 
 def read_chat_request(body: dict[str, Any], headers: Mapping[str, str], *, served: str, vocabulary: int) -> ChatRequest:
-    """Check a body and take out what the engine goes by; raises `Refusal`."""
+    """Check a body and take out what the engine goes by; raises `RefusalResponse`."""
     if "messages" not in body:
         raise schema_refusal("body.messages", "missing", "Field required", body)
     check_types(body)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tokencache.testing import wire
-from tokencache.testing.extras import Extras
-from tokencache.testing.generation import LogprobsMode, Step, generate
+from tokencache.testing.extras import EngineExtras
+from tokencache.testing.generation import GenerationStep, LogprobsMode, generate
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Completion:
     """Seconds per token."""
     created: int = field(default_factory=lambda: int(time.time()))
     mode: LogprobsMode = "raw_logprobs"
-    extras: Extras = field(default_factory=Extras)
+    extras: EngineExtras = field(default_factory=EngineExtras)
     reasoning_parser: bool = True
     halted: Callable[[int], bool] | None = None
     """Asked with the number of tokens so far whether the engine aborts the reply here."""
@@ -49,7 +49,7 @@ class Completion:
     keep: Callable[[BookEntry], None] = lambda _: None
     """Told of an entry whenever there is something new in it, before that goes out."""
 
-    def _steps(self, index: int) -> Iterator[Step]:
+    def _steps(self, index: int) -> Iterator[GenerationStep]:
         """Generate choice number `index`, each token entered in the books as it comes into being."""
         request, entry = self.request, self.entries[index]
         ids = self.speech.reply(request, self.prompt_ids, self.call, index)
@@ -57,7 +57,7 @@ class Completion:
         chunk = max(self.chunk_tokens, request.stream_interval)
         for step in generate(ids, request, self.tokenizer, max_tokens=self.max_tokens, seed=seed, chunk=chunk, mode=self.mode):
             if self.halted is not None and self.halted(len(entry.completion_ids)):
-                yield Step(finish_reason="abort")
+                yield GenerationStep(finish_reason="abort")
                 return
             self.versions.setdefault(index, []).extend([self.extras.version] * len(step.ids))
             entry.completion_ids.extend(step.ids)
@@ -92,7 +92,7 @@ class Completion:
         choices = []
         for index, entry in enumerate(self.entries):
             tokens: list[Token] = []
-            text, last = "", Step()
+            text, last = "", GenerationStep()
             for step in self._steps(index):
                 tokens.extend(step.tokens)
                 text += step.text
@@ -127,7 +127,7 @@ class Completion:
         if request.include_usage:
             yield wire.event(wire.usage_chunk(request, self.created, self._usage(whole=False)))
 
-    def _chunk(self, index: int, step: Step, parser: StreamParser) -> dict[str, Any] | None:
+    def _chunk(self, index: int, step: GenerationStep, parser: StreamParser) -> dict[str, Any] | None:
         request, entry = self.request, self.entries[index]
         delta = parser.feed(step.text, finished=step.finish_reason is not None)
         named = isinstance(request.body.get("tool_choice"), dict)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from tokencache.testing.refusals import Refusal, senseless
+from tokencache.testing.refusals import RefusalResponse, senseless
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,9 +39,9 @@ def prompt_ids(
     model: str,
     strict_arguments: bool = False,
 ) -> list[int]:
-    """Render and tokenize the conversation in a request's `body`; raises `Refusal` where vLLM answers 400."""
+    """Render and tokenize the conversation in a request's `body`; raises `RefusalResponse` where vLLM answers 400."""
     if body.get("chat_template") is not None or template_arguments.get("chat_template") is not None:
-        raise Refusal(
+        raise RefusalResponse(
             "Chat template is passed with request, but --trust-request-chat-template is not set. "
             "Refused request with untrusted chat template."
         )
@@ -57,7 +57,7 @@ def prompt_ids(
     try:
         text = tokenizer.render(messages, tools, generation, **prompt_arguments)
     except (TemplateError, TypeError) as error:
-        raise Refusal(str(error)) from error
+        raise RefusalResponse(str(error)) from error
     if continues:
         text = text[: text.rindex(_CONTINUE)]
     return tokenizer.encode(text)
@@ -118,7 +118,7 @@ def _call(call: Mapping[str, Any], *, strict_arguments: bool) -> dict[str, Any]:
         arguments = json.loads(arguments)
     except ValueError as error:
         if strict_arguments:
-            raise Refusal(str(error)) from error
+            raise RefusalResponse(str(error)) from error
         arguments = {}
     return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
 

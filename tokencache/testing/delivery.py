@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tokencache.testing import wire
 from tokencache.testing.faults import Fault, FaultKind
-from tokencache.testing.refusals import Refusal
+from tokencache.testing.refusals import RefusalResponse
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -39,7 +39,7 @@ async def stream_reply(http: web.Request, completion: Completion | TextCompletio
                 return response
             if fault.kind is FaultKind.ERROR_EVENT:
                 kind = "InternalServerError" if fault.status >= _SERVERS_FAULT else "BadRequestError"
-                await response.write(_error_event(Refusal(fault.body.decode(), kind=kind, status=fault.status)))
+                await response.write(_error_event(RefusalResponse(fault.body.decode(), kind=kind, status=fault.status)))
             break
         await response.write(data)
         sent += 1
@@ -49,7 +49,7 @@ async def stream_reply(http: web.Request, completion: Completion | TextCompletio
     return response
 
 
-async def stream_refusal(http: web.Request, refusal: Refusal) -> web.StreamResponse:
+async def stream_refusal(http: web.Request, refusal: RefusalResponse) -> web.StreamResponse:
     """Refuse within a stream that has begun."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(http)
@@ -58,7 +58,7 @@ async def stream_refusal(http: web.Request, refusal: Refusal) -> web.StreamRespo
     return response
 
 
-def _error_event(refusal: Refusal) -> bytes:
+def _error_event(refusal: RefusalResponse) -> bytes:
     """Write an error as the last event of a stream; vLLM's JSON has spaces here, and nowhere else."""
     return b"data: " + json.dumps(refusal.body(), ensure_ascii=False).encode() + b"\n\n" + wire.DONE
 
@@ -88,7 +88,7 @@ async def refuse(request: web.Request, handler: Callable[[web.Request], Awaitabl
     """Turn refusals and unknown routes into the bodies that vLLM sends."""
     try:
         return await handler(request)
-    except Refusal as refusal:
+    except RefusalResponse as refusal:
         return json_answer(refusal.body(), status=refusal.status)
     except web.HTTPException as error:
         return json_answer({"detail": error.reason}, status=error.status)

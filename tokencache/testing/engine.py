@@ -29,10 +29,10 @@ from tokencache.testing.completion import Completion
 from tokencache.testing.conversation import has_media, prompt_ids
 from tokencache.testing.delivery import empty_answer, fail_request, json_answer, refuse, stream_refusal, stream_reply
 from tokencache.testing.derender import derendered, rendered
-from tokencache.testing.extras import Extras
+from tokencache.testing.extras import EngineExtras
 from tokencache.testing.faults import Fault, FaultKind
 from tokencache.testing.journal import Journal
-from tokencache.testing.refusals import Refusal, room_for_reply, schema_refusal, senseless, unknown_model
+from tokencache.testing.refusals import RefusalResponse, room_for_reply, schema_refusal, senseless, unknown_model
 from tokencache.testing.speech import Speech
 from tokencache.testing.text_completion import TextCompletion, read_text_request
 from tokencache.testing.tokenizer import build_tokenizer
@@ -93,7 +93,7 @@ class SimulatedEngine:
         self.strict_arguments, self.reasoning_parser = strict_arguments, reasoning_parser
         self.token_delay, self.chunk_tokens = token_delay, chunk_tokens
         self.logprobs_mode: LogprobsMode = logprobs_mode
-        self.extras = Extras(weight_versions, routed_experts)
+        self.extras = EngineExtras(weight_versions, routed_experts)
         self.speech = Speech(self.tokenizer, episodes or {}, seed, drift)
         self.choose_fault = orders or choose_fault
         self._orders = orders
@@ -273,10 +273,10 @@ class SimulatedEngine:
         if fault is not None and (fault.kind in (FaultKind.STATUS, FaultKind.HANG) or (fault.kind is FaultKind.CLOSE and not fault.after)):
             return await fail_request(http, fault)
         if self._paused:
-            raise Refusal("The engine is paused.", kind="ServiceUnavailableError", status=503)
+            raise RefusalResponse("The engine is paused.", kind="ServiceUnavailableError", status=503)
         try:
             completion = begin(body, http.headers)
-        except Refusal as refusal:
+        except RefusalResponse as refusal:
             if refusal.by_engine and body.get("stream"):
                 return await stream_refusal(http, refusal)
             raise

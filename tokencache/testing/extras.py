@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 VersionStyle = Literal["", "spans", "metadata", "header"]
 
 
-class Extras:
+class EngineExtras:
     """How an engine says these things; the attributes may be changed while it serves.
 
     `version` are the weights that it samples with now; `experts` its layers and the experts chosen in each, `None` for no such model.

@@ -44,7 +44,7 @@ class Token:
 
 
 @dataclass(slots=True)
-class Step:
+class GenerationStep:
     """What one chunk carries: some tokens and the text that became visible with them."""
 
     tokens: list[Token] = field(default_factory=list)
@@ -67,7 +67,7 @@ def generate(
     seed: str,
     chunk: int = 1,
     mode: LogprobsMode = "raw_logprobs",
-) -> Iterator[Step]:
+) -> Iterator[GenerationStep]:
     """Yield the steps of one reply, the last of them with a finish reason.
 
     `ids` are what the model would say, `max_tokens` (at least 1) how much of it at most. As with vLLM's
@@ -76,7 +76,7 @@ def generate(
     text = _VisibleText(request)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     chances = random.Random(seed)
-    step, target = Step(), 1
+    step, target = GenerationStep(), 1
     for count, token_id in enumerate(ids, 1):
         decoded = decoder.decode(tokenizer.token_bytes(token_id))
         step.tokens.append(_weighed(token_id, decoded, request, chances.random(), mode))
@@ -95,7 +95,7 @@ def generate(
             yield step
             if step.finish_reason is not None:
                 return
-            step, target = Step(), chunk
+            step, target = GenerationStep(), chunk
 
 
 def _weighed(token_id: int, text: str, request: ChatRequest, chance: float, mode: LogprobsMode) -> Token:

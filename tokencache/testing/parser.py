@@ -44,7 +44,7 @@ def new_call_id() -> str:
 
 
 @dataclass(slots=True)
-class Parsed:
+class ParsedText:
     """The message fields of a whole reply; `tool_calls` are (name, arguments as JSON text)."""
 
     reasoning: str | None = None
@@ -52,7 +52,7 @@ class Parsed:
     tool_calls: list[tuple[str, str]] = field(default_factory=list)
 
 
-def parse_reply(text: str, *, tools: bool, thinking: bool = True) -> Parsed:
+def parse_reply(text: str, *, tools: bool, thinking: bool = True) -> ParsedText:
     """Parse a whole completion.
 
     `tools`: calls are looked for (the request has tools and its `tool_choice` is not `none`). `thinking`: false if the
@@ -63,12 +63,12 @@ def parse_reply(text: str, *, tools: bool, thinking: bool = True) -> Parsed:
     if thinking:
         reasoning, content = _split_reasoning(text)
     if not tools or content is None or _CALL not in content:
-        return Parsed(reasoning, content or None)
+        return ParsedText(reasoning, content or None)
     calls = _whole_calls(content)
     if calls is None:
-        return Parsed(reasoning, content)
+        return ParsedText(reasoning, content)
     before = content[: content.index(_CALL)]
-    return Parsed(reasoning, before if before.strip() else None, calls)
+    return ParsedText(reasoning, before if before.strip() else None, calls)
 
 
 def _split_reasoning(text: str) -> tuple[str | None, str | None]:

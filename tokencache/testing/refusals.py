@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, not a failure
+class RefusalResponse(Exception):  # noqa: N818 - an answer, not a failure
     """An answer other than 200, raised anywhere while a request is being handled."""
 
     def __init__(
@@ -30,12 +30,12 @@ class Refusal(Exception):  # noqa: N818 - an answer, not a failure
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
 
 
-def schema_refusal(location: str, kind: str, message: str, given: Any, context: dict[str, Any] | None = None) -> Refusal:
+def schema_refusal(location: str, kind: str, message: str, given: Any, context: dict[str, Any] | None = None) -> RefusalResponse:
     """Refuse a field of a wrong type: `location` is its path (`body.n`), `kind` pydantic's name of the error."""
     fault: dict[str, Any] = {"type": kind, "loc": location, "msg": message, "input": _summary(given)}
     if context is not None:
         fault["ctx"] = context
-    return Refusal(f"1 validation error:\n  {fault}", param=location, kind="Bad Request")
+    return RefusalResponse(f"1 validation error:\n  {fault}", param=location, kind="Bad Request")
 
 
 def _summary(value: Any) -> str:
@@ -45,18 +45,18 @@ def _summary(value: Any) -> str:
     return str(value)
 
 
-def unknown_model(given: str, served: str) -> Refusal:
+def unknown_model(given: str, served: str) -> RefusalResponse:
     """Refuse a model that is not served."""
     message = f"The model `{given}` does not exist. Valid aliases: {served}."
-    return Refusal(message, param="model", kind="NotFoundError", status=404)
+    return RefusalResponse(message, param="model", kind="NotFoundError", status=404)
 
 
-def senseless(message: str, param: str | None = None, value: Any = None, *, by_engine: bool = False) -> Refusal:
+def senseless(message: str, param: str | None = None, value: Any = None, *, by_engine: bool = False) -> RefusalResponse:
     """Refuse a well-formed field whose value makes no sense; vLLM puts field and value at the end of the message."""
     if param is None:
-        return Refusal(message)
+        return RefusalResponse(message)
     shown = "" if value is None else f", value={value}"
-    return Refusal(f"{message} (parameter={param}{shown})", param=param, by_engine=by_engine)
+    return RefusalResponse(f"{message} (parameter={param}{shown})", param=param, by_engine=by_engine)
 
 
 def room_for_reply(length: int, max_tokens: int | None, limit: int, *, rendered: bool) -> int:
@@ -65,7 +65,7 @@ def room_for_reply(length: int, max_tokens: int | None, limit: int, *, rendered:
     `rendered`: the prompt came as text; of one that came as ids vLLM says it in other words.
     """
     if length > limit and not rendered:
-        raise Refusal(f"Input length ({length}) exceeds model's maximum context length ({limit}).")
+        raise RefusalResponse(f"Input length ({length}) exceeds model's maximum context length ({limit}).")
     if length > limit:
         raise senseless(
             f"This model's maximum context length is {limit} tokens. However, your prompt contains at least {limit + 1} input tokens, "

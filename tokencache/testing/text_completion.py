@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokencache.testing import wire
 from tokencache.testing.chat_request import ChatRequest, read_chat_request
-from tokencache.testing.extras import Extras
-from tokencache.testing.generation import LogprobsMode, Step, Token, generate
+from tokencache.testing.extras import EngineExtras
+from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate
 from tokencache.testing.refusals import senseless
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ class TextCompletion:
     token_delay: float = 0.0
     created: int = field(default_factory=lambda: int(time.time()))
     mode: LogprobsMode = "raw_logprobs"
-    extras: Extras = field(default_factory=Extras)
+    extras: EngineExtras = field(default_factory=EngineExtras)
     versions: dict[int, list[str]] = field(default_factory=dict)
     """Of each choice the weights that sampled each token."""
     keep: Callable[[BookEntry], None] = lambda _: None
     """Told of an entry whenever there is something new in it, before that goes out."""
 
-    def _steps(self, index: int) -> Iterator[Step]:
+    def _steps(self, index: int) -> Iterator[GenerationStep]:
         """Generate choice number `index`, each token entered in the books as it comes into being."""
         request, entry, prompt = self.request, self.entries[index], index // self.request.n
         ids = self.speech.reply(request, self.prompts[prompt], self.call, index)
@@ -103,7 +103,7 @@ class TextCompletion:
         choices = []
         for index in range(len(self.entries)):
             tokens: list[Token] = []
-            text, last = "", Step()
+            text, last = "", GenerationStep()
             for step in self._steps(index):
                 tokens.extend(step.tokens)
                 text, last = text + step.text, step
@@ -116,7 +116,7 @@ class TextCompletion:
             "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None, **self.extras.of_reply(),
         }  # fmt: skip
 
-    def _choice(self, index: int, text: str, tokens: Sequence[Token], last: Step) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, tokens: Sequence[Token], last: GenerationStep) -> dict[str, Any]:
         request = self.request
         return {
             "index": index, "text": text, "logprobs": self._logprobs(tokens, 0), "finish_reason": last.finish_reason,
@@ -161,7 +161,7 @@ class TextCompletion:
             "id": request.request_id, "object": "text_completion", "created": self.created, "model": request.model, "choices": choices,
         }  # fmt: skip
 
-    def _chunk(self, index: int, step: Step, offset: int, *, first: bool) -> dict[str, Any]:
+    def _chunk(self, index: int, step: GenerationStep, offset: int, *, first: bool) -> dict[str, Any]:
         request, shows = self.request, self.request.return_token_ids
         choice = {
             "index": index, "text": step.text, "logprobs": self._logprobs(step.tokens, offset), "finish_reason": step.finish_reason,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.generation import Step, Token
-    from tokencache.testing.parser import Parsed
+    from tokencache.testing.generation import GenerationStep, Token
+    from tokencache.testing.parser import ParsedText
 
 FINGERPRINT = "vllm-0.32.0-51b0ca5e"
 """`system_fingerprint` of every reply."""
@@ -67,7 +67,7 @@ def _chance(token_id: int, text: str, logprob: float, request: ChatRequest) -> d
     return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
 
 
-def whole_choice(request: ChatRequest, index: int, parsed: Parsed, tokens: Sequence[Token], last: Step) -> dict[str, Any]:
+def whole_choice(request: ChatRequest, index: int, parsed: ParsedText, tokens: Sequence[Token], last: GenerationStep) -> dict[str, Any]:
     """Return a choice of a whole reply."""
     message: dict[str, Any] = {"role": request.role, "content": parsed.content, "refusal": None, "annotations": None, "audio": None}
     message["function_call"] = None
@@ -131,7 +131,7 @@ def role_chunk(request: ChatRequest, created: int, index: int, prompt_ids: Seque
 
 
 def delta_chunk(
-    request: ChatRequest, created: int, index: int, delta: dict[str, Any] | None, step: Step, *, finish_reason: str | None
+    request: ChatRequest, created: int, index: int, delta: dict[str, Any] | None, step: GenerationStep, *, finish_reason: str | None
 ) -> dict[str, Any] | None:
     """Return a chunk with one step's delta; None where vLLM sends nothing because there is nothing in it."""
     shows = request.include_reasoning

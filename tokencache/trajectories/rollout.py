@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tokencache.core.context import Context, whole_contexts
-from tokencache.core.drift import Drift, Step, breaks
+from tokencache.core.drift import Drift, MeasuredTurn, breaks
 from tokencache.core.lineage import TokenSequence, sequences
 from tokencache.core.turn import Tokens, Turn
 from tokencache.store.base import Incident, SessionInfo
@@ -182,7 +182,7 @@ def _drift_figures(built: Sequence[TokenSequence], records: Records) -> DriftFig
 
 def _text_only(sequence: TokenSequence, drift: Mapping[str, Drift]) -> tuple[int, int] | None:
     """Into how many sequences a plain rendering breaks this one, and its trainable tokens from the first break on."""
-    steps = [Step(span.completion[0], span.completion[1], drift.get(span.turn.id)) for span in sequence.turns]
+    steps = [MeasuredTurn(span.completion[0], span.completion[1], drift.get(span.turn.id)) for span in sequence.turns]
     broken = breaks(sequence.token_ids, steps)
     if broken is None:
         return None

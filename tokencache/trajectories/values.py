@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core.drift import Drift
+from tokencache.core.messages import ToolCall
 from tokencache.core.turn import Anchor
 from tokencache.store.base import Incident, OpenCall
 from tokencache.trajectories.rollout import Figures
@@ -27,14 +28,6 @@ __all__ = [
     "Trajectory",
     "TurnSpan",
 ]
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call as the model wrote it; `arguments` is JSON text, valid or not."""
-
-    id: str
-    name: str
-    arguments: str
 
 
 class Served(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ _MEDIA_KEYS = frozenset(
 """As in vLLM 0.32, `vllm/renderers/chat_utils.py`: a part with one of these is media whatever it calls itself."""
 
 
-class RefusedError(ValueError):
+class InvalidIdsError(ValueError):
     """What was supplied cannot be used: the caller's 400. `parameter` is the member at fault."""
 
     def __init__(self, message: str, parameter: str) -> None:
@@ -31,7 +31,7 @@ class RefusedError(ValueError):
         self.parameter = parameter
 
 
-class Asked(NamedTuple):
+class SuppliedIds(NamedTuple):
     """Ids that stand for the whole prompt, or (`whole` is false) for all up to the end of the last reply."""
 
     ids: list[int]
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
     parameter: str
 
 
-def take(request: Any) -> Asked | None:
+def take(request: Any) -> SuppliedIds | None:
     """Take supplied ids out of a request.
 
     Args:
@@ -61,27 +61,27 @@ def take(request: Any) -> Asked | None:
     if prompt is not None:
         parameter = f"kv_transfer_params.{PROMPT}"
         if given:
-            raise RefusedError(f"`{parameter}` and `{given[0][0]}` cannot both be given.", given[0][0])
+            raise InvalidIdsError(f"`{parameter}` and `{given[0][0]}` cannot both be given.", given[0][0])
         _validate(prompt, parameter, "a non-empty list")
         if getattr(request, "echo", False):
-            raise RefusedError(f"`{parameter}` cannot be used with `echo`: no message is rendered that could be echoed.", parameter)
-        return Asked(prompt, whole=True, parameter=parameter)
+            raise InvalidIdsError(f"`{parameter}` cannot be used with `echo`: no message is rendered that could be echoed.", parameter)
+        return SuppliedIds(prompt, whole=True, parameter=parameter)
     if not given or given[0][1] == []:
         return None
     parameter, prefix = given[0]
     _validate(prefix, parameter, "a list")
     if any(other != prefix for _, other in given):
-        raise RefusedError(f"`{parameter}` is given twice with other ids.", parameter)
-    return Asked(prefix, whole=False, parameter=parameter)
+        raise InvalidIdsError(f"`{parameter}` is given twice with other ids.", parameter)
+    return SuppliedIds(prefix, whole=False, parameter=parameter)
 
 
 def _validate(ids: Any, parameter: str, what: str) -> None:
     # bool is a subclass of int, hence the exact type
     if not isinstance(ids, list) or not ids or any(type(token) is not int or token < 0 for token in ids):
-        raise RefusedError(f"`{parameter}` must be {what} of non-negative integers.", parameter)
+        raise InvalidIdsError(f"`{parameter}` must be {what} of non-negative integers.", parameter)
 
 
-def check_range(asked: Asked, vocabulary: int, max_model_len: int) -> None:
+def check_range(asked: SuppliedIds, vocabulary: int, max_model_len: int) -> None:
     """Check supplied ids against the model.
 
     Args:
@@ -93,10 +93,10 @@ def check_range(asked: Asked, vocabulary: int, max_model_len: int) -> None:
         RefusedError: an id is out of vocabulary, or there are too many.
     """
     if max(asked.ids) >= vocabulary:
-        raise RefusedError(f"Token id {max(asked.ids)} of `{asked.parameter}` is out of vocabulary.", asked.parameter)
+        raise InvalidIdsError(f"Token id {max(asked.ids)} of `{asked.parameter}` is out of vocabulary.", asked.parameter)
     if len(asked.ids) >= max_model_len:
         said = f"`{asked.parameter}` has {len(asked.ids)} tokens; this model's maximum context length is {max_model_len} tokens."
-        raise RefusedError(said, asked.parameter)
+        raise InvalidIdsError(said, asked.parameter)
 
 
 def plain(value: Any) -> Any:

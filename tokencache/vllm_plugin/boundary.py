@@ -48,7 +48,7 @@ class HiddenError(UnprovenError):
     """The template does not show the sentinel: Llama-3's renders no calls."""
 
 
-class Shown(NamedTuple):
+class Renderings(NamedTuple):
     """Ids of three renderings: with the first sentinel, with the second, and with the first and other words in the new messages.
 
     `before_calls` says that calls stand behind the sentinel. Then only one stop id can be told to be the reply's end.
@@ -110,7 +110,7 @@ def reworded(messages: Sequence[dict[str, Any]], stops: Sequence[str]) -> list[d
 
 
 def splice(
-    prefix: Sequence[int], rendered: Sequence[int], shown: Shown, stop_ids: AbstractSet[int], *, turn_end: int | None = None
+    prefix: Sequence[int], rendered: Sequence[int], shown: Renderings, stop_ids: AbstractSet[int], *, turn_end: int | None = None
 ) -> list[int]:
     """Put the exact prefix in the place of everything up to the end of the last reply.
 

@@ -20,7 +20,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from tokencache.vllm_plugin.asked import Asked, RefusedError, check_range, plain, take
+from tokencache.vllm_plugin.asked import InvalidIdsError, SuppliedIds, check_range, plain, take
 from tokencache.vllm_plugin.prompts import SuppliedPrompt
 
 NATIVE_SINCE = (0, 27)
@@ -107,7 +107,7 @@ def wrapped(original: Any, tokens_input: Callable[..., Any], error: Callable[...
     """
     known_stops: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
-    async def supplied(self: Any, asked: Asked, request: Any, messages: list[Any], call: Callable[..., Any]) -> Any:
+    async def supplied(self: Any, asked: SuppliedIds, request: Any, messages: list[Any], call: Callable[..., Any]) -> Any:
         config, renderer = self.model_config, self.renderer
         vocabulary = max(renderer.tokenizer.max_token_id + 1, config.get_vocab_size())
         check_range(asked, vocabulary, config.max_model_len)
@@ -127,7 +127,7 @@ def wrapped(original: Any, tokens_input: Callable[..., Any], error: Callable[...
             asked = take(request)
             if asked is not None:
                 return await supplied(self, asked, request, messages, lambda *three: original(*three, *rest, **named))
-        except RefusedError as why:
+        except InvalidIdsError as why:
             raise error(str(why), parameter=why.parameter) from why
         return await original(self, request, messages, *rest, **named)
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from tokencache.vllm_plugin.asked import Asked, RefusedError, has_media
+from tokencache.vllm_plugin.asked import InvalidIdsError, SuppliedIds, has_media
 from tokencache.vllm_plugin.boundary import (
     ASK,
     SENTINELS,
     HiddenError,
     OtherStopError,
-    Shown,
+    Renderings,
     UnprovenError,
     last_reply,
     reworded,
@@ -33,7 +33,7 @@ Rendered = tuple[list[Any], list[Any]]
 class SuppliedPrompt:
     """A renderer for one request, less what it would have rendered; everything else is the renderer's own."""
 
-    def __init__(self, renderer: Any, asked: Asked, *, stop_ids: AbstractSet[int], tokens_input: Callable[..., Any]) -> None:
+    def __init__(self, renderer: Any, asked: SuppliedIds, *, stop_ids: AbstractSet[int], tokens_input: Callable[..., Any]) -> None:
         """Make the stand-in.
 
         Args:
@@ -97,8 +97,8 @@ class SuppliedPrompt:
             raise self._refused("an exact prompt cannot be truncated (`truncate_prompt_tokens`)")
         return dataclasses.replace(tok_params, max_total_tokens=None, max_output_tokens=0)
 
-    def _refused(self, why: str) -> RefusedError:
-        return RefusedError(f"`{self._asked.parameter}` cannot be used: {why}.", self._asked.parameter)
+    def _refused(self, why: str) -> InvalidIdsError:
+        return InvalidIdsError(f"`{self._asked.parameter}` cannot be used: {why}.", self._asked.parameter)
 
 
 class _Splicer:
@@ -127,7 +127,7 @@ class _Splicer:
         first, second = [[*messages[:at], stand_in(reply, sentinel, in_text=in_text)] for sentinel in SENTINELS]
         conversations = [[*first, *new], [*second, *new], [*first, *reworded(new, self._stops)]]
         one, two, other = await self._ids(conversations, self._chat_params)
-        shown = Shown(one, two, other, before_calls=in_text and bool(reply.get("tool_calls")))
+        shown = Renderings(one, two, other, before_calls=in_text and bool(reply.get("tool_calls")))
         try:
             return splice(prefix, rendered, shown, self._stop_ids)
         except OtherStopError as why:

@@ -10,7 +10,7 @@ import aiohttp
 from tests.proxy.kit import echo, results, user
 from tokencache.core import ids
 from tokencache.core.context import Context, Raw, pack_context
-from tokencache.core.messages import Call, Message
+from tokencache.core.messages import Message, ToolCall
 from tokencache.core.turn import Tokens, Turn, hash_ids, hash_logprobs
 from tokencache.store.base import Entry
 from tokencache.testing import Fault, build_tokenizer
@@ -99,7 +99,7 @@ async def long(store, turns=200, tokens=100_000, branch_at=120):
             new, said = ids.pack(text[0][: each // 2]), ids.pack(text[1][: each - each // 2])
             whole = prefix + new + said
             logprobs = ids.pack_logprobs([-rng.expovariate(1.5) for _ in range(ids.count(said))])
-            call = Call(f"call_{n}", "Bash", json.dumps({"command": f"step {n}"}))
+            call = ToolCall(f"call_{n}", "Bash", json.dumps({"command": f"step {n}"}))
             turn = Turn(
                 id=f"{n:06d}{'b' if twin else 'a'}{rng.randbytes(4).hex()}",
                 call=f"call-{n}-{twin}",

@@ -9,7 +9,7 @@ from tokencache.core.messages import digest
 from tokencache.dialects.anthropic.codec import MessagesDialect
 from tokencache.dialects.anthropic.reply import MessagesSpeaker
 from tokencache.dialects.chat.messages import read_message
-from tokencache.dialects.dialect import Asked, Meaning, ServedModel
+from tokencache.dialects.dialect import DialectRequest, Meaning, ServedModel
 
 HANDLE = "0123456789abcdef" * 2
 OTHER = "f" * 32
@@ -19,11 +19,11 @@ async def nothing(_names: Any) -> Any:
     raise AssertionError("Messages keep no documents")
 
 
-def asked(body: Any = b"", path: str = "/v1/messages", method: str = "POST", served: tuple[ServedModel, ...] = ()) -> Asked:
+def asked(body: Any = b"", path: str = "/v1/messages", method: str = "POST", served: tuple[ServedModel, ...] = ()) -> DialectRequest:
     async def models() -> list[ServedModel]:
         return list(served)
 
-    return Asked(
+    return DialectRequest(
         method=method,
         path=path,
         query={},

@@ -12,7 +12,7 @@ from multidict import CIMultiDict
 from tests.dialects.anthropic.kit import asked, read
 from tokencache.dialects import lenient
 from tokencache.dialects.anthropic.codec import MessagesDialect
-from tokencache.dialects.dialect import Answer, Counting, ServedModel, Spoken
+from tokencache.dialects.dialect import Counting, DirectReply, ServedModel, Spoken
 from tokencache.errors import HarnessError
 
 DIALECT = MessagesDialect()
@@ -41,7 +41,7 @@ def test_its_routes(method, path, headers, ours):
 
 async def test_the_list_of_models():
     answer = await read(path="/v1/models", method="GET", served=SERVED)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, DirectReply)
     found = json.loads(answer.body)
     assert [ModelInfo.model_validate(model).id for model in found["data"]] == ["sim", "org/model v2"]
     assert (found["first_id"], found["last_id"], found["has_more"]) == ("sim", "org/model v2", False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokencache.core.messages import Message, digest
 from tokencache.dialects.chat.messages import read_message
-from tokencache.dialects.dialect import Asked, Meaning, ServedModel
+from tokencache.dialects.dialect import DialectRequest, Meaning, ServedModel
 from tokencache.dialects.gemini.codec import GeminiDialect
 
 HANDLE = "0123456789abcdef" * 2
@@ -15,7 +15,7 @@ GENERATE = "/v1beta/models/m:generateContent"
 STREAM = "/v1beta/models/m:streamGenerateContent"
 
 
-def asked(body: Any = b"", path: str = GENERATE, method: str = "POST", query: dict[str, str] | None = None) -> Asked:
+def asked(body: Any = b"", path: str = GENERATE, method: str = "POST", query: dict[str, str] | None = None) -> DialectRequest:
     async def served() -> list[ServedModel]:
         return [ServedModel("m", 4096), ServedModel("Qwen/Qwen3-8B")]
 
@@ -26,7 +26,7 @@ def asked(body: Any = b"", path: str = GENERATE, method: str = "POST", query: di
         return False
 
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Asked(
+    return DialectRequest(
         method=method, path=path, query=query or {}, headers={}, body=raw, handle=HANDLE, served=served, documents=nothing, forget=not_there
     )
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dialects.gemini.kit import GENERATE, HANDLE, STREAM, chat_of, digests, read
-from tokencache.dialects.dialect import Answer, Counting, Spoken
+from tokencache.dialects.dialect import Counting, DirectReply, Spoken
 from tokencache.dialects.gemini.codec import GeminiDialect
 from tokencache.errors import HarnessError
 
@@ -432,7 +432,7 @@ def test_counting():
 
 def test_models():
     listed = read(path="/v1beta/models", method="GET")
-    assert isinstance(listed, Answer)
+    assert isinstance(listed, DirectReply)
     assert [model["name"] for model in json.loads(listed.body)["models"]] == ["models/m", "models/Qwen/Qwen3-8B"]
     one = json.loads(read(path="/v1alpha/models/Qwen%2FQwen3-8B", method="GET").body)
     assert one["name"] == "models/Qwen/Qwen3-8B"

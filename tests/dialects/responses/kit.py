@@ -6,7 +6,7 @@ from typing import Any
 
 from tokencache.core.messages import digest
 from tokencache.dialects.chat.messages import read_message
-from tokencache.dialects.dialect import Answer, Asked, Counting, Meaning, Spoken
+from tokencache.dialects.dialect import Counting, DialectRequest, DirectReply, Meaning, Spoken
 from tokencache.dialects.responses.codec import ResponsesDialect
 
 DIALECT = ResponsesDialect()
@@ -30,7 +30,7 @@ class Session:
         self.calls += 1
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await DIALECT.read(
-            Asked(
+            DialectRequest(
                 method=method,
                 path=f"/v1/responses{path}",
                 query=query or {},
@@ -75,7 +75,7 @@ class Session:
 
     async def get(self, path: str, method: str = "GET", **query: str) -> Any:
         meant = await self.ask(path=path, method=method, query=query)
-        assert isinstance(meant, Answer)
+        assert isinstance(meant, DirectReply)
         return json.loads(meant.body)
 
     async def count(self, **members: Any) -> Counting:

@@ -13,7 +13,7 @@ from tokencache.engine.probe import probe
 from tokencache.engine.template.agreement import agrees
 from tokencache.engine.template.boundary import ASK
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
-from tokencache.engine.upstream import Answer, Upstream
+from tokencache.engine.upstream import EngineResponse, Upstream
 from tokencache.errors import EngineError
 from tokencache.testing import SimulatedEngine
 
@@ -31,10 +31,10 @@ class Chat:
         self.calls += 1
         sent = msgspec.json.decode(msgspec.json.encode(body))
         if self.refuse is not None and len(sent["messages"]) > 1:
-            return Answer(self.refuse, b'{"error":{"message":"no"}}')
+            return EngineResponse(self.refuse, b'{"error":{"message":"no"}}')
         text = self.lab.text(self.change(sent["messages"]), sent.get("tools"), generation=True)
         choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length", "token_ids": [5]}
-        return Answer(200, msgspec.json.encode({"choices": [choice], "prompt_token_ids": self.lab.words.encode(text)}))
+        return EngineResponse(200, msgspec.json.encode({"choices": [choice], "prompt_token_ids": self.lab.words.encode(text)}))
 
 
 @pytest.mark.parametrize("args", [NO_ARGS, WITH_TOOLS], ids=["no tools", "tools"])
@@ -96,7 +96,7 @@ async def test_an_episode_that_is_refused_by_both_is_let_pass_and_one_that_chat_
 async def test_what_the_engine_refuses_is_told_from_what_it_cannot_say_now(status, body, error):
     class Fixed:
         async def post(self, path, body_):
-            return Answer(status, body)
+            return EngineResponse(status, body)
 
     with pytest.raises(RenderError) as caught:
         await EngineRenderer(Fixed()).render("m", [ASK], NO_ARGS, generation=True)
@@ -132,7 +132,7 @@ async def test_an_engine_that_cannot_detokenize_keeps_its_candidates():
         real = upstream.post
 
         async def post(path, body, headers=None):
-            return Answer(404, b"") if path == "/detokenize" else await real(path, body, headers)
+            return EngineResponse(404, b"") if path == "/detokenize" else await real(path, body, headers)
 
         upstream.post = post
         found = await probe(upstream, "sim")

@@ -33,7 +33,7 @@ from tokencache.dialects.chat.call import ChatCall, read_chat, with_messages
 from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.chat.messages import as_reminders
 from tokencache.dialects.chat.reply import ChatPresenter
-from tokencache.dialects.dialect import Asked, Speaker, Spoken
+from tokencache.dialects.dialect import DialectRequest, Speaker, Spoken
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.reply import Reply
@@ -318,7 +318,7 @@ class Stack:
         async def nothing() -> list[Any]:
             return []
 
-        asked = Asked(
+        asked = DialectRequest(
             method="POST",
             path=PATHS[dialect],
             query={},

@@ -16,7 +16,7 @@ from tokencache.dialects.chat.call import read_chat
 from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.chat.messages import read_message
 from tokencache.dialects.completion_reader import hear
-from tokencache.dialects.dialect import Answer, Asked, Counting, ServedModel, Spoken
+from tokencache.dialects.dialect import Counting, DialectRequest, DirectReply, ServedModel, Spoken
 from tokencache.dialects.registry import dialect_of
 from tokencache.dialects.sse import EventSplitter, data_of
 from tokencache.engine.chunks import as_chunks
@@ -59,7 +59,7 @@ def _dialect(name: str) -> Callable[[bytes], None]:
     def read(data: bytes) -> None:
         path = PATHS[name]
         codec = dialect_of("POST", path, {})
-        asked = Asked(
+        asked = DialectRequest(
             method="POST", path=path, query={}, headers={}, body=data, handle="0" * 32, served=_served, documents=_documents, forget=_forget
         )
         try:
@@ -67,7 +67,7 @@ def _dialect(name: str) -> Callable[[bytes], None]:
         except HarnessError as why:
             json.loads(codec.error(why.status, str(why), why.kind, why.param))
             return
-        assert isinstance(meant, Spoken | Counting | Answer)
+        assert isinstance(meant, Spoken | Counting | DirectReply)
         if isinstance(meant, Spoken):
             read_chat(meant.body, Bodies(), "s")
 

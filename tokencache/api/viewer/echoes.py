@@ -40,7 +40,7 @@ Segment = tuple[str, str, str]
 """(`same` | `differs` | `left-out`, what was served, what came back); of `left-out` both are how many characters it were."""
 
 
-class Echo(msgspec.Struct, frozen=True):
+class ReplyComparison(msgspec.Struct, frozen=True):
     """A reply in a history beside what was served.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Reply(NamedTuple):
     message: Message
 
 
-def echoes(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, bytes]) -> list[Echo]:
+def echoes(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, bytes]) -> list[ReplyComparison]:
     """Compare the replies in a turn's history with what was served, in the order of the history.
 
     Args:
@@ -94,7 +94,9 @@ def echoes(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, bytes]) -> 
         verdict = judge(whose.served, reply.message, _GENEROUS) if whose is not None else Verdict("foreign")
         parts = _parts(whose.served if whose is not None else None, reply.message)
         kind = verdict.kind if whose is not None else "unknown"
-        found.append(Echo(reply.at, whose.id if whose is not None else "", kind, verdict.rules, by is not None, here is not whose, parts))
+        found.append(
+            ReplyComparison(reply.at, whose.id if whose is not None else "", kind, verdict.rules, by is not None, here is not whose, parts)
+        )
     return found
 
 

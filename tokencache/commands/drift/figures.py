@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tokencache.core.drift import Step, breaks
+from tokencache.core.drift import MeasuredTurn, breaks
 from tokencache.trajectories.values import Sequence as Line
 from tokencache.trajectories.values import Trajectory, TurnSpan
 
@@ -112,7 +112,7 @@ def _add_cause(causes: dict[str, Cause], name: str, more: Cause) -> None:
 
 def _add_sequence(row: Rates, line: Line) -> None:
     row.sequences += 1
-    steps = [Step(span.completion[0], span.completion[1], span.drift) for span in line.turns]
+    steps = [MeasuredTurn(span.completion[0], span.completion[1], span.drift) for span in line.turns]
     broken = breaks(line.token_ids, steps)
     if broken is None:
         return

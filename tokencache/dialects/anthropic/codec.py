@@ -16,7 +16,7 @@ from tokencache.dialects import lenient
 from tokencache.dialects.anthropic.errors import error_members
 from tokencache.dialects.anthropic.reply import MessagesSpeaker
 from tokencache.dialects.anthropic.request import read_request
-from tokencache.dialects.dialect import Answer, Asked, Counting, Meaning, ServedModel, Spoken
+from tokencache.dialects.dialect import Counting, DialectRequest, DirectReply, Meaning, ServedModel, Spoken
 from tokencache.errors import HarnessError
 
 _CALL = "/v1/messages"
@@ -38,7 +38,7 @@ class MessagesDialect:
             return path in {_CALL, _COUNT}
         return method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")) and _VERSION in headers
 
-    async def read(self, asked: Asked) -> Meaning:
+    async def read(self, asked: DialectRequest) -> Meaning:
         """Read a request.
 
         Raises:
@@ -65,17 +65,17 @@ def _count(tokens: int) -> bytes:
     return lenient.write({"input_tokens": tokens})
 
 
-async def _models(asked: Asked) -> Answer:
+async def _models(asked: DialectRequest) -> DirectReply:
     served = await asked.served()
     if asked.path == _MODELS:
         listed = [_model(model) for model in served]
         first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
-        return Answer(body=lenient.write({"data": listed, "has_more": False, "first_id": first, "last_id": last}))
+        return DirectReply(body=lenient.write({"data": listed, "has_more": False, "first_id": first, "last_id": last}))
     name = unquote(asked.path.removeprefix(_MODELS + "/"))
     found = next((model for model in served if model.name == name), None)
     if found is None:
         raise HarnessError(f"model: {name}", status=404, kind="not_found_error")
-    return Answer(body=lenient.write(_model(found)))
+    return DirectReply(body=lenient.write(_model(found)))
 
 
 def _model(model: ServedModel) -> dict[str, Any]:

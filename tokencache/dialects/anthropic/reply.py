@@ -25,7 +25,7 @@ from tokencache.dialects.anthropic.blocks import wrapped
 from tokencache.dialects.anthropic.ending import ending, is_json, usage_of
 from tokencache.dialects.anthropic.errors import error_members
 from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.completion_reader import Call, Choice, Usage
+from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import Thinking, signed
 
@@ -164,7 +164,7 @@ class MessagesSpeaker:
         self._started = True
         return [_event("message_start", message=self._message([], usage_of(Usage(prompt_tokens)))), self.keep_alive()]
 
-    def _choice(self, choice: Choice, out: list[bytes]) -> None:
+    def _choice(self, choice: ChoicePart, out: list[bytes]) -> None:
         said = choice.said
         if thought := said.thought:
             self._speak("thinking", {"thinking": "", "signature": ""}, thought, out)
@@ -182,7 +182,7 @@ class MessagesSpeaker:
             self._begin(_Block(self._blocks, kind), empty, out)
         out.append(self._open[-1].grown(words))
 
-    def _call(self, index: int, call: Call, out: list[bytes]) -> None:
+    def _call(self, index: int, call: ToolCallPart, out: list[bytes]) -> None:
         block = self._calls.get(index)
         if block is None:
             # An engine that has not finished the call before this one will come back to it: its block stays open.

@@ -37,7 +37,7 @@ _NUMBERS = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": in
 _PASSED = ("chat_template_kwargs", "cache_salt", "vllm_xargs", "kv_transfer_params", "ec_transfer_params", "watermarking")
 
 
-class ChatRequest(msgspec.Struct, frozen=True):
+class TranslatedRequest(msgspec.Struct, frozen=True):
     """A request in chat.
 
     Attributes:
@@ -53,7 +53,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...]
 
 
-def read_request(body: bytes, *, counting: bool = False) -> ChatRequest:
+def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequest:
     """Read the body of `/v1/messages`, or of its `count_tokens`, where nothing is sampled and `max_tokens` is not asked for.
 
     Raises:
@@ -74,7 +74,7 @@ def read_request(body: bytes, *, counting: bool = False) -> ChatRequest:
     if fields.get("cache_control") is not None:
         history.left_out.add("cache-marks")
     whole = b'{"messages":%s,%s' % (lenient.write(history.messages), lenient.write(chat)[1:])
-    return ChatRequest(whole, model, history.handles, tuple(sorted(history.left_out)))
+    return TranslatedRequest(whole, model, history.handles, tuple(sorted(history.left_out)))
 
 
 def _sampling(fields: dict[str, Any]) -> dict[str, Any]:

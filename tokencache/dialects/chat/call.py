@@ -82,7 +82,7 @@ class ChatCall(msgspec.Struct):
     dialect: str = "chat"
     handle: str = ""
     handles: Mapping[int, str] = {}
-    echoes: Mapping[int, gym.Echo] = {}
+    echoes: Mapping[int, gym.ReturnedIdFragments] = {}
     required_prefix: bytes = b""
     left_out: tuple[str, ...] = ()
     replaced: Mapping[str, Any] = {}
@@ -204,7 +204,7 @@ def read_chat(
     return call
 
 
-def _without_echoes(split: Split) -> tuple[Split, dict[int, gym.Echo]]:
+def _without_echoes(split: Split) -> tuple[Split, dict[int, gym.ReturnedIdFragments]]:
     """Take token ids that came back with the messages out of them."""
     entries, echoes = gym.take_all(split.entries, split.old)
     if entries is split.entries:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tokencache.core.messages import Call, Message, canonical_json, digest, exact_entry
+from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_entry
 
 Raw = msgspec.Raw
 
@@ -122,7 +122,7 @@ def _content(content: Any) -> tuple[str | None, bytes]:
     return ("\n".join(texts) if texts else None), (canonical_json(media) if media else b"")
 
 
-def _calls(entry: dict[str, Any]) -> tuple[Call, ...]:
+def _calls(entry: dict[str, Any]) -> tuple[ToolCall, ...]:
     listed = entry.get("tool_calls") or ()
     if not isinstance(listed, list | tuple):
         raise UnreadableError("tool_calls is no list")
@@ -130,14 +130,14 @@ def _calls(entry: dict[str, Any]) -> tuple[Call, ...]:
     return tuple(_call(item) for item in [*listed, *([{"function": single}] if single else ())])
 
 
-def _call(item: Any) -> Call:
+def _call(item: Any) -> ToolCall:
     function = item.get("function") if isinstance(item, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnreadableError("a tool call names no function")
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
         arguments = msgspec.json.encode(arguments).decode()
-    return Call(_text(item.get("id"), "id") or "", function["name"], arguments or "")
+    return ToolCall(_text(item.get("id"), "id") or "", function["name"], arguments or "")
 
 
 def _text(value: Any, what: str) -> str | None:

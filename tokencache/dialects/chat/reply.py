@@ -12,7 +12,7 @@ import msgspec
 
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.plain import without_tokens
-from tokencache.dialects.presenter import Extras, Presenter
+from tokencache.dialects.presenter import ExtraMembers, Presenter
 from tokencache.dialects.sse import event_of
 
 Raw = msgspec.Raw
@@ -33,7 +33,7 @@ class ChatPresenter(Presenter):
         self._logprobs = call.shows_logprobs and call.shows_reasoning
         self._reasoning = call.shows_reasoning
         self._as_is = self._ids and self._logprobs
-        self._extras = Extras(call.fields)
+        self._extras = ExtraMembers(call.fields)
 
     def body(self, data: bytes) -> bytes:
         """See `Speaker.body`; what cannot be read is passed on as it is."""

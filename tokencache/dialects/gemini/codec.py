@@ -15,9 +15,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from tokencache.dialects import lenient
-from tokencache.dialects.dialect import EVENTS, Answer, Asked, Counting, Meaning, ServedModel, Spoken
+from tokencache.dialects.dialect import EVENTS, Counting, DialectRequest, DirectReply, Meaning, ServedModel, Spoken
 from tokencache.dialects.gemini.contents import Contents
-from tokencache.dialects.gemini.entry import Entry, entry
+from tokencache.dialects.gemini.entry import RequestObject, entry
 from tokencache.dialects.gemini.reply import GeminiSpeaker
 from tokencache.dialects.gemini.settings import chat_settings
 from tokencache.dialects.gemini.words import error_of
@@ -41,7 +41,7 @@ class GeminiDialect:
         listed = _MODELS.fullmatch(path) if method == "GET" else None
         return listed is not None and (listed[1] is not None or "x-goog-api-key" in headers or "x-goog-api-client" in headers)
 
-    async def read(self, asked: Asked) -> Meaning:
+    async def read(self, asked: DialectRequest) -> Meaning:
         """See `Dialect.read`."""
         called = _METHOD.fullmatch(unquote(asked.path)) if asked.method == "POST" else None
         if called is None:
@@ -63,7 +63,7 @@ class GeminiDialect:
         return lenient.write(error_of(status, message))
 
 
-def _generate(asked: Asked, model: str, *, stream: bool) -> Spoken:
+def _generate(asked: DialectRequest, model: str, *, stream: bool) -> Spoken:
     request = entry(lenient.read_body(asked.body), "")
     contents, settings = _conversation(request), chat_settings(request)
     said: dict[str, Any] = {"messages": contents.messages, "model": model, "stream": stream}
@@ -75,7 +75,7 @@ def _generate(asked: Asked, model: str, *, stream: bool) -> Spoken:
     return Spoken(body=lenient.write(said | settings), speaker=speaker, handles=contents.handles, media_type=media_type)
 
 
-def _count(asked: Asked, model: str) -> Counting:
+def _count(asked: DialectRequest, model: str) -> Counting:
     """Read a question for a count: of contents alone, or of a whole request."""
     body = entry(lenient.read_body(asked.body), "")
     request = body.inner("generateContentRequest") or body
@@ -87,7 +87,7 @@ def _counted(tokens: int) -> bytes:
     return lenient.write({"totalTokens": tokens})
 
 
-def _conversation(request: Entry) -> Contents:
+def _conversation(request: RequestObject) -> Contents:
     contents = Contents()
     contents.system(request.get("systemInstruction"))
     listed = request.objects("contents")
@@ -99,15 +99,15 @@ def _conversation(request: Entry) -> Contents:
     return contents
 
 
-async def _models(asked: Asked) -> Answer:
+async def _models(asked: DialectRequest) -> DirectReply:
     found = _MODELS.fullmatch(asked.path)
     served = await asked.served()
     if found is None or found[2] is None:
-        return Answer(body=lenient.write({"models": [_model(model) for model in served]}))
+        return DirectReply(body=lenient.write({"models": [_model(model) for model in served]}))
     wanted = unquote(found[2])
     for model in served:
         if model.name == wanted:
-            return Answer(body=lenient.write(_model(model)))
+            return DirectReply(body=lenient.write(_model(model)))
     raise HarnessError(f"models/{wanted} is not found", status=_NOT_FOUND)
 
 

@@ -20,7 +20,7 @@ https://ai.google.dev/api/caching#Content
 from typing import Any
 
 from tokencache.dialects import lenient
-from tokencache.dialects.gemini.entry import Entry, wrong
+from tokencache.dialects.gemini.entry import RequestObject, wrong
 from tokencache.dialects.thinking import NOT_IN_TEXT, Mark, folded, read_signature
 from tokencache.errors import HarnessError
 
@@ -60,11 +60,11 @@ class Contents:
             return
         if not isinstance(instruction, dict):
             raise wrong(path, "a string or a content", instruction)
-        parts = [_text_part(_words(part)) for part in Entry(instruction, path).objects("parts")]
+        parts = [_text_part(_words(part)) for part in RequestObject(instruction, path).objects("parts")]
         if parts:
             self.messages.append({"role": "system", "content": _alone(parts)})
 
-    def add(self, content: Entry) -> None:
+    def add(self, content: RequestObject) -> None:
         """Take one content.
 
         Raises:
@@ -84,7 +84,7 @@ class Contents:
         for at, mark in self._marks.items():
             self.messages[at] = folded(self.messages[at], mark)
 
-    def _say(self, content: Entry) -> None:
+    def _say(self, content: RequestObject) -> None:
         """Add to the model's reply."""
         parts = content.objects("parts")
         signatures = [read_signature(part.get(_SIGNATURE)) for part in parts]
@@ -112,7 +112,7 @@ class Contents:
         elif self._reply.get("content") == "":
             del self._reply["content"]
 
-    def _call(self, reply: dict[str, Any], part: Entry) -> None:
+    def _call(self, reply: dict[str, Any], part: RequestObject) -> None:
         call = part.inner("functionCall")
         if call is None:
             raise wrong(part.at("functionCall"), "an object", None)
@@ -125,7 +125,7 @@ class Contents:
         function = {"name": name, "arguments": lenient.write(args.members if args is not None else {}).decode()}
         reply.setdefault("tool_calls", []).append({"id": given, "type": "function", "function": function})
 
-    def _hear(self, content: Entry) -> None:
+    def _hear(self, content: RequestObject) -> None:
         """Take what the user says and what functions answered."""
         said: list[dict[str, Any]] = []
         for part in content.objects("parts"):
@@ -141,7 +141,7 @@ class Contents:
         if said:
             self.messages.append({"role": "user", "content": _alone(said)})
 
-    def _result(self, part: Entry) -> dict[str, Any]:
+    def _result(self, part: RequestObject) -> dict[str, Any]:
         response = part.inner("functionResponse")
         if response is None:
             raise wrong(part.at("functionResponse"), "an object", None)
@@ -152,7 +152,7 @@ class Contents:
         content = [_text_part(text), *images] if images else text
         return {"role": "tool", "tool_call_id": self._answered(response, name), "content": content}
 
-    def _answered(self, response: Entry, name: str) -> str:
+    def _answered(self, response: RequestObject, name: str) -> str:
         """The id of the call that a response answers."""
         given = _own_id(response.text("id"), name)
         for call in self._open:
@@ -162,7 +162,7 @@ class Contents:
         return given or f"call_{len(self.messages)}"
 
 
-def _kind(part: Entry) -> str:
+def _kind(part: RequestObject) -> str:
     """Which of its kinds a part is, by the name of its member; `""` for one with a signature and nothing else."""
     named = [name for name, value in part.members.items() if value is not None and name not in _BESIDE]
     if len(named) == 1:
@@ -186,7 +186,7 @@ def _own_id(given: str | None, name: str) -> str | None:
     return (given.removeprefix(f"{name}__") or given) if given else None
 
 
-def _words(part: Entry) -> str:
+def _words(part: RequestObject) -> str:
     kind = _kind(part)
     if kind not in {"", "text"}:
         raise HarnessError(f"{part.path}: {kind!r} is not supported in the system instruction", param=part.path)
@@ -202,7 +202,7 @@ def _alone(parts: list[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def _image(part: Entry, name: str) -> dict[str, Any]:
+def _image(part: RequestObject, name: str) -> dict[str, Any]:
     """An image as chat's `image_url`: whether the model takes images is for the engine to say."""
     blob = part.inner(name)
     if blob is None:

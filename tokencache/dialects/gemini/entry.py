@@ -2,7 +2,7 @@
 
 Every member may be spelt in camelCase or in snake_case (the JSON mapping of protocol buffers says so; Google's own clients
 write camelCase, hand-written ones both), 64-bit integers may come as text, and `null` stands for a missing member. An
-`Entry` reads one object that way and says in its errors where in the request it stood.
+`RequestObject` reads one object that way and says in its errors where in the request it stood.
 """
 
 import re
@@ -15,7 +15,7 @@ from tokencache.errors import HarnessError
 _HUMP = re.compile(r"(?<=[a-z0-9])([A-Z])")
 
 
-class Entry:
+class RequestObject:
     """An object of a request, and the place at which it stands."""
 
     __slots__ = ("members", "place")
@@ -87,7 +87,7 @@ class Entry:
         value = self.get(name)
         return None if value is None else whole_number(value, self.at(name))
 
-    def inner(self, name: str) -> "Entry | None":
+    def inner(self, name: str) -> "RequestObject | None":
         """An object.
 
         Raises:
@@ -95,7 +95,7 @@ class Entry:
         """
         value = self.members.get(name)
         if type(value) is dict:  # nearly always, and of every part
-            return Entry(value, (self.place, name))
+            return RequestObject(value, (self.place, name))
         value = self.get(name)
         return None if value is None else entry(value, (self.place, name))
 
@@ -110,14 +110,16 @@ class Entry:
             raise wrong(self.at(name), "a list", value)
         return value or []
 
-    def objects(self, name: str) -> "list[Entry]":
+    def objects(self, name: str) -> "list[RequestObject]":
         """A list of objects.
 
         Raises:
             HarnessError: it is none.
         """
         place = self.place, name
-        return [Entry(item, (place, i)) if type(item) is dict else entry(item, (place, i)) for i, item in enumerate(self.values(name))]
+        return [
+            RequestObject(item, (place, i)) if type(item) is dict else entry(item, (place, i)) for i, item in enumerate(self.values(name))
+        ]
 
     def texts(self, name: str) -> list[str]:
         """A list of texts.
@@ -132,7 +134,7 @@ class Entry:
         return found
 
 
-def entry(value: Any, place: Place) -> Entry:
+def entry(value: Any, place: Place) -> RequestObject:
     """Take a value for an object.
 
     Raises:
@@ -140,7 +142,7 @@ def entry(value: Any, place: Place) -> Entry:
     """
     if not isinstance(value, dict):
         raise wrong(bracketed(place) or "the request body", "an object", value)
-    return Entry(value, place)
+    return RequestObject(value, place)
 
 
 def whole_number(value: Any, path: str) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokencache.dialects import lenient
 from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.completion_reader import Call, Choice, Usage
+from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage
 from tokencache.dialects.gemini.words import error_of, finish_reason_of, object_of, usage_of
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import Thinking, signed
@@ -144,7 +144,7 @@ class GeminiSpeaker:
             return "MALFORMED_FUNCTION_CALL"
         return finish_reason_of(self._reason)
 
-    def _parts(self, choice: Choice) -> list[dict[str, Any]]:
+    def _parts(self, choice: ChoicePart) -> list[dict[str, Any]]:
         """The parts that a chunk, or a whole message, completes."""
         said, parts = choice.said, []
         if said.thought and self._shows_thoughts:
@@ -158,7 +158,7 @@ class GeminiSpeaker:
             self._reason = choice.finish_reason
         return parts
 
-    def _calling(self, index: str, call: Call) -> list[dict[str, Any]]:
+    def _calling(self, index: str, call: ToolCallPart) -> list[dict[str, Any]]:
         """Go on with a call; the one before it, if another begins."""
         done = [] if self._call is not None and self._call[0] == index else self._called()
         if self._call is None:

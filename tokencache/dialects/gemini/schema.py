@@ -10,7 +10,7 @@ https://ai.google.dev/api/caching#Schema
 
 from typing import Any
 
-from tokencache.dialects.gemini.entry import Entry, entry
+from tokencache.dialects.gemini.entry import RequestObject, entry
 from tokencache.errors import HarnessError
 
 _TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object", "null"})
@@ -18,7 +18,7 @@ _AS_IS = ("title", "description", "default", "pattern", "minimum", "maximum", "r
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
-def json_schema(schema: Entry) -> dict[str, Any]:
+def json_schema(schema: RequestObject) -> dict[str, Any]:
     """Say one schema in JSON Schema.
 
     Raises:
@@ -38,7 +38,7 @@ def json_schema(schema: Entry) -> dict[str, Any]:
     return _nullable(said) if schema.flag("nullable") else said
 
 
-def _type(schema: Entry) -> dict[str, Any]:
+def _type(schema: RequestObject) -> dict[str, Any]:
     kind = (schema.text("type") or "").lower()
     if kind in {"", "type_unspecified"}:
         return {}
@@ -47,7 +47,7 @@ def _type(schema: Entry) -> dict[str, Any]:
     return {"type": kind}
 
 
-def _inner(schema: Entry) -> dict[str, Any]:
+def _inner(schema: RequestObject) -> dict[str, Any]:
     """The schemas within a schema."""
     said: dict[str, Any] = {}
     properties = schema.inner("properties")

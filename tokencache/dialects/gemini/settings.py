@@ -17,7 +17,7 @@ https://ai.google.dev/api/generate-content#generationconfig
 
 from typing import Any
 
-from tokencache.dialects.gemini.entry import Entry
+from tokencache.dialects.gemini.entry import RequestObject
 from tokencache.dialects.gemini.schema import json_schema
 from tokencache.errors import HarnessError
 
@@ -32,7 +32,7 @@ _EFFORTS = {"MINIMAL": "minimal", "LOW": "low", "MEDIUM": "medium", "HIGH": "hig
 _JSON, _PLAIN = "application/json", "text/plain"
 
 
-def chat_settings(request: Entry) -> dict[str, Any]:
+def chat_settings(request: RequestObject) -> dict[str, Any]:
     """Everything of a request besides its conversation, as members of a chat request.
 
     Raises:
@@ -40,14 +40,14 @@ def chat_settings(request: Entry) -> dict[str, Any]:
     """
     if request.text("cachedContent"):
         raise HarnessError("cachedContent is not supported: send the contents themselves", param="cachedContent")
-    config = request.inner("generationConfig") or Entry({}, "generationConfig")
+    config = request.inner("generationConfig") or RequestObject({}, "generationConfig")
     said = _sampling(config) | _thinking(config)
     if form := _response_format(config):
         said["response_format"] = form
     return said | _tools(request)
 
 
-def _sampling(config: Entry) -> dict[str, Any]:
+def _sampling(config: RequestObject) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for name, theirs in _NUMBERS.items():
         if (number := config.number(name)) is not None:
@@ -68,8 +68,8 @@ def _sampling(config: Entry) -> dict[str, Any]:
     return said
 
 
-def _thinking(config: Entry) -> dict[str, Any]:
-    thinking = config.inner("thinkingConfig") or Entry({}, config.at("thinkingConfig"))
+def _thinking(config: RequestObject) -> dict[str, Any]:
+    thinking = config.inner("thinkingConfig") or RequestObject({}, config.at("thinkingConfig"))
     said: dict[str, Any] = {} if thinking.flag("includeThoughts") else {"include_reasoning": False}
     level = (thinking.text("thinkingLevel") or "").upper()
     if thinking.integer("thinkingBudget") == 0:
@@ -82,7 +82,7 @@ def _thinking(config: Entry) -> dict[str, Any]:
     return said
 
 
-def _response_format(config: Entry) -> dict[str, Any] | None:
+def _response_format(config: RequestObject) -> dict[str, Any] | None:
     kind = config.text("responseMimeType") or ""
     if kind not in {"", _JSON, _PLAIN}:
         at = config.at("responseMimeType")
@@ -95,11 +95,11 @@ def _response_format(config: Entry) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
 
 
-def _tools(request: Entry) -> dict[str, Any]:
+def _tools(request: RequestObject) -> dict[str, Any]:
     tools = [function for tool in request.objects("tools") for function in _functions(tool)]
     if not tools:
         return {}
-    choice = (request.inner("toolConfig") or Entry({}, "toolConfig")).inner("functionCallingConfig")
+    choice = (request.inner("toolConfig") or RequestObject({}, "toolConfig")).inner("functionCallingConfig")
     if choice is None:
         return {"tools": tools}
     mode = (choice.text("mode") or "AUTO").upper()
@@ -119,7 +119,7 @@ def _tools(request: Entry) -> dict[str, Any]:
     raise HarnessError(f"{choice.at('mode')}: there is no mode {mode!r}", param=choice.at("mode"))
 
 
-def _check_allowed(choice: Entry, mode: str, allowed: list[str], tools: list[dict[str, Any]]) -> None:
+def _check_allowed(choice: RequestObject, mode: str, allowed: list[str], tools: list[dict[str, Any]]) -> None:
     at = choice.at("allowedFunctionNames")
     if mode not in {"ANY", "VALIDATED"}:
         raise HarnessError(f"{at} can be set in mode ANY only, not in mode {mode}", param=at)
@@ -127,7 +127,7 @@ def _check_allowed(choice: Entry, mode: str, allowed: list[str], tools: list[dic
         raise HarnessError(f"{at}: no function is declared as {', '.join(sorted(unknown))}", param=at)
 
 
-def _functions(tool: Entry) -> list[dict[str, Any]]:
+def _functions(tool: RequestObject) -> list[dict[str, Any]]:
     """The functions that a tool declares."""
     for name in tool.named():
         if name not in {"functionDeclarations", "function_declarations"}:
@@ -135,7 +135,7 @@ def _functions(tool: Entry) -> list[dict[str, Any]]:
     return [_function(declared) for declared in tool.objects("functionDeclarations")]
 
 
-def _function(declared: Entry) -> dict[str, Any]:
+def _function(declared: RequestObject) -> dict[str, Any]:
     name = declared.text("name")
     if not name:
         raise HarnessError(f"{declared.at('name')} is missing", param=declared.at("name"))
@@ -147,7 +147,7 @@ def _function(declared: Entry) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _schema(said: Entry, plain: str, theirs: str) -> dict[str, Any] | None:
+def _schema(said: RequestObject, plain: str, theirs: str) -> dict[str, Any] | None:
     """A schema that may be written in either of two members: in JSON Schema, or in Gemini's own dialect."""
     if (schema := said.inner(plain)) is not None:
         return schema.members

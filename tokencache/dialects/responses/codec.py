@@ -22,7 +22,7 @@ import msgspec
 
 from tokencache.dialects import gym_request, lenient
 from tokencache.dialects.body import member
-from tokencache.dialects.dialect import Asked, Counting, Meaning, Spoken
+from tokencache.dialects.dialect import Counting, DialectRequest, Meaning, Spoken
 from tokencache.dialects.responses.errors import NO_PREVIOUS, error_members
 from tokencache.dialects.responses.items import Item, Talk, continues
 from tokencache.dialects.responses.kept import Library, kept
@@ -36,7 +36,7 @@ from tokencache.dialects.responses.request import (
     refuse_unsupported,
 )
 from tokencache.dialects.responses.stored import answer_stored
-from tokencache.dialects.responses.tools import Choice, Offer, choose, read_tools
+from tokencache.dialects.responses.tools import Offer, ToolSelection, choose, read_tools
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -65,7 +65,7 @@ class _Request(msgspec.Struct):
     sent: list[bytes]
     talk: Talk
     offer: Offer
-    choice: Choice
+    choice: ToolSelection
     previous: str
     gym: bool
 
@@ -85,7 +85,7 @@ class ResponsesDialect:
         del method, headers
         return path == _ROOT or (path.startswith(f"{_ROOT}/") and path != _ENGINES_OWN)
 
-    async def read(self, asked: Asked) -> Meaning:
+    async def read(self, asked: DialectRequest) -> Meaning:
         """Read a request; raises as `Dialect.read` says."""
         if asked.path == _ROOT and asked.method == "POST":
             return await _call(asked)
@@ -99,7 +99,7 @@ class ResponsesDialect:
         return lenient.write({"error": error_members(message, kind, param)})
 
 
-async def _call(asked: Asked) -> Spoken:
+async def _call(asked: DialectRequest) -> Spoken:
     request = await _read(asked)
     shared = {name: Raw(lenient.write(value)) for name, value in request.shown.items()}
     previous = f"resp_{request.previous}" if request.previous else None
@@ -126,7 +126,7 @@ async def _call(asked: Asked) -> Spoken:
     return Spoken(body=request.body(), speaker=speaker, handles=request.talk.handles, echoes=request.talk.echoes, left_out=left_out)
 
 
-async def _read(asked: Asked) -> _Request:
+async def _read(asked: DialectRequest) -> _Request:
     fields = members_of(asked.body)
     if asked.token_ids:
         fields = gym_request.responses_members(fields)
@@ -162,7 +162,7 @@ async def _read(asked: Asked) -> _Request:
     )
 
 
-async def _previous(asked: Asked, fields: dict[str, Raw]) -> tuple[str, list[Item]]:
+async def _previous(asked: DialectRequest, fields: dict[str, Raw]) -> tuple[str, list[Item]]:
     """Find the response that a request continues: its handle, or `""`, and all its items."""
     name = member(fields, "previous_response_id", (str,), None)
     if name is None:

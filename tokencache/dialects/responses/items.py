@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.gym import Echo
+from tokencache.dialects.gym import ReturnedIdFragments
 from tokencache.dialects.places import Place, bracketed
 from tokencache.dialects.thinking import CLOSED, UNCLOSED, Mark, folded, read_signature
 from tokencache.errors import HarnessError
@@ -78,14 +78,14 @@ class Talk:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.handles: dict[int, str] = {}
-        self.echoes: dict[int, Echo] = {}
+        self.echoes: dict[int, ReturnedIdFragments] = {}
         self.merged = False
         self._reply: dict[str, list[Any]] = {}  # the assistant's message under way
         self._handle = self._last = ""
-        self._echo: Echo | None = None
+        self._echo: ReturnedIdFragments | None = None
         self._thinking: dict[str, Any] = {}  # its last reasoning item
 
-    def add(self, item: Any, at: Place, echo: Echo | None = None) -> None:
+    def add(self, item: Any, at: Place, echo: ReturnedIdFragments | None = None) -> None:
         """Read one item; `at` says where it stood, `echo` are the token ids that came back with it.
 
         Raises:

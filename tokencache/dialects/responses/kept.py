@@ -32,7 +32,7 @@ _LISTED = 64
 """How many documents one context lists at most."""
 
 
-class Context(msgspec.Struct, omit_defaults=True):
+class StoredInput(msgspec.Struct, omit_defaults=True):
     """Where the input of a response is kept.
 
     Attributes:
@@ -56,7 +56,7 @@ class Record(msgspec.Struct):
     shared: str
 
 
-_CONTEXT = msgspec.json.Decoder(Context)
+_CONTEXT = msgspec.json.Decoder(StoredInput)
 _RECORD = msgspec.json.Decoder(Record)
 _SHARED = msgspec.json.Decoder(dict[str, Raw])
 _ITEMS = msgspec.json.Decoder(list[Raw])
@@ -134,7 +134,7 @@ class Library:
                 raise HarnessError(f"Item with id '{name}' not found.", param=f"input[{i}].id")
         return [known[wanted[i]["id"]] if i in wanted else item for i, item in enumerate(items)]
 
-    async def continued(self, items: list[Item], sent: list[bytes]) -> Context:
+    async def continued(self, items: list[Item], sent: list[bytes]) -> StoredInput:
         """Make the context of an input that was sent whole, behind the one it continues if that one is kept.
 
         `items` are the input's items, `sent` their bytes as they were sent (references not replaced).
@@ -142,7 +142,7 @@ class Library:
         Raises:
             StoreError: a context could not be read.
         """
-        own = Context([Raw(raw) for raw, _ in items], count=len(sent), digest=_digest(sent))
+        own = StoredInput([Raw(raw) for raw, _ in items], count=len(sent), digest=_digest(sent))
         handle = next((found for _, item in reversed(items) if isinstance(item, dict) and (found := handle_of(item))), "")
         base = await self._context(handle) if handle else None
         if base is None or not 0 < base.count <= len(sent) or base.digest != _digest(sent[: base.count]):
@@ -150,21 +150,21 @@ class Library:
         own.items = own.items[base.count :]
         return _behind(own, handle, base, output=False)
 
-    async def answered(self, items: list[Item], handle: str) -> Context:
+    async def answered(self, items: list[Item], handle: str) -> StoredInput:
         """Make the context of items that continue a response which is kept, behind that one and its output.
 
         Raises:
             StoreError: its context could not be read.
         """
-        own, base = Context([Raw(raw) for raw, _ in items]), await self._context(handle)
+        own, base = StoredInput([Raw(raw) for raw, _ in items]), await self._context(handle)
         return own if base is None else _behind(own, handle, base, output=True)
 
-    async def _context(self, handle: str) -> Context | None:
+    async def _context(self, handle: str) -> StoredInput | None:
         found = (await self._documents([document("in", handle)]))[0]
         return _CONTEXT.decode(found) if found is not None else None
 
 
-def _behind(own: Context, handle: str, base: Context, *, output: bool) -> Context:
+def _behind(own: StoredInput, handle: str, base: StoredInput, *, output: bool) -> StoredInput:
     """Put a context behind that of another response, and behind its output if the input did not hold it."""
     said = [f"out:{handle}"] if output else []
     if len(base.parts) < _LISTED:
@@ -174,7 +174,7 @@ def _behind(own: Context, handle: str, base: Context, *, output: bool) -> Contex
     return own
 
 
-def kept(handle: str, context: Context, shared: dict[str, Raw], response: dict[str, Any]) -> dict[str, bytes]:
+def kept(handle: str, context: StoredInput, shared: dict[str, Raw], response: dict[str, Any]) -> dict[str, bytes]:
     """Make the documents of a response."""
     own = {name: value for name, value in response.items() if name not in shared and name != "output"}
     same = msgspec.json.encode(shared)

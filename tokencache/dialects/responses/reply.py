@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.completion_reader import Call, Choice, Heard, Usage
+from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, ToolCallPart, Usage
 from tokencache.dialects.responses.events import Events
 from tokencache.dialects.responses.output import CustomCall, FunctionCall, Item, Reasoning, Text
 from tokencache.dialects.responses.tools import ToolName
@@ -25,7 +25,7 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 """Ends by which a reply is cut short, and OpenAI's reason for it; it has none for an engine that aborts."""
 
 _GROWING = {b"content": Text, b"reasoning": Reasoning}
-_UNREADABLE = Heard(error={"message": "the engine sent what cannot be read"})
+_UNREADABLE = CompletionChunk(error={"message": "the engine sent what cannot be read"})
 
 
 class ResponsesSpeaker:
@@ -109,7 +109,7 @@ class ResponsesSpeaker:
         """Give out what is to be kept: of a reply that came to its end."""
         return self._keep(self._response([item.kept() for item in self._items])) if self._status in {"completed", "incomplete"} else {}
 
-    def _hear(self, heard: Heard) -> None:
+    def _hear(self, heard: CompletionChunk) -> None:
         if self._status != "in_progress":
             return
         self._start(heard)
@@ -120,14 +120,14 @@ class ResponsesSpeaker:
         if heard.choice is not None:
             self._choice(heard.choice)
 
-    def _start(self, heard: Heard) -> None:
+    def _start(self, heard: CompletionChunk) -> None:
         if self._created is None:
             self._created = heard.created
             self._model = self._model or heard.model
             self._events.tell("created", response=self._response())
             self._events.tell("in_progress", response=self._response())
 
-    def _choice(self, choice: Choice) -> None:
+    def _choice(self, choice: ChoicePart) -> None:
         said = choice.said
         if said.thought and self._thoughts:
             self._into(Reasoning, **self._reasoning).grow(said.thought)
@@ -154,7 +154,7 @@ class ResponsesSpeaker:
         item.begin()
         return item
 
-    def _call(self, index: int, call: Call) -> None:
+    def _call(self, index: int, call: ToolCallPart) -> None:
         item = self._calls.get(index)
         if item is None:
             name = self._names.get(call.name, ToolName(call.name))
@@ -180,7 +180,7 @@ class ResponsesSpeaker:
     def _fail(self, message: str) -> None:
         if self._status == "failed":
             return
-        self._start(Heard())
+        self._start(CompletionChunk())
         if self._open is not None:
             self._open.status = "incomplete"
         self._status, self._error = "failed", {"code": "server_error", "message": message}

@@ -14,9 +14,9 @@ import msgspec
 
 from tokencache.dialects import lenient
 from tokencache.dialects.body import entries_of, fields_of, member
-from tokencache.dialects.gym import TAKEN, Echo, take_all
+from tokencache.dialects.gym import TAKEN, ReturnedIdFragments, take_all
 from tokencache.dialects.responses.items import Item
-from tokencache.dialects.responses.tools import Choice
+from tokencache.dialects.responses.tools import ToolSelection
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -116,7 +116,7 @@ def members_shown(fields: dict[str, Raw]) -> dict[str, Any]:
     return {name: member(fields, name, kinds, default) for name, (kinds, default) in _SHOWN.items()}
 
 
-def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[Item], dict[int, Echo]]:
+def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[Item], dict[int, ReturnedIdFragments]]:
     """Read `input`; a text is a message of the user's. Without any the list is empty, unless one is `needed`.
 
     `kept` is whether somebody keeps the items: their JSON is cut out one by one only then.
@@ -144,7 +144,7 @@ def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[
 
 
 def chat_request(
-    fields: dict[str, Raw], shown: dict[str, Any], messages: list[dict[str, Any]], choice: Choice, *, continues: bool, gym: bool
+    fields: dict[str, Raw], shown: dict[str, Any], messages: list[dict[str, Any]], choice: ToolSelection, *, continues: bool, gym: bool
 ) -> bytes:
     """Write the chat request. With `gym` it has the members that NeMo Gym's converter passes on to vLLM, too (`gym_request`).
 

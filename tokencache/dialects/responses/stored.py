@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tokencache.dialects.dialect import Answer, Asked
+from tokencache.dialects.dialect import DialectRequest, DirectReply
 from tokencache.dialects.responses.items import Item
 from tokencache.dialects.responses.kept import Library, document
 from tokencache.errors import HarnessError
@@ -17,7 +17,7 @@ _NOT_FOUND, _NOT_ALLOWED = 404, 405
 _PAGE, _MOST = 20, 100
 
 
-async def answer_stored(asked: Asked, path: str) -> Answer:
+async def answer_stored(asked: DialectRequest, path: str) -> DirectReply:
     """Answer a request about a response; `path` is what follows `/v1/responses`.
 
     Raises:
@@ -35,16 +35,16 @@ async def answer_stored(asked: Asked, path: str) -> Answer:
             response = await Library(asked.documents).response(handle) if handle else None
             if response is None:
                 raise _unknown(name)
-            return Answer(body=msgspec.json.encode(response))
+            return DirectReply(body=msgspec.json.encode(response))
         case "GET", "/input_items":
             items = await Library(asked.documents).history(handle, output=False) if handle else None
             if items is None:
                 raise _unknown(name)
-            return Answer(body=_page([_listed(item, f"{handle}:{i}") for i, item in enumerate(items)], asked.query))
+            return DirectReply(body=_page([_listed(item, f"{handle}:{i}") for i, item in enumerate(items)], asked.query))
         case "DELETE", None:
             if not handle or not await asked.forget(document("rec", handle)):
                 raise _unknown(name)
-            return Answer(body=msgspec.json.encode({"id": name, "object": "response", "deleted": True}))
+            return DirectReply(body=msgspec.json.encode({"id": name, "object": "response", "deleted": True}))
         case "POST", "/cancel":
             raise HarnessError("Cannot cancel a synchronous response: 'background' is not supported")
         case _:

@@ -36,7 +36,7 @@ class Offer(msgspec.Struct, frozen=True):
     hosted: frozenset[str] = frozenset()
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ToolSelection(msgspec.Struct, frozen=True):
     """What of an offer may be called: chat's tools and `tool_choice`; `None` where chat is to be told nothing."""
 
     tools: list[dict[str, Any]] | None = None
@@ -75,7 +75,7 @@ def read_tools(tools: list[Any]) -> Offer:
     return Offer(functions, names, frozenset(hosted))
 
 
-def choose(offer: Offer, wanted: Any) -> Choice:
+def choose(offer: Offer, wanted: Any) -> ToolSelection:
     """Read `tool_choice`. Of `allowed_tools` only those are shown to the model that it may call: chat has no other way.
 
     Raises:
@@ -92,14 +92,14 @@ def choose(offer: Offer, wanted: Any) -> Choice:
         shown = [tool for tool in shown if tool["function"]["name"] in flat]
         mode = wanted.get("mode", "auto")
     if isinstance(mode, dict):
-        return Choice(shown, {"type": "function", "function": {"name": _chosen(offer, mode)}})
+        return ToolSelection(shown, {"type": "function", "function": {"name": _chosen(offer, mode)}})
     if not isinstance(mode, str) or mode not in {"auto", "none", "required"}:
         raise HarnessError("'tool_choice' must be 'auto', 'none', 'required' or an object", param="tool_choice")
     if not shown:
         if mode == "required":
             raise HarnessError("'tool_choice' is 'required', but no tool is on offer that the model can call", param="tool_choice")
-        return Choice()
-    return Choice(shown, mode if mode != "auto" else None)
+        return ToolSelection()
+    return ToolSelection(shown, mode if mode != "auto" else None)
 
 
 def _chosen(offer: Offer, entry: Any) -> str:

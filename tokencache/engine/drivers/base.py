@@ -23,7 +23,7 @@ from tokencache.core.ids import Pieces
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engine.questions import Answers
 from tokencache.engine.segments import Written
-from tokencache.engine.upstream import Answer
+from tokencache.engine.upstream import EngineResponse
 
 if TYPE_CHECKING:
     from tokencache.engine.drivers.text_prompts import TokenPrompts
@@ -96,7 +96,7 @@ class Driver(Protocol):
 class Asks(Protocol):
     """Whatever small questions can be put to."""
 
-    async def post(self, path: str, body: Any) -> Answer:
+    async def post(self, path: str, body: Any) -> EngineResponse:
         """Post JSON and read the whole answer.
 
         Raises:
@@ -104,14 +104,14 @@ class Asks(Protocol):
         """
 
 
-class Asked:
+class DriverChat:
     """An engine as small questions of our own are put to it: chat in its driver's words, all else as it is."""
 
     def __init__(self, upstream: Answers, driver: Driver) -> None:
         self._upstream = upstream
         self._driver = driver
 
-    async def post(self, path: str, body: Any) -> Answer:
+    async def post(self, path: str, body: Any) -> EngineResponse:
         """See `Asks.post`."""
         if path != CHAT:
             return await self._upstream.post(path, body)

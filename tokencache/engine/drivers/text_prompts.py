@@ -30,7 +30,7 @@ from tokencache.engine.drivers.base import CHAT, Exact
 from tokencache.engine.drivers.vllm import NOT_WHOLE, Vllm, members_with_ids
 from tokencache.engine.questions import Answers, until_answered
 from tokencache.engine.reply import Reply
-from tokencache.engine.upstream import Answer, Upstream
+from tokencache.engine.upstream import EngineResponse, Upstream
 from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
@@ -70,7 +70,7 @@ _IDS = msgspec.json.Decoder(list[int])
 _ENCODER = msgspec.json.Encoder()
 
 
-class Parsed(NamedTuple):
+class ParsedCompletion(NamedTuple):
     """A chat completion's body; `why` it has no messages, `""` if it has; `passing`: it may have them later."""
 
     body: bytes
@@ -144,7 +144,9 @@ class TokenPrompts:
             self._guides[key] = rendered.guide()
         return self._guides[key]
 
-    async def parsed(self, upstream: Answers, fields: Mapping[str, Raw], body: bytes, headers: CIMultiDict[str] | None = None) -> Parsed:
+    async def parsed(
+        self, upstream: Answers, fields: Mapping[str, Raw], body: bytes, headers: CIMultiDict[str] | None = None
+    ) -> ParsedCompletion:
         """Make a chat completion of the answer of completions; `fields` are the members of the chat request.
 
         Where the words cannot be had, ids and log probabilities are there all the same, and it is said why. A body that is no
@@ -155,9 +157,9 @@ class TokenPrompts:
             choices = _CHOICES.decode(said["choices"])
             sampled = [_IDS.decode(choice["token_ids"]) for choice in choices]
         except (ValueError, KeyError, RecursionError):
-            return Parsed(body)
+            return ParsedCompletion(body)
         if not choices:
-            return Parsed(body)
+            return ParsedCompletion(body)
         messages: list[dict[str, Any]] = [dict(_UNSAID) for _ in choices]
         why, passing = "", False
         try:
@@ -165,7 +167,7 @@ class TokenPrompts:
             messages = await self._messages(upstream, fields, choices, heard, headers)
         except EngineError as failed:
             why, passing = str(failed), failed.passing
-        return Parsed(_as_chat(said, choices, messages, fields, why), why, passing)
+        return ParsedCompletion(_as_chat(said, choices, messages, fields, why), why, passing)
 
     async def _messages(
         self,
@@ -235,14 +237,14 @@ class TokenPrompts:
         ended = bytes(choice.get("finish_reason", _NULL)) == b'"stop"' and not shown
         return tokens[:-1] if ended else tokens
 
-    async def _ask(self, upstream: Answers, path: str, body: bytes, headers: CIMultiDict[str] | None) -> Answer:
+    async def _ask(self, upstream: Answers, path: str, body: bytes, headers: CIMultiDict[str] | None) -> EngineResponse:
         """Ask who parses; a harness's own headers go to its engine only."""
         if self._parser is None:
             return await upstream.post(path, body, headers)
         parser = self._parser
         return await until_answered(lambda: parser.post(path, body))  # parsing twice does no harm
 
-    async def question(self, upstream: Answers, body: Mapping[str, Any], prompt: list[int]) -> Answer:
+    async def question(self, upstream: Answers, body: Mapping[str, Any], prompt: list[int]) -> EngineResponse:
         """Put a small question of our own, a chat request, with the ids of its prompt.
 
         Raises:
@@ -253,7 +255,7 @@ class TokenPrompts:
         if answer.status != _OK:
             return answer
         made, why, passing = await self.parsed(upstream, fields, answer.body)
-        return Answer(_UNAVAILABLE if passing else _BAD_GATEWAY, why.encode()) if why else Answer(answer.status, made)
+        return EngineResponse(_UNAVAILABLE if passing else _BAD_GATEWAY, why.encode()) if why else EngineResponse(answer.status, made)
 
     async def says(self, upstream: Answers, asked: Mapping[str, Any], prompt: list[int], reply: list[int]) -> Reply:
         """Have a reply of known ids parsed, as one that the limit ended.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.core import ids
-from tokencache.core.messages import Call, Message
+from tokencache.core.messages import Message, ToolCall
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.renderer import Renderer, RenderError
 
@@ -201,5 +201,5 @@ async def _opener(renderer: Renderer, model: str, args: RenderArgs, reply: Messa
 
 _END_OF_TURN = 2
 """An end of turn is a stop id, and perhaps a newline that the model never says."""
-_CALL = Call("call_0", "f", "{}")
+_CALL = ToolCall("call_0", "f", "{}")
 _RESULT = b'{"role":"tool","tool_call_id":"call_0","content":"."}'

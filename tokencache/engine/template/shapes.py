@@ -66,7 +66,7 @@ class TailAsk(msgspec.Struct, frozen=True):
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
-class Refusal:
+class TailRefusal:
     """Why no tail is given, and how often one was asked for since."""
 
     __slots__ = ("asked", "reason")
@@ -91,7 +91,7 @@ class Shape:
         self.way = ""
         self.opener = b""
         self.deepest = 0
-        self.refusals: dict[object, Refusal] = {}
+        self.refusals: dict[object, TailRefusal] = {}
         self.proofs = 0
         self.uses = 0  # since it was proven or looked at again
         self.trust = 1

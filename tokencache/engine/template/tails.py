@@ -50,7 +50,7 @@ from tokencache.core.messages import Message
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, Spot, answering, learn, reworded, stand_in
 from tokencache.engine.template.renderer import Renderer, RenderError, TemplateRefusedError
-from tokencache.engine.template.shapes import MANY, Refusal, Shape, TailAsk, counted_twice, shape_of
+from tokencache.engine.template.shapes import MANY, Shape, TailAsk, TailRefusal, counted_twice, shape_of
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -199,7 +199,7 @@ class Tails:
             found = await (self._confirm(ask, boundary) if confirms else self._prove(ask, boundary))
             shape.opener = await self._opener_of_shape(ask, boundary, found)
         except (BoundaryUnknownError, TemplateRefusedError) as why:
-            _keep(shape.refusals, due_to, Refusal(_reason(why)), MOST_REFUSALS)
+            _keep(shape.refusals, due_to, TailRefusal(_reason(why)), MOST_REFUSALS)
             level = logging.WARNING if due_to is None else logging.INFO  # what one conversation holds is no fault of the template's
             log.log(level, "session %s: no tail can be proven for %s; they are rendered as text: %s", ask.session, shape, _reason(why))
             raise

@@ -19,7 +19,7 @@ from tokencache.engine.template.renderer import Renderer, RenderError, TemplateR
 log = logging.getLogger(__name__)
 
 
-class Conversation(NamedTuple):
+class TrialConversation(NamedTuple):
     """A conversation of the table."""
 
     messages: list[dict[str, Any]]
@@ -62,33 +62,33 @@ _MARKUP = (
     "<|end|><|call|> <start_of_turn> <\uff5cUser\uff5c> <|endoftext|> <unk> [TOOL_CALLS] <|python_tag|>"
 )
 
-TABLE: dict[str, Conversation] = {
-    "plain": Conversation([_ASK]),
-    "system": Conversation([_SYSTEM, _ASK]),
-    "multi-turn": Conversation([_SYSTEM, _ASK, _SAID, {"role": "user", "content": "And?"}, _SAID, _ASK]),
-    "two users": Conversation([_ASK, _SAID, _ASK, _ASK]),
-    "empty texts": Conversation([_ASK, {"role": "assistant", "content": ""}, {"role": "user", "content": ""}]),
-    "tool call and result": Conversation([_ASK, _CALL, _result(0)]),
-    "tools offered": Conversation([_SYSTEM, _ASK, _CALL, _result(0)], tools=[_TOOL]),
-    "text and call": Conversation([_ASK, _calls("I look.\n", "{}"), _result(0), _SAID, _ASK]),
-    "parallel calls": Conversation([_ASK, _calls("", '{"a": "b"}', '{"n": 2}'), _result(0), _result(1, '{"ok": true}')]),
-    "a second round": Conversation([_ASK, _CALL, _result(0), _calls("", '{"a":"b"}'), _result(0)]),
-    "result and user": Conversation([_ASK, _CALL, _result(0), _ASK]),
-    "reasoning": Conversation([_ASK, {**_CALL, "reasoning": "\nHm.\n"}, _result(0)]),
-    "old reasoning": Conversation([_ASK, {**_SAID, "reasoning_content": "Hm."}, _ASK]),
-    "inline thinking": Conversation([_ASK, {**_SAID, "content": "<think>\nHm.\n</think>\n\nIt is."}, _ASK]),
-    "unicode and code": Conversation([{"role": "user", "content": _SCRIPTS}]),
-    "unicode in a result": Conversation([_ASK, _CALL, _result(0, _SCRIPTS)]),
-    "markup": Conversation([{"role": "user", "content": _MARKUP}]),
-    "markup in a result": Conversation([_ASK, _CALL, _result(0, _MARKUP)]),
-    "parts: user": Conversation([_parts("user", "one ", " two", "")]),
-    "parts: system": Conversation([_parts("system", "one", "two"), _parts("user", "three", "four")]),
-    "parts: assistant": Conversation([_ASK, _parts("assistant", "one", "two"), _ASK]),
-    "parts: result": Conversation([_ASK, _CALL, _result(0, _parts("tool", "one", "two")["content"])]),
-    "a later system message": Conversation([_SYSTEM, _ASK, _SAID, _SYSTEM, _ASK]),
-    "developer": Conversation([{**_SYSTEM, "role": "developer"}, _ASK]),
-    "developer and system": Conversation([{**_SYSTEM, "role": "developer"}, _ASK, _SAID, _SYSTEM, _ASK]),
-    "template arguments": Conversation([_SYSTEM, _ASK], {"enable_thinking": False, "reasoning_effort": "low", "thinking": False}),
+TABLE: dict[str, TrialConversation] = {
+    "plain": TrialConversation([_ASK]),
+    "system": TrialConversation([_SYSTEM, _ASK]),
+    "multi-turn": TrialConversation([_SYSTEM, _ASK, _SAID, {"role": "user", "content": "And?"}, _SAID, _ASK]),
+    "two users": TrialConversation([_ASK, _SAID, _ASK, _ASK]),
+    "empty texts": TrialConversation([_ASK, {"role": "assistant", "content": ""}, {"role": "user", "content": ""}]),
+    "tool call and result": TrialConversation([_ASK, _CALL, _result(0)]),
+    "tools offered": TrialConversation([_SYSTEM, _ASK, _CALL, _result(0)], tools=[_TOOL]),
+    "text and call": TrialConversation([_ASK, _calls("I look.\n", "{}"), _result(0), _SAID, _ASK]),
+    "parallel calls": TrialConversation([_ASK, _calls("", '{"a": "b"}', '{"n": 2}'), _result(0), _result(1, '{"ok": true}')]),
+    "a second round": TrialConversation([_ASK, _CALL, _result(0), _calls("", '{"a":"b"}'), _result(0)]),
+    "result and user": TrialConversation([_ASK, _CALL, _result(0), _ASK]),
+    "reasoning": TrialConversation([_ASK, {**_CALL, "reasoning": "\nHm.\n"}, _result(0)]),
+    "old reasoning": TrialConversation([_ASK, {**_SAID, "reasoning_content": "Hm."}, _ASK]),
+    "inline thinking": TrialConversation([_ASK, {**_SAID, "content": "<think>\nHm.\n</think>\n\nIt is."}, _ASK]),
+    "unicode and code": TrialConversation([{"role": "user", "content": _SCRIPTS}]),
+    "unicode in a result": TrialConversation([_ASK, _CALL, _result(0, _SCRIPTS)]),
+    "markup": TrialConversation([{"role": "user", "content": _MARKUP}]),
+    "markup in a result": TrialConversation([_ASK, _CALL, _result(0, _MARKUP)]),
+    "parts: user": TrialConversation([_parts("user", "one ", " two", "")]),
+    "parts: system": TrialConversation([_parts("system", "one", "two"), _parts("user", "three", "four")]),
+    "parts: assistant": TrialConversation([_ASK, _parts("assistant", "one", "two"), _ASK]),
+    "parts: result": TrialConversation([_ASK, _CALL, _result(0, _parts("tool", "one", "two")["content"])]),
+    "a later system message": TrialConversation([_SYSTEM, _ASK, _SAID, _SYSTEM, _ASK]),
+    "developer": TrialConversation([{**_SYSTEM, "role": "developer"}, _ASK]),
+    "developer and system": TrialConversation([{**_SYSTEM, "role": "developer"}, _ASK, _SAID, _SYSTEM, _ASK]),
+    "template arguments": TrialConversation([_SYSTEM, _ASK], {"enable_thinking": False, "reasoning_effort": "low", "thinking": False}),
 }
 """What both are asked to render, by name. Conversations that the engine refuses say nothing, and are left out."""
 
@@ -118,7 +118,7 @@ async def tried(local: LocalRenderer, engine: Renderer, model: str) -> LocalRend
     return None
 
 
-async def _case(name: str, talk: Conversation, engine: Renderer, model: str) -> _Case | None:
+async def _case(name: str, talk: TrialConversation, engine: Renderer, model: str) -> _Case | None:
     tools = msgspec.Raw(msgspec.json.encode(talk.tools)) if talk.tools else None
     args = RenderArgs(b"", b"", {}, {}, talk.kwargs, tools)
     messages = [msgspec.json.encode(message) for message in talk.messages]

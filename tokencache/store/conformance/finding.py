@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from tokencache.core import ids
-from tokencache.core.messages import Call, Message
+from tokencache.core.messages import Message, ToolCall
 from tokencache.core.turn import Anchor, Prefix, Tokens, Turn
 from tokencache.store.base import Entry, Incident, Store
 from tokencache.store.conformance.kit import EVERY_BYTE, Built, build, continued, ids_of, info_of, name_of, raises, record, same
@@ -28,7 +28,7 @@ async def check_round_trip(store: Store) -> None:
         prefix_hash=EVERY_BYTE[:16],
         completion_hash=EVERY_BYTE[-16:],
         logprobs_hash=EVERY_BYTE[16:32],
-        served=Message("assistant", "naïve ☕\x00", "thought", (Call("call_1", "bash", '{"a": 1.0}'),), None, "me", EVERY_BYTE, True),
+        served=Message("assistant", "naïve ☕\x00", "thought", (ToolCall("call_1", "bash", '{"a": 1.0}'),), None, "me", EVERY_BYTE, True),
         finish_reason="tool_calls",
         stop_reason=151_645,
         stopped=True,

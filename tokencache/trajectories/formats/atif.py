@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from tokencache.core.lineage import TokenSequence
-from tokencache.core.messages import Call, Message
-from tokencache.trajectories.formats.conversation import Exchange, exchanges, sampled, tools_of, wordless
+from tokencache.core.messages import Message, ToolCall
+from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, wordless
 from tokencache.trajectories.formats.rows import Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
@@ -68,7 +68,7 @@ def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:
     }
 
 
-def _steps(sequence: TokenSequence, said: list[Exchange]) -> list[dict[str, Any]]:
+def _steps(sequence: TokenSequence, said: list[TurnMessages]) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     for place, exchange in enumerate(said):
         copied = not place and sequence.parent is not None
@@ -105,7 +105,7 @@ def _spoken(message: Message) -> dict[str, Any]:
     return step
 
 
-def _sampled_step(sequence: TokenSequence, exchange: Exchange) -> dict[str, Any]:
+def _sampled_step(sequence: TokenSequence, exchange: TurnMessages) -> dict[str, Any]:
     turn, own = exchange.turn, sampled(sequence, exchange.span)
     metrics: dict[str, Any] = {
         "prompt_tokens": turn.prompt_tokens,
@@ -124,7 +124,7 @@ def _sampled_step(sequence: TokenSequence, exchange: Exchange) -> dict[str, Any]
     }
 
 
-def _tool_call(call: Call) -> dict[str, Any]:
+def _tool_call(call: ToolCall) -> dict[str, Any]:
     written: dict[str, Any] = {"tool_call_id": call.id, "function_name": call.name}
     try:
         arguments = msgspec.json.decode(call.arguments or "{}")

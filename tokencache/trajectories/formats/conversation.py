@@ -24,7 +24,7 @@ SPEAKERS = frozenset({"system", "user", "assistant", "tool"})
 """Roles that every format has a place for (`developer` is read as `system`)."""
 
 
-class Exchange(NamedTuple):
+class TurnMessages(NamedTuple):
     """A turn of a sequence, and what had been said to the model since its last answer; `None` if that is not kept."""
 
     span: SequenceTurn
@@ -49,13 +49,13 @@ class Sampled(NamedTuple):
     logprobs: list[float]
 
 
-def exchanges(sequence: TokenSequence, contexts: Mapping[str, Context]) -> list[Exchange]:
+def exchanges(sequence: TokenSequence, contexts: Mapping[str, Context]) -> list[TurnMessages]:
     """Read a sequence as exchanges, one for each of its turns."""
-    found: list[Exchange] = []
+    found: list[TurnMessages] = []
     before: Context | None = None
     for span in sequence.turns:
         context = contexts.get(span.turn.id)
-        found.append(Exchange(span, _heard(context, before, first=not found)))
+        found.append(TurnMessages(span, _heard(context, before, first=not found)))
         before = context
     return found
 
@@ -100,6 +100,6 @@ def tools_of(sequence: TokenSequence, contexts: Mapping[str, Context]) -> list[d
     return [tool for tool in listed or () if isinstance(tool, dict)]
 
 
-def wordless(said: Sequence[Exchange]) -> list[str]:
+def wordless(said: Sequence[TurnMessages]) -> list[str]:
     """The turns of which is not kept what was said to the model."""
     return [exchange.turn.id for exchange in said if exchange.heard is None]

@@ -28,7 +28,7 @@ from typing import Any
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
 from tokencache.dialects.thinking import split_text
-from tokencache.trajectories.formats.conversation import Exchange, exchanges, sampled, tools_of, wordless
+from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, wordless
 from tokencache.trajectories.formats.rows import Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
@@ -78,7 +78,7 @@ def _response(rollout: Rollout, row: Row) -> dict[str, Any]:
     }
 
 
-def _output(sequence: TokenSequence, said: list[Exchange]) -> list[dict[str, Any]]:
+def _output(sequence: TokenSequence, said: list[TurnMessages]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     for place, exchange in enumerate(said):
         if place:
@@ -89,7 +89,7 @@ def _output(sequence: TokenSequence, said: list[Exchange]) -> list[dict[str, Any
     return items
 
 
-def _messages(sequence: TokenSequence, said: list[Exchange]) -> list[dict[str, Any]]:
+def _messages(sequence: TokenSequence, said: list[TurnMessages]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for exchange in said:
         messages += map(_chat, exchange.heard or ())
@@ -97,7 +97,7 @@ def _messages(sequence: TokenSequence, said: list[Exchange]) -> list[dict[str, A
     return messages
 
 
-def _tokens(sequence: TokenSequence, exchange: Exchange) -> dict[str, Any]:
+def _tokens(sequence: TokenSequence, exchange: TurnMessages) -> dict[str, Any]:
     """The members that make an item one to train; none where there is nothing to train."""
     own = sampled(sequence, exchange.span)
     if not own.logprobs:

@@ -27,7 +27,7 @@ from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
 from tokencache.core.turn import Turn
 from tokencache.store.base import Incident
-from tokencache.trajectories.formats.conversation import Exchange, exchanges, sampled, tools_of, wordless
+from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, wordless
 from tokencache.trajectories.formats.rows import rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
@@ -68,7 +68,7 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _nodes(sequence: TokenSequence, exchange: Exchange, root: int, place: int) -> list[dict[str, Any]]:
+def _nodes(sequence: TokenSequence, exchange: TurnMessages, root: int, place: int) -> list[dict[str, Any]]:
     """The nodes of an exchange, the first of which will be node `place` of the trace."""
     own = sampled(sequence, exchange.span)
     messages = [*(exchange.heard or ()), exchange.turn.served]
