@@ -1,11 +1,6 @@
 """The trainer's routes for engines that come and go while the proxy runs (`engine.roster`).
 
-    GET    /tokencache/v1/engines                          all engines: what was found of each, and the calls under way on it
-    POST   /tokencache/v1/engines  {"url": …}              let an engine take calls: a new one, or one that was drained
-    POST   /tokencache/v1/engines/drain  {"url": …}        let it take no new calls; those under way run to their end
-    DELETE /tokencache/v1/engines?url=…                    take out one that is drained; `&force=true`: or that is not
-
-With an admin key set, each needs `Authorization: Bearer <admin key>`.
+`openapi` lists them with their paths. With an admin key set, each needs `Authorization: Bearer <admin key>`.
 """
 
 from typing import Any
@@ -15,26 +10,19 @@ from aiohttp import web
 from yarl import URL
 
 from tokencache.api.auth import Guard
-from tokencache.api.routes import BASE, answer, flag
+from tokencache.api.openapi import EngineUrl, register
+from tokencache.api.routes import answer, flag
 from tokencache.engine.health import Watch
 from tokencache.engine.pool import Pool
 from tokencache.engine.roster import Member, Roster
 from tokencache.errors import HarnessError
 
-_ENGINES = BASE + "/engines"
-
-
-class _Named(msgspec.Struct, forbid_unknown_fields=True):
-    url: str
-
 
 def engine_routes(app: web.Application, roster: Roster, pool: Pool, *, admin_key: str | None) -> None:
     """Add the routes to an application."""
     guard, api = Guard(admin_key), _Api(roster, pool)
-    app.router.add_get(_ENGINES, guard(api.list))
-    app.router.add_post(_ENGINES, guard(api.add))
-    app.router.add_post(_ENGINES + "/drain", guard(api.drain))
-    app.router.add_delete(_ENGINES, guard(api.remove))
+    handlers = {"listEngines": api.list, "addEngine": api.add, "drainEngine": api.drain, "removeEngine": api.remove}
+    register(app, guard, handlers)
 
 
 def engine_object(pool: Pool, watch: Watch) -> dict[str, Any]:
@@ -76,7 +64,7 @@ class _Api:
 
 async def _url_in(request: web.Request) -> str:
     try:
-        return _checked(msgspec.json.decode(await request.read(), type=_Named).url)
+        return _checked(msgspec.json.decode(await request.read(), type=EngineUrl).url)
     except (msgspec.ValidationError, ValueError, RecursionError) as why:
         raise HarnessError(f'a body {{"url": "http://HOST:PORT"}} is needed: {why}') from None
 

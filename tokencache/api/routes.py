@@ -1,19 +1,6 @@
 """The trainer's routes.
 
-    GET    /tokencache/v1/sessions                         all sessions
-    GET    /tokencache/v1/sessions/{id}                    one session: counts, open calls, incidents
-    GET    /tokencache/v1/sessions/{id}/turns              its turns, in the order they were recorded
-    GET    /tokencache/v1/sessions/{id}/trajectories       its sequences (`?format=native`, `?drift=sequences`)
-    GET    /tokencache/v1/sessions/{id}/drift              where its prompts differ from plain renderings (`?drift=turns`)
-    POST   /tokencache/v1/sessions/{id}/seal               take no more calls
-    DELETE /tokencache/v1/sessions/{id}                    forget it; its late calls are turned away for an hour (`?reuse=true`: its
-                                                           name may be used again at once)
-    POST   /tokencache/v1/keys  {"session": …}             an API key that stands for a session; also "harness", whose
-                                                           habits are forgiven, "models", {"claude-*": "qwen3"}, and
-                                                           "sampling", what is used whatever the harness asks, and "tenant"
-    DELETE /tokencache/v1/keys/{id}                        revoke a key, by the id that came with it
-
-With an admin key set, each needs `Authorization: Bearer <admin key>`.
+`openapi` lists them with their paths. With an admin key set, each needs `Authorization: Bearer <admin key>`.
 """
 
 import secrets
@@ -26,6 +13,7 @@ from aiohttp import web
 from tokencache.api.auth import Guard
 from tokencache.api.drift import Meter, mode_named
 from tokencache.api.export_worker import Press
+from tokencache.api.openapi import BASE, document, register
 from tokencache.api.reader import Reader, no_session
 from tokencache.dialects.chat.sampling import check_policy
 from tokencache.engine.pool import Pool
@@ -38,8 +26,6 @@ from tokencache.trajectories.formats.native import drift_object, incident_object
 from tokencache.trajectories.formats.registry import format_named
 from tokencache.trajectories.rollout import incidents_of, is_complete
 
-BASE = "/tokencache/v1"
-ONE = BASE + "/sessions/{session}"
 DRIFT_LIMIT = 10.0
 """Seconds that measuring a session's drift may take; what is not measured by then is left out, and said."""
 _ENCODER = msgspec.json.Encoder()
@@ -55,20 +41,28 @@ def trainer_routes(app: web.Application, ledger: Ledger, habits: Habits, engine:
         await press.close()
 
     app.cleanup_ctx.append(pressing)
-    app.router.add_get(BASE + "/sessions", guard(api.sessions))
-    app.router.add_get(ONE, guard(api.session))
-    app.router.add_get(ONE + "/turns", guard(api.turns))
-    app.router.add_get(ONE + "/trajectories", guard(api.trajectories))
-    app.router.add_get(ONE + "/drift", guard(api.drift))
-    app.router.add_post(ONE + "/seal", guard(api.seal))
-    app.router.add_delete(ONE, guard(api.delete))
-    app.router.add_post(BASE + "/keys", guard(api.keys))
-    app.router.add_delete(BASE + "/keys/{key}", guard(api.revoke))
+    handlers = {
+        "listSessions": api.sessions,
+        "getSession": api.session,
+        "listTurns": api.turns,
+        "getTrajectories": api.trajectories,
+        "getDrift": api.drift,
+        "sealSession": api.seal,
+        "deleteSession": api.delete,
+        "registerKey": api.keys,
+        "revokeKey": api.revoke,
+        "getOpenapi": _openapi,
+    }
+    register(app, guard, handlers)
     app.router.add_route("*", "/tokencache/{rest:.*}", guard(_unknown))
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:
     raise HarnessError(f"there is no {request.method} {request.path}; see {BASE}/sessions", status=404, kind="not_found_error")
+
+
+async def _openapi(_request: web.Request) -> web.StreamResponse:
+    return answer(document())
 
 
 class _Api:

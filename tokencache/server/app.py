@@ -20,7 +20,8 @@ from tokencache import metrics
 from tokencache.adapters.load import load_all
 from tokencache.api.auth import Guard
 from tokencache.api.engines import engine_object, engine_routes
-from tokencache.api.routes import BASE, trainer_routes
+from tokencache.api.openapi import BASE
+from tokencache.api.routes import trainer_routes
 from tokencache.api.viewer.pages import viewer_routes
 from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.growth import Bodies

@@ -1,14 +1,6 @@
-"""The routes of the viewer's data.
+"""The routes of the viewer's data; `tokencache.api.openapi` lists them with their paths.
 
-    GET /tokencache/v1/summaries                                   all sessions, a page at a time:
-                                                                   `?contains=&state=&offset=&limit=`
-    GET /tokencache/v1/sessions/{id}/outline                       its turns as a tree, its figures, its incidents
-    GET /tokencache/v1/sessions/{id}/turns/{turn}                  one turn, and the replies in its history beside what was served
-    GET /tokencache/v1/sessions/{id}/sequences/{sequence}          what a sequence's tokens are: runs of one kind
-    GET /tokencache/v1/sessions/{id}/sequences/{sequence}/tokens   `?start=&end=`: ids, log probabilities, texts
-    GET /tokencache/v1/sessions/{id}/texts                         `?turn=&ids=1,2,3`: what ids say to a turn's model
-
-All are behind the trainer's key, and each answers with a bounded piece: to look never costs a live call more than milliseconds.
+All need the trainer's key, and each answer is bounded: to look never costs a live call more than milliseconds.
 """
 
 import asyncio
@@ -18,8 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from tokencache.api.auth import Guard
+from tokencache.api.openapi import register
 from tokencache.api.reader import Reader, no_session
-from tokencache.api.routes import BASE, ONE, answer
+from tokencache.api.routes import answer
 from tokencache.api.viewer.echoes import echoes
 from tokencache.api.viewer.outline import outline
 from tokencache.api.viewer.summaries import STATES, Summaries
@@ -37,7 +30,6 @@ MOST_TOKENS = 4096
 """Tokens that one answer may hold."""
 MOST_SESSIONS = 500
 _HELD_BYTES = 64 * 2**20
-_SEQUENCE = ONE + "/sequences/{sequence}"
 _AROUND = 4
 """Tokens either side of a window that are read with it: a character may reach across its edge."""
 
@@ -45,12 +37,15 @@ _AROUND = 4
 def browse_routes(app: web.Application, ledger: Ledger, engine: Pool, *, admin_key: str | None) -> None:
     """Add the routes to an application."""
     guard, browse = Guard(admin_key), _Browse(ledger, engine)
-    app.router.add_get(BASE + "/summaries", guard(browse.summaries))
-    app.router.add_get(ONE + "/outline", guard(browse.outline))
-    app.router.add_get(ONE + "/turns/{turn}", guard(browse.turn))
-    app.router.add_get(_SEQUENCE, guard(browse.sequence))
-    app.router.add_get(_SEQUENCE + "/tokens", guard(browse.tokens))
-    app.router.add_get(ONE + "/texts", guard(browse.texts))
+    handlers = {
+        "listSummaries": browse.summaries,
+        "getOutline": browse.outline,
+        "getTurn": browse.turn,
+        "getSequence": browse.sequence,
+        "getTokens": browse.tokens,
+        "getTexts": browse.texts,
+    }
+    register(app, guard, handlers)
 
 
 class _Browse:

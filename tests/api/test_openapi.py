@@ -1,0 +1,69 @@
+"""The OpenAPI document: it is valid, lists exactly the routes that are registered, and describes the answers that they give."""
+
+import re
+
+import jsonschema
+import openapi_spec_validator
+
+from tests.proxy.kit import proxied, user
+from tokencache.api import drift
+from tokencache.api.openapi import BASE, DRIFT_MODES, OPERATIONS, SESSION_STATES, document
+from tokencache.api.viewer.summaries import STATES
+from tokencache.config import Settings
+from tokencache.server.app import Proxy
+
+DOCUMENT = document()
+SESSION = "s-1"
+
+
+def documented():
+    return {(method.upper(), path) for path, operations in DOCUMENT["paths"].items() for method in operations}
+
+
+def test_the_document_is_valid_openapi():
+    assert DOCUMENT["openapi"].startswith("3.1.")
+    openapi_spec_validator.validate(DOCUMENT)
+
+
+def test_it_lists_the_registered_routes_and_no_others():
+    app = Proxy(Settings()).application()
+    registered = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource.canonical.startswith(BASE)}
+    assert {(method, path) for method, path in registered if method != "HEAD"} == documented()
+
+
+def test_operations_have_unique_ids_and_summaries():
+    assert len({operation.id for operation in OPERATIONS}) == len(OPERATIONS)
+    assert all(re.fullmatch(r"[A-Z][^\n]*\.", operation.summary) for operation in OPERATIONS)
+
+
+def test_the_values_of_parameters_are_those_that_the_handlers_accept():
+    assert SESSION_STATES == STATES
+    assert DRIFT_MODES == drift.MODES
+
+
+def schema_of(operation, status):
+    content = DOCUMENT["paths"][operation.path][operation.method.lower()]["responses"][str(status)]["content"]
+    return {**content["application/json"]["schema"], "components": DOCUMENT["components"]}
+
+
+async def test_answers_match_their_schemas():
+    """A real session answers every operation; each answer is validated against the document."""
+    async with proxied() as rig:
+        await rig.say(SESSION, [user("hi")])
+        turns = (await rig.get(f"{BASE}/sessions/{SESSION}/turns"))["turns"]
+        key = {"session": "s-2", "harness": "hermes"}
+        bodies = {"registerKey": key, "addEngine": {"url": rig.up}, "drainEngine": {"url": rig.up}}
+        names = {"session": SESSION, "turn": turns[0]["turn"], "sequence": turns[0]["turn"], "key": "unknown"}
+        queries = {"removeEngine": {"url": rig.up}, "getTexts": {"turn": turns[0]["turn"], "ids": "1,2"}}
+        statuses = {}
+        for operation in sorted(OPERATIONS, key=lambda one: one.id in {"deleteSession", "sealSession"}):
+            request = rig.http.request(
+                operation.method,
+                rig.url + operation.path.format(**names),
+                json=bodies.get(operation.id),
+                params=queries.get(operation.id),
+            )
+            async with request as answer:
+                statuses[operation.id] = answer.status
+                jsonschema.validate(await answer.json(), schema_of(operation, answer.status))
+    assert {name: status for name, status in statuses.items() if status not in {200, 201}} == {"revokeKey": 404, "removeEngine": 409}

@@ -1,0 +1,348 @@
+"""The trainer's HTTP API as data: the table of its operations, and the OpenAPI 3.1 document made from the table.
+
+Handlers are registered by the id of their operation, so each path is written once. `GET /tokencache/v1/openapi.json` serves the
+document, and `docs/openapi.json` is a copy of it. The schemas come from the msgspec types that the client decodes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import msgspec
+from aiohttp import web
+
+from tokencache import __version__
+from tokencache.api.auth import Guard, Handler
+from tokencache.store.base import Binding
+from tokencache.trajectories.formats.registry import FORMATS
+from tokencache.trajectories.values import EngineState, SessionState, Trajectory
+
+BASE = "/tokencache/v1"
+_SESSION = BASE + "/sessions/{session}"
+_SEQUENCE = _SESSION + "/sequences/{sequence}"
+_SCHEMA_PATH = "#/components/schemas/{name}"
+
+DRIFT_MODES = ("off", "sequences", "turns")
+SESSION_STATES = ("any", "live", "incomplete", "complete", "incidents", "sealed")
+
+
+class RegisteredKey(Binding, frozen=True):
+    """A registered API key: `key` is the secret for the harness, `id` revokes it."""
+
+    key: str = ""
+    id: str = ""
+
+
+class EngineUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Names an engine by its base URL, such as `http://10.0.0.7:8000`."""
+
+    url: str
+
+
+class Parameter(NamedTuple):
+    """A query parameter: its name, what it does, and its JSON schema."""
+
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+    required: bool = False
+
+
+class Operation(NamedTuple):
+    """A route of the trainer's API.
+
+    Attributes:
+        id: OpenAPI's `operationId`, by which its handler is registered.
+        summary: what it does, in one line.
+        answer: type or JSON schema of the body of a successful answer.
+        description: what else a caller should know.
+        query: its query parameters.
+        body: type of the request body; `None` if it has none.
+        statuses: status codes of success; the first is the usual one.
+        errors: further status codes of failure and when they occur. 400 and 401 apply to every operation.
+    """
+
+    id: str
+    method: str
+    path: str
+    summary: str
+    answer: Any
+    description: str = ""
+    query: tuple[Parameter, ...] = ()
+    body: type[msgspec.Struct] | None = None
+    statuses: tuple[int, ...] = (200,)
+    errors: Mapping[int, str] = {}
+
+
+def _object(**members: Any) -> dict[str, Any]:
+    """A JSON object all of whose members are required. A member is a type, or a JSON schema."""
+    return {"type": "object", "properties": members, "required": list(members)}
+
+
+_TEXT, _FLAG, _COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+_ANY_OBJECT = {"type": "object"}
+_NO_SESSION = {404: "There is no such session."}
+_DRIFT = Parameter(
+    "drift",
+    "Whether prompts are compared with plain renderings: not at all, those of the last turn of each sequence, or those of all turns.",
+    {"type": "string", "enum": DRIFT_MODES},
+)
+
+OPERATIONS = (
+    Operation("listSessions", "GET", BASE + "/sessions", "List all sessions.", _object(sessions={"type": "array", "items": SessionState})),
+    Operation("getSession", "GET", _SESSION, "Return the state of one session.", SessionState, errors=_NO_SESSION),
+    Operation(
+        "listTurns",
+        "GET",
+        _SESSION + "/turns",
+        "List the turns of a session in the order in which they were recorded, without tokens.",
+        _object(session=_TEXT, turns={"type": "array", "items": _ANY_OBJECT}),
+        errors=_NO_SESSION,
+    ),
+    Operation(
+        "getTrajectories",
+        "GET",
+        _SESSION + "/trajectories",
+        "Return the sequences of a session for training.",
+        {"anyOf": [Trajectory, _ANY_OBJECT]},
+        description="The schema is that of the native format. docs/formats.md describes the others.",
+        query=(Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}), _DRIFT),
+        errors=_NO_SESSION,
+    ),
+    Operation(
+        "getDrift",
+        "GET",
+        _SESSION + "/drift",
+        "Compare the prompts of a session with plain renderings of the same messages.",
+        _object(session=_TEXT, turns=_ANY_OBJECT, unmeasured=_ANY_OBJECT),
+        query=(_DRIFT,),
+        errors=_NO_SESSION,
+    ),
+    Operation(
+        "sealSession",
+        "POST",
+        _SESSION + "/seal",
+        "Seal a session: it accepts no more calls.",
+        _object(session=_TEXT, sealed=_FLAG),
+        description="Harnesses that call later receive 409 (`session_sealed`).",
+        errors=_NO_SESSION,
+    ),
+    Operation(
+        "deleteSession",
+        "DELETE",
+        _SESSION,
+        "Delete a session.",
+        _object(session=_TEXT, deleted=_FLAG),
+        description="Calls that are in flight are dropped when they end. New calls receive 409 (`session_deleted`) for an hour.",
+        query=(Parameter("reuse", "Let the name be used again at once.", {"type": "boolean", "default": False}),),
+        errors=_NO_SESSION,
+    ),
+    Operation(
+        "registerKey",
+        "POST",
+        BASE + "/keys",
+        "Register an API key for a session.",
+        RegisteredKey,
+        description="If the session was deleted, its name can be used again.",
+        body=Binding,
+        statuses=(201,),
+    ),
+    Operation(
+        "revokeKey",
+        "DELETE",
+        BASE + "/keys/{key}",
+        "Revoke an API key by its id.",
+        _object(id=_TEXT, revoked=_FLAG),
+        description="Harnesses that use the key receive 401 from their next call on. Calls in flight continue.",
+        errors={404: "There is no such key."},
+    ),
+    Operation("listEngines", "GET", BASE + "/engines", "List the engines.", _object(engines={"type": "array", "items": EngineState})),
+    Operation(
+        "addEngine",
+        "POST",
+        BASE + "/engines",
+        "Let an engine accept calls: a new one, or one that was drained.",
+        EngineState,
+        description="201 if the engine is new, 200 if it was known.",
+        body=EngineUrl,
+        statuses=(201, 200),
+    ),
+    Operation(
+        "drainEngine",
+        "POST",
+        BASE + "/engines/drain",
+        "Send no new calls to an engine. Calls in flight continue.",
+        EngineState,
+        body=EngineUrl,
+        errors={404: "There is no such engine."},
+    ),
+    Operation(
+        "removeEngine",
+        "DELETE",
+        BASE + "/engines",
+        "Remove a drained engine.",
+        _object(url=_TEXT, removed=_FLAG),
+        query=(
+            Parameter("url", "Base URL of the engine.", _TEXT, required=True),
+            Parameter("force", "Remove it even if it is not drained. Calls in flight continue.", {"type": "boolean", "default": False}),
+        ),
+        errors={
+            404: "There is no such engine.",
+            409: "It is not drained (`engine_in_use`), or `--upstream` names it (`engine_configured`).",
+        },
+    ),
+    Operation(
+        "listSummaries",
+        "GET",
+        BASE + "/summaries",
+        "List sessions a page at a time, the one used last first, for the viewer.",
+        _object(total=_COUNT, found=_COUNT, offset=_COUNT, states=_ANY_OBJECT, now={"type": "number"}, sessions={"type": "array"}),
+        query=(
+            Parameter("contains", "Only sessions whose name contains this text.", _TEXT),
+            Parameter("state", "Only sessions in this state.", {"type": "string", "enum": SESSION_STATES, "default": "any"}),
+            Parameter("offset", "Number of sessions to skip.", {**_COUNT, "default": 0}),
+            Parameter("limit", "Number of sessions to return.", {**_COUNT, "maximum": 500, "default": 100}),
+        ),
+    ),
+    Operation(
+        "getOutline",
+        "GET",
+        _SESSION + "/outline",
+        "Return the turns of a session as a tree of sequences, with figures and incidents, for the viewer.",
+        _ANY_OBJECT,
+        errors=_NO_SESSION,
+    ),
+    Operation(
+        "getTurn",
+        "GET",
+        _SESSION + "/turns/{turn}",
+        "Return one turn, and each reply in its history next to what was served, for the viewer.",
+        _ANY_OBJECT,
+        errors={404: "There is no such session or turn."},
+    ),
+    Operation(
+        "getSequence",
+        "GET",
+        _SEQUENCE,
+        "Return the runs of tokens of one kind in a sequence, for the viewer.",
+        _object(session=_TEXT, id=_TEXT, model=_TEXT, tokens=_COUNT, turns={"type": "array", "items": _TEXT}, runs={"type": "array"}),
+        errors={404: "There is no such session or sequence."},
+    ),
+    Operation(
+        "getTokens",
+        "GET",
+        _SEQUENCE + "/tokens",
+        "Return ids, log probabilities and texts of at most 4,096 tokens of a sequence, for the viewer.",
+        _object(start=_COUNT, end=_COUNT, ids={"type": "array", "items": _COUNT}, logprobs={"type": "array"}, texts={}, unread=_TEXT),
+        query=(
+            Parameter("start", "First token.", {**_COUNT, "default": 0}),
+            Parameter("end", "Token after the last one.", _COUNT),
+        ),
+        errors={404: "There is no such session or sequence."},
+    ),
+    Operation(
+        "getTexts",
+        "GET",
+        _SESSION + "/texts",
+        "Return the texts of token ids, as the model of a turn reads them, for the viewer.",
+        _object(ids={"type": "array", "items": _COUNT}, texts={}, unread=_TEXT),
+        query=(
+            Parameter("turn", "Id of the turn.", _TEXT, required=True),
+            Parameter("ids", "Token ids, separated by commas; at most 4,096.", _TEXT),
+        ),
+        errors={404: "There is no such session or turn."},
+    ),
+    Operation("getOpenapi", "GET", BASE + "/openapi.json", "Return this document.", _ANY_OBJECT),
+)
+
+_BY_ID = {operation.id: operation for operation in OPERATIONS}
+
+
+def register(app: web.Application, guard: Guard, handlers: Mapping[str, Handler]) -> None:
+    """Add handlers, by the ids of their operations, to an application. `guard` lets only the trainer pass."""
+    for name, handler in handlers.items():
+        operation = _BY_ID[name]
+        app.router.add_route(operation.method, operation.path, guard(handler))
+
+
+def document() -> dict[str, Any]:
+    """Build the OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1.html) as JSON values."""
+    types = list(dict.fromkeys(_types_in([(operation.answer, operation.body) for operation in OPERATIONS])))
+    _, components = msgspec.json.schema_components(types, ref_template=_SCHEMA_PATH)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
+    written = {
+        "openapi": "3.1.1",
+        "info": {
+            "title": "tokencache",
+            "version": __version__,
+            "summary": "The trainer's API of tokencache: sessions, trajectories, API keys and engines.",
+        },
+        "security": [{"adminKey": []}, {"adminPassword": []}],
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": _ERROR},
+            "securitySchemes": {
+                "adminKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "The key that `--admin-key` sets. Without that option the routes are public.",
+                },
+                "adminPassword": {
+                    "type": "http",
+                    "scheme": "basic",
+                    "description": "For GET only: the admin key as the password, with any user name.",
+                },
+            },
+        },
+    }
+    return cast("dict[str, Any]", msgspec.json.decode(msgspec.json.encode(written)))  # tuples become lists
+
+
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT))
+_COMMON_ERRORS = {400: "A name, a parameter or the body is invalid.", 401: "The admin key is missing or wrong.", 503: "The store failed."}
+
+
+def _described(operation: Operation) -> dict[str, Any]:
+    """The Operation Object of OpenAPI."""
+    named = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+    parameters: list[dict[str, Any]] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in named]
+    parameters += [{**parameter._asdict(), "in": "query"} for parameter in operation.query]
+    answer = {"description": "Success.", "content": _json(operation.answer)}
+    failures = {**_COMMON_ERRORS, **operation.errors}
+    written = {
+        "operationId": operation.id,
+        "summary": operation.summary,
+        "description": operation.description,
+        "parameters": parameters,
+        "requestBody": operation.body and {"required": True, "content": _json(operation.body)},
+        "responses": {
+            **{str(status): answer for status in operation.statuses},
+            **{
+                str(status): {"description": why, "content": _json({"$ref": _SCHEMA_PATH.format(name="Error")})}
+                for status, why in sorted(failures.items())
+            },
+        },
+    }
+    return {name: value for name, value in written.items() if value}
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": _schema(schema)}}
+
+
+def _schema(given: Any) -> Any:
+    """A JSON schema in which every type is replaced by a reference to its component."""
+    if isinstance(given, type):
+        return {"$ref": _SCHEMA_PATH.format(name=given.__name__)}
+    if isinstance(given, Mapping):
+        return {name: _schema(value) for name, value in given.items()}
+    return [_schema(one) for one in given] if isinstance(given, Sequence) and not isinstance(given, str) else given
+
+
+def _types_in(given: Any) -> list[type[msgspec.Struct]]:
+    """All types in a JSON schema."""
+    if isinstance(given, type):
+        return [given]
+    inside = given.values() if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else ()
+    return [one for part in inside for one in _types_in(part)]
