@@ -137,7 +137,7 @@ async def test_over_http_it_is_the_same_and_nothing_is_left_when_the_proxy_stops
     records, store, before = large(), MemoryStore(), children()
     async with proxied(store=store) as rig:
         begun = await store.begin("large", "call", [])
-        await store.commit("large", begun.life, "call", [Entry(turn, records.tokens[turn.id]) for turn in records.turns])
+        await store.commit("large", begun.epoch, "call", [Entry(turn, records.tokens[turn.id]) for turn in records.turns])
         exported = await rig.get("/tokencache/v1/sessions/large/trajectories?drift=off")
         assert exported["sequences"] == msgspec.json.decode(write(records, "native"))["sequences"]
         assert len(children() - before) == 1

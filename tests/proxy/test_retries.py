@@ -126,7 +126,7 @@ async def leave(rig, body=ASK, session="s", **headers):
     await asyncio.gather(call, return_exceptions=True)
 
     async def left():
-        return any(call.left for call in await open_calls(rig, session)) or not await open_calls(rig, session)
+        return any(call.orphaned for call in await open_calls(rig, session)) or not await open_calls(rig, session)
 
     await until(left)
 
@@ -199,7 +199,7 @@ async def test_a_harness_that_left_comes_back(store, headers, stream):
         body = {**ASK, "stream": stream}
         go = gate(rig)
         await leave(rig, body)
-        assert [call.left for call in await open_calls(rig)] == [True]
+        assert [call.orphaned for call in await open_calls(rig)] == [True]
         again = asyncio.create_task(send(rig, body, **headers))
         await wanted(rig)
         go.set()
@@ -289,8 +289,8 @@ async def test_the_twins_replica_is_gone(store, monkeypatch):
     """A proxy that was killed ends nothing: its call is closed with a hole, once, and those who waited are served."""
     monkeypatch.setattr(twins, "BEAT_SECONDS", 0.05)
     async with proxied(store=store) as rig:
-        asked = repeat_of("join", CHAT, {}, json.dumps(ASK).encode(), "").imprint
-        await rig.store.begin("s", "lost", [], asked=asked, replica="killed")
+        fingerprint = repeat_of("join", CHAT, {}, json.dumps(ASK).encode(), "").imprint
+        await rig.store.begin("s", "lost", [], fingerprint=fingerprint, replica="killed")
         async with asyncio.timeout(20):
             answers = await asyncio.gather(*(send(rig) for _ in range(3)))
         assert len({said(answer)["content"] for answer in answers}) == 1

@@ -16,6 +16,9 @@ from tokencache.store.memory import MemoryStore
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
 
 
+BREAKABLE = {"begin", "find", "prefix", "commit", "settle", "add_incidents", "session", "turns", "tokens", "binding_of_key", "ping"}
+
+
 class Flaky(MemoryStore):
     """A memory store of which chosen operations fail, or wait until `go` is set."""
 
@@ -27,7 +30,19 @@ class Flaky(MemoryStore):
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
-        if name not in {"begin", "find", "prefix", "commit", "settle", "note", "session", "turns", "tokens", "binding_of_key", "ping"}:
+        if name not in {
+            "begin",
+            "find",
+            "prefix",
+            "commit",
+            "settle",
+            "add_incidents",
+            "session",
+            "turns",
+            "tokens",
+            "binding_of_key",
+            "ping",
+        }:
             return found
 
         async def operation(*args, **kwargs):
@@ -64,7 +79,9 @@ def soon(monkeypatch):
     monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.005)
 
 
-@pytest.mark.parametrize("broken", [{"begin", "note"}, {"commit", "note"}, {"begin", "commit", "settle", "note", "find", "prefix"}])
+@pytest.mark.parametrize(
+    "broken", [{"begin", "add_incidents"}, {"commit", "add_incidents"}, {"begin", "commit", "settle", "add_incidents", "find", "prefix"}]
+)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_relay_the_harness_gets_its_reply(store, broken, stream):
     async with proxied(store=store) as rig:
@@ -90,7 +107,7 @@ async def test_relay_the_harness_gets_its_reply(store, broken, stream):
 
 async def test_relay_a_session_that_could_not_even_begin(store):
     async with proxied(store=store) as rig:
-        store.broken |= {"begin", "commit", "note"}
+        store.broken |= {"begin", "commit", "add_incidents"}
         await rig.say("s", **ASK)
         told = await rig.exported()
         assert (told["complete"], told["sequences"]) == (False, [])
@@ -247,7 +264,7 @@ async def test_a_store_that_loses_a_session_in_the_middle_of_a_call(store, anew)
         await store.reached.wait()
         store._sessions.pop("s")
         if anew:
-            await store.note("s", [])
+            await store.add_incidents("s", [])
         store.go.set()
         await call
         exported = await rig.get("/tokencache/v1/sessions/s/trajectories")

@@ -118,9 +118,9 @@ class Away(MemoryStore):
         self._fail()
         return await super().commit(*args, **more)
 
-    async def note(self, *args, **more):
+    async def add_incidents(self, *args, **more):
         self._fail()
-        return await super().note(*args, **more)
+        return await super().add_incidents(*args, **more)
 
     def _fail(self):
         if self.gone:

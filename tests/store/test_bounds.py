@@ -64,13 +64,13 @@ async def is_full(store, session, match):
 
 async def keeps_the_bound(store, match):
     """At the bound only sessions that are there go on; a session that goes makes room, a tombstone takes none."""
-    life = await record(store, "a", build("a"))
+    epoch = await record(store, "a", build("a"))
     await record(store, "b", build("a"))
     await look(store)
     assert await is_full(store, "c", match)
     await store.begin("a", "k", [])
-    await store.commit("a", life, "k", [build("b").entry])
-    await store.note("a", [Incident("x")])
+    await store.commit("a", epoch, "k", [build("b").entry])
+    await store.add_incidents("a", [Incident("x")])
     await store.delete("b")
     await look(store)
     with pytest.raises(SessionDeletedError):
@@ -116,7 +116,7 @@ async def test_bytes_in_redis_are_bounded(opened, redis):
 @pytest.mark.redis
 async def test_new_sessions_are_refused_before_redis_refuses_old_ones(opened, redis):
     store = await opened()
-    life = await record(store, "a", build("a"))
+    epoch = await record(store, "a", build("a"))
     await redis.config_set("maxmemory", 100 * MEGABYTE)
     await look(store)
     await record(store, "b", build("a"))
@@ -124,7 +124,7 @@ async def test_new_sessions_are_refused_before_redis_refuses_old_ones(opened, re
     await look(store)
     assert await is_full(store, "c", r"the bound is nine tenths of its maxmemory, 104857600")
     await store.begin("a", "k", [])
-    await store.commit("a", life, "k", [build("b").entry])
+    await store.commit("a", epoch, "k", [build("b").entry])
 
 
 @pytest.mark.redis
@@ -192,7 +192,7 @@ async def test_time_passes_in_memory(monkeypatch):
     await store.bind_key("h2", Binding("s"))
     for n in range(4):
         now[0] += 60
-        assert (await store.begin("used", f"k{n}", [])).life == used
+        assert (await store.begin("used", f"k{n}", [])).epoch == used
         assert await store.binding_of_key("h") == Binding("s")
     assert await store.session("unused") is None
     assert await store.binding_of_key("h2") is None
@@ -201,10 +201,10 @@ async def test_time_passes_in_memory(monkeypatch):
     assert (await store.begin("unused", "k", [])).calls == 1
     uses = [
         lambda: store.settle("used", used, "k0"),
-        lambda: store.linger("used", "k1"),
-        lambda: store.want("used", "k1"),
+        lambda: store.mark_orphaned("used", "k1"),
+        lambda: store.mark_wanted("used", "k1"),
         lambda: store.seal("used"),
-        lambda: store.note("used", []),
+        lambda: store.add_incidents("used", []),
     ]
     for use in uses:
         now[0] += 60
@@ -214,4 +214,4 @@ async def test_time_passes_in_memory(monkeypatch):
     with pytest.raises(SessionDeletedError):
         await store.begin("used", "k", [])
     now[0] += 11
-    assert (await store.begin("used", "k", [])).life != used
+    assert (await store.begin("used", "k", [])).epoch != used

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from tokencache.core.turn import Prefix
 from tokencache.store import conformance
-from tokencache.store.base import Begun, OpenCall, SessionSealedError
+from tokencache.store.base import BeginResult, OpenCall, SessionSealedError
 from tokencache.store.conformance import CHECKS, check_replicas
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
@@ -68,42 +68,42 @@ async def test_a_cluster_node_takes_it_all():
 
 
 class ReadsOn(MemoryStore):
-    async def begin(self, session, call, keys, **asked):
-        return Begun((await super().begin(session, call, [], **asked)).life, await self.find(session, keys))
+    async def begin(self, session, call, keys, **options):
+        return BeginResult((await super().begin(session, call, [], **options)).epoch, await self.find(session, keys))
 
 
 class ForgetsChildren(MemoryStore):
-    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
-        await super().commit(session, life, call, entries, incidents, documents=documents)
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
+        await super().commit(session, epoch, call, entries, incidents, documents=documents)
         self._sessions[session].continued.clear()
 
 
 class TakesLateCommits(MemoryStore):
-    def _alive(self, session, life):
+    def _use_epoch(self, session, epoch):
         held = self._sessions.get(session)
-        return held if held is not None else super()._alive(session, life)
+        return held if held is not None else super()._use_epoch(session, epoch)
 
 
 class RevivesTheDead(MemoryStore):
-    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
         if session not in self._sessions:
-            self._gone.clear()
-            life = (await self.begin(session, call, [])).life
-        await super().commit(session, life, call, entries, incidents, documents=documents)
+            self._tombstones.clear()
+            epoch = (await self.begin(session, call, [])).epoch
+        await super().commit(session, epoch, call, entries, incidents, documents=documents)
 
 
 class OpensThenRefuses(MemoryStore):
-    async def begin(self, session, call, keys, **asked):
+    async def begin(self, session, call, keys, **options):
         try:
-            return await super().begin(session, call, keys, **asked)
+            return await super().begin(session, call, keys, **options)
         except SessionSealedError:
             self._sessions[session].calls[call] = OpenCall(call, 1.0)
             raise
 
 
 class LeavesCallsOpen(MemoryStore):
-    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
-        await super().commit(session, life, "", entries, incidents, documents=documents)
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
+        await super().commit(session, epoch, "", entries, incidents, documents=documents)
 
 
 class TakesBasesWhole(MemoryStore):
@@ -126,12 +126,12 @@ class ListsTwice(MemoryStore):
 
 
 class Interleaves(MemoryStore):
-    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
-        held = self._alive(session, life)
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
+        held = self._use_epoch(session, epoch)
         before = dict(held.index)
         await asyncio.sleep(0)
         held.index = before
-        await super().commit(session, life, call, entries, incidents, documents=documents)
+        await super().commit(session, epoch, call, entries, incidents, documents=documents)
 
 
 class NewestFirst(MemoryStore):
@@ -140,20 +140,20 @@ class NewestFirst(MemoryStore):
 
 
 class DropsIncidents(MemoryStore):
-    async def settle(self, session, life, call, incidents=()):
-        await super().settle(session, life, call)
+    async def settle(self, session, epoch, call, incidents=()):
+        await super().settle(session, epoch, call)
 
 
 class NamesAKeyOnce(MemoryStore):
     async def bind_key(self, key, binding):
-        if key not in self._keys:
+        if key not in self._bindings:
             await super().bind_key(key, binding)
 
 
 class KeepsTheFirst(MemoryStore):
-    async def commit(self, session, life, call, entries, incidents=(), *, documents=NONE):
-        kept = self._alive(session, life).documents
-        await super().commit(session, life, call, entries, incidents, documents={**documents, **kept})
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
+        kept = self._use_epoch(session, epoch).documents
+        await super().commit(session, epoch, call, entries, incidents, documents={**documents, **kept})
 
 
 class SharesKeys(MemoryStore):
@@ -163,9 +163,9 @@ class SharesKeys(MemoryStore):
 
 
 class NotesTheDead(MemoryStore):
-    async def note(self, session, incidents):
-        self._gone.clear()
-        await super().note(session, incidents)
+    async def add_incidents(self, session, incidents):
+        self._tombstones.clear()
+        await super().add_incidents(session, incidents)
 
 
 class ForgetsTombstones(MemoryStore):
@@ -174,46 +174,50 @@ class ForgetsTombstones(MemoryStore):
 
 
 class KeepsTombstones(MemoryStore):
-    async def lift(self, session):
+    async def lift_tombstone(self, session):
         pass
 
 
 class JoinsAnybody(MemoryStore):
-    async def begin(self, session, call, keys, *, asked=b"", replica="", join="never"):
-        return await super().begin(session, call, keys, asked=asked, replica=replica, join="any" if join == "left" else join)
+    async def begin(self, session, call, keys, *, fingerprint=b"", replica="", join="never"):
+        return await super().begin(
+            session, call, keys, fingerprint=fingerprint, replica=replica, join="any" if join == "orphaned" else join
+        )
 
 
 class OpensTwins(MemoryStore):
-    async def begin(self, session, call, keys, *, asked=b"", replica="", join="never"):
-        begun = await super().begin(session, call, keys, asked=asked, replica=replica, join=join)
-        if begun.twin:
+    async def begin(self, session, call, keys, *, fingerprint=b"", replica="", join="never"):
+        begun = await super().begin(session, call, keys, fingerprint=fingerprint, replica=replica, join=join)
+        if begun.duplicate:
             self._sessions[session].calls[call] = OpenCall(call, 1.0)
         return begun
 
 
 class LooksThenOpens(MemoryStore):
-    async def begin(self, session, call, keys, *, asked=b"", replica="", join="never"):
+    async def begin(self, session, call, keys, *, fingerprint=b"", replica="", join="never"):
         info = await self.session(session)
         await asyncio.sleep(0)
-        known = {one.asked for one in info.open_calls} if info else set()
-        return await super().begin(session, call, keys, asked=asked, replica=replica, join=join if asked in known else "never")
+        known = {one.fingerprint for one in info.open_calls} if info else set()
+        return await super().begin(
+            session, call, keys, fingerprint=fingerprint, replica=replica, join=join if fingerprint in known else "never"
+        )
 
 
 class WantsNothing(MemoryStore):
-    async def linger(self, session, call):
-        await super().linger(session, call)
+    async def mark_orphaned(self, session, call):
+        await super().mark_orphaned(session, call)
         return False
 
 
 class CountsCommitsOnly(MemoryStore):
-    async def begin(self, session, call, keys, **asked):
-        begun = await super().begin(session, call, keys, **asked)
+    async def begin(self, session, call, keys, **options):
+        begun = await super().begin(session, call, keys, **options)
         return replace(begun, calls=len(await self.turns(session)))
 
 
 class LivesForever(MemoryStore):
-    async def beat(self, replica, seconds):
-        await super().beat(replica, 3600)
+    async def heartbeat(self, replica, seconds):
+        await super().heartbeat(replica, 3600)
 
 
 class MakesSecrets(MemoryStore):
@@ -228,8 +232,8 @@ class TakesAnySecret(MemoryStore):
 
 
 class NeverGivesUp(MemoryStore):
-    async def want(self, session, call, *, given_up=False):
-        await super().want(session, call)
+    async def mark_wanted(self, session, call, *, given_up=False):
+        await super().mark_wanted(session, call)
 
 
 class KeepsOneEntryAnEngine(MemoryStore):

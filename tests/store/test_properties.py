@@ -36,7 +36,7 @@ async def write(store, built):
     for one in built:
         begun = await store.begin("s", one.turn.call, [])
         incidents = [Incident(one.turn.id)] if len(one.prefix) % 3 == 0 else []
-        await store.commit("s", begun.life, one.turn.call, [Entry(one.turn, one.entry.tokens, one.entry.keys)], incidents)
+        await store.commit("s", begun.epoch, one.turn.call, [Entry(one.turn, one.entry.tokens, one.entry.keys)], incidents)
 
 
 async def read(store, built):
@@ -69,11 +69,11 @@ async def compare(store, built):
 
 NAMES = st.sampled_from(["s", "t"])
 CALLS = st.sampled_from(["k1", "k2", "k3", "k4"])
-JOINS = st.sampled_from(["never", "left", "any"])
+JOINS = st.sampled_from(["never", "orphaned", "any"])
 STEPS = st.one_of(
     st.tuples(st.just("begin"), NAMES, CALLS, st.sampled_from([b"", b"x" * 16, b"y" * 16]), JOINS),
-    st.tuples(st.sampled_from(["linger", "settle", "commit"]), NAMES, CALLS),
-    st.tuples(st.sampled_from(["delete", "reuse", "lift", "seal", "note"]), NAMES),
+    st.tuples(st.sampled_from(["mark_orphaned", "settle", "commit"]), NAMES, CALLS),
+    st.tuples(st.sampled_from(["delete", "reuse", "lift_tombstone", "seal", "add_incidents"]), NAMES),
 )
 
 
@@ -82,17 +82,17 @@ async def step(store, lives, what, session, *rest):
     try:
         match what:
             case "begin":
-                call, asked, join = rest
-                begun = await store.begin(session, call, [b"c1"], asked=asked, replica=f"r {call}", join=join)
-                lives[session, call] = begun.life
-                return replace(begun, life="", created=0.0, twin=begun.twin and replace(begun.twin, since=0.0))
+                call, fingerprint, join = rest
+                begun = await store.begin(session, call, [b"c1"], fingerprint=fingerprint, replica=f"r {call}", join=join)
+                lives[session, call] = begun.epoch
+                return replace(begun, epoch="", created=0.0, duplicate=begun.duplicate and replace(begun.duplicate, since=0.0))
             case "commit" | "settle":
-                life, entry = lives.get((session, rest[0]), "none"), build("a", keys=(b"c1",)).entry
-                return await (store.commit(session, life, rest[0], [entry]) if what == "commit" else store.settle(session, life, rest[0]))
+                epoch, entry = lives.get((session, rest[0]), "none"), build("a", keys=(b"c1",)).entry
+                return await (store.commit(session, epoch, rest[0], [entry]) if what == "commit" else store.settle(session, epoch, rest[0]))
             case "reuse":
                 return await store.delete(session, reuse=True)
-            case "note":
-                return await store.note(session, [Incident("x")])
+            case "add_incidents":
+                return await store.add_incidents(session, [Incident("x")])
             case _:
                 return await getattr(store, what)(session, *rest)
     except (SessionSealedError, SessionGoneError, SessionDeletedError) as why:

@@ -55,31 +55,31 @@ async def test_every_operation_is_one_round_trip(store, redis, sent):
     first = build("a", keys=(b"c1", b"r1"))
     operations = [
         lambda: store.commit(
-            "s", begun.life, "k", [first.entry, build("b", first).entry], [Incident("x")], documents={"d": b"1", "e": b"2"}
+            "s", begun.epoch, "k", [first.entry, build("b", first).entry], [Incident("x")], documents={"d": b"1", "e": b"2"}
         ),
-        lambda: store.begin("s", "k", [b"c0", b"c1", b"r1"], asked=b"same", replica="r"),
-        lambda: store.begin("s", "k2", [b"c0", b"c1", b"r1"], asked=b"same", replica="r", join="any"),
-        lambda: store.linger("s", "k"),
-        lambda: store.want("s", "k"),
-        lambda: store.beat("r", 5),
-        lambda: store.living(["r", "r2"]),
+        lambda: store.begin("s", "k", [b"c0", b"c1", b"r1"], fingerprint=b"same", replica="r"),
+        lambda: store.begin("s", "k2", [b"c0", b"c1", b"r1"], fingerprint=b"same", replica="r", join="any"),
+        lambda: store.mark_orphaned("s", "k"),
+        lambda: store.mark_wanted("s", "k"),
+        lambda: store.heartbeat("r", 5),
+        lambda: store.live_replicas(["r", "r2"]),
         store.secret,
         lambda: store.prefix("s", "b"),
         lambda: store.find("s", [b"c1"] * 50),
-        lambda: store.settle("s", begun.life, "k", [Incident("x")]),
-        lambda: store.note("s", [Incident("x")]),
+        lambda: store.settle("s", begun.epoch, "k", [Incident("x")]),
+        lambda: store.add_incidents("s", [Incident("x")]),
         lambda: store.session("s"),
         lambda: store.turns("s"),
         lambda: store.tokens("s", ["a", "b"]),
         lambda: store.seal("s"),
         lambda: store.documents("s", ["d", "e"]),
-        lambda: store.forget("s", "d"),
+        lambda: store.delete_document("s", "d"),
         lambda: store.bind_key("k", Binding("s")),
         lambda: store.binding_of_key("k"),
         lambda: store.unbind_key("k"),
         store.ping,
         lambda: store.delete("s"),
-        lambda: store.lift("s"),
+        lambda: store.lift_tombstone("s"),
     ]
     for operation in operations:
         sent.clear()
@@ -90,7 +90,7 @@ async def test_every_operation_is_one_round_trip(store, redis, sent):
 async def test_scripts_are_sent_to_a_server_that_does_not_know_them(store, redis, sent):
     begun = await store.begin("s", "k", [])
     await redis.script_flush()
-    await store.commit("s", begun.life, "k", [build("a").entry])
+    await store.commit("s", begun.epoch, "k", [build("a").entry])
     sent.clear()
     await store.prefix("s", "a")
     assert len(sent) == 2
@@ -100,23 +100,23 @@ async def test_scripts_are_sent_to_a_server_that_does_not_know_them(store, redis
 
 
 async def test_a_session_is_one_key_that_use_renews(store, redis):
-    life = await record(store, "s", build("a"))
+    epoch = await record(store, "s", build("a"))
     assert await redis.keys("*{s}*") == [b"tokencache:{s}"]
     uses = [
-        lambda: store.begin("s", "k", [], asked=b"same"),
-        lambda: store.begin("s", "k2", [], asked=b"same", join="any"),
-        lambda: store.linger("s", "k"),
-        lambda: store.want("s", "k"),
-        lambda: store.commit("s", life, "k", [build("b").entry]),
-        lambda: store.settle("s", life, "k"),
-        lambda: store.note("s", [Incident("x")]),
+        lambda: store.begin("s", "k", [], fingerprint=b"same"),
+        lambda: store.begin("s", "k2", [], fingerprint=b"same", join="any"),
+        lambda: store.mark_orphaned("s", "k"),
+        lambda: store.mark_wanted("s", "k"),
+        lambda: store.commit("s", epoch, "k", [build("b").entry]),
+        lambda: store.settle("s", epoch, "k"),
+        lambda: store.add_incidents("s", [Incident("x")]),
         lambda: store.seal("s"),
     ]
     for use in uses:
         await redis.pexpire("tokencache:{s}", 60_000)
         await use()
         assert 60_000 < await redis.pttl("tokencache:{s}") <= WEEK
-    await store.note("new", [])
+    await store.add_incidents("new", [])
     assert 60_000 < await redis.pttl("tokencache:{new}") <= WEEK
 
 
@@ -130,7 +130,7 @@ async def test_a_bound_key_lives_as_long_as_it_is_used(store, redis):
 
 async def test_all_but_what_a_deployment_shares_expires(store, redis):
     await store.secret()
-    await store.beat("r", 60)
+    await store.heartbeat("r", 60)
     await record(store, "gone", build("a"))
     await store.delete("gone")
     await store.bind_key("h", Binding("s"))
@@ -153,7 +153,7 @@ async def test_a_call_that_outlives_its_session_writes_nothing(store, redis):
     begun = await store.begin("s", "k", [])
     await redis.pexpireat("tokencache:{s}", 1)
     with pytest.raises(SessionGoneError):
-        await store.commit("s", begun.life, "k", [build("a").entry])
+        await store.commit("s", begun.epoch, "k", [build("a").entry])
     assert await redis.keys("*{s}*") == []
 
 
@@ -173,13 +173,13 @@ async def test_many_sessions_are_listed_page_by_page(store, redis):
     for n in range(3000):
         pipeline.set(f"somebody-else:{{{n}}}", "x")
     await pipeline.execute()
-    await asyncio.gather(*(store.note(f"s{n}", []) for n in range(300)))
+    await asyncio.gather(*(store.add_incidents(f"s{n}", []) for n in range(300)))
     assert sorted([info.id async for info in store.sessions()]) == sorted(f"s{n}" for n in range(300))
 
 
 async def test_more_calls_at_once_than_connections(store):
     begun = await asyncio.gather(*(store.begin("s", f"k{n}", [b"c"]) for n in range(300)))
-    assert len({one.life for one in begun}) == 1
+    assert len({one.epoch for one in begun}) == 1
     assert len((await store.session("s")).open_calls) == 300
 
 
@@ -201,13 +201,13 @@ def loses_replies(store, monkeypatch):
 
 
 async def test_what_was_done_and_not_answered_is_done_once(store, loses_replies):
-    begun = await store.begin("s", "k", [], asked=b"same", join="any")
-    assert (begun.twin, begun.calls) == (None, 1)
-    assert (await store.begin("s", "k2", [], asked=b"same", join="any")).twin.call == "k"
+    begun = await store.begin("s", "k", [], fingerprint=b"same", join="any")
+    assert (begun.duplicate, begun.calls) == (None, 1)
+    assert (await store.begin("s", "k2", [], fingerprint=b"same", join="any")).duplicate.call == "k"
     entry = build("a", keys=(b"c1",)).entry
-    await store.commit("s", begun.life, "k", [entry], [Incident("x")])
-    await store.note("s", [Incident("y"), Incident("y")])
-    await store.note("s", [Incident("y")])
+    await store.commit("s", begun.epoch, "k", [entry], [Incident("x")])
+    await store.add_incidents("s", [Incident("y"), Incident("y")])
+    await store.add_incidents("s", [Incident("y")])
     info = await store.session("s")
     assert (info.turns, info.open_calls) == (1, ())
     assert [incident.kind for incident in info.incidents] == ["x", "y", "y", "y"]
@@ -218,7 +218,7 @@ async def test_what_was_done_and_not_answered_is_done_once(store, loses_replies)
 
 async def test_a_deletion_is_not_sent_twice(store, loses_replies):
     """What it would say the second time is not so: that there was no such session."""
-    await store.note("s", [])
+    await store.add_incidents("s", [])
     with pytest.raises(StoreError, match=r"delete: Connection closed"):
         await store.delete("s")
     assert await store.session("s") is None
@@ -227,7 +227,7 @@ async def test_a_deletion_is_not_sent_twice(store, loses_replies):
 async def test_a_broken_connection_is_replaced(store, redis):
     begun = await store.begin("s", "k", [])
     await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-    await store.commit("s", begun.life, "k", [build("a").entry])
+    await store.commit("s", begun.epoch, "k", [build("a").entry])
     assert [turn.id for turn in await store.turns("s")] == ["a"]
 
 
@@ -243,18 +243,18 @@ async def test_a_call_given_up_does_not_leave_its_reply_to_the_next(store):
 
 
 async def test_a_full_server_refuses_whole_commits(store, redis):
-    life = await record(store, "s", build("a", keys=(b"c1",)))
+    epoch = await record(store, "s", build("a", keys=(b"c1",)))
     await store.begin("s", "k", [])
     await record(store, "d", build("a"))
     entries = [build("b", keys=(b"c1",)).entry, build("c", build("a")).entry]
     await redis.config_set("maxmemory", 1)
     try:
         refused = [
-            store.commit("s", life, "k", entries, [Incident("x")]),
-            store.settle("s", life, "k", [Incident("x")]),
+            store.commit("s", epoch, "k", entries, [Incident("x")]),
+            store.settle("s", epoch, "k", [Incident("x")]),
             store.begin("s", "k2", []),
             store.begin("t", "k", []),
-            store.note("t", []),
+            store.add_incidents("t", []),
             store.seal("s"),
             store.bind_key("h", Binding("s")),
             store.ping(),
@@ -271,7 +271,7 @@ async def test_a_full_server_refuses_whole_commits(store, redis):
             await store.begin("d", "k", [])
     finally:
         await redis.config_set("maxmemory", 0)
-    await store.commit("s", life, "k", entries)
+    await store.commit("s", epoch, "k", entries)
     assert [turn.id for turn in await store.turns("s")] == ["a", "b", "c"]
 
 
@@ -292,7 +292,7 @@ async def test_a_server_that_is_a_replica_for_a_moment_costs_nothing(store, redi
 
     monkeypatch.setattr(store._link, "run", watching)
     await redis.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
-    calls = (store.begin("s", "k2", []), store.commit("s", begun.life, "k", [build("a").entry]), store.ping())
+    calls = (store.begin("s", "k2", []), store.commit("s", begun.epoch, "k", [build("a").entry]), store.ping())
     waiting = asyncio.gather(*calls)
     try:
         await asyncio.wait_for(refused.wait(), 60)
@@ -340,7 +340,7 @@ async def test_what_others_wrote_over_is_torn_not_believed(store, redis):
         with pytest.raises(StoreError, match="torn"):
             await reading
     await redis.set("tokencache:{t}", "x")
-    for reading in (store.begin("t", "k", []), store.turns("t"), store.note("t", [])):
+    for reading in (store.begin("t", "k", []), store.turns("t"), store.add_incidents("t", [])):
         with pytest.raises(StoreError, match="WRONGTYPE"):
             await reading
 
@@ -352,4 +352,4 @@ async def test_sealed_and_gone_are_no_store_errors(store):
         await store.begin("s", "k", [])
     await store.delete("s")
     with pytest.raises(SessionGoneError):
-        await store.settle("s", begun.life, "k")
+        await store.settle("s", begun.epoch, "k")

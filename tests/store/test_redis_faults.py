@@ -28,44 +28,44 @@ async def store(server):
     await made.close()
 
 
-def operations(store, life):
+def operations(store, epoch):
     return {
         "ping": store.ping,
         "begin": lambda: store.begin("s", "k", [b"c1"]),
         "find": lambda: store.find("s", [b"c1"]),
         "prefix": lambda: store.prefix("s", "a"),
-        "commit": lambda: store.commit("s", life, "k", [build("b").entry]),
-        "settle": lambda: store.settle("s", life, "k"),
-        "note": lambda: store.note("s", [Incident("x")]),
+        "commit": lambda: store.commit("s", epoch, "k", [build("b").entry]),
+        "settle": lambda: store.settle("s", epoch, "k"),
+        "add_incidents": lambda: store.add_incidents("s", [Incident("x")]),
         "session": lambda: store.session("s"),
         "sessions": lambda: anext(store.sessions()),
         "turns": lambda: store.turns("s"),
         "tokens": lambda: store.tokens("s", ["a"]),
-        "linger": lambda: store.linger("s", "k"),
-        "want": lambda: store.want("s", "k"),
-        "beat": lambda: store.beat("r", 5),
-        "living": lambda: store.living(["r"]),
+        "mark_orphaned": lambda: store.mark_orphaned("s", "k"),
+        "mark_wanted": lambda: store.mark_wanted("s", "k"),
+        "heartbeat": lambda: store.heartbeat("r", 5),
+        "live_replicas": lambda: store.live_replicas(["r"]),
         "secret": store.secret,
         "contexts": lambda: store.contexts("s", ["a"]),
         "seal": lambda: store.seal("s"),
         "delete": lambda: store.delete("s"),
-        "lift": lambda: store.lift("s"),
+        "lift_tombstone": lambda: store.lift_tombstone("s"),
         "documents": lambda: store.documents("s", ["d"]),
-        "forget": lambda: store.forget("s", "d"),
+        "delete_document": lambda: store.delete_document("s", "d"),
         "bind_key": lambda: store.bind_key("h", Binding("s")),
         "binding_of_key": lambda: store.binding_of_key("h"),
         "unbind_key": lambda: store.unbind_key("h"),
     }
 
 
-async def all_fail(store, life):
+async def all_fail(store, epoch):
     """The first takes all its time; then it is known, and the others are told at once, however long they may take."""
     async with asyncio.timeout(LIMIT):
         store._asker.timeout = 0.3
         with pytest.raises(StoreError, match="redis: ping: no answer within"):
             await store.ping()
         store._asker.timeout = 10 * LIMIT
-        for name, operation in operations(store, life).items():
+        for name, operation in operations(store, epoch).items():
             with pytest.raises(StoreError, match=f"redis: {name}: not asked"):
                 await operation()
     store._asker.timeout = LIMIT
@@ -77,15 +77,15 @@ async def answers_again(store):
 
 
 async def test_a_killed_server_and_its_empty_successor(server, store):
-    life = await record(store, "s", build("a"))
+    epoch = await record(store, "s", build("a"))
     server.kill()
-    await all_fail(store, life)
+    await all_fail(store, epoch)
     server.start()
     async with asyncio.timeout(LIMIT):
         await answers_again(store)
         assert await store.session("s") is None
         with pytest.raises(SessionGoneError):
-            await store.commit("s", life, "k", [build("b").entry])
+            await store.commit("s", epoch, "k", [build("b").entry])
         with pytest.raises(KeyError):
             await store.prefix("s", "a")
         await record(store, "s", build("a"))
@@ -94,13 +94,13 @@ async def test_a_killed_server_and_its_empty_successor(server, store):
 
 async def test_a_server_that_is_back_in_time_costs_nothing(store, server):
     """Whatever is asked while it restarts is done when it is up: also what may not be done twice."""
-    life = await record(store, "s", build("a"))
+    epoch = await record(store, "s", build("a"))
     server.kill()
-    asked = {name: asyncio.create_task(operation()) for name, operation in operations(store, life).items() if name != "sessions"}
+    fingerprint = {name: asyncio.create_task(operation()) for name, operation in operations(store, epoch).items() if name != "sessions"}
     for _ in range(100):
         await asyncio.sleep(0)
     server.start()
-    done = dict(zip(asked, await asyncio.gather(*asked.values(), return_exceptions=True), strict=True))
+    done = dict(zip(fingerprint, await asyncio.gather(*fingerprint.values(), return_exceptions=True), strict=True))
     assert [name for name, result in done.items() if isinstance(result, StoreError)] == []
     assert {type(done[name]) for name in ("commit", "settle")} == {SessionGoneError}  # nothing was saved
 
@@ -158,7 +158,7 @@ async def test_one_slow_operation_is_not_a_server_that_hangs(server, store):
 
 
 async def test_a_server_that_hangs(server, store):
-    life = await record(store, "s", build("a", keys=(b"c1",)))
+    epoch = await record(store, "s", build("a", keys=(b"c1",)))
     server.pause()
     try:
         store._asker.timeout = 0.3
@@ -167,7 +167,7 @@ async def test_a_server_that_hangs(server, store):
         assert {type(result) for result in results} == {StoreError}
         store._asker.timeout = 10 * LIMIT
         async with asyncio.timeout(LIMIT):
-            for name, operation in operations(store, life).items():
+            for name, operation in operations(store, epoch).items():
                 with pytest.raises(StoreError, match=f"redis: {name}: not asked"):
                     await operation()
     finally:

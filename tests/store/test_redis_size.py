@@ -80,7 +80,7 @@ async def test_what_a_token_costs(redis_server):
     entries = list(line(random.Random(1)))
     for entry in entries:
         begun = await store.begin("size", entry.turn.call, [])
-        await store.commit("size", begun.life, entry.turn.call, [entry])
+        await store.commit("size", begun.epoch, entry.turn.call, [entry])
     used = 0
     async with Redis.from_url(redis_server.url) as client:
         async for key in client.scan_iter("tokencache:{size}*"):

@@ -12,7 +12,7 @@ import trustme
 from tokencache.store import open_store
 from tokencache.store.base import StoreError
 from tokencache.store.conformance import CHECKS, build, check_replicas, record
-from tokencache.testing.redis_groups import SERVICE, asked, cluster, wait, watched_primary
+from tokencache.testing.redis_groups import SERVICE, cluster, fingerprint, wait, watched_primary
 from tokencache.testing.redis_server import RealRedis, find_binary, find_valkey
 
 pytestmark = [pytest.mark.redis, pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")]
@@ -45,20 +45,20 @@ async def keeps_the_contract(url, **settings):
 @pytest.mark.skipif(find_valkey() is None, reason="no valkey-server on this machine")
 async def test_valkey():
     with RealRedis(binary=find_valkey()) as server:
-        assert asked(server, "INFO", "server")["server_name"] == "valkey"
+        assert fingerprint(server, "INFO", "server")["server_name"] == "valkey"
         await keeps_the_contract(server.url.replace("redis://", "valkey://"))
 
 
 async def test_a_user_with_few_rights(caplog):
     with RealRedis() as server:
-        asked(server, "ACL", "SETUSER", "proxy", *(right.replace("PASSWORD", "p@ss word") for right in USER.split()))
+        fingerprint(server, "ACL", "SETUSER", "proxy", *(right.replace("PASSWORD", "p@ss word") for right in USER.split()))
         await keeps_the_contract(f"redis://proxy:{quote('p@ss word')}@127.0.0.1:{server.port}/0")
         assert caplog.text == ""
-        asked(server, "ACL", "SETUSER", "proxy", "-info")
+        fingerprint(server, "ACL", "SETUSER", "proxy", "-info")
         async with opened(f"redis://proxy:{quote('p@ss word')}@127.0.0.1:{server.port}/0") as store:
             assert "NOBODY KNOWS WHETHER SESSIONS MAY BE LOST" in caplog.text
             await record(store, "s", build("a"))
-        asked(server, "ACL", "SETUSER", "proxy", "-hset")
+        fingerprint(server, "ACL", "SETUSER", "proxy", "-hset")
         with pytest.raises(StoreError, match=r"can't run this command|no permissions|NOPERM") as error:
             async with opened(f"redis://proxy:{quote('p@ss word')}@127.0.0.1:{server.port}/0") as store:
                 await store.begin("t", "k", [])
@@ -131,21 +131,21 @@ async def test_a_failover_that_sentinels_see_costs_nothing(end):
         # one that hangs is noticed by its silence only: the operations that it holds fail, and none after the failover
         limit = LIMIT if end == "kill" else 1.0
         async with opened(sentinel_url(sentinel), timeout_seconds=limit) as store:
-            life = await record(store, "s", build("a", keys=(b"ca",)))
+            epoch = await record(store, "s", build("a", keys=(b"ca",)))
             await store.begin("s", "open", [])
-            asked(primary, "WAIT", 1, 5000)
+            fingerprint(primary, "WAIT", 1, 5000)
             getattr(primary, end)()
             if end == "pause":
                 with pytest.raises(StoreError):
                     await store.ping()
                 named = ("SENTINEL GET-MASTER-ADDR-BY-NAME", SERVICE)
-                wait(lambda: asked(sentinel, *named)[1] == replica.port)
+                wait(lambda: fingerprint(sentinel, *named)[1] == replica.port)
                 if store._asker._probe is not None:
                     await asyncio.wait_for(store._asker._probe, LIMIT)
             begun = await store.begin("s", "k", [b"ca"])
-            assert (begun.life, [hit.turn.id for hit in begun.hits[0]]) == (life, ["a"])
-            await store.commit("s", life, "open", [build("b", build("a")).entry])
-            assert asked(replica, "INFO", "replication")["role"] == "master"
+            assert (begun.epoch, [hit.turn.id for hit in begun.hits[0]]) == (epoch, ["a"])
+            await store.commit("s", epoch, "open", [build("b", build("a")).entry])
+            assert fingerprint(replica, "INFO", "replication")["role"] == "master"
             assert [turn.id for turn in await store.turns("s")] == ["a", "b"]
 
 
@@ -169,12 +169,12 @@ async def test_a_cluster_keeps_the_contract():
         await keeps_the_contract(cluster_url(nodes[:2]))
         async with opened(cluster_url(nodes[:1])) as store:
             for n in range(60):
-                await store.note(f"only {n}", [])
+                await store.add_incidents(f"only {n}", [])
             listed = [info.id async for info in store.sessions() if info.id.startswith("only ")]
             assert sorted(listed) == sorted(f"only {n}" for n in range(60))
-        assert all(asked(node, "DBSIZE") >= 10 for node in nodes)
+        assert all(fingerprint(node, "DBSIZE") >= 10 for node in nodes)
         for node in nodes:
-            asked(node, "SCRIPT", "FLUSH")
+            fingerprint(node, "SCRIPT", "FLUSH")
         async with opened(cluster_url(nodes)) as store:
             assert (await store.session("only 1")).turns == 0
 
@@ -182,7 +182,7 @@ async def test_a_cluster_keeps_the_contract():
 async def test_a_user_with_few_rights_in_a_cluster(caplog):
     with cluster() as nodes:
         for node in nodes:
-            asked(node, "ACL", "SETUSER", "proxy", *USER.split(), *IN_A_CLUSTER.split())
+            fingerprint(node, "ACL", "SETUSER", "proxy", *USER.split(), *IN_A_CLUSTER.split())
         await keeps_the_contract(cluster_url(nodes).replace("://", "://proxy:PASSWORD@"))
         assert caplog.text == ""
 
@@ -196,18 +196,18 @@ def test_the_rights_are_those_of_the_page():
 async def test_a_session_that_moves_to_another_node_is_followed():
     with cluster() as nodes:
         async with opened(cluster_url(nodes)) as store:
-            life = await record(store, "s", build("a"))
-            slot = asked(nodes[0], "CLUSTER KEYSLOT", "{s}")
-            source = next(node for node in nodes if asked(node, "CLUSTER COUNTKEYSINSLOT", slot))
+            epoch = await record(store, "s", build("a"))
+            slot = fingerprint(nodes[0], "CLUSTER KEYSLOT", "{s}")
+            source = next(node for node in nodes if fingerprint(node, "CLUSTER COUNTKEYSINSLOT", slot))
             target = next(node for node in nodes if node is not source)
-            ids = {node: asked(node, "CLUSTER MYID").decode() for node in (source, target)}
-            asked(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
-            asked(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
-            asked(source, "MIGRATE", "127.0.0.1", target.port, "tokencache:{s}", 0, 5000)
+            ids = {node: fingerprint(node, "CLUSTER MYID").decode() for node in (source, target)}
+            fingerprint(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+            fingerprint(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+            fingerprint(source, "MIGRATE", "127.0.0.1", target.port, "tokencache:{s}", 0, 5000)
             await store.begin("s", "asked", [])  # ASK: not moved yet, but there
             for node in nodes:
-                asked(node, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
-            await store.commit("s", life, "asked", [build("b").entry])  # MOVED
+                fingerprint(node, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+            await store.commit("s", epoch, "asked", [build("b").entry])  # MOVED
             assert [turn.id for turn in await store.turns("s")] == ["a", "b"]
 
 
@@ -215,11 +215,11 @@ async def test_a_node_that_dies_is_replaced_by_its_replica():
     with cluster(3, replicas=1) as nodes:
         async with opened(cluster_url(nodes[1:])) as store:
             slots = range(16_384 // 3)
-            name = next(f"s{n}" for n in range(1000) if asked(nodes[0], "CLUSTER KEYSLOT", f"{{s{n}}}") in slots)
-            life = await record(store, name, build("a"))
+            name = next(f"s{n}" for n in range(1000) if fingerprint(nodes[0], "CLUSTER KEYSLOT", f"{{s{n}}}") in slots)
+            epoch = await record(store, name, build("a"))
             await store.begin(name, "k", [])
-            asked(nodes[0], "WAIT", 1, 5000)
+            fingerprint(nodes[0], "WAIT", 1, 5000)
             nodes[0].kill()
-            await store.commit(name, life, "k", [build("b").entry])
+            await store.commit(name, epoch, "k", [build("b").entry])
             assert [turn.id for turn in await store.turns(name)] == ["a", "b"]
-            assert asked(nodes[3], "INFO", "replication")["role"] == "master"
+            assert fingerprint(nodes[3], "INFO", "replication")["role"] == "master"

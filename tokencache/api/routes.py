@@ -129,7 +129,7 @@ class _Api:
         except ValueError as why:
             raise HarnessError(f"sampling: {why}", param="sampling") from None
         key = REGISTERED + secrets.token_urlsafe(32)
-        await self._store.lift(binding.session)  # of a deleted session: its name is wanted again
+        await self._store.lift_tombstone(binding.session)  # of a deleted session: its name is wanted again
         await self._store.bind_key(hash_key(key), binding)
         return answer({**msgspec.to_builtins(binding), "key": key, "id": hash_key(key)}, status=201)
 

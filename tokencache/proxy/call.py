@@ -44,18 +44,18 @@ from tokencache.proxy.planner import Plan, keys_wanted
 from tokencache.proxy.recorder import ABORTED, BROKE, Outcome
 from tokencache.proxy.sending import Sending
 from tokencache.proxy.undisturbed import Undisturbed
-from tokencache.store.base import Begun, Incident, Join, OpenCall, StoreError
+from tokencache.store.base import BeginResult, Incident, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
 
-PlanFor = Callable[[Engine, str, ChatCall, Sequence[bytes], Begun | None], Awaitable[tuple[Plan, Model | None]]]
+PlanFor = Callable[[Engine, str, ChatCall, Sequence[bytes], BeginResult | None], Awaitable[tuple[Plan, Model | None]]]
 
 
 class Beginning(NamedTuple):
     """What is known of other calls of this life of the session that asked for the same: one in flight, recorded turns in order."""
 
-    life: str = ""
-    twin: OpenCall | None = None
+    epoch: str = ""
+    duplicate: OpenCall | None = None
     earlier: tuple[Turn, ...] = ()
 
 
@@ -107,13 +107,13 @@ class Call:
     async def _begun(self, join: Join) -> Beginning:
         imprint = self._repeat.imprint
         first = [repeat_key(imprint)] if imprint else []  # behind a known `c` key nothing is looked up
-        begun = await self._ledger.begin(self._session, self._id, [*first, *self._keys], asked=imprint, join=join)
-        if begun is not None and begun.twin is None:
+        begun = await self._ledger.begin(self._session, self._id, [*first, *self._keys], fingerprint=imprint, join=join)
+        if begun is not None and begun.duplicate is None:
             self._ending.begun = msgspec.structs.replace(begun, hits=begun.hits[len(first) :])
         self._outcome = self._nothing_yet()
         if begun is None:
             return Beginning()
-        return Beginning(begun.life, begun.twin, tuple(hit.turn for hits in begun.hits[: len(first)] for hit in hits))
+        return Beginning(begun.epoch, begun.duplicate, tuple(hit.turn for hits in begun.hits[: len(first)] for hit in hits))
 
     async def close(self, incidents: Sequence[Incident]) -> None:
         """End a call that has begun, and that no engine is asked for.
@@ -167,7 +167,7 @@ class Call:
     def _nothing_yet(self) -> Outcome:
         return Outcome(
             session=self._session,
-            life=self._ending.begun.life if self._ending.begun is not None else "",
+            epoch=self._ending.begun.epoch if self._ending.begun is not None else "",
             call_id=self._id,
             call=self._call,
             plan=Plan(match="plain"),
@@ -215,7 +215,7 @@ class Call:
         """Go on unheard; true if another call waits for the reply by now."""
         self._delivery.unheard = self._outcome.unanswered = True
         try:
-            return await self._ledger.store.linger(self._session, self._id)
+            return await self._ledger.store.mark_orphaned(self._session, self._id)
         except StoreError:
             return False
 

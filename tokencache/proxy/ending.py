@@ -13,7 +13,7 @@ from tokencache.proxy.engine_retry import Hold
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.recorder import NO_IDS, Outcome, Recorded
 from tokencache.proxy.undisturbed import Undisturbed
-from tokencache.store.base import Begun, Incident
+from tokencache.store.base import BeginResult, Incident
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Ending:
     def __init__(self, session: str, call_id: str, ledger: Ledger, speaker: Speaker, hold: Hold, *, undisturbed: Undisturbed) -> None:
         self._session, self._id, self._ledger, self._speaker, self._hold = session, call_id, ledger, speaker, hold
         self._undisturbed = undisturbed
-        self.begun: Begun | None = None
+        self.begun: BeginResult | None = None
         self.under_way = False
         self.left_behind: dict[str, bytes] = {}
 

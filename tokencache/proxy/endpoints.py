@@ -129,7 +129,7 @@ class Caller:
             hole = Incident(
                 "unrecorded-route", f"a text completion with {asked.unrecorded} is relayed, not recorded", hole=True, at=time.time()
             )
-            await self._ledger.note(visit.session, [hole])
+            await self._ledger.add_incidents(visit.session, [hole])
             path = visit.origin.path
             return await relay_to(self._pool, visit.session, visit.request, path, headers=visit.headers, body=asked.for_engine())
         exchange = Exchange(
@@ -291,7 +291,7 @@ class Caller:
             handle=secrets.token_hex(16),
             served=partial(self._models, visit),
             documents=lambda names: store.documents(session, names),
-            forget=lambda name: store.forget(session, name),
+            forget=lambda name: store.delete_document(session, name),
             token_ids=self._token_ids,
         )
 

@@ -20,7 +20,7 @@ from tokencache.proxy.latecomers import Latecomers
 from tokencache.proxy.prefix_cache import Prefixes
 from tokencache.proxy.recorder import Outcome, Recorded
 from tokencache.proxy.routed_experts import Experts
-from tokencache.store.base import Begun, Incident, Join, SessionGoneError, SessionSealedError, Store, StoreError
+from tokencache.store.base import BeginResult, Incident, Join, SessionGoneError, SessionSealedError, Store, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +46,25 @@ class Ledger:
         self._payer: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def begin(self, session: str, call: str, keys: Sequence[bytes], *, asked: bytes = b"", join: Join = "never") -> Begun | None:
-        """Begin a call; `None` where the store cannot be asked. `asked` and `join` as in `Store.begin`.
+    async def begin(
+        self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", join: Join = "never"
+    ) -> BeginResult | None:
+        """Begin a call; `None` where the store cannot be asked. `fingerprint` and `join` as in `Store.begin`.
 
         Raises:
             SessionSealedError: the session takes no more calls.
             StoreError: the store failed and the policy is strict.
         """
         try:
-            begun = await self.store.begin(session, call, keys, asked=asked, replica=self.twins.replica, join=join)
+            begun = await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=self.twins.replica, join=join)
         except StoreError as why:
             self._failed("begin", session, call, why)
             return None
-        if asked and begun.twin is None:
+        if fingerprint and begun.duplicate is None:
             self.twins.opened(call)
         return begun
 
-    async def end(self, begun: Begun | None, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
+    async def end(self, begun: BeginResult | None, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
         """Store what a call came to, and the documents that its reply is to be found by again, before the last byte leaves.
 
         Raises:
@@ -79,27 +81,27 @@ class Ledger:
         try:
             if recorded.entries:
                 await self.store.commit(
-                    outcome.session, begun.life, outcome.call_id, recorded.entries, recorded.incidents, documents=documents
+                    outcome.session, begun.epoch, outcome.call_id, recorded.entries, recorded.incidents, documents=documents
                 )
             else:
-                await self.store.settle(outcome.session, begun.life, outcome.call_id, recorded.incidents)
+                await self.store.settle(outcome.session, begun.epoch, outcome.call_id, recorded.incidents)
         except SessionGoneError:
             if self._experts is not None:
                 await self._experts.drop(list(outcome.experts.values()))
             await self._gone(outcome.session, outcome.call_id)
             return
         except StoreError as why:
-            self._unended.append((outcome.session, begun.life, outcome.call_id))
+            self._unended.append((outcome.session, begun.epoch, outcome.call_id))
             self._lose(outcome, recorded)
             self._failed("commit", outcome.session, outcome.call_id, why)
             return
         parent = outcome.plan.parent
         for entry, held in zip(recorded.entries, recorded.held, strict=True):
-            self.prefixes.add(begun.life, entry.turn.id, held, instead_of=parent)
+            self.prefixes.add(begun.epoch, entry.turn.id, held, instead_of=parent)
 
     async def settle(
         self,
-        begun: Begun | None,
+        begun: BeginResult | None,
         session: str,
         call: str,
         incidents: Sequence[Incident],
@@ -117,17 +119,17 @@ class Ledger:
             return
         try:
             if documents:
-                await self.store.commit(session, begun.life, call, [], incidents, documents=documents)
+                await self.store.commit(session, begun.epoch, call, [], incidents, documents=documents)
             else:
-                await self.store.settle(session, begun.life, call, incidents)
+                await self.store.settle(session, begun.epoch, call, incidents)
         except SessionGoneError:
             await self._gone(session, call)
         except StoreError as why:
-            self._unended.append((session, begun.life, call))
+            self._unended.append((session, begun.epoch, call))
             self._owe(session, list(incidents))
             self._failed("settle", session, call, why)
 
-    async def note(self, session: str, incidents: Sequence[Incident]) -> None:
+    async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
         """Say something about a session, outside any call.
 
         Raises:
@@ -135,7 +137,7 @@ class Ledger:
         """
         _tally(incidents)
         try:
-            await self.store.note(session, incidents)
+            await self.store.add_incidents(session, incidents)
         except StoreError as why:
             self._owe(session, list(incidents))
             self._failed("note", session, "-", why)
@@ -161,7 +163,7 @@ class Ledger:
         log.warning("session %s is sealed: %s is refused", session, detail)
         if number:
             with contextlib.suppress(StoreError):  # it is refused either way
-                await self.note(session, [Incident("late-call", f"{detail}: late call no. {number}", at=time.time())])
+                await self.add_incidents(session, [Incident("late-call", f"{detail}: late call no. {number}", at=time.time())])
 
     def count_spent(self, session: str) -> int:
         """Count a call that came when the session's budget was used up; its number if it is to be noted, else 0."""
@@ -227,7 +229,7 @@ class Ledger:
         lost = Incident(
             "session-lost", "the store had lost the session when this call ended, and all its turns before", True, call, at=time.time()
         )
-        await self.note(session, [lost])
+        await self.add_incidents(session, [lost])
 
     def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
         metrics.STORE_ERRORS.labels(operation).inc()
@@ -257,14 +259,14 @@ class Ledger:
     async def _pay(self) -> None:
         for session in list(self._owed):
             incidents = list(self._owed[session])  # more may come meanwhile
-            await self.store.note(session, incidents)
+            await self.store.add_incidents(session, incidents)
             del self._owed[session][: len(incidents)]
             if not self._owed[session]:
                 del self._owed[session]
         while self._unended:  # after the incidents, so that no moment looks complete: whoever waits for such a call goes on
-            session, life, call = self._unended[0]
+            session, epoch, call = self._unended[0]
             with contextlib.suppress(SessionGoneError):
-                await self.store.settle(session, life, call)
+                await self.store.settle(session, epoch, call)
             self._unended.pop(0)
 
 

@@ -52,19 +52,19 @@ class Prefixes:
             self._held.move_to_end(turn)
         return held
 
-    def add(self, life: str, turn: str, held: Held, *, instead_of: str | None) -> None:
+    def add(self, epoch: str, turn: str, held: Held, *, instead_of: str | None) -> None:
         """Hold the prefix of a turn that was just recorded in this life of a session, in place of its parent's."""
         if instead_of is not None:
             self._drop(instead_of)
         self._put(turn, held)
-        self._latest[life] = turn
-        self._latest.move_to_end(life)
+        self._latest[epoch] = turn
+        self._latest.move_to_end(epoch)
         while len(self._latest) > len(self._held):
             self._latest.popitem(last=False)
 
-    def nearby(self, life: str, turn: str | None) -> list[tuple[str, Held]]:
+    def nearby(self, epoch: str, turn: str | None) -> list[tuple[str, Held]]:
         """Prefixes at hand that a new prompt may begin with: that of `turn`, and of the latest turn in this life of its session."""
-        names = [name for name in dict.fromkeys((turn, self._latest.get(life))) if name is not None]
+        names = [name for name in dict.fromkeys((turn, self._latest.get(epoch))) if name is not None]
         return [(name, self._held[name]) for name in names if name in self._held]
 
     def _put(self, turn: str, held: Held) -> None:

@@ -16,7 +16,7 @@ from tokencache.engine.template.renderer import RenderError, TemplateRefusedErro
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, Planner, keys_wanted
-from tokencache.store.base import Begun, StoreError
+from tokencache.store.base import BeginResult, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Prompts:
         self._planner = Planner(ledger.store, ledger.prefixes)
 
     async def plan(
-        self, engine: Engine, session: str, call: ChatCall, keys: Sequence[bytes], begun: Begun | None
+        self, engine: Engine, session: str, call: ChatCall, keys: Sequence[bytes], begun: BeginResult | None
     ) -> tuple[Plan, Model | None]:
         """Plan a call that has begun, for an engine; what fails on our side ends in a plain plan.
 

@@ -54,7 +54,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     """
 
     session: str
-    life: str
+    epoch: str
     call_id: str
     call: ChatCall
     plan: Plan
@@ -235,7 +235,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         if plan.heard:
             return plan.parent, plan.heard
         best: tuple[str | None, int] = (None, 0)
-        for turn, held in prefixes.nearby(self.life, plan.near):
+        for turn, held in prefixes.nearby(self.epoch, plan.near):
             shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(held.chain, self.call.chain, strict=False)))
             if shared - 1 > best[1]:  # the first link is what stands before all messages
                 best = (turn, shared - 1)
@@ -262,7 +262,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         if prompt.plan.shared:
             return prompt.plan.near, prompt.plan.shared
         best: tuple[str | None, int] = (None, 0)
-        for turn, held in prefixes.nearby(self.life, prompt.plan.near):
+        for turn, held in prefixes.nearby(self.epoch, prompt.plan.near):
             shared = ids.common_head(held.prefix.ids, prompt.ids)
             if shared > max(best[1], MIN_SHARED):
                 best = (turn, shared)

@@ -218,7 +218,7 @@ class Proxy:
         if request.method == "POST" and route == _UNRECORDED and not origin.tenant:
             await self.caller.admit(visit, "generate")
             incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
-            await self.ledger.note(session, [incident])
+            await self.ledger.add_incidents(session, [incident])
         if origin.tenant and (request.method, route) not in _FOR_TENANTS:
             said = f"{request.method} {route[:80]} is not for a tenant's session: it may make model calls, and ask for the models"
             raise HarnessError(said, status=403, kind="permission_error")

@@ -1,12 +1,13 @@
-"""What a store must do: the one contract that memory and Redis keep, and that `conformance` checks.
+"""The interface of a session store: what every store must do, its values and its errors.
 
-A store holds sessions: their turns (immutable, in the order they were recorded), the tokens of each turn as deltas,
-the keys under which a turn is found, the calls that began and have not ended, the incidents, and documents: what a
-dialect must find again (a response that is asked for by its id). Everything that matching needs is here and can be
-read by any replica as soon as `commit` has returned.
+A store holds sessions. A session has turns (immutable, in the order they were recorded), their tokens as deltas, lookup keys that find
+turns, open calls, incidents, and documents: what a dialect must find again, such as a response that is requested by its id. Any replica
+can read what `commit` has written as soon as `commit` returns.
 
-A call begins (`begin`), and ends in a `commit` with its turns or a `settle` without. A call that began and never ended
-shows in `SessionInfo.open_calls`: no crash can hide a hole.
+A call starts with `begin` and ends with `commit` (with turns) or `settle` (without). A call that never ended stays in
+`SessionInfo.open_calls`, so a crash cannot hide a missing turn.
+
+`tokencache.store.conformance` tests whether a store does all this.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,34 +22,38 @@ from tokencache.core.turn import Prefix, Tokens, Turn
 
 
 class StoreError(Exception):
-    """The store could not do it now: down, slow, full or torn. The harness must not suffer for it."""
+    """The store cannot do this now: it is unreachable, slow or full, or its data is damaged. The harness's call must go on."""
 
 
 class SessionSealedError(Exception):
-    """The session is sealed: it takes no more calls."""
+    """The session is sealed: it accepts no more calls."""
 
 
 class SessionGoneError(Exception):
-    """The session was deleted, or deleted and begun anew, since the call began; what was to be written is dropped."""
+    """The session was deleted after the call began, and possibly created again. Nothing was written."""
 
 
 class SessionDeletedError(Exception):
-    """The session was deleted a short while ago: its name takes no calls until its tombstone has gone, or is lifted."""
+    """The session was deleted recently. Its name accepts no calls until its tombstone expires or is lifted."""
 
 
 class StoreFullError(Exception):
-    """The store is at its bound: it takes no new sessions. Those that are there go on."""
+    """The store is full: it accepts no new sessions. Existing sessions go on."""
 
 
-Join = Literal["never", "left", "any"]
-"""Which call in flight a call may join that asks for the same: none, one whose asker has left, any."""
+Join = Literal["never", "orphaned", "any"]
+"""Which open call with the same fingerprint a new call may join: none, one whose client has disconnected, or any."""
 
 
 class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     """Something a trainer must know about a session.
 
-    `hole` says that something the model said, or may have said, is missing from the record. `at` is in seconds since
-    the epoch.
+    Attributes:
+        kind: name of the kind (`tokencache.core.incidents`).
+        detail: what happened, in a sentence.
+        hole: whether tokens that the model sampled, or may have sampled, are missing from the record.
+        call, turn: ids of the call and the turn, if it concerns one.
+        at: seconds since the epoch.
     """
 
     kind: str
@@ -60,11 +65,15 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an API key stands for, as the trainer registered it.
+    """What a registered API key selects.
 
-    `harness` names the adapter whose rules apply. `models` maps the names that the harness uses (shell patterns) to the
-    model that is served. `sampling` are the sampling parameters that are used whatever the harness asks for. `budget` is the session's own.
-    `tenant` names whose session it is: what tenants say is kept apart in the engine's cache, too.
+    Attributes:
+        session: name of the session.
+        harness: name of the harness adapter whose rules apply.
+        models: maps model names that the harness requests (shell patterns) to served models.
+        sampling: sampling parameters that replace what the harness requests.
+        budget: limits of this session.
+        tenant: owner of the session. Tenants do not share entries of the engine's prefix cache.
     """
 
     session: str
@@ -76,10 +85,16 @@ class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What replicas of the proxy tell each other of an engine; `at` is in seconds since the epoch.
+    """State of an engine that the proxy's replicas share.
 
-    Without a `replica` it is what is wanted: that the engine serves, takes no new calls (`draining`), or is gone (`removed`). With one
-    it is what that replica reports: how many `calls` it has under way there.
+    Without `replica` it is the wanted state. With `replica` it is what that replica reports.
+
+    Attributes:
+        url: base URL of the engine.
+        state: whether it serves, accepts no new calls (`draining`), or is gone (`removed`).
+        at: seconds since the epoch.
+        replica: id of the reporting replica.
+        calls: number of calls that the replica has in flight there.
     """
 
     url: str
@@ -90,7 +105,14 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A turn to record, its tokens, the keys under which it is to be found (none if nobody was served it), its context (packed)."""
+    """A turn to record.
+
+    Attributes:
+        turn: the turn.
+        tokens: its token ids and log probabilities.
+        keys: lookup keys that find it; empty if no client received it.
+        context: its messages, encoded.
+    """
 
     turn: Turn
     tokens: Tokens
@@ -98,41 +120,50 @@ class Entry(msgspec.Struct, frozen=True):
     context: bytes = b""
 
 
-class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A call that began and has not ended; `since` in seconds since the epoch.
+class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, rename={"fingerprint": "asked", "orphaned": "left"}):
+    """A call that began and has not ended.
 
-    `asked` is the imprint of what it asks (16 bytes; `b""`: it is joined by nobody), `replica` who serves it. `left` says that its
-    asker has gone, `wanted` that another call waits for its reply, `given_up` that one that waited did not wait any longer: it is
-    joined by nobody any more.
+    Attributes:
+        call: id of the call.
+        since: when it began, in seconds since the epoch.
+        fingerprint: request fingerprint, 16 bytes. Empty if no other call may join it. Called `asked` in JSON.
+        replica: id of the replica that serves it.
+        orphaned: its client has disconnected. Called `left` in JSON.
+        wanted: another call waits for its reply.
+        given_up: a call that waited for its reply has stopped waiting. No further call may join it.
     """
 
     call: str
     since: float
-    asked: bytes = b""
+    fingerprint: bytes = b""
     replica: str = ""
-    left: bool = False
+    orphaned: bool = False
     wanted: bool = False
     given_up: bool = False
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """What `begin` found: hits aligned with the wanted keys, and the life of the session that the call belongs to.
+class BeginResult(msgspec.Struct, frozen=True):
+    """Result of `Store.begin`.
 
-    `twin` is a call in flight that asks for the same and may be joined: then nothing was opened, and it knows that it is wanted.
-    `calls` is how many calls the session has seen with this one, `tokens` how many were sampled in its recorded turns, `created` when it
-    began (seconds since the epoch).
+    Attributes:
+        epoch: id of this lifetime of the session. A session that is deleted and created again has another one.
+        hits: turns found, one list for each wanted key.
+        duplicate: the open call that this call joins. If set, no call was opened, and that call is marked as wanted.
+        calls: number of calls of the session so far, this one included.
+        tokens: number of tokens sampled in the session's recorded turns.
+        created: when the session began, in seconds since the epoch.
     """
 
-    life: str
+    epoch: str
     hits: list[list[Hit]]
-    twin: OpenCall | None = None
+    duplicate: OpenCall | None = None
     calls: int = 0
     tokens: int = 0
     created: float = 0.0
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """The state of a session without its turns; times in seconds since the epoch."""
+    """State of a session without its turns. Times are in seconds since the epoch."""
 
     id: str
     created: float
@@ -144,55 +175,61 @@ class SessionInfo(msgspec.Struct, frozen=True):
 
 
 class Store(Protocol):
-    """The contract. Every method may raise `StoreError`; what else it raises is named."""
+    """Interface of a store. Every method may raise `StoreError`; other errors are listed with the method."""
 
     async def open(self) -> None:
-        """Connect. Must be called once, in the running event loop, before anything else."""
+        """Connect. Must be called once, in the running event loop, before any other method."""
 
     async def close(self) -> None:
-        """Release connections; the store is not used again."""
+        """Release connections. The store is not used afterwards."""
 
     async def ping(self) -> None:
         """Return if the store can be reached and written to."""
 
     async def secret(self, known: bytes = b"") -> bytes:
-        """Read this deployment's secret: 32 random bytes, made by whoever opened the store first, the same for all replicas.
+        """Read the secret of this deployment: 32 random bytes that all replicas share. The first call creates it.
 
-        Where there is none (any more), it is `known` from now on, if that is given.
+        Args:
+            known: the secret to set if the store has none, because it lost its data.
         """
 
     async def begin(
-        self, session: str, call: str, keys: Sequence[bytes], *, asked: bytes = b"", replica: str = "", join: Join = "never"
-    ) -> Begun:
-        """Open a call, creating the session if need be, and look up `keys` in the order given.
+        self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", replica: str = "", join: Join = "never"
+    ) -> BeginResult:
+        """Open a call, create the session if it does not exist, and look up keys. One round trip.
 
-        The look-up ends behind the first known key that begins with `c` (a chain key: the deepest match); later keys
-        come back without hits. One round trip. `asked` and `replica` are those of `OpenCall`; where `join` allows it and a call in
-        flight has the same imprint, that one is the `twin`, and nothing is opened.
+        Args:
+            session: name of the session.
+            call: id of the call. Opening the same call twice has no further effect.
+            keys: lookup keys, in order. The lookup ends after the first known key that starts with `c` (a chain key: the deepest
+                match); later keys get no hits.
+            fingerprint: as in `OpenCall`. With `join`, an open call with the same fingerprint is joined instead.
+            replica: as in `OpenCall`.
+            join: which open calls may be joined.
 
         Raises:
-            SessionSealedError: the session takes no more calls; nothing was opened.
-            SessionDeletedError: the same, of a session that was deleted.
-            StoreFullError: the session is new, and there is no room for it.
+            SessionSealedError: the session accepts no more calls. Nothing was opened.
+            SessionDeletedError: the session was deleted. Nothing was opened.
+            StoreFullError: the session is new and the store is full.
         """
 
-    async def linger(self, session: str, call: str) -> bool:
-        """Say of an open call that its asker has left; true if another call said since the last time that it waits for the reply."""
+    async def mark_orphaned(self, session: str, call: str) -> bool:
+        """Record that an open call's client has disconnected, and clear `wanted`. Returns whether the call was wanted."""
 
-    async def want(self, session: str, call: str, *, given_up: bool = False) -> None:
-        """Say of an open call that another one waits for its reply, or that it has given up waiting."""
+    async def mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
+        """Record that another call waits for an open call's reply, or, with `given_up`, that it has stopped waiting."""
 
-    async def beat(self, replica: str, seconds: float) -> None:
-        """Say that a replica lives, and will for so many seconds."""
+    async def heartbeat(self, replica: str, seconds: float) -> None:
+        """Record that a replica is alive for the next `seconds`."""
 
-    async def living(self, replicas: Sequence[str]) -> set[str]:
-        """Say which of the named replicas live."""
+    async def live_replicas(self, replicas: Sequence[str]) -> set[str]:
+        """Return which of the given replicas are alive."""
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
-        """Look up all `keys`, to the last one; nothing is opened or created."""
+        """Look up all keys. Returns one list of hits for each key. Opens and creates nothing."""
 
     async def prefix(self, session: str, turn: str) -> Prefix:
-        """Read the exact ids of a turn's prompt and completion. One round trip.
+        """Read the exact token ids of a turn's prompt and completion. One round trip.
 
         Raises:
             KeyError: there is no such turn.
@@ -201,90 +238,89 @@ class Store(Protocol):
     async def commit(
         self,
         session: str,
-        life: str,
+        epoch: str,
         call: str,
         entries: Sequence[Entry],
         incidents: Sequence[Incident] = (),
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """Record the turns of a call, keep its documents and close it, atomically.
+        """Record the turns and incidents of a call, store its documents, and close it. Atomic, one round trip.
 
-        One round trip; readable by all replicas on return. A document takes the place of one of the same name.
-
-        Raises:
-            SessionGoneError: the session's life ended; nothing was written.
-        """
-
-    async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
-        """Close a call that brought no turn, with what there is to say about it.
+        All replicas can read it on return. A document replaces one of the same name.
 
         Raises:
-            SessionGoneError: the session's life ended; nothing was written.
+            SessionGoneError: this epoch of the session has ended. Nothing was written.
         """
 
-    async def note(self, session: str, incidents: Sequence[Incident]) -> None:
-        """Add incidents to a session, creating it if need be: a call may have been lost before it could begin.
+    async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
+        """Close a call that has no turn, and record its incidents.
 
-        They are dropped if the session was deleted.
+        Raises:
+            SessionGoneError: this epoch of the session has ended. Nothing was written.
+        """
+
+    async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
+        """Add incidents to a session, and create it if it does not exist: a call may have failed before `begin`.
+
+        Incidents of a deleted session are dropped.
         """
 
     def sessions(self) -> AsyncIterator[SessionInfo]:
-        """Iterate over all sessions, in no order."""
+        """Iterate over all sessions, in no particular order."""
 
     async def session(self, session: str) -> SessionInfo | None:
-        """Read a session's state; `None` if there is none."""
+        """Read the state of a session; `None` if it does not exist."""
 
     async def turns(self, session: str) -> list[Turn]:
-        """Read a session's turns in the order they were recorded; empty if there is no such session."""
+        """Read the turns of a session in the order they were recorded; empty if the session does not exist."""
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
-        """Read the tokens of the named turns.
+        """Read the tokens of turns.
 
         Raises:
             KeyError: there is no such turn.
         """
 
     async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
-        """Read the packed contexts of the named turns; `b""` where none was stored.
+        """Read the encoded contexts of turns; `b""` where none was stored.
 
         Raises:
             KeyError: there is no such turn.
         """
 
     async def seal(self, session: str) -> bool:
-        """Let a session take no more calls; calls that are open may still commit. False if there is none."""
+        """Accept no more calls in a session. Open calls may still commit. Returns false if the session does not exist."""
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
-        """Forget a session; a late commit cannot bring it back. False if there was none.
+        """Delete a session. Returns false if it did not exist. A late commit does not create it again.
 
-        A tombstone turns away calls that come late, for a while; not if its name is to be used again (`reuse`): then one
-        that stands there is lifted, too.
+        A tombstone refuses late calls for a while. With `reuse` there is no tombstone, and an existing one is lifted.
         """
 
-    async def lift(self, session: str) -> None:
-        """Let the name of a deleted session be used again."""
+    async def lift_tombstone(self, session: str) -> None:
+        """Allow the name of a deleted session to be used again."""
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
-        """Read documents of a session, `None` where there is none. One round trip."""
+        """Read documents of a session; `None` for each that does not exist. One round trip."""
 
-    async def forget(self, session: str, name: str) -> bool:
-        """Drop a document; false if there was none."""
+    async def delete_document(self, session: str, name: str) -> bool:
+        """Delete a document. Returns false if it did not exist."""
 
     async def bind_key(self, key: str, binding: Binding) -> None:
-        """Let an API key (its hash) stand for something, from now on for nothing else."""
+        """Bind an API key, given by its hash. Replaces its previous binding."""
 
     async def binding_of_key(self, key: str) -> Binding | None:
-        """Look up what an API key (its hash) stands for."""
+        """Look up the binding of an API key, given by its hash."""
 
     async def unbind_key(self, key: str) -> bool:
-        """Let an API key (its hash) stand for nothing; false if it did not stand for anything."""
+        """Remove the binding of an API key, given by its hash. Returns false if it had none."""
 
     async def put_engine(self, entry: EngineEntry) -> None:
-        """Keep an entry, in the place of one of the same URL and replica."""
+        """Store an entry. Replaces the one of the same URL and replica."""
 
     async def drop_engine(self, url: str, replica: str = "") -> None:
-        """Drop the entry of that URL and replica, if there is one."""
+        """Remove the entry of a URL and replica, if it exists."""
 
     async def engines(self) -> list[EngineEntry]:
-        """Read all entries, in no order. One round trip."""
+        """Read all entries, in no particular order. One round trip."""

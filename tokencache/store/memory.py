@@ -1,20 +1,21 @@
-"""The memory store: plain dictionaries, for one process.
+"""Keeps sessions in this process's memory: the store for one process, and the reference for what every store does.
 
-The reference for the contract: what it does is what Redis must do. Calls never wait inside, so each is atomic. Turns are
-kept packed: as objects they would weigh more than their tokens.
+No method waits inside, so each is atomic. Turns are kept encoded: as objects they would take more memory than their tokens.
 """
 
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
+from cachetools import TTLCache
 
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
 from tokencache.store.base import (
-    Begun,
+    BeginResult,
     Binding,
     EngineEntry,
     Entry,
@@ -27,18 +28,75 @@ from tokencache.store.base import (
     SessionSealedError,
     StoreFullError,
 )
-from tokencache.store.held import HeldSession
-from tokencache.store.ttl_map import Fading
+from tokencache.store.encoding import pack, unpack
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+class _Session:
+    """A session in memory: its turns encoded, the index that finds them, its calls, and its size in bytes."""
+
+    def __init__(self) -> None:
+        self.epoch = secrets.token_hex(8)
+        self.created = self.used = time.time()
+        self.sealed = False
+        self.turns: dict[str, bytes] = {}
+        self.tokens: dict[str, Tokens] = {}
+        self.contexts: dict[str, bytes] = {}
+        self.index: dict[bytes, list[str]] = {}
+        self.continued: set[str] = set()
+        self.calls: dict[str, OpenCall] = {}
+        self.begun = self.sampled = self.bytes = 0
+        self.incidents: list[Incident] = []
+        self.documents: dict[str, bytes] = {}
+        self._latest: Turn | None = None  # the next call nearly always continues it; kept to avoid decoding it
+
+    def turn(self, name: str) -> Turn:
+        latest = self._latest
+        return latest if latest is not None and latest.id == name else unpack(self.turns[name], Turn)
+
+    def hits(self, key: bytes) -> list[Hit]:
+        """Turns under a key, in the order recorded."""
+        return [Hit(self.turn(turn), turn in self.continued) for turn in self.index.get(key, ())]
+
+    def add(self, entry: Entry) -> None:
+        turn, tokens = entry.turn, entry.tokens
+        self.turns[turn.id] = packed = pack(turn)
+        self.tokens[turn.id], self.contexts[turn.id], self._latest = tokens, entry.context, turn
+        self.bytes += sum(map(len, (packed, tokens.delta, tokens.completion, tokens.logprobs, entry.context, *entry.keys)))
+        self.sampled += turn.completion_tokens
+        for key in entry.keys:
+            self.index.setdefault(key, []).append(turn.id)
+        if turn.parent is not None:
+            self.continued.add(turn.parent)
+
+    def join(self, call: str, fingerprint: bytes, join: Join) -> OpenCall | None:
+        """Find an open call with this fingerprint that may be joined, and mark it as wanted. A call that is open joins none."""
+        if call in self.calls or not fingerprint:
+            return None
+        for name, other in self.calls.items():
+            joinable = join == "any" or (join == "orphaned" and other.orphaned)
+            if joinable and other.fingerprint == fingerprint and not other.given_up:
+                self.calls[name] = msgspec.structs.replace(other, wanted=True)
+                return self.calls[name]
+        return None
+
+    def end(self, call: str, incidents: Sequence[Incident]) -> None:
+        self.calls.pop(call, None)
+        self.incidents += incidents
+        self.used = time.time()
 
 
 class MemoryStore:
-    """Sessions in this process's memory; gone when it ends.
+    """Sessions in this process's memory. They are lost when the process ends.
 
     Args:
-        ttl_seconds: after how many seconds an unused session is forgotten.
-        tombstone_seconds: for how long the calls of a deleted session are turned away.
-        max_sessions: how many sessions there may be before new ones are refused; 0: no bound.
-        max_bytes: how many bytes their records may take before new ones are refused; 0: no bound.
+        ttl_seconds: delete a session that has not been used for this long.
+        tombstone_seconds: how long a deleted session refuses late calls.
+        max_sessions: refuse new sessions at this number. 0 sets no limit.
+        max_bytes: refuse new sessions while the records take this many bytes. 0 sets no limit.
     """
 
     def __init__(
@@ -46,20 +104,21 @@ class MemoryStore:
     ) -> None:
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
         self._secret = b""
-        self._sessions: Fading[HeldSession] = Fading(ttl_seconds)
-        self._gone: Fading[bool] = Fading(tombstone_seconds)
-        self._keys: Fading[Binding] = Fading(ttl_seconds)
-        self._beats: dict[str, float] = {}
+        # An item expires after it was last set: setting it again is how use renews it.
+        self._sessions: TTLCache[str, _Session] = TTLCache(math.inf, ttl_seconds, timer=_now)
+        self._tombstones: TTLCache[str, bool] = TTLCache(math.inf, tombstone_seconds, timer=_now)
+        self._bindings: TTLCache[str, Binding] = TTLCache(math.inf, ttl_seconds, timer=_now)
+        self._alive_until: dict[str, float] = {}
         self._engines: dict[tuple[str, str], EngineEntry] = {}
 
     async def open(self) -> None:
-        """Nothing to connect to."""
+        """See `Store.open`."""
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """See `Store.close`."""
 
     async def ping(self) -> None:
-        """Memory can always be reached."""
+        """See `Store.ping`."""
 
     async def secret(self, known: bytes = b"") -> bytes:
         """See `Store.secret`."""
@@ -67,54 +126,53 @@ class MemoryStore:
         return self._secret
 
     async def begin(
-        self, session: str, call: str, keys: Sequence[bytes], *, asked: bytes = b"", replica: str = "", join: Join = "never"
-    ) -> Begun:
+        self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", replica: str = "", join: Join = "never"
+    ) -> BeginResult:
         """See `Store.begin`."""
         held = self._sessions.get(session)
         if held is None:
-            if session in self._gone:
+            if session in self._tombstones:
                 raise SessionDeletedError(session)
-            self._make_sure_of_room()
-            held = HeldSession()
+            self._check_capacity()
+            held = _Session()
         if held.sealed:
             raise SessionSealedError(session)
-        self._sessions.put(session, held)
-        twin = held.twin(call, asked, join)
-        if twin is None:
+        self._sessions[session] = held
+        duplicate = held.join(call, fingerprint, join)
+        if duplicate is None:
             held.used = time.time()
             held.begun += held.calls.pop(call, None) is None
-            held.calls[call] = OpenCall(call, held.used, asked, replica)
+            held.calls[call] = OpenCall(call, held.used, fingerprint, replica)
         found: list[list[Hit]] = [[] for _ in keys]
         for i, key in enumerate(keys):
             found[i] = held.hits(key)
             if found[i] and key[:1] == b"c":
                 break
-        return Begun(held.life, found, twin, held.begun, held.sampled, held.created)
+        return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, held.created)
 
-    async def linger(self, session: str, call: str) -> bool:
-        """See `Store.linger`."""
-        held = self._sessions.get(session)
+    async def mark_orphaned(self, session: str, call: str) -> bool:
+        """See `Store.mark_orphaned`."""
+        held = self._use(session)
         if held is None or call not in held.calls:
             return False
-        self._sessions.use(session)
         wanted = held.calls[call].wanted
-        held.calls[call] = msgspec.structs.replace(held.calls[call], left=True, wanted=False)
+        held.calls[call] = msgspec.structs.replace(held.calls[call], orphaned=True, wanted=False)
         return wanted
 
-    async def want(self, session: str, call: str, *, given_up: bool = False) -> None:
-        """See `Store.want`."""
-        held = self._sessions.get(session)
+    async def mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
+        """See `Store.mark_wanted`."""
+        held = self._use(session)
         if held is not None and call in held.calls:
-            said = {"given_up": True} if given_up else {"wanted": True}
-            held.calls[call] = msgspec.structs.replace(held.calls[call], **said)
+            flag = {"given_up": True} if given_up else {"wanted": True}
+            held.calls[call] = msgspec.structs.replace(held.calls[call], **flag)
 
-    async def beat(self, replica: str, seconds: float) -> None:
-        """See `Store.beat`."""
-        self._beats[replica] = time.monotonic() + seconds
+    async def heartbeat(self, replica: str, seconds: float) -> None:
+        """See `Store.heartbeat`."""
+        self._alive_until[replica] = time.monotonic() + seconds
 
-    async def living(self, replicas: Sequence[str]) -> set[str]:
-        """See `Store.living`."""
-        return {replica for replica in replicas if self._beats.get(replica, 0.0) > time.monotonic()}
+    async def live_replicas(self, replicas: Sequence[str]) -> set[str]:
+        """See `Store.live_replicas`."""
+        return {replica for replica in replicas if self._alive_until.get(replica, 0.0) > time.monotonic()}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
         """See `Store.find`."""
@@ -135,7 +193,7 @@ class MemoryStore:
     async def commit(
         self,
         session: str,
-        life: str,
+        epoch: str,
         call: str,
         entries: Sequence[Entry],
         incidents: Sequence[Incident] = (),
@@ -143,28 +201,29 @@ class MemoryStore:
         documents: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """See `Store.commit`."""
-        held = self._alive(session, life)
+        held = self._use_epoch(session, epoch)
         for entry in entries:
             held.add(entry)
-        held.keep(documents)
+        held.bytes += sum(map(len, documents.values()))
+        held.documents |= documents
         held.end(call, incidents)
 
-    async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
+    async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
         """See `Store.settle`."""
-        self._alive(session, life).end(call, incidents)
+        self._use_epoch(session, epoch).end(call, incidents)
 
-    async def note(self, session: str, incidents: Sequence[Incident]) -> None:
-        """See `Store.note`."""
-        held = self._sessions.use(session)
+    async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
+        """See `Store.add_incidents`."""
+        held = self._use(session)
         if held is None:
-            if session in self._gone:
+            if session in self._tombstones:
                 return
-            held = self._sessions.put(session, HeldSession())
+            held = self._sessions[session] = _Session()
         held.incidents += incidents
 
     async def sessions(self) -> AsyncIterator[SessionInfo]:
         """See `Store.sessions`."""
-        for name in self._sessions:
+        for name in list(self._sessions):
             info = await self.session(name)
             if info is not None:
                 yield info
@@ -194,45 +253,48 @@ class MemoryStore:
 
     async def seal(self, session: str) -> bool:
         """See `Store.seal`."""
-        held = self._sessions.use(session)
+        held = self._use(session)
         if held is not None:
             held.sealed = True
         return held is not None
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         """See `Store.delete`."""
-        known = self._sessions.pop(session) is not None
+        known = self._sessions.pop(session, None) is not None
         if reuse:
-            self._gone.pop(session)
+            self._tombstones.pop(session, None)
         elif known:
-            self._gone.put(session, True)
+            self._tombstones[session] = True
         return known
 
-    async def lift(self, session: str) -> None:
-        """See `Store.lift`."""
-        self._gone.pop(session)
+    async def lift_tombstone(self, session: str) -> None:
+        """See `Store.lift_tombstone`."""
+        self._tombstones.pop(session, None)
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         """See `Store.documents`."""
         held = self._sessions.get(session)
         return [held.documents.get(name) if held else None for name in names]
 
-    async def forget(self, session: str, name: str) -> bool:
-        """See `Store.forget`."""
+    async def delete_document(self, session: str, name: str) -> bool:
+        """See `Store.delete_document`."""
         held = self._sessions.get(session)
         return held is not None and held.documents.pop(name, None) is not None
 
     async def bind_key(self, key: str, binding: Binding) -> None:
         """See `Store.bind_key`."""
-        self._keys.put(key, binding)
+        self._bindings[key] = binding
 
     async def binding_of_key(self, key: str) -> Binding | None:
         """See `Store.binding_of_key`."""
-        return self._keys.use(key)
+        binding = self._bindings.get(key)
+        if binding is not None:
+            self._bindings[key] = binding
+        return binding
 
     async def unbind_key(self, key: str) -> bool:
         """See `Store.unbind_key`."""
-        return self._keys.pop(key) is not None
+        return self._bindings.pop(key, None) is not None
 
     async def put_engine(self, entry: EngineEntry) -> None:
         """See `Store.put_engine`."""
@@ -246,15 +308,22 @@ class MemoryStore:
         """See `Store.engines`."""
         return list(self._engines.values())
 
-    def _make_sure_of_room(self) -> None:
+    def _check_capacity(self) -> None:
         if self._max_sessions and len(self._sessions) >= self._max_sessions:
             raise StoreFullError(f"there are {len(self._sessions)} sessions, and --max-sessions is {self._max_sessions}")
-        if self._max_bytes and (held := sum(self._sessions[name].bytes for name in self._sessions)) >= self._max_bytes:
-            raise StoreFullError(f"the records take {held} bytes, and --max-store-bytes is {self._max_bytes}")
+        if self._max_bytes and (used := sum(held.bytes for held in self._sessions.values())) >= self._max_bytes:
+            raise StoreFullError(f"the records take {used} bytes, and --max-store-bytes is {self._max_bytes}")
 
-    def _alive(self, session: str, life: str) -> HeldSession:
+    def _use(self, session: str) -> _Session | None:
+        """Look up a session, and renew its time to live."""
         held = self._sessions.get(session)
-        if held is None or held.life != life:
+        if held is not None:
+            self._sessions[session] = held
+        return held
+
+    def _use_epoch(self, session: str, epoch: str) -> _Session:
+        held = self._sessions.get(session)
+        if held is None or held.epoch != epoch:
             raise SessionGoneError(session)
-        self._sessions.use(session)
+        self._sessions[session] = held
         return held

@@ -125,9 +125,9 @@ async def long(store, turns=200, tokens=100_000, branch_at=120):
                 seconds=2.5,
             )
             asked = pack_context(Context([Raw(json.dumps(user(f"go on {n}")).encode())]))
-            await store.commit(session, begun.life, turn.call, [Entry(turn, Tokens(new, said, logprobs), (), asked)])
+            await store.commit(session, begun.epoch, turn.call, [Entry(turn, Tokens(new, said, logprobs), (), asked)])
         prefix, messages, name = whole, messages + 1, turn.id
-    await store.settle(session, begun.life, "c")
+    await store.settle(session, begun.epoch, "c")
 
 
 async def crowd(store, sessions):
@@ -135,6 +135,6 @@ async def crowd(store, sessions):
     for n in range(sessions):
         begun = await store.begin(f"batch-{n:05d}", "c", ())
         if n % 10:
-            await store.settle(f"batch-{n:05d}", begun.life, "c")
+            await store.settle(f"batch-{n:05d}", begun.epoch, "c")
         if not n % 1000:
             await asyncio.sleep(0)

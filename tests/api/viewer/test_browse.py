@@ -86,7 +86,7 @@ async def test_a_sampled_reply_without_log_probabilities_is_unscored(rig):
     tokens = (await store.tokens("s", [turn.id]))[turn.id]
     begun = await store.begin("bare", "c", ())
     bare = Tokens(tokens.delta, tokens.completion)
-    await store.commit("bare", begun.life, "c", [Entry(msgspec.structs.replace(turn, marks=("no-logprobs",)), bare)])
+    await store.commit("bare", begun.epoch, "c", [Entry(msgspec.structs.replace(turn, marks=("no-logprobs",)), bare)])
     described, told = await whole(rig, "bare", turn.id)
     assert [run["kind"] for run in described["runs"]] == ["prompt", "unscored"]
     assert set(told["logprobs"]) == {None}
@@ -99,7 +99,7 @@ async def test_torn_records_are_said_not_shown(rig):
     (turn,) = await rig.store.turns("s")
     tokens = (await rig.store.tokens("s", [turn.id]))[turn.id]
     begun = await rig.store.begin("torn", "c", ())
-    await rig.store.commit("torn", begun.life, "c", [Entry(msgspec.structs.replace(turn, prefix_hash=b"x" * 16), tokens)])
+    await rig.store.commit("torn", begun.epoch, "c", [Entry(msgspec.structs.replace(turn, prefix_hash=b"x" * 16), tokens)])
     async with rig.http.get(f"{rig.url}{V1}/sessions/torn/sequences/{turn.id}") as answer:
         assert answer.status == 409
         assert "torn" in (await answer.json())["error"]["message"]

@@ -296,7 +296,7 @@ class Stack:
         called.prompt, called.completion, called.logprobs = entry.prompt, entry.completion, entry.logprobs
         heard.take(data)
         outcome = Outcome(
-            session=session, life=begun.life if begun else "", call_id=name, call=call, plan=plan, reply=heard, model=model, started=0.0
+            session=session, epoch=begun.epoch if begun else "", call_id=name, call=call, plan=plan, reply=heard, model=model, started=0.0
         )
         recorded = outcome.record(self.ledger.prefixes)
         called.answer = speaker.body(data)
@@ -327,7 +327,7 @@ class Stack:
             handle=handle or f"{self.rng.getrandbits(128):032x}",
             served=nothing,
             documents=lambda names: self.store.documents(session, names),
-            forget=lambda name: self.store.forget(session, name),
+            forget=lambda name: self.store.delete_document(session, name),
         )
         codec = dialect_of("POST", asked.path, asked.headers)
         assert codec is not None

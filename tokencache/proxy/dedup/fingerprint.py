@@ -50,7 +50,7 @@ def repeat_of(policy: Policy, path: str, headers: Mapping[str, str], body: bytes
         return Repeat(imprint.digest(), "any", marked=True)
     if policy == "marked":
         return Repeat(imprint.digest())
-    return Repeat(imprint.digest(), "left" if count == "0" else "any")
+    return Repeat(imprint.digest(), "orphaned" if count == "0" else "any")
 
 
 def claim(call: str) -> str:

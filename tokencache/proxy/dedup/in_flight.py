@@ -46,7 +46,7 @@ class Twins:
     async def beating(self) -> AsyncIterator[None]:
         """Say that this replica lives, while the context is open."""
         with contextlib.suppress(StoreError):
-            await self._store.beat(self.replica, LIFE_SECONDS)
+            await self._store.heartbeat(self.replica, LIFE_SECONDS)
         beats = asyncio.create_task(self._beat())
         try:
             yield
@@ -66,16 +66,16 @@ class Twins:
         if event is not None:
             event.set()
 
-    async def ended(self, session: str, life: str, twin: OpenCall, key: bytes) -> Ended:
+    async def ended(self, session: str, epoch: str, duplicate: OpenCall, key: bytes) -> Ended:
         """Wait until a call has ended; its turns are found under `key`. However many wait for it, it is watched once.
 
         Raises:
             StoreError: the store failed.
         """
-        task = self._watched.get(twin.call)
+        task = self._watched.get(duplicate.call)
         if task is None:
-            task = self._watched[twin.call] = asyncio.create_task(self._watch(session, life, twin, key))
-            task.add_done_callback(lambda done: self._forget(twin.call, done))
+            task = self._watched[duplicate.call] = asyncio.create_task(self._watch(session, epoch, duplicate, key))
+            task.add_done_callback(lambda done: self._forget(duplicate.call, done))
         return await asyncio.shield(task)
 
     def _forget(self, call: str, done: "asyncio.Task[Ended]") -> None:
@@ -83,44 +83,44 @@ class Twins:
         if not done.cancelled() and (why := done.exception()) is not None:
             log.info("call %s is not waited for: %s", call, why)
 
-    async def _watch(self, session: str, life: str, twin: OpenCall, key: bytes) -> Ended:
-        ours, died = self._open.get(twin.call), False
+    async def _watch(self, session: str, epoch: str, duplicate: OpenCall, key: bytes) -> Ended:
+        ours, died = self._open.get(duplicate.call), False
         if ours is not None:
             await ours.wait()
         else:
-            died = await self._died(session, life, twin)
+            died = await self._died(session, epoch, duplicate)
         found = (await self._store.find(session, [key]))[0]
-        return Ended(tuple(hit.turn for hit in found if hit.turn.call == twin.call), died)
+        return Ended(tuple(hit.turn for hit in found if hit.turn.call == duplicate.call), died)
 
-    async def _died(self, session: str, life: str, twin: OpenCall) -> bool:
+    async def _died(self, session: str, epoch: str, duplicate: OpenCall) -> bool:
         """Wait until a call is closed that is not open here; true if nobody was left to close it."""
         pause, silent = FIRST_PAUSE, 0.0
         while True:
             info = await self._store.session(session)
-            if info is None or all(one.call != twin.call for one in info.open_calls):
+            if info is None or all(one.call != duplicate.call for one in info.open_calls):
                 return False
-            if twin.replica == self.replica:  # the store failed when it ended here, and the session says so
-                return await self._close(session, life, twin, [])
-            if not await self._store.living([twin.replica]):
+            if duplicate.replica == self.replica:  # the store failed when it ended here, and the session says so
+                return await self._close(session, epoch, duplicate, [])
+            if not await self._store.live_replicas([duplicate.replica]):
                 if silent >= BEAT_SECONDS:  # a store that was restarted has forgotten who lives, but hears it again within a beat
                     detail = "the proxy that served this call is gone: what the engine said to it is not recorded"
-                    return await self._close(session, life, twin, [Incident(LOST, detail, True, twin.call, at=time.time())])
+                    return await self._close(session, epoch, duplicate, [Incident(LOST, detail, True, duplicate.call, at=time.time())])
                 silent += pause
             else:
                 silent = 0.0
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
-    async def _close(self, session: str, life: str, twin: OpenCall, incidents: list[Incident]) -> bool:
-        log.warning("session %s call %s: closed for replica %s, which did not", session, twin.call, twin.replica)
+    async def _close(self, session: str, epoch: str, duplicate: OpenCall, incidents: list[Incident]) -> bool:
+        log.warning("session %s call %s: closed for replica %s, which did not", session, duplicate.call, duplicate.replica)
         with contextlib.suppress(SessionGoneError):
-            await self._store.settle(session, life, twin.call, incidents)
+            await self._store.settle(session, epoch, duplicate.call, incidents)
         return True
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             try:
-                await self._store.beat(self.replica, LIFE_SECONDS)
+                await self._store.heartbeat(self.replica, LIFE_SECONDS)
             except StoreError as why:
                 log.debug("no beat: %s", why)

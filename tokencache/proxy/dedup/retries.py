@@ -108,7 +108,7 @@ class Repeats:
         """Begin a call and answer it; what is known of its twin, if there is one, and `None` if it is to be made again."""
         async with asking.hold.awake():
             known = await live.begin(join)
-        if known.twin is not None:
+        if known.duplicate is not None:
             return known
         turns = again.whole(known.earlier, asking.call.n) if known.earlier else ()
         if turns and await self._is_due(asking, turns):
@@ -118,17 +118,17 @@ class Repeats:
         return await live.run(second=turns[0].call if turns else "")
 
     async def _end_of_twin(self, asking: Asking, known: Beginning) -> Ended:
-        assert known.twin is not None  # noqa: S101 - the caller looked
-        twin = known.twin.call
-        wanting = asyncio.create_task(self._keep_wanting(asking.session, twin))
+        assert known.duplicate is not None  # noqa: S101 - the caller looked
+        duplicate = known.duplicate.call
+        wanting = asyncio.create_task(self._keep_wanting(asking.session, duplicate))
         try:
             async with asking.hold.awake():
-                return await self._ledger.twins.ended(asking.session, known.life, known.twin, repeat_key(asking.repeat.imprint))
+                return await self._ledger.twins.ended(asking.session, known.epoch, known.duplicate, repeat_key(asking.repeat.imprint))
         except StoreError as why:
-            log.warning("session %s: the reply of call %s is not waited for: %s", asking.session, twin, why)
+            log.warning("session %s: the reply of call %s is not waited for: %s", asking.session, duplicate, why)
             return Ended(())
         except asyncio.CancelledError:
-            self._ledger.detach(asyncio.create_task(self._give_up(asking.session, twin)))
+            self._ledger.detach(asyncio.create_task(self._give_up(asking.session, duplicate)))
             raise
         finally:
             wanting.cancel()
@@ -138,11 +138,11 @@ class Repeats:
         while self._linger:
             await asyncio.sleep(self._linger / 3)
             with contextlib.suppress(StoreError):
-                await self._ledger.store.want(session, call)
+                await self._ledger.store.mark_wanted(session, call)
 
     async def _give_up(self, session: str, call: str) -> None:
         with contextlib.suppress(StoreError):
-            await self._ledger.store.want(session, call, given_up=True)
+            await self._ledger.store.mark_wanted(session, call, given_up=True)
 
     async def _is_due(self, asking: Asking, turns: tuple[Turn, ...]) -> bool:
         """Whether this call is to get the recorded reply."""
@@ -165,7 +165,7 @@ class Repeats:
         if UNANSWERED not in turns[0].marks:
             return False
         try:
-            return await self._ledger.store.forget(asking.session, claim(turns[0].call))
+            return await self._ledger.store.delete_document(asking.session, claim(turns[0].call))
         except StoreError:
             return False
 
@@ -173,7 +173,7 @@ class Repeats:
         await self._is_first_to_hear(asking, turns)
         with contextlib.suppress(StoreError):  # the reply is there, and recorded
             if incidents := self._told_of(JOINED, asking, turns):
-                await self._ledger.note(asking.session, incidents)
+                await self._ledger.add_incidents(asking.session, incidents)
         return await self._said(JOINED, asking, turns)
 
     async def _replayed(self, asking: Asking, live: Call, turns: tuple[Turn, ...]) -> web.StreamResponse:

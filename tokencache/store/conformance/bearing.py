@@ -21,12 +21,12 @@ async def check_isolation(store: Store) -> None:
     one, other = name_of("one"), name_of("other")
     a, b = build("t", keys=(b"c",)), build("t", tail=(5,), keys=(b"c", b"r"))
     await record(store, one, a)
-    life = await record(store, other, b)
+    epoch = await record(store, other, b)
     same((await store.turns(one), await store.turns(other)), ([a.turn], [b.turn]), "turns")
     same([(await store.prefix(one, "t")).ids, (await store.prefix(other, "t")).ids], [a.prefix, b.prefix], "prefixes")
     same(ids_of(await store.find(one, [b"c", b"r"])), [["t"], []], "hits")
     async with raises(SessionGoneError, "a commit with the life of another session"):
-        await store.commit(one, life, "k", [build("u").entry])
+        await store.commit(one, epoch, "k", [build("u").entry])
     await store.delete(one)
     same(await store.turns(other), [b.turn], "turns of the one that stays")
 
@@ -36,12 +36,12 @@ async def check_concurrency(store: Store) -> None:
     session, many = name_of("concurrent"), 25
     root = build("root", keys=(b"croot",))
     children = [build(f"t{n}", root, tail=(n,), keys=(b"csame", b"r%d" % n), call=f"k{n}") for n in range(many)]
-    lives = {begun.life for begun in await asyncio.gather(*(store.begin(session, f"k{n}", []) for n in range(many)))}
+    lives = {begun.epoch for begun in await asyncio.gather(*(store.begin(session, f"k{n}", []) for n in range(many)))}
     same(len(lives), 1, "lives")
-    life = lives.pop()
+    epoch = lives.pop()
     await store.begin(session, "k", [])
-    await store.commit(session, life, "k", [root.entry])
-    await asyncio.gather(*(store.commit(session, life, c.turn.call, [c.entry], [Incident(c.turn.id)]) for c in children))
+    await store.commit(session, epoch, "k", [root.entry])
+    await asyncio.gather(*(store.commit(session, epoch, c.turn.call, [c.entry], [Incident(c.turn.id)]) for c in children))
     names = sorted(child.turn.id for child in children)
     recorded = [turn.id for turn in await store.turns(session)]
     same(sorted(recorded[1:]), names, "turns")
@@ -75,7 +75,7 @@ async def check_long_session(store: Store) -> None:
     missing = [b"c-%d" % n for n in range(LONG)]
     begun = await store.begin(session, "k", [*missing, *keys])
     same(ids_of(begun.hits), [[]] * LONG + [[f"t{LONG - 1}"]] + [[]] * (2 * LONG - 1), "the deepest key")
-    await store.note(session, [Incident(str(n)) for n in range(3 * LONG)])
+    await store.add_incidents(session, [Incident(str(n)) for n in range(3 * LONG)])
     same([incident.kind for incident in (await info_of(store, session)).incidents], [str(n) for n in range(3 * LONG)], "incidents")
 
 
@@ -94,11 +94,11 @@ async def check_replicas(store: Store, other: Store) -> None:
     session = name_of("replicas")
     a = build("a", keys=(b"ca",))
     b, c = build("b", a, keys=(b"cb",), call="kb"), build("c", a, tail=(9,), keys=(b"cb",), call="kc")
-    life = (await store.begin(session, "call", [])).life
-    same((await other.begin(session, "kb", [])).life, life, "the life, seen by the other")
-    await other.commit(session, life, "call", [a.entry], documents={"d": b"one"})
+    epoch = (await store.begin(session, "call", [])).epoch
+    same((await other.begin(session, "kb", [])).epoch, epoch, "the life, seen by the other")
+    await other.commit(session, epoch, "call", [a.entry], documents={"d": b"one"})
     same(ids_of((await store.begin(session, "kc", [b"ca"])).hits), [["a"]], "hits of what the other has written")
-    await asyncio.gather(store.commit(session, life, "kb", [b.entry]), other.commit(session, life, "kc", [c.entry]))
+    await asyncio.gather(store.commit(session, epoch, "kb", [b.entry]), other.commit(session, epoch, "kc", [c.entry]))
     for reader in (store, other):
         same({turn.id for turn in await reader.turns(session)}, {"a", "b", "c"}, "turns")
         same((await reader.prefix(session, "c")).ids, c.prefix, "prefix")
@@ -111,4 +111,4 @@ async def check_replicas(store: Store, other: Store) -> None:
         await store.begin(session, "k", [])
     await other.delete(session)
     async with raises(SessionGoneError, "commit into a session that the other deleted"):
-        await store.commit(session, life, "k", [build("d").entry])
+        await store.commit(session, epoch, "k", [build("d").entry])

@@ -64,10 +64,10 @@ async def check_odd_values(store: Store) -> None:
     sampling = {"seed": 2**80, "stop": ["\ud800", "\x00"], "x": [1e308, -(2**63), {"": [True, None]}], "": "\U0001f600"}
     odd = Turn(id="t\r\n☕{}", call="k", match="root", served=Message("assistant", "\udfff" + "text " * 100), sampling=sampling)
     plain = Turn(id="", call="k", match="root", served=Message("assistant", ""))
-    life = (await store.begin(session, "k", [])).life
+    epoch = (await store.begin(session, "k", [])).epoch
     detail = "\ud800" + "x" * 5000
     entries = [Entry(odd, Tokens(b"", b""), (b"c",)), Entry(plain, Tokens(b"", b""))]
-    await store.commit(session, life, "k", entries, [Incident("odd", detail)])
+    await store.commit(session, epoch, "k", entries, [Incident("odd", detail)])
     same(await store.turns(session), [odd, plain], "turns")
     same([hit.turn for hit in (await store.find(session, [b"c"]))[0]], [odd], "the turn found")
     same((await info_of(store, session)).incidents, (Incident("odd", detail),), "incidents")
@@ -137,8 +137,8 @@ async def check_choices(store: Store) -> None:
     a = build("a", keys=(b"c1",))
     b = build("b", keys=(b"c1", b"c2"), reply=(5,))
     c = build("c", a)
-    life = (await store.begin(session, "call", [])).life
-    await store.commit(session, life, "call", [a.entry, b.entry, c.entry])
+    epoch = (await store.begin(session, "call", [])).epoch
+    await store.commit(session, epoch, "call", [a.entry, b.entry, c.entry])
     same([turn.id for turn in await store.turns(session)], ["a", "b", "c"], "turns")
     same(ids_of(await store.find(session, [b"c1", b"c2"])), [["a", "b"], ["b"]], "turns under their keys")
     same(await continued(store, session, b"c1"), [True, False], "continued")

@@ -69,11 +69,11 @@ def build(
 
 async def record(store: Store, session: str, *built: Built) -> str:
     """Record entries, each by a call of its own; return the session's life."""
-    life = ""
+    epoch = ""
     for one in built:
-        life = (await store.begin(session, one.turn.call, [])).life
-        await store.commit(session, life, one.turn.call, [one.entry])
-    return life
+        epoch = (await store.begin(session, one.turn.call, [])).epoch
+        await store.commit(session, epoch, one.turn.call, [one.entry])
+    return epoch
 
 
 def name_of(what: str) -> str:

@@ -29,10 +29,10 @@ async def check_begin(store: Store) -> None:
     same(await store.turns(session), [], "its turns")
     same(await store.session(session), None, "after looking")
     begun = await store.begin(session, "k1", [b"c1", b"r1"])
-    true(begun.life, "a life has a name")
+    true(begun.epoch, "a life has a name")
     same(begun.hits, [[], []], "hits of unknown keys, aligned")
     same((await store.begin(session, "k2", [])).hits, [], "hits of no keys")
-    same((await store.begin(session, "k3", [])).life, begun.life, "the life at a later call")
+    same((await store.begin(session, "k3", [])).epoch, begun.epoch, "the life at a later call")
     info = await store.session(session)
     true(info is not None, "the session is there")
     if info is not None:
@@ -43,7 +43,7 @@ async def check_begin(store: Store) -> None:
 async def check_open_calls(store: Store) -> None:
     """Calls are open from begin to commit or settle, each by itself, and once even if begun twice."""
     session, odd = name_of("calls"), "call \r\n00012}\x00☕"
-    life = (await store.begin(session, "k1", [])).life
+    epoch = (await store.begin(session, "k1", [])).epoch
     await store.begin(session, odd, [])
     await store.begin(session, "k3", [])
     await store.begin(session, "k1", [])
@@ -51,12 +51,12 @@ async def check_open_calls(store: Store) -> None:
     calls = (await info_of(store, session)).open_calls
     same(len(calls), 3, "number of open calls")
     true(all(isinstance(call, OpenCall) and call.since > 0 for call in calls), "open since when")
-    await store.commit(session, life, odd, [build("t1", call=odd).entry])
+    await store.commit(session, epoch, odd, [build("t1", call=odd).entry])
     same(await open_calls(store, session), {"k1", "k3"}, "after a commit")
-    await store.settle(session, life, "k1")
-    await store.settle(session, life, "never begun")
+    await store.settle(session, epoch, "k1")
+    await store.settle(session, epoch, "never begun")
     same(await open_calls(store, session), {"k3"}, "after a settle")
-    await store.settle(session, life, "k3")
+    await store.settle(session, epoch, "k3")
     same(await open_calls(store, session), set(), "after all")
     same((await info_of(store, session)).turns, 1, "turns")
 
@@ -65,18 +65,18 @@ async def check_incidents(store: Store) -> None:
     """Incidents come back as they were, in order, whichever way they came; a note creates its session."""
     session = name_of("incidents")
     said = [Incident("store-error", "why", True, "k1", "t1", 1.5), Incident("x"), Incident("x"), Incident("naïve ☕", "\x00" * 300)]
-    await store.note(session, said[:2])
+    await store.add_incidents(session, said[:2])
     same((await info_of(store, session)).incidents, tuple(said[:2]), "after a note")
     same(await open_calls(store, session), set(), "a note opens no call")
-    life = (await store.begin(session, "k", [])).life
-    await store.settle(session, life, "k", said[2:3])
+    epoch = (await store.begin(session, "k", [])).epoch
+    await store.settle(session, epoch, "k", said[2:3])
     await store.begin(session, "k", [])
-    await store.commit(session, life, "k", [build("a").entry], said[3:])
-    await store.note(session, said)
-    await store.note(session, [])
+    await store.commit(session, epoch, "k", [build("a").entry], said[3:])
+    await store.add_incidents(session, said)
+    await store.add_incidents(session, [])
     same((await info_of(store, session)).incidents, (*said, *said), "in the end")
     empty = name_of("empty")
-    await store.note(empty, [])
+    await store.add_incidents(empty, [])
     same((await info_of(store, empty)).turns, 0, "a session made by an empty note")
 
 
@@ -103,10 +103,10 @@ async def check_documents(store: Store) -> None:
     """Documents are kept with a call's turns, found by name in their own session, replaced, forgotten, gone with it."""
     session, other = name_of("documents"), name_of("others")
     same(await store.documents(session, ["a", "b"]), [None, None], "documents of no session")
-    same(await store.forget(session, "a"), False, "forgetting in no session")
+    same(await store.delete_document(session, "a"), False, "forgetting in no session")
     same(await store.session(session), None, "looking creates nothing")
-    life = (await store.begin(session, "k1", [])).life
-    await store.commit(session, life, "k1", [build("t1").entry], [Incident("x")], documents={"a": b"1\x00\xff", "life": b"", "ü {}": b"3"})
+    epoch = (await store.begin(session, "k1", [])).epoch
+    await store.commit(session, epoch, "k1", [build("t1").entry], [Incident("x")], documents={"a": b"1\x00\xff", "life": b"", "ü {}": b"3"})
     await record(store, other, build("t1"))
     same(await store.documents(session, ["ü {}", "b", "a", "life"]), [b"3", None, b"1\x00\xff", b""], "documents, aligned")
     same(await store.documents(session, []), [], "no names")
@@ -114,9 +114,9 @@ async def check_documents(store: Store) -> None:
     info = await info_of(store, session)
     same((info.turns, [i.kind for i in info.incidents]), (1, ["x"]), "what was committed with them")
     await store.begin(session, "k2", [])
-    await store.commit(session, life, "k2", [build("t2").entry], documents={"a": b"2"})
+    await store.commit(session, epoch, "k2", [build("t2").entry], documents={"a": b"2"})
     same(await store.documents(session, ["a"]), [b"2"], "replaced")
-    same((await store.forget(session, "a"), await store.forget(session, "a")), (True, False), "forgotten, once")
+    same((await store.delete_document(session, "a"), await store.delete_document(session, "a")), (True, False), "forgotten, once")
     same(await store.documents(session, ["a", "life"]), [None, b""], "after that")
     await store.delete(session)
     same(await store.documents(session, ["life"]), [None], "after the session")
@@ -145,7 +145,7 @@ async def check_sessions(store: Store) -> None:
     for n, name in enumerate(names):
         begun = await store.begin(name, "k", [])
         if n % 2:
-            await store.commit(name, begun.life, "k", [build("a").entry], [Incident("x")])
+            await store.commit(name, begun.epoch, "k", [build("a").entry], [Incident("x")])
         if n % 3 == 0:
             await store.seal(name)
     listed = [info async for info in store.sessions() if info.id.startswith(mark)]

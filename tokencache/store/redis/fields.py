@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
-from tokencache.store.base import Begun, Entry, OpenCall, StoreError
+from tokencache.store.base import BeginResult, Entry, OpenCall, StoreError
 from tokencache.store.encoding import Piece, pack, pack_tokens, text, unpack, unpack_tokens, untext
 
 _GLOB = re.compile(rb"[*?\[\]\\]")
@@ -75,11 +75,11 @@ def pack_entry(entry: Entry) -> list[bytes | int]:
     return [turn_field(turn.id), parent, pack(turn), packed, entry.tokens.logprobs, entry.context, len(keys), *keys]
 
 
-def unpack_begun(reply: Sequence[Any], count: int) -> Begun:
+def unpack_begun(reply: Sequence[Any], count: int) -> BeginResult:
     """Read what BEGIN answered to `count` keys."""
-    life, calls, tokens, created, twin = reply[:5]
-    found = unpack_calls(twin)
-    return Begun(life.decode(), unpack_hits(reply[5:], count), found[0] if found else None, calls, tokens, float(created))
+    epoch, calls, tokens, created, duplicate = reply[:5]
+    found = unpack_calls(duplicate)
+    return BeginResult(epoch.decode(), unpack_hits(reply[5:], count), found[0] if found else None, calls, tokens, float(created))
 
 
 def unpack_hits(flat: Sequence[Any], count: int) -> list[list[Hit]]:
@@ -94,15 +94,15 @@ def unpack_calls(packed: bytes) -> tuple[OpenCall, ...]:
     """Read the open calls that stand one behind the other."""
     calls = []
     while packed:
-        flags, asked, replica, named = (int(packed[start:stop]) for start, stop in ((17, 18), (18, 23), (23, 28), (28, _CALL_HEAD)))
-        ends = _CALL_HEAD + asked, _CALL_HEAD + asked + replica, _CALL_HEAD + asked + replica + named
+        flags, fingerprint, replica, named = (int(packed[start:stop]) for start, stop in ((17, 18), (18, 23), (23, 28), (28, _CALL_HEAD)))
+        ends = _CALL_HEAD + fingerprint, _CALL_HEAD + fingerprint + replica, _CALL_HEAD + fingerprint + replica + named
         calls.append(
             OpenCall(
                 call=untext(packed[ends[1] : ends[2]]),
                 since=float(packed[:17]),
-                asked=packed[_CALL_HEAD : ends[0]],
+                fingerprint=packed[_CALL_HEAD : ends[0]],
                 replica=untext(packed[ends[0] : ends[1]]),
-                left=bool(flags & _LEFT),
+                orphaned=bool(flags & _LEFT),
                 wanted=bool(flags & WANTED),
                 given_up=bool(flags & GIVEN_UP),
             )

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.store.base import (
-    Begun,
+    BeginResult,
     Binding,
     EngineEntry,
     Entry,
@@ -38,6 +38,8 @@ from tokencache.store.redis.fields import document_field, reading, turn_field
 SCHEMA = 1
 """The version of what is stored. A store of another version is not touched."""
 Argument = bytes | str | int
+_JOIN_CODES = {"never": "n", "orphaned": "l", "any": "a"}
+"""How the script BEGIN reads `Join`."""
 AT_ONCE = CONNECTIONS // 4
 HASHES = {
     script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
@@ -118,15 +120,15 @@ class RedisStore:
         return held
 
     async def begin(
-        self, session: str, call: str, keys: Sequence[bytes], *, asked: bytes = b"", replica: str = "", join: Join = "never"
-    ) -> Begun:
+        self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", replica: str = "", join: Join = "never"
+    ) -> BeginResult:
         """See `Store.begin`."""
         args: list[Argument] = [
             self._ttl,
             secrets.token_hex(8),
             int(bool(self._room.full)),
-            join[0],
-            asked,
+            _JOIN_CODES[join],
+            fingerprint,
             text(replica),
             text(call),
             *pack_keys(keys),
@@ -141,25 +143,25 @@ class RedisStore:
         with reading(session):
             return fields.unpack_begun(reply, len(keys))
 
-    async def linger(self, session: str, call: str) -> bool:
-        """See `Store.linger`."""
-        return bool(await self._script("linger", lua_writing.LINGER, [self._keys.session(session)], self._ttl, text(call)))
+    async def mark_orphaned(self, session: str, call: str) -> bool:
+        """See `Store.mark_orphaned`."""
+        return bool(await self._script("mark_orphaned", lua_writing.LINGER, [self._keys.session(session)], self._ttl, text(call)))
 
-    async def want(self, session: str, call: str, *, given_up: bool = False) -> None:
-        """See `Store.want`."""
+    async def mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
+        """See `Store.mark_wanted`."""
         flag = fields.GIVEN_UP if given_up else fields.WANTED
-        await self._script("want", lua_writing.WANT, [self._keys.session(session)], self._ttl, text(call), flag)
+        await self._script("mark_wanted", lua_writing.WANT, [self._keys.session(session)], self._ttl, text(call), flag)
 
-    async def beat(self, replica: str, seconds: float) -> None:
-        """See `Store.beat`."""
-        await self._command("beat", "SET", self._keys.replica(replica), b"1", "PX", max(1, int(seconds * 1000)))
+    async def heartbeat(self, replica: str, seconds: float) -> None:
+        """See `Store.heartbeat`."""
+        await self._command("heartbeat", "SET", self._keys.replica(replica), b"1", "PX", max(1, int(seconds * 1000)))
 
-    async def living(self, replicas: Sequence[str]) -> set[str]:
-        """See `Store.living`."""
+    async def live_replicas(self, replicas: Sequence[str]) -> set[str]:
+        """See `Store.live_replicas`."""
         if not replicas:
             return set()
-        held = await self._command("living", "MGET", *map(self._keys.replica, replicas))
-        return {replica for replica, beat in zip(replicas, held, strict=True) if beat is not None}
+        held = await self._command("live_replicas", "MGET", *map(self._keys.replica, replicas))
+        return {replica for replica, heartbeat in zip(replicas, held, strict=True) if heartbeat is not None}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
         """See `Store.find`."""
@@ -176,7 +178,7 @@ class RedisStore:
     async def commit(
         self,
         session: str,
-        life: str,
+        epoch: str,
         call: str,
         entries: Sequence[Entry],
         incidents: Sequence[Incident] = (),
@@ -187,17 +189,19 @@ class RedisStore:
         kept = chain.from_iterable((document_field(name), data) for name, data in documents.items())
         sampled = sum(entry.turn.completion_tokens for entry in entries)
         packed = [sampled, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *kept]
-        await self._end("commit", session, life, call, [*packed, *map(pack, incidents)])
+        await self._end("commit", session, epoch, call, [*packed, *map(pack, incidents)])
 
-    async def settle(self, session: str, life: str, call: str, incidents: Sequence[Incident] = ()) -> None:
+    async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
         """See `Store.settle`."""
-        await self._end("settle", session, life, call, [0, 0, 0, *map(pack, incidents)])
+        await self._end("settle", session, epoch, call, [0, 0, 0, *map(pack, incidents)])
 
-    async def note(self, session: str, incidents: Sequence[Incident]) -> None:
-        """See `Store.note`."""
+    async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
+        """See `Store.add_incidents`."""
         head: list[Argument] = [self._ttl, secrets.token_hex(8)]
         tail: list[Argument] = [secrets.token_hex(4), *map(pack, incidents)]
-        await self._asker.ask("note", lambda lost: self._send(lua_writing.NOTE, [self._keys.session(session)], *head, int(lost), *tail))
+        await self._asker.ask(
+            "add_incidents", lambda lost: self._send(lua_writing.NOTE, [self._keys.session(session)], *head, int(lost), *tail)
+        )
 
     async def sessions(self) -> AsyncIterator[SessionInfo]:
         """See `Store.sessions`."""
@@ -256,9 +260,9 @@ class RedisStore:
         stands = 0 if reuse else self._tombstone
         return bool(await self._script("delete", lua_writing.DELETE, [self._keys.session(session)], stands, again=False))
 
-    async def lift(self, session: str) -> None:
-        """See `Store.lift`."""
-        await self._script("lift", lua_writing.LIFT, [self._keys.session(session)])
+    async def lift_tombstone(self, session: str) -> None:
+        """See `Store.lift_tombstone`."""
+        await self._script("lift_tombstone", lua_writing.LIFT, [self._keys.session(session)])
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         """See `Store.documents`."""
@@ -267,10 +271,10 @@ class RedisStore:
         reply = await self._script("documents", lua_reading.DOCUMENTS, [self._keys.session(session)], *map(document_field, names))
         return list(reply) or [None] * len(names)
 
-    async def forget(self, session: str, name: str) -> bool:
-        """See `Store.forget`."""
+    async def delete_document(self, session: str, name: str) -> bool:
+        """See `Store.delete_document`."""
         keys = [self._keys.session(session)]
-        return bool(await self._script("forget", lua_writing.FORGET, keys, document_field(name), again=False))
+        return bool(await self._script("delete_document", lua_writing.FORGET, keys, document_field(name), again=False))
 
     async def bind_key(self, key: str, binding: Binding) -> None:
         """See `Store.bind_key`."""
@@ -300,9 +304,9 @@ class RedisStore:
         with reading("engines"):
             return [unpack(entry, EngineEntry) for entry in held]
 
-    async def _end(self, operation: str, session: str, life: str, call: str, packed: Sequence[bytes | int]) -> None:
+    async def _end(self, operation: str, session: str, epoch: str, call: str, packed: Sequence[bytes | int]) -> None:
         keys = [self._keys.session(session)]
-        head: list[Argument] = [self._ttl, text(life), text(call)]
+        head: list[Argument] = [self._ttl, text(epoch), text(call)]
         if await self._asker.ask(operation, lambda lost: self._send(lua_writing.COMMIT, keys, *head, int(lost), *packed)) == 0:
             raise SessionGoneError(session)
 
