@@ -18,7 +18,7 @@ from tokencache.dialects.chat.sampling import check_policy
 from tokencache.engine.drivers.registry import EngineKind
 from tokencache.engine.standing import Level
 from tokencache.proxy.dedup.fingerprint import Policy
-from tokencache.proxy.session_sources import SessionSources
+from tokencache.proxy.sessions import SessionSources
 
 PREFIX = "TOKENCACHE_"
 """Begins the name of every environment variable."""

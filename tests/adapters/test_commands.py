@@ -233,7 +233,7 @@ def test_a_proxy_that_answers_otherwise(status, body, said):
     [
         (["nope"], "no adapter 'nope'"),
         (["openai", "--proxy", "nowhere"], "'nowhere' is no base URL"),
-        (["openai", "--session", "a/b"], "'a/b' is no session name"),
+        (["openai", "--session", "a/b"], "'a/b' is not a valid session name"),
         (["openai", "--adapters", "nowhere"], "nowhere: no such directory"),
     ],
 )

@@ -155,7 +155,7 @@ def test_no_url(tmp_path, url):
 
 @pytest.mark.parametrize("session", ["", "a/b", "..", "a b", "ä", "a\n"])
 def test_no_session(tmp_path, session):
-    with pytest.raises(HarnessError, match="no session name"):
+    with pytest.raises(HarnessError, match="not a valid session name"):
         prepared("openai", tmp_path, session=session)
 
 

@@ -11,7 +11,7 @@ from tokencache.dialects.chat.call import read_chat
 from tokencache.dialects.chat.growth import Bodies
 from tokencache.engine.reply import Reply
 from tokencache.proxy.planner import Plan
-from tokencache.proxy.prefix_cache import Prefixes
+from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome
 from tokencache.store.memory import MemoryStore
 
@@ -72,7 +72,7 @@ def test_media_stay_out_of_the_store():
     reply.take(json.dumps({"choices": [choice], "prompt_token_ids": [1, 2]}).encode())
     plan = Plan(match="plain", reason=call.plain)
     outcome = Outcome(session="s", epoch="l", call_id="c", call=call, plan=plan, reply=reply, model=None, started=0.0)
-    recorded = outcome.record(Prefixes(MemoryStore(), max_bytes=1000))
+    recorded = outcome.record(PrefixCache(MemoryStore(), max_bytes=1000))
     (entry,), (held,) = recorded.entries, recorded.held
     assert entry.turn.marks == ("media",)
     assert entry.context == b""

@@ -9,7 +9,7 @@ from tokencache.adapters.load import load_all
 from tokencache.config import Settings
 from tokencache.core.rules import Leniency
 from tokencache.errors import HarnessError
-from tokencache.proxy.harness_profile import Aliases, Habits
+from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 
 KEYS = "/tokencache/v1/keys"
 ASK = {"messages": [user("EPISODE:demo")]}
@@ -23,19 +23,19 @@ async def post(rig, path, body, **headers):
 
 
 def test_what_an_adapter_vouches_for_is_forgiven_in_its_harness_only():
-    habits = Habits(load_all(), off=["cd-prefix"])
+    habits = HarnessProfiles(load_all(), off=["cd-prefix"])
     assert habits.leniency("") == Leniency(frozenset({"cd-prefix"}))
     claude = habits.leniency("claude-code")
     assert "coerced-values" in claude.vouched
     assert "cd-prefix" not in claude.vouched
     assert "cd-prefix" in claude.off
-    with pytest.raises(HarnessError, match=r"no adapter 'nobody'; there are .*claude-code"):
+    with pytest.raises(HarnessError, match=r"no adapter 'nobody'; the adapters are .*claude-code"):
         habits.leniency("nobody")
 
 
 @pytest.mark.parametrize(("agent", "harness"), [("claude-cli/2.1.329 (external, cli)", "claude-code"), ("curl/8.5.0", ""), ("", "")])
 def test_a_harness_is_recognised_by_its_user_agent(agent, harness):
-    assert Habits(load_all()).recognise(agent) == harness
+    assert HarnessProfiles(load_all()).recognise(agent) == harness
 
 
 async def test_an_unknown_harness_is_a_400(rig):
@@ -76,9 +76,9 @@ async def test_names_of_the_model_are_the_servers_too():
 
 
 def test_the_sessions_own_names_come_first():
-    aliases = Aliases({"*": "general", "x": "never"})
+    aliases = ModelAliases({"*": "general", "x": "never"})
     assert [aliases.served(name, {"small-*": "tiny"}) for name in ("small-1", "x", "large")] == ["tiny", "general", "general"]
-    assert Aliases({}).served("as it is", {}) == "as it is"
+    assert ModelAliases({}).served("as it is", {}) == "as it is"
 
 
 async def test_a_key_in_the_query_is_not_for_the_engine(rig):

@@ -11,7 +11,7 @@ from tests.proxy.test_client_gone import settled
 from tokencache.core.rules import RULES, Leniency
 from tokencache.proxy import endpoints as caller
 from tokencache.proxy.delivery import Delivery
-from tokencache.proxy.harness_profile import Habits
+from tokencache.proxy.harness_profile import HarnessProfiles
 from tokencache.testing import SimulatedEngine
 
 CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "cd /w && ls", "timeout": "5"}}\n</tool_call>'
@@ -27,7 +27,7 @@ def lenient(monkeypatch):
     """Let every call of the test have this leniency."""
 
     def grant(leniency):
-        monkeypatch.setattr(Habits, "leniency", lambda self, harness: leniency)
+        monkeypatch.setattr(HarnessProfiles, "leniency", lambda self, harness: leniency)
 
     return grant
 

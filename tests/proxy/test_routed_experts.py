@@ -8,7 +8,7 @@ import pytest
 
 from tests.proxy.kit import EPISODES, HEADER, proxied, user
 from tokencache.dialects import routing
-from tokencache.proxy.routed_experts import Bucket, Folder, open_shelf
+from tokencache.proxy.routed_experts import LocalFiles, ObjectFiles, open_files
 from tokencache.testing import SimulatedEngine
 
 SESSION = "r1:a@b+c=.."  # as odd as a session's name may be
@@ -113,17 +113,17 @@ async def test_an_object_store():
     async with proxied(engine(), experts=url) as rig:
         await rig.say("s", ASK)
         (turn,) = await rig.turns()
-        shelf = open_shelf(url)
-        assert isinstance(shelf, Bucket)
-        assert rows(shelf._files.cat_file(f"{shelf._root}/{turn['experts']}")) == turn["prompt_tokens"] + turn["completion_tokens"] - 1
+        store = open_files(url)
+        assert isinstance(store, ObjectFiles)
+        assert rows(store._files.cat_file(f"{store._root}/{turn['experts']}")) == turn["prompt_tokens"] + turn["completion_tokens"] - 1
         async with rig.http.delete(f"{rig.url}/tokencache/v1/sessions/s") as answer:
             assert answer.status == 200
-        assert not shelf._files.exists(f"{shelf._root}/{turn['experts']}")
-        assert not shelf._files.find(shelf._root)
+        assert not store._files.exists(f"{store._root}/{turn['experts']}")
+        assert not store._files.find(store._root)
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
-    folder = Folder(tmp_path)
+    folder = LocalFiles(tmp_path)
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with contextlib.suppress(OSError):
         folder.put("s/x.npy", bytearray(b"half"))
@@ -134,9 +134,9 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
 async def test_a_root_that_cannot_be_written_is_no_start(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        open_shelf(str(tmp_path / "file/below"))
+        open_files(str(tmp_path / "file/below"))
     with pytest.raises(ValueError, match="nonsense"):
-        open_shelf("nonsense://x")
+        open_files("nonsense://x")
 
 
 @pytest.mark.parametrize(

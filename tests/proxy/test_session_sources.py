@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
 from tokencache.config import Settings
-from tokencache.proxy.session_sources import InBody, SessionSources
+from tokencache.proxy.sessions import SessionInBody, SessionSources
 
 GYM = "header:X-Session-ID,body:conversation_params.conversation_id"
 ASK = {"model": "sim", "messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -117,18 +117,18 @@ async def test_two_listed_headers_that_differ_are_refused():
 
 @pytest.mark.parametrize("wrong", ["X-Session-ID", "header:", "body:", "body:a..b", "query:session"])
 def test_a_list_that_means_nothing_is_refused(wrong):
-    with pytest.raises(ValidationError, match="names no source of sessions"):
+    with pytest.raises(ValidationError, match="is not a source of session names"):
         Settings(session_from=wrong)
 
 
 @pytest.mark.parametrize(
     ("body", "found"),
     [
-        (b'{"a": {"b": "x"}, "c" : 1}', InBody("x", b'{"c":1}')),
-        (b'{"a": {"b": null}, "c" : 1}', InBody(None, b'{"c":1}')),
-        (b'{"a": "b", "c" : 1}', InBody(None, b'{"a": "b", "c" : 1}')),
-        (b'{"d": {"b": "x"}}', InBody(None, b'{"d": {"b": "x"}}')),
-        (b'{"a": {"b": "x"}', InBody(None, b'{"a": {"b": "x"}')),
+        (b'{"a": {"b": "x"}, "c" : 1}', SessionInBody("x", b'{"c":1}')),
+        (b'{"a": {"b": null}, "c" : 1}', SessionInBody(None, b'{"c":1}')),
+        (b'{"a": "b", "c" : 1}', SessionInBody(None, b'{"a": "b", "c" : 1}')),
+        (b'{"d": {"b": "x"}}', SessionInBody(None, b'{"d": {"b": "x"}}')),
+        (b'{"a": {"b": "x"}', SessionInBody(None, b'{"a": {"b": "x"}')),
     ],
 )
 def test_members_are_taken_out(body, found):

@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from tokencache.adapters import files, process, served
-from tokencache.adapters.launch import Launch, declared_key, prepare
+from tokencache.adapters.launch import Launch, prepare
 from tokencache.adapters.load import AdapterError, load, load_all
 from tokencache.adapters.schema import Adapter
 from tokencache.errors import HarnessError
+from tokencache.session_url import session_key
 
 _NOT_FOUND = 127
 """The exit code of shells for a program that is not there."""
@@ -151,7 +152,7 @@ def _prepare(  # noqa: PLR0917 - the options as they came
     adapter: Adapter, session: str, proxy: str, key: str | None, model: str | None, config_dir: Path
 ) -> Launch:
     prepare(adapter, proxy, session, key, model or "", config_dir)  # a wrong URL or name is told before anything is asked
-    name, context = served.find(proxy, key or declared_key(session), model)
+    name, context = served.find(proxy, key or session_key(session), model)
     return prepare(adapter, proxy, session, key, name, config_dir, context=context)
 
 

@@ -15,7 +15,7 @@ import msgspec
 from tokencache.adapters.files import render
 from tokencache.adapters.load import AdapterError
 from tokencache.adapters.schema import PLACEHOLDER, Adapter
-from tokencache.proxy.sessions import DECLARED, HARNESS, PATH, check_name
+from tokencache.session_url import check_name, session_key, session_url
 
 DEFAULT_CONTEXT = 131072
 """Tokens that a harness is told a context may have, where the engine does not say."""
@@ -47,11 +47,6 @@ class Launch(msgspec.Struct, frozen=True):
         return {**kept, **self.env}
 
 
-def declared_key(session: str) -> str:
-    """Return the API key that names a session by itself."""
-    return DECLARED + session
-
-
 def prepare(  # noqa: PLR0917 - who calls it names them
     adapter: Adapter,
     proxy_url: str,
@@ -73,8 +68,8 @@ def prepare(  # noqa: PLR0917 - who calls it names them
     """
     _check_url(proxy_url)
     values: dict[str, str | int] = {
-        "url": f"{proxy_url.rstrip('/')}{PATH}{check_name(session)}{HARNESS}{adapter.name}",
-        "key": key or declared_key(session),
+        "url": session_url(proxy_url, check_name(session), adapter.name),
+        "key": key or session_key(session),
         "model": model,
         "session": session,
         "config_dir": str(config_dir),

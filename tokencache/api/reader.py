@@ -4,7 +4,7 @@ from aiohttp import web
 
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.sessions import check_name
+from tokencache.session_url import check_name
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.rollout import Records
 

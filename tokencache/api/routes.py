@@ -18,9 +18,10 @@ from tokencache.api.reader import Reader, no_session
 from tokencache.dialects.chat.sampling import check_policy
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
-from tokencache.proxy.harness_profile import Habits
+from tokencache.proxy.harness_profile import HarnessProfiles
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.sessions import REGISTERED, check_name, hash_key
+from tokencache.proxy.sessions import hash_key
+from tokencache.session_url import REGISTERED_KEY, check_name
 from tokencache.store.base import Binding, SessionInfo
 from tokencache.trajectories.formats.native import drift_object, incident_object, turn_object
 from tokencache.trajectories.formats.registry import format_named
@@ -31,10 +32,10 @@ DRIFT_LIMIT = 10.0
 _ENCODER = msgspec.json.Encoder()
 
 
-def trainer_routes(app: web.Application, ledger: Ledger, habits: Habits, engine: Pool, *, admin_key: str | None) -> None:
+def trainer_routes(app: web.Application, ledger: Ledger, profiles: HarnessProfiles, engine: Pool, *, admin_key: str | None) -> None:
     """Add the trainer's routes to an application."""
     guard, press = Guard(admin_key), Press()
-    api = _Api(ledger, habits, press, Meter(engine, press, limit=DRIFT_LIMIT))
+    api = _Api(ledger, profiles, press, Meter(engine, press, limit=DRIFT_LIMIT))
 
     async def pressing(_app: web.Application) -> AsyncIterator[None]:
         yield
@@ -66,10 +67,10 @@ async def _openapi(_request: web.Request) -> web.StreamResponse:
 
 
 class _Api:
-    def __init__(self, ledger: Ledger, habits: Habits, press: Press, meter: Meter) -> None:
+    def __init__(self, ledger: Ledger, profiles: HarnessProfiles, press: Press, meter: Meter) -> None:
         self._store = ledger.store
         self._ledger = ledger
-        self._habits = habits
+        self._profiles = profiles
         self._reader = Reader(ledger)
         self._press = press
         self._meter = meter
@@ -123,12 +124,12 @@ class _Api:
         except (ValueError, RecursionError) as why:
             raise HarnessError(f"the request body is not valid JSON: {why}") from None
         check_name(binding.session)
-        self._habits.leniency(binding.harness)
+        self._profiles.leniency(binding.harness)
         try:
             check_policy(binding.sampling)
         except ValueError as why:
             raise HarnessError(f"sampling: {why}", param="sampling") from None
-        key = REGISTERED + secrets.token_urlsafe(32)
+        key = REGISTERED_KEY + secrets.token_urlsafe(32)
         await self._store.lift_tombstone(binding.session)  # of a deleted session: its name is wanted again
         await self._store.bind_key(hash_key(key), binding)
         return answer({**msgspec.to_builtins(binding), "key": key, "id": hash_key(key)}, status=201)

@@ -6,15 +6,14 @@ that there is an adapter for, the environment (and files) of `launch`, the same 
 
 import dataclasses
 from pathlib import Path
-from urllib.parse import quote
 
 import msgspec
 
 from tokencache.adapters import files
-from tokencache.adapters.launch import Launch, declared_key, prepare
+from tokencache.adapters.launch import Launch, prepare
 from tokencache.adapters.load import AdapterError
 from tokencache.adapters.schema import Adapter
-from tokencache.proxy.sessions import PATH
+from tokencache.session_url import session_key, session_url
 
 _NOWHERE = Path("{config_dir}")
 
@@ -53,7 +52,7 @@ class Access:
 
 def access_to(url: str, session: str, key: str | None = None, key_id: str = "") -> Access:
     """Return the way into a session; without a registered key it is the key that names the session by itself."""
-    return Access(id=session, key=key or declared_key(session), base_url=f"{url}{PATH}{quote(session, safe='')}/v1", key_id=key_id)
+    return Access(id=session, key=key or session_key(session), base_url=f"{session_url(url, session)}/v1", key_id=key_id)
 
 
 def check_directory(adapter: Adapter, config_dir: Path | None) -> None:

@@ -189,7 +189,7 @@ class Call:
         metrics.CALLS.labels(self._call.dialect, SPENT).inc()
         number = self._ledger.count_spent(self._session)
         log.info("session %s call %s: %s: %s", self._session, self._id, SPENT, spent)
-        incidents = [self._outcome.tell(SPENT, f"{spent}: stopped call no. {number}")] if number else []
+        incidents = [self._outcome.incident(SPENT, f"{spent}: stopped call no. {number}")] if number else []
         await self._ending.close(incidents)
         return await self._delivery.say(last_reply(self._call, self._id))
 
@@ -243,10 +243,10 @@ class Call:
 
     async def _answered(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
         if self._hold.waited:
-            self._outcome.noted.append(self._outcome.tell("held", f"{self._hold.waited:.1f} s: {self._hold.why}"))
+            self._outcome.noted.append(self._outcome.incident("held", f"{self._hold.waited:.1f} s: {self._hold.why}"))
         if self._call.echoes:
             wrong = await echoes.compared(self._session, self._call, self._outcome.plan, self._ledger)
-            self._outcome.noted += [self._outcome.tell(kind, detail) for kind, detail in wrong]
+            self._outcome.noted += [self._outcome.incident(kind, detail) for kind, detail in wrong]
         self._reply.prompt.sent = self._outcome.plan.sent
         self._reply.version = answer.headers.get(WEIGHT_VERSION, "")
         answering = Answering(self._exchange, self._hold, self._delivery, self._ending, self._sending)

@@ -38,7 +38,7 @@ from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.template.shapes import TailAsk
 from tokencache.engine.template.tails import Around, TailRefusedError
 from tokencache.errors import HarnessError
-from tokencache.proxy.prefix_cache import Held
+from tokencache.proxy.prefix_cache import CachedPrefix
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
         """The place of the last reply that came back with ids; -1 if none did."""
         return max(self._echoes, default=-1)
 
-    def says(self, place: int, held: Held) -> bool:
+    def says(self, place: int, held: CachedPrefix) -> bool:
         """Whether the ids at a place are just a turn's prefix."""
         return is_prefix(self._echoes[place], held)
 
@@ -127,7 +127,7 @@ def hashed(prompt: bytes, generation: bytes) -> ReturnedIdHashes:
     return ReturnedIdHashes(hash_ids(prompt + generation), hash_ids(generation))
 
 
-def is_prefix(echo: ReturnedIdFragments, held: Held) -> bool:
+def is_prefix(echo: ReturnedIdFragments, held: CachedPrefix) -> bool:
     """Whether ids that came back are just a turn's prefix, parted where its reply begins; compared as text."""
     generated = echo.generation.count(b",") + 1 if echo.generation else 0
     return generated == held.prefix.completion and b"".join(held.fragment) == echo.whole

@@ -51,7 +51,7 @@ class Ending:
     async def settle(self, outcome: Outcome, kind: str, detail: str, *, hole: bool = False) -> None:
         """End a call that brought no turn, and say why; raises as `close` does."""
         metrics.CALLS.labels(outcome.call.dialect, kind).inc()
-        incident = outcome.tell(kind, detail, hole=hole)
+        incident = outcome.incident(kind, detail, hole=hole)
         self._log(incident)
         await self.close([incident])
 
@@ -67,7 +67,7 @@ class Ending:
             recorded = outcome.record(self._ledger.prefixes)
         except Exception as why:  # ours: the harness gets its reply, and the trainer is told
             log.exception("session %s call %s: not recorded", self._session, self._id)
-            recorded = Recorded([], [], [outcome.tell("internal-error", f"{type(why).__name__}: {why}", hole=True)])
+            recorded = Recorded([], [], [outcome.incident("internal-error", f"{type(why).__name__}: {why}", hole=True)])
         _doubt(self._hold.engine, outcome, {incident.kind for incident in recorded.incidents})
         documents = self._speaker.documents() if outcome.whole else {}
         if outcome.whole and outcome.unanswered:

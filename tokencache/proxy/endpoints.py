@@ -37,7 +37,7 @@ from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.dedup.retries import Asking, Repeats
 from tokencache.proxy.engine_retry import Hold
 from tokencache.proxy.exchange import Exchange
-from tokencache.proxy.harness_profile import Aliases
+from tokencache.proxy.harness_profile import ModelAliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.prompts import Prompts, tokenized
@@ -75,7 +75,7 @@ class Caller:
         pool: Pool,
         ledger: Ledger,
         bodies: Bodies,
-        aliases: Aliases,
+        aliases: ModelAliases,
         *,
         keep_alive: float,
         hold: float,

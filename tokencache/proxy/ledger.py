@@ -17,9 +17,9 @@ from typing import Any
 from tokencache import metrics
 from tokencache.proxy.dedup.in_flight import Twins
 from tokencache.proxy.latecomers import Latecomers
-from tokencache.proxy.prefix_cache import Prefixes
+from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome, Recorded
-from tokencache.proxy.routed_experts import Experts
+from tokencache.proxy.routed_experts import RoutedExperts
 from tokencache.store.base import BeginResult, Incident, Join, SessionGoneError, SessionSealedError, Store, StoreError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Ledger:
     `experts` keeps what is too large for a store; `None` where it is not wanted.
     """
 
-    def __init__(self, store: Store, prefixes: Prefixes, *, strict: bool = False, experts: Experts | None = None) -> None:
+    def __init__(self, store: Store, prefixes: PrefixCache, *, strict: bool = False, experts: RoutedExperts | None = None) -> None:
         self.store = store
         self.prefixes = prefixes
         self.twins = Twins(store)

@@ -27,7 +27,7 @@ from tokencache.engine.template.tails import Around, TailRefusedError
 from tokencache.errors import passing_cause
 from tokencache.proxy import partial_reply as interrupts
 from tokencache.proxy.client_ids import UNPROVEN, ReturnedIds, prove
-from tokencache.proxy.prefix_cache import Held, Prefixes
+from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Planner:
     """Plans calls on one store."""
 
-    def __init__(self, store: Store, prefixes: Prefixes) -> None:
+    def __init__(self, store: Store, prefixes: PrefixCache) -> None:
         self._store = store
         self._prefixes = prefixes
 
@@ -304,7 +304,7 @@ class Planner:
         )
 
     @staticmethod
-    def _open_ended(found: Match, held: Held, head: Head, cut: bytes | None) -> Plan:
+    def _open_ended(found: Match, held: CachedPrefix, head: Head, cut: bytes | None) -> Plan:
         """Continue a turn on an engine that adds the tail itself, and whose rendering cannot be asked for."""
         assert found.parent is not None  # noqa: S101 - the caller looked
         if cut is not None:

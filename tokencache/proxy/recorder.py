@@ -23,7 +23,7 @@ from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import read_ids, spelled
 from tokencache.engine.reply import Choice, Reply
 from tokencache.proxy.planner import Plan
-from tokencache.proxy.prefix_cache import Held, Prefixes
+from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Entry, Incident
 
 MIN_SHARED = 16
@@ -38,7 +38,7 @@ class Recorded(msgspec.Struct, frozen=True):
     """What a call comes to: entries to store, their prefixes, and what a trainer must be told."""
 
     entries: list[Entry]
-    held: list[Held]
+    held: list[CachedPrefix]
     incidents: list[Incident]
 
 
@@ -74,7 +74,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         """Whether the harness was given the reply from beginning to end."""
         return not (self.broke or self.reply.error or self.reply.unreadable)
 
-    def record(self, prefixes: Prefixes) -> Recorded:
+    def record(self, prefixes: PrefixCache) -> Recorded:
         """Make the turns of the call out of its reply."""
         incidents = [*self.noted, *self._incidents()]
         prompt = self._prompt()
@@ -83,7 +83,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         if prompt is None:
             return Recorded([], [], [*incidents, self._no_prompt()])
         if prompt.marks:
-            incidents.append(self.tell(DISAGREED, f"{prompt.how}; recorded as it really was"))
+            incidents.append(self.incident(DISAGREED, f"{prompt.how}; recorded as it really was"))
         entries, held = [], []
         for index, choice in sorted(self.reply.choices.items()):
             if self.model is not None and self.whole:
@@ -97,7 +97,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             held.append(prefix)
         return Recorded(entries, held, incidents)
 
-    def tell(self, kind: str, detail: str = "", *, hole: bool = False) -> Incident:
+    def incident(self, kind: str, detail: str = "", *, hole: bool = False) -> Incident:
         """Make an incident of this call."""
         return Incident(kind, detail, hole, self.call_id, at=time.time())
 
@@ -105,30 +105,32 @@ class Outcome(msgspec.Struct, kw_only=True):
         found = []
         if self.broke:
             kind = "client-gone" if self.broke == ABORTED else self.broke
-            found.append(self.tell(kind, self.detail, hole=self.broke not in {ABORTED, DROPPED}))
+            found.append(self.incident(kind, self.detail, hole=self.broke not in {ABORTED, DROPPED}))
         if self.reply.error:
             kind = "engine-refused" if self.reply.refusal else "engine-error"
-            found.append(self.tell(kind, self.reply.error[:300].decode(errors="replace"), hole=not self.reply.refusal))
+            found.append(self.incident(kind, self.reply.error[:300].decode(errors="replace"), hole=not self.reply.refusal))
         if self.reply.unreadable:
-            found.append(self.tell("unreadable-reply", f"{self.reply.unreadable} chunks", hole=True))
+            found.append(self.incident("unreadable-reply", f"{self.reply.unreadable} chunks", hole=True))
         if self.whole and len(self.reply.choices) < self.reply.expected:
-            found.append(self.tell("missing-choices", f"{len(self.reply.choices)} of {self.reply.expected}", hole=True))
+            found.append(self.incident("missing-choices", f"{len(self.reply.choices)} of {self.reply.expected}", hole=True))
         return found
 
     def _incidents_of(self, index: int, choice: Choice) -> list[Incident]:
         found = []
         if len(choice.logprobs) != len(choice.ids):
-            found.append(self.tell("no-logprobs", f"{len(choice.logprobs)} log probabilities for {len(choice.ids)} tokens"))
+            found.append(self.incident("no-logprobs", f"{len(choice.logprobs)} log probabilities for {len(choice.ids)} tokens"))
         if self.whole and choice.finish_reason == "abort":
-            found.append(self.tell(DROPPED, f"the engine aborted choice {index} after {len(choice.ids)} tokens; the harness was shown it"))
+            found.append(
+                self.incident(DROPPED, f"the engine aborted choice {index} after {len(choice.ids)} tokens; the client received it")
+            )
         if self.whole and not choice.finish_reason:
-            found.append(self.tell("unfinished-reply", f"choice {index} has no finish reason", hole=True))
+            found.append(self.incident("unfinished-reply", f"choice {index} has no finish reason", hole=True))
         return found
 
     def _no_prompt(self) -> Incident:
         if self.broke and not self.reply.choices:
-            return self.tell("nothing-received", "the call ended before the engine said anything", hole=True)
-        return self.tell(NO_IDS, "the engine did not say which ids it used", hole=True)
+            return self.incident("nothing-received", "the call ended before the engine said anything", hole=True)
+        return self.incident(NO_IDS, "the engine did not say which ids it used", hole=True)
 
     def _prompt(self, echo: bytes = b"") -> "_Prompt | None":
         plan, whole = self.plan, self.reply.prompt  # what the engine says of all choices; `echo` is of one
@@ -142,7 +144,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         disagreed = Plan(match="plain", reason=DISAGREED, near=plan.near)
         return _Prompt(echoed, spelled(echo, echoed), disagreed, (DISAGREED,), _difference(plan, echoed))
 
-    def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: Prefixes) -> tuple[Entry, Held]:
+    def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
         call, plan = self.call, prompt.plan
         completion = ids.pack(choice.ids)
         logprobs = ids.pack_logprobs(choice.logprobs) if len(choice.logprobs) == len(choice.ids) else b""
@@ -201,7 +203,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         if self.asked:
             keys = (*keys, repeat_key(self.asked))
         chain = () if call.media else call.chain  # of a call whose messages are not kept none can be shared
-        held = Held(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), chain)
+        held = CachedPrefix(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), chain)
         return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(plan, turn.context_shared)), held
 
     def _evidence(self, plan: Plan) -> dict[str, bytes]:
@@ -228,7 +230,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         args, _ = call.as_written()
         return pack_context(Context(messages, args.tools, args.members, args.kwargs))
 
-    def _context_base(self, plan: Plan, prefixes: Prefixes) -> tuple[str | None, int]:
+    def _context_base(self, plan: Plan, prefixes: PrefixCache) -> tuple[str | None, int]:
         """Find a turn whose request began with the same messages: those are stored already."""
         if self.call.media:
             return None, 0
@@ -257,7 +259,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         }
         return (*prompt.marks, *(name for name, there in marks.items() if there))
 
-    def _base(self, prompt: "_Prompt", prefixes: Prefixes) -> tuple[str | None, int]:
+    def _base(self, prompt: "_Prompt", prefixes: PrefixCache) -> tuple[str | None, int]:
         """Find a turn whose prefix the prompt begins with, at least in part: those tokens are stored already."""
         if prompt.plan.shared:
             return prompt.plan.near, prompt.plan.shared

@@ -1,12 +1,12 @@
-"""Experts: the files in which routed experts are kept for the trainer, beside the store.
+"""Writes routed experts to files for the trainer, outside of the store.
 
-A turn's routing is larger than all its tokens by far, so it goes to a directory or an object store of the trainer's, and the
-turn holds a reference to it: a path below the root that the option names, `<session>/<call>-<choice>.npy`. Whoever mounts the
-root elsewhere finds the same files. (`.json` where what the engine gave is no `.npy` file in base64: then its own JSON.)
+A turn's expert routing is much larger than its tokens, so it goes to a directory or an object store of the trainer's. The turn holds a
+reference: a path below the root that the option names, `<session>/<call>-<choice>.npy`. A trainer that mounts the root elsewhere finds
+the same files. (The suffix is `.json` where the engine's value is not a `.npy` file in base64: then the file holds that JSON.)
 
-A file stands before the turn that refers to it is recorded, or the turn refers to nothing: then the session has an incident
-`experts-lost`, the tokens are recorded all the same, and the call goes well. Files go when their session is deleted. A session that
-merely expires leaves them: what a store forgets by itself it cannot tell.
+A file is complete before the turn that refers to it is recorded. If it cannot be written, the turn refers to none, the session gets an
+incident `experts-lost`, and the tokens are recorded as usual. Files are removed when their session is deleted. They stay when a session
+expires, because a store does not report what it expires.
 """
 
 import asyncio
@@ -26,28 +26,28 @@ log = logging.getLogger(__name__)
 LOST = "experts-lost"
 
 
-class Shelf(Protocol):
-    """Where files are; all methods block, and raise whatever the place raises. Paths are relative, with `/`."""
+class FileStore(Protocol):
+    """Where files are written. All methods block, and raise whatever the medium raises. Paths are relative, with `/`."""
 
     def put(self, path: str, data: bytearray) -> None:
-        """Write a file; it is there whole or not at all."""
+        """Write a file; a failure leaves no part of it."""
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing if it is not there."""
+        """Remove a file, or a folder with everything in it; a missing one is no error."""
 
 
-class Folder:
-    """A directory of this machine's."""
+class LocalFiles:
+    """Writes files to a directory of this machine."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".{secrets.token_hex(4)}"
-        probe.touch()  # better told now than with the first turn
+        probe.touch()  # fails at start rather than with the first turn
         probe.unlink()
 
     def put(self, path: str, data: bytearray) -> None:
-        """See `Shelf.put`."""
+        """See `FileStore.put`."""
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -59,7 +59,7 @@ class Folder:
             raise
 
     def remove(self, path: str) -> None:
-        """See `Shelf.remove`."""
+        """See `FileStore.remove`."""
         target = self._root / path
         with contextlib.suppress(FileNotFoundError):
             if target.is_dir():
@@ -68,8 +68,8 @@ class Folder:
                 target.unlink()
 
 
-class Bucket:
-    """A place that fsspec knows: `s3://bucket/path`, `gs://…`; an object is there when it is whole."""
+class ObjectFiles:
+    """Writes files to an object store that fsspec knows (`s3://bucket/path`, `gs://…`); it stores an object as a whole or not at all."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -79,52 +79,52 @@ class Bucket:
         self._files, self._root = url_to_fs(url)
 
     def put(self, path: str, data: bytearray) -> None:
-        """See `Shelf.put`."""
+        """See `FileStore.put`."""
         self._files.pipe_file(f"{self._root}/{path}", bytes(data))
 
     def remove(self, path: str) -> None:
-        """See `Shelf.remove`."""
+        """See `FileStore.remove`."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(f"{self._root}/{path}", recursive=True)
 
 
-def open_shelf(where: str) -> Shelf:
+def open_files(where: str) -> FileStore:
     """Open the place that the option names: a directory, or a URL for fsspec.
 
     Raises:
         ValueError: fsspec is not installed, or does not know the URL.
         OSError: the directory cannot be written to.
     """
-    return Bucket(where) if "://" in where else Folder(Path(where))
+    return ObjectFiles(where) if "://" in where else LocalFiles(Path(where))
 
 
-class Experts:
-    """Keeps routed experts on a shelf."""
+class RoutedExperts:
+    """Writes and removes the files of routed experts."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, files: FileStore) -> None:
+        self._files = files
 
     async def keep(self, outcome: Outcome) -> None:
-        """Write what a reply says of experts, and let its turns refer to it; what fails is an incident of the call."""
+        """Write a reply's routed experts and make its turns refer to them; a failure becomes an incident of the call."""
         for index, choice in sorted(outcome.reply.choices.items()):
             if not choice.experts:
                 continue
             piece, choice.experts = choice.experts, b""
             try:
                 outcome.experts[index] = await asyncio.to_thread(self._put, f"{outcome.session}/{outcome.call_id}-{index}", piece)
-            except Exception as why:  # whatever the place raises: the tokens are recorded all the same
-                log.exception("session %s call %s: experts not kept", outcome.session, outcome.call_id)
-                outcome.noted.append(outcome.tell(LOST, f"choice {index}: {type(why).__name__}: {why}"))
+            except Exception as why:  # whatever the medium raises: the tokens are recorded all the same
+                log.exception("session %s call %s: routed experts cannot be written", outcome.session, outcome.call_id)
+                outcome.noted.append(outcome.incident(LOST, f"choice {index}: {type(why).__name__}: {why}"))
 
     def _put(self, name: str, piece: bytes) -> str:
         data, suffix = unpacked(piece)
-        self._shelf.put(name + suffix, data)
+        self._files.put(name + suffix, data)
         return name + suffix
 
-    async def drop(self, paths: "list[str]") -> None:
-        """Remove files, or a session's folder; what fails is logged."""
+    async def drop(self, paths: list[str]) -> None:
+        """Remove files, or a session's folder; a failure is logged."""
         for path in paths:
             try:
-                await asyncio.to_thread(self._shelf.remove, path)
+                await asyncio.to_thread(self._files.remove, path)
             except Exception:
-                log.exception("experts at %s are not removed", path)
+                log.exception("routed experts at %s cannot be removed", path)

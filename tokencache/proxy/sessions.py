@@ -1,47 +1,54 @@
-"""Sessions: which rollout does a request belong to?
+"""Finds the session that a request belongs to.
 
 In order of precedence (a closed harness offers nothing but a base URL and a key, so each of them is enough):
 
-1. an API key that the trainer registered (`tck-…`): beats everything, unknown ones are 401;
-2. the path: `/s/<session>/v1/…`, or NeMo Gym's `/ng-rollout/<session>/v1/…` (with `/training-token-capture` before the `/v1`
-   or without; nemo-gym 0.7.0, `nemo_gym/rollout_correlation.py`);
+1. an API key that the trainer registered (`tck-…`): it overrides everything else, and an unknown one gets a 401;
+2. the path: `/s/<session>/v1/…`, or NeMo Gym's `/ng-rollout/<session>/v1/…` (`session_url`);
 3. the header `X-Tokencache-Session` (its name can be configured);
 4. an API key `tcs-<session>`;
-5. what the operator chose beside these (`--session-from`, `session_sources`): a header, then a member of the body.
+5. a header or a member of the body that the operator listed (`--session-from`, `SessionSources`).
 
-Behind the session a path may name the harness, `/s/<session>/h/<harness>/v1/…` (with a key `/h/<harness>/v1/…`): it says
-whose habits are forgiven (`habits`). A key may come in `Authorization`, `x-api-key`, `x-goog-api-key` or, as Gemini's
-clients may send it, in the query (`?key=`).
+After the session a path may name the harness, `/s/<session>/h/<harness>/v1/…` (with a key `/h/<harness>/v1/…`). The harness decides
+which rules apply (`harness_profile`). A key may come in `Authorization`, `x-api-key`, `x-goog-api-key` or, as Gemini's clients
+may send it, in the query (`?key=`).
 
-No session: the request is relayed untouched. Ids that harnesses send by themselves are never used for this unless the operator
-lists them.
+A request without a session is relayed unchanged. Ids that clients send by themselves never name a session unless the operator lists
+them: the proxy cannot know whether such an id stands for one rollout. What NeMo Gym sends of this kind (nemo-gym 0.7.0):
+`conversation_params.conversation_id` in the body (`vllm_model` with `forward_session_id_as_conversation_id`,
+`responses_api_models/vllm_model/app.py`), `x-session-id` (`responses_api_agents/miniswe_sandboxed_agent`,
+`terminus_2_sandboxed_agent`, `verifiers_agent`) and `x-switchyard-session-id` (`responses_api_models/switchyard_model/app.py`).
 """
 
 import hashlib
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlencode
+from typing import Any, NamedTuple, Self
+from urllib.parse import parse_qsl, urlencode
+
+import msgspec
 
 from tokencache.core.budget import Budget
+from tokencache.dialects.body import fields_of
 from tokencache.errors import HarnessError
-from tokencache.proxy import harness_profile as habits
-from tokencache.proxy.session_sources import SessionSources
+from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
+from tokencache.session_url import REGISTERED_KEY, SESSION_KEY, check_name, split_harness, split_session
 from tokencache.store.base import Store
 
-PATH, GYM, HARNESS = "/s/", "/ng-rollout/", "/h/"
-_CAPTURE = "/training-token-capture"
-REGISTERED, DECLARED = "tck-", "tcs-"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,199}")
+_ENCODER = msgspec.json.Encoder()
 
 
 class Origin(NamedTuple):
-    """Where a request belongs: its session (`None`: nowhere), the path to use upstream, whether its key was ours.
+    """Where a request comes from.
 
-    `harness` is who it says it is, `""` if it does not say; `models` are the session's own names for the model, `sampling` the
-    parameters that were pinned when its key was registered, `budget` the limits that were set then.
-    `tenant` is whose session it is, `""` if nobody said so.
+    Attributes:
+        session: its session, `None` if it has none.
+        path: the path to use upstream, with its query.
+        own_key: whether its API key is one of the proxy's.
+        harness: the harness that it names, `""` if none.
+        models: the session's own aliases of models.
+        sampling: the parameters that were pinned when its key was registered.
+        budget: the limits that were set when its key was registered.
+        tenant: the owner of the session, `""` if none was named.
     """
 
     session: str | None
@@ -54,38 +61,109 @@ class Origin(NamedTuple):
     tenant: str = ""
 
 
-def check_name(name: str) -> str:
-    """Return a session's name if it is one.
-
-    Raises:
-        HarnessError: it is empty, too long, or has characters that do not survive URLs, headers and logs.
-    """
-    if not _NAME.fullmatch(name):
-        raise HarnessError(
-            f"{name[:80]!r} is no session name: 1 to 200 of A-Z a-z 0-9 . _ : @ + = -, beginning with a letter or digit", param="session"
-        )
-    return name
-
-
 def hash_key(key: str) -> str:
-    """Hash an API key for storage: the store never holds one that could be used.
+    """Hash an API key for storage (SHA-256), so that the store holds no usable key.
 
-    A key is looked up by this hash (SHA-256) and never compared itself. So the time that takes tells nothing of how much of a key is
-    right: keys that differ a little have hashes that have nothing in common. The hash is also the key's id: nobody can use it as a key.
+    A key is looked up by this hash and never compared itself. The time of a lookup therefore does not reveal how much of a guessed
+    key is right. The hash is also the public id of the key.
     """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def route_of(raw_path: str) -> str:
-    """The route that a path leads to, whatever session and harness it names, without its query."""
-    return _taken(HARNESS, _session_in(raw_path)[1])[1].partition("?")[0]
+class SessionInBody(NamedTuple):
+    """The session that a body names, `None` if it names none, and the body without all listed members."""
+
+    session: str | None
+    rest: bytes
+
+
+class SessionSources(NamedTuple):
+    """The headers, and the members of the body, that name the session because the operator listed them (`--session-from`).
+
+        --session-from header:X-Session-ID,body:conversation_params.conversation_id
+
+    They count only where path, session header and API key name no session. Within a session no listed header or member reaches
+    the engine: vLLM would ignore it, a strict engine refuses it. `members` are paths of names.
+    """
+
+    headers: tuple[str, ...] = ()
+    members: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def read(cls, listed: Sequence[str]) -> Self:
+        """Read a list of `header:NAME` and `body:NAME` or `body:NAME.NAME`.
+
+        Raises:
+            ValueError: an entry has another form.
+        """
+        headers, members = list[str](), list[tuple[str, ...]]()
+        for entry in listed:
+            kind, _, name = entry.partition(":")
+            path = tuple(name.split("."))
+            if kind == "header" and name:
+                headers.append(name)
+            elif kind == "body" and all(path):
+                members.append(path)
+            else:
+                raise ValueError(f"{entry!r} is not a source of session names: write header:NAME, body:MEMBER or body:MEMBER.MEMBER")
+        return cls(tuple(headers), tuple(members))
+
+    def in_headers(self, headers: Mapping[str, str]) -> str | None:
+        """Return the value of the first listed header that a request has, `None` if it has none."""
+        return next((headers[name] for name in self.headers if headers.get(name)), None)
+
+    def in_body(self, body: bytes) -> SessionInBody:
+        """Remove the listed members from a body; the first one found names the session.
+
+        Raises:
+            HarnessError: a listed member is not a string.
+        """
+        found: str | None = None
+        for path in self.members:
+            if b'"%s"' % path[-1].encode() not in body:
+                continue
+            try:
+                fields = fields_of(body)
+            except HarnessError:
+                return SessionInBody(found, body)  # not a JSON object: the route that serves the request reports it
+            name = _remove(fields, path)
+            if name is None:
+                continue
+            body = _ENCODER.encode(fields)
+            found = found or name
+        return SessionInBody(found or None, body)
+
+
+def _remove(fields: dict[str, msgspec.Raw], path: tuple[str, ...]) -> str | None:
+    """Remove the member at a path, and every object on the path that is empty then; return its value."""
+    name, *rest = path
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    if rest:
+        try:
+            inner = fields_of(bytes(raw))
+        except HarnessError:
+            return None  # not an object
+        value = _remove(inner, tuple(rest))
+        if value is not None and inner:
+            fields[name] = msgspec.Raw(_ENCODER.encode(inner))
+        elif value is not None:
+            del fields[name]
+        return value
+    try:
+        value = msgspec.json.decode(raw, type=str | None)
+    except msgspec.ValidationError:
+        raise HarnessError(f"{name!r} names the session here and must be a string", param=name) from None
+    del fields[name]
+    return value or ""
 
 
 class SessionFinder:
     """Finds the session of a request.
 
-    `header` is the name of the session header; `sources` are the operator's own; `registered_only` turns away every request that
-    brings no registered key: the engine, too, is out of reach without one.
+    `header` is the name of the session header; `sources` are the operator's own; `registered_only` refuses every request that
+    has no registered key: without one, even the engine is out of reach.
     """
 
     def __init__(self, store: Store, *, header: str, sources: SessionSources, registered_only: bool = False) -> None:
@@ -95,53 +173,40 @@ class SessionFinder:
         self._registered_only = registered_only
 
     async def find(self, raw_path: str, headers: Mapping[str, str], in_body: str | None = None) -> Origin:
-        """Find where a request belongs; `raw_path` as received, with its query, `in_body` what a listed member of its body names.
+        """Find the session of a request.
+
+        Args:
+            raw_path: the path as received, with its query.
+            headers: the request's headers.
+            in_body: the value of a listed member of its body.
 
         Raises:
-            HarnessError: an impossible name (400), an unknown registered key or a missing one (401).
-            StoreError: the store cannot be asked.
+            HarnessError: an invalid name (400), an unknown registered key or a missing one (401).
+            StoreError: the store does not answer.
         """
-        named, path = _session_in(raw_path)
-        harness, path = _taken(HARNESS, path)
-        asked, path = _key_of_query(path)
-        key = _key(headers, asked)
-        if key.startswith(REGISTERED):
+        in_path, path = split_session(raw_path)
+        harness, path = split_harness(path)
+        in_query, path = _key_of_query(path)
+        key = _key(headers, in_query)
+        if key.startswith(REGISTERED_KEY):
             found = await self._store.binding_of_key(hash_key(key))
             if found is None:
                 raise HarnessError("unknown API key", status=401, kind="authentication_error")
-            speaker = found.harness or harness or headers.get(habits.HEADER, "")
-            return Origin(found.session, path, True, speaker, found.models, found.sampling, found.budget, found.tenant)
-        declared = key[len(DECLARED) :] if key.startswith(DECLARED) else None
-        given = named if named is not None else headers.get(self._header, declared)
+            named = found.harness or harness or headers.get(HARNESS_HEADER, "")
+            return Origin(found.session, path, True, named, found.models, found.sampling, found.budget, found.tenant)
+        in_key = key[len(SESSION_KEY) :] if key.startswith(SESSION_KEY) else None
+        session = in_path if in_path is not None else headers.get(self._header, in_key)
         if self._registered_only:
-            raise HarnessError("this server takes registered API keys only", status=401, kind="authentication_error")
-        if given is None:
-            given = self._sources.in_headers(headers) or in_body
-        if given is None:
+            raise HarnessError("this server accepts registered API keys only", status=401, kind="authentication_error")
+        if session is None:
+            session = self._sources.in_headers(headers) or in_body
+        if session is None:
             return Origin(None, raw_path)
-        return Origin(check_name(given), path, declared is not None, harness or headers.get(habits.HEADER, ""))
-
-
-def _session_in(path: str) -> tuple[str | None, str]:
-    """Take the session off the head of a path, as we name it there or as NeMo Gym does."""
-    named, rest = _taken(PATH, path)
-    if named is None:
-        named, rest = _taken(GYM, path)
-        if named is not None and rest.startswith(f"{_CAPTURE}/"):
-            rest = rest[len(_CAPTURE) :]
-    return named, rest
-
-
-def _taken(mark: str, path: str) -> tuple[str | None, str]:
-    """Take `<mark><name>` off the head of a path."""
-    if not path.startswith(mark):
-        return None, path
-    name, slash, rest = path[len(mark) :].partition("/")
-    return unquote(name), slash + rest or "/"
+        return Origin(check_name(session), path, in_key is not None, harness or headers.get(HARNESS_HEADER, ""))
 
 
 def _key_of_query(path: str) -> tuple[str, str]:
-    """Take a key of ours out of a path's query: it is not for the engine's log."""
+    """Remove a key of the proxy's from a path's query, so that it does not reach the engine's log."""
     route, _, query = path.partition("?")
     if "key=tc" not in query:
         return "", path
@@ -151,8 +216,9 @@ def _key_of_query(path: str) -> tuple[str, str]:
     return key, f"{route}?{rest}" if rest else route
 
 
-def _key(headers: Mapping[str, str], asked: str) -> str:
-    """The key of ours among those that a request brings, a registered one first; `""` if there is none."""
+def _key(headers: Mapping[str, str], in_query: str) -> str:
+    """Return the request's key that is one of the proxy's, a registered one first; `""` if there is none."""
     scheme, _, token = headers.get("Authorization", "").partition(" ")
-    keys = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("x-goog-api-key", ""), asked]
-    return next((key for mark in (REGISTERED, DECLARED) for key in keys if key.startswith(mark)), "")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    keys = [bearer, headers.get("x-api-key", ""), headers.get("x-goog-api-key", ""), in_query]
+    return next((key for prefix in (REGISTERED_KEY, SESSION_KEY) for key in keys if key.startswith(prefix)), "")

@@ -39,15 +39,15 @@ from tokencache.proxy.dedup.in_flight import BEAT_SECONDS
 from tokencache.proxy.dedup.retries import Repeats
 from tokencache.proxy.endpoints import CHAT, COMPLETIONS, Caller, Visit
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
-from tokencache.proxy.harness_profile import Aliases, Habits
+from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.passthrough import keep_headers, relay_to, request_headers
-from tokencache.proxy.prefix_cache import Prefixes
+from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.request_body import KEPT, body_of
-from tokencache.proxy.routed_experts import Experts, open_shelf
-from tokencache.proxy.session_sources import InBody, SessionSources
-from tokencache.proxy.sessions import Origin, SessionFinder, route_of
+from tokencache.proxy.routed_experts import RoutedExperts, open_files
+from tokencache.proxy.sessions import Origin, SessionFinder, SessionInBody, SessionSources
 from tokencache.server.http_guard import check_head, check_path
+from tokencache.session_url import route_of
 from tokencache.store import open_store
 from tokencache.store.base import Incident, SessionDeletedError, SessionSealedError, Store, StoreError, StoreFullError
 
@@ -94,11 +94,11 @@ class Proxy:
             return Engine(upstream, local=local, on_probe=noted, kinds=kinds, required=settings.require)
 
         self.pool = Pool(engine_at, names_in(settings.upstream))
-        prefixes = Prefixes(self.store, max_bytes=settings.prefix_memory)
-        experts = Experts(open_shelf(settings.experts)) if settings.experts else None
+        prefixes = PrefixCache(self.store, max_bytes=settings.prefix_memory)
+        experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
         self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
         self.roster = Roster(self.pool, self.store, self.ledger.twins.replica)
-        aliases = Aliases(settings.model_aliases)
+        aliases = ModelAliases(settings.model_aliases)
         self._bodies = Bodies()
         self._repeats = Repeats(self.ledger, policy=settings.repeats, linger=settings.linger)
         self.caller = Caller(
@@ -114,7 +114,7 @@ class Proxy:
             repeats=self._repeats,
         )
         own = (settings.adapters,) if settings.adapters is not None else ()
-        self.habits = Habits(load_all(own), names_in(settings.rules_off))
+        self.profiles = HarnessProfiles(load_all(own), names_in(settings.rules_off))
         self._guard = Guard(settings.admin_key)
         self._sources = SessionSources.read(names_in(settings.session_from))
         self._session_headers = (settings.session_header, *self._sources.headers)
@@ -154,7 +154,7 @@ class Proxy:
         app.router.add_get("/metrics", self._guard(self._metrics))
         viewer_routes(app, self.ledger, self.pool, admin_key=self.settings.admin_key or None)
         engine_routes(app, self.roster, self.pool, admin_key=self.settings.admin_key or None)
-        trainer_routes(app, self.ledger, self.habits, self.pool, admin_key=self.settings.admin_key or None)
+        trainer_routes(app, self.ledger, self.profiles, self.pool, admin_key=self.settings.admin_key or None)
         app.router.add_route("*", "/{path:.*}", self._any)
         return app
 
@@ -204,9 +204,9 @@ class Proxy:
 
     async def _within(self, request: web.Request, session: str, origin: Origin, route: str, dialect: Dialect | None) -> web.StreamResponse:
         """Serve a request of a session: the proxy's own routes itself, the engine's by relaying them."""
-        harness = origin.harness or self.habits.recognise(request.headers.get("User-Agent", ""))
+        harness = origin.harness or self.profiles.recognise(request.headers.get("User-Agent", ""))
         headers = self._headers(request, origin, translated=dialect is not None)
-        visit = Visit(request, session, origin, route, headers, harness, self.habits.leniency(harness))
+        visit = Visit(request, session, origin, route, headers, harness, self.profiles.leniency(harness))
         if dialect is not None:
             return await self.caller.answer(visit, dialect)
         if request.method == "POST" and route == CHAT:
@@ -226,7 +226,7 @@ class Proxy:
             return await self.caller.models(visit)
         return await relay_to(self.pool, session, request, origin.path, headers=headers)
 
-    async def _name_in_body(self, request: web.Request) -> InBody | None:
+    async def _name_in_body(self, request: web.Request) -> SessionInBody | None:
         """Read a body that may name the session; `None` if it is compressed, which only the engine can read."""
         if request.headers.get("Content-Encoding", "identity") != "identity":
             return None

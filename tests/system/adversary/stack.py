@@ -41,7 +41,7 @@ from tokencache.engine.template.renderer import TemplateRefusedError
 from tokencache.engine.template.tails import Tails
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, keys_wanted
-from tokencache.proxy.prefix_cache import Prefixes
+from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.prompts import Prompts
 from tokencache.proxy.recorder import Outcome
 from tokencache.store.memory import MemoryStore
@@ -237,7 +237,7 @@ class Stack:
         self.rng = random.Random(seed)
         self.engine = Engine(self.kind, self.renderer, self.rng)
         self.store = MemoryStore()
-        self.ledger = Ledger(self.store, Prefixes(self.store, max_bytes=64 * 2**20))
+        self.ledger = Ledger(self.store, PrefixCache(self.store, max_bytes=64 * 2**20))
         self.bodies = Bodies()
         self.bodies.secret = b"a secret of 32 bytes, always one"
         self._prompts = Prompts(SimpleNamespace(), self.ledger)  # what it asks a pool for, nobody asks here

@@ -23,9 +23,9 @@ from tokencache.engine.chunks import as_chunks
 from tokencache.engine.reply import Reply
 from tokencache.errors import HarnessError
 from tokencache.proxy.request_body import check_values
-from tokencache.proxy.session_sources import SessionSources
-from tokencache.proxy.sessions import SessionFinder, check_name, route_of
+from tokencache.proxy.sessions import SessionFinder, SessionSources
 from tokencache.server.http_guard import check_path
+from tokencache.session_url import check_name, route_of
 from tokencache.store.memory import MemoryStore
 
 if TYPE_CHECKING:
