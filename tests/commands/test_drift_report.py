@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
 from tokencache.cli import app
-from tokencache.commands.drift.figures import rates, total
+from tokencache.trajectories.drift_rates import drift_rates, total
 from tokencache.trajectories.values import Trajectory
 
 
@@ -168,7 +168,7 @@ def test_models_can_be_called_otherwise_and_rows_add_up():
     some = {"rendered": 3, "tokens": 1, "sites": [{"start": 1, "end": 2, "rendered": [], "cause": "template", "turn": "t1"}]}
     first = {"turn": "t1", "prompt": (0, 1), "completion": (1, 2), "match": "root", "model": "m", "drift": none}
     second = {"turn": "t2", "prompt": (2, 4), "completion": (4, 5), "match": "continue", "model": "m", "drift": some}
-    (row,) = rates([trajectory(first, second), trajectory(first, second)], {"m": "Qwen3"})
+    (row,) = drift_rates([trajectory(first, second), trajectory(first, second)], {"m": "Qwen3"})
     assert (row.model, row.sessions, row.could_drift, row.measured, row.drifted) == ("Qwen3", 2, 2, 2, 2)
     assert (row.prompt_tokens, row.drifted_tokens, row.causes["template"].turns) == (8, 2, 2)
     assert (row.text_only_sequences, row.trainable_tokens, row.trainable_tokens_lost) == (4, 4, 2)

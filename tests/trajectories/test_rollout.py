@@ -11,7 +11,8 @@ from tests.core.forest import Forest, grow, line
 from tests.core.settings import MANY
 from tokencache.core.drift import Drift, Site
 from tokencache.store.base import Incident, OpenCall, SessionInfo
-from tokencache.trajectories.rollout import DriftFigures, Records, rollout
+from tokencache.trajectories.rollout import Records, rollout
+from tokencache.trajectories.values import DriftFigures
 
 
 def info(turns=0, *, incidents=(), calls=(), sealed=False):

@@ -1,7 +1,7 @@
-"""Verify: a good export has no break, and each check can fail.
+"""`verify` finds nothing wrong in a good export, and each of its checks can fail.
 
-`BROKEN` is a table: what is done to a good export, what verify must say, and where. Below it, a random change to a random
-rollout is always found.
+`BROKEN` is a table of changes to a good export: what is changed, which failure `verify` must report, and where. The last test makes random
+changes to random rollouts.
 """
 
 import copy
@@ -18,24 +18,24 @@ from tests.core.settings import SOME
 from tests.trajectories.rollouts import ROLLOUTS, of_forest, torn
 from tokencache.trajectories.formats.native import native
 from tokencache.trajectories.values import Trajectory
-from tokencache.trajectories.verify import NOT_CHECKED, Break, around, verify
+from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, around, verify
 
 
 def exported(made):
-    """A rollout as it comes out of a file: JSON values."""
+    """A rollout as JSON values, as read from a file."""
     return msgspec.json.decode(msgspec.json.encode(native(made)))
 
 
-def breaks(trajectory):
+def failures(trajectory):
     return verify(msgspec.convert(trajectory, Trajectory))
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
-def test_a_good_export_has_no_break(name):
-    assert breaks(exported(ROLLOUTS[name])) == []
+def test_a_good_export_passes(name):
+    assert failures(exported(ROLLOUTS[name])) == []
 
 
-def test_torn_records_are_incomplete_and_no_break():
+def test_torn_records_are_incomplete_and_fail_no_check():
     found = msgspec.convert(exported(torn()), Trajectory)
     assert verify(found) == []
     assert not found.complete
@@ -43,11 +43,11 @@ def test_torn_records_are_incomplete_and_no_break():
 
 @SOME
 @given(st.integers(0, 2**32))
-def test_a_random_rollout_has_no_break(seed):
-    assert breaks(exported(of_forest(grow(random.Random(seed))))) == []
+def test_a_random_rollout_passes(seed):
+    assert failures(exported(of_forest(grow(random.Random(seed))))) == []
 
 
-# what is done to an export: each takes the trajectory, and perhaps its first two sequences
+# Helpers that change an export.
 
 
 def sequence(t, n=0):
@@ -71,7 +71,7 @@ def swapped(values, a, b):
 
 
 def one_turn_less(t):
-    """The last turn goes, and its tokens with it: nothing is left open."""
+    """Remove the last turn together with its tokens."""
     gone = sequence(t)["turns"].pop()
     for name in ("token_ids", "loss_mask", "logprobs"):
         del sequence(t)[name][gone["prompt"][0] :]
@@ -81,49 +81,70 @@ def first_prompt(t, n=0, of=0):
     return turn(t, n, of)["prompt"]
 
 
-def said(t, n=0, of=0):
+def completion(t, n=0, of=0):
     return turn(t, n, of)["completion"]
 
 
 FIRST = ROLLOUTS["linear"].sequences[0].turns[0].completion[0]
-"""The first token that was sampled in the rollout `linear`."""
+"""The first sampled token of the rollout `linear`."""
 
-# Each: the rollout, what is done to it, then the check that must find it, words of what it says, the turn, the token.
+# Each entry: the rollout, the change, the check that must fail, a part of its message, the turn, the token.
 BROKEN = {
     "an id is missing": ("linear", lambda t: sequence(t)["token_ids"].pop(), "aligned", "token ids", "", None),
     "a mask entry too many": ("linear", lambda t: sequence(t)["loss_mask"].append(0), "aligned", "mask entries", "", None),
     "a log probability is missing": ("linear", lambda t: sequence(t)["logprobs"].pop(), "aligned", "log probabilities", "", None),
-    "a turn dropped": ("linear", lambda t: sequence(t)["turns"].pop(1), "aligned", "do not go on from token", "t2", None),
+    "a turn dropped": ("linear", lambda t: sequence(t)["turns"].pop(1), "aligned", "do not continue at token", "t2", None),
     "the last turn dropped": ("linear", lambda t: sequence(t)["turns"].pop(), "aligned", "its turns end at token", "", None),
-    "no turns": ("linear", lambda t: sequence(t)["turns"].clear(), "aligned", "holds no turn", "", None),
-    "a range moved": ("linear", lambda t: put(first_prompt(t), 1, first_prompt(t)[1] - 1), "aligned", "do not go on", "t0", None),
+    "no turns": ("linear", lambda t: sequence(t)["turns"].clear(), "aligned", "has no turn", "", None),
+    "a range moved": ("linear", lambda t: put(first_prompt(t), 1, first_prompt(t)[1] - 1), "aligned", "do not continue", "t0", None),
     "a length changed": ("linear", lambda t: set_in(turn(t, 1), prompt_tokens=1), "aligned", "recorded were 1 and", "t1", None),
-    "context is trained": ("linear", lambda t: put(sequence(t)["loss_mask"], 3, 1), "trained", "is context, and has loss mask 1", "t0", 3),
+    "context is trained": ("linear", lambda t: put(sequence(t)["loss_mask"], 3, 1), "trained", "context token has loss mask 1", "t0", 3),
     "sampled is not": (
         "linear",
-        lambda t: put(sequence(t)["loss_mask"], said(t)[0], 0),
+        lambda t: put(sequence(t)["loss_mask"], completion(t)[0], 0),
         "trained",
-        "was sampled, and has loss",
+        "sampled token has loss",
         "t0",
         FIRST,
     ),
-    "a mask of 2": ("linear", lambda t: put(sequence(t)["loss_mask"], said(t)[0], 2), "trained", "loss mask 2", "t0", FIRST),
-    "context has one": ("linear", lambda t: put(sequence(t)["logprobs"], 3, -0.5), "trained", "is context, and has log prob", "t0", 3),
-    "positive": ("linear", lambda t: put(sequence(t)["logprobs"], said(t)[0], 0.5), "trained", "log probability 0.5", "t0", FIRST),
-    "no number": ("linear", lambda t: put(sequence(t)["logprobs"], said(t)[0], math.nan), "trained", "log probability nan", "t0", FIRST),
-    "infinite": ("linear", lambda t: put(sequence(t)["logprobs"], said(t)[0], -math.inf), "trained", "log probability -inf", "t0", FIRST),
+    "a mask of 2": ("linear", lambda t: put(sequence(t)["loss_mask"], completion(t)[0], 2), "trained", "loss mask 2", "t0", FIRST),
+    "context has one": ("linear", lambda t: put(sequence(t)["logprobs"], 3, -0.5), "trained", "context token has log prob", "t0", 3),
+    "positive": ("linear", lambda t: put(sequence(t)["logprobs"], completion(t)[0], 0.5), "trained", "log probability 0.5", "t0", FIRST),
+    "no number": (
+        "linear",
+        lambda t: put(sequence(t)["logprobs"], completion(t)[0], math.nan),
+        "trained",
+        "log probability nan",
+        "t0",
+        FIRST,
+    ),
+    "infinite": (
+        "linear",
+        lambda t: put(sequence(t)["logprobs"], completion(t)[0], -math.inf),
+        "trained",
+        "log probability -inf",
+        "t0",
+        FIRST,
+    ),
     "trained without": (
         "without-logprobs",
-        lambda t: put(sequence(t)["loss_mask"], said(t, 1)[0], 1),
+        lambda t: put(sequence(t)["loss_mask"], completion(t, 1)[0], 1),
         "trained",
-        "its log probability is missing, and has loss mask 1",
+        "sampled without log probabilities has loss mask 1",
         "t1",
         None,
     ),
-    "the mark taken off": ("without-logprobs", lambda t: set_in(turn(t, 1), marks=[]), "trained", "was sampled, and has loss", "t1", None),
-    "a prompt's id": ("linear", lambda t: put(sequence(t)["token_ids"], 5, 7), "hashes", "not those that it was sampled behind", "t0", 0),
+    "the mark taken off": ("without-logprobs", lambda t: set_in(turn(t, 1), marks=[]), "trained", "sampled token has loss", "t1", None),
+    "a prompt's id": (
+        "linear",
+        lambda t: put(sequence(t)["token_ids"], 5, 7),
+        "hashes",
+        "not the prompt from which it was sampled",
+        "t0",
+        0,
+    ),
     "a sampled id": ("linear", lambda t: put(sequence(t)["token_ids"], FIRST, 7), "hashes", "not those that were sampled", "t0", FIRST),
-    "an id beyond int32": ("linear", lambda t: put(sequence(t)["token_ids"], FIRST, 2**31), "hashes", "no int32", "t0", None),
+    "an id beyond int32": ("linear", lambda t: put(sequence(t)["token_ids"], FIRST, 2**31), "hashes", "not an int32", "t0", None),
     "a hash": ("linear", lambda t: set_in(turn(t, 1), completion_hash="0" * 32), "hashes", "not those that were sampled", "t1", None),
     "two ids swapped": (
         "linear",
@@ -143,7 +164,7 @@ BROKEN = {
     ),
     "two log probabilities of two turns swapped": (
         "linear",
-        lambda t: swapped(sequence(t)["logprobs"], said(t)[0], said(t, 1)[0]),
+        lambda t: swapped(sequence(t)["logprobs"], completion(t)[0], completion(t, 1)[0]),
         "hashes",
         "the log probabilities of tokens",
         "t0",
@@ -169,7 +190,7 @@ BROKEN = {
         "thrown-away",
         lambda t: put(sequence(t, 1)["token_ids"], 4, 7),
         "lineage",
-        "leaves the prefix of its parent t0 (sequence t0) here",
+        "differs from the prefix of its parent t0 (sequence t0) here",
         "t1",
         4,
     ),
@@ -177,15 +198,22 @@ BROKEN = {
         "linear",
         lambda t: set_in(turn(t, 2), parent="t0"),
         "lineage",
-        "stands behind turn t1, its parent is t0",
+        "follows turn t1, but its parent is t0",
         "t2",
         None,
     ),
     "an orphan": ("thrown-away", lambda t: set_in(turn(t, 0, 1), parent="t9"), "lineage", "t9 is in no sequence", "t1", None),
-    "a root with a parent": ("linear", lambda t: set_in(turn(t, 1), match="root"), "lineage", "is a root and has a parent", "t1", None),
-    "a continue without": ("linear", lambda t: set_in(turn(t), match="continue"), "lineage", "is a continue and has no parent", "t0", None),
+    "a root with a parent": ("linear", lambda t: set_in(turn(t, 1), match="root"), "lineage", "has match root and a parent", "t1", None),
+    "a continue without": (
+        "linear",
+        lambda t: set_in(turn(t), match="continue"),
+        "lineage",
+        "has match continue and no parent",
+        "t0",
+        None,
+    ),
     "an origin that is not there": ("respliced", lambda t: set_in(turn(t, 0, 1), origin="t9"), "lineage", "is in no sequence", "t2", None),
-    "goes on from a disagreement": ("linear", lambda t: set_in(turn(t), marks=["engine-disagrees"]), "lineage", "is marked", "t1", None),
+    "extends a disagreement": ("linear", lambda t: set_in(turn(t), marks=["engine-disagrees"]), "lineage", "is marked", "t1", None),
     "an anchor moved": (
         "respliced",
         lambda t: set_in(turn(t, 0, 1)["anchors"][0], start=turn(t, 0, 1)["anchors"][0]["start"] - 1),
@@ -194,31 +222,52 @@ BROKEN = {
         "t2",
         None,
     ),
-    "an anchor beyond": ("respliced", lambda t: set_in(turn(t, 0, 1)["anchors"][1], end=10**6), "anchors", "beyond the prompt", "t2", None),
-    "an anchor of nobody": ("respliced", lambda t: set_in(turn(t, 0, 1)["anchors"][0], turn="t9"), "anchors", "in no sequence", "t2", None),
-    "a sequence twice": ("linear", lambda t: t["sequences"].append(copy.deepcopy(sequence(t))), "once", "is there 2 times", "t0", None),
-    "an id": ("linear", lambda t: set_in(sequence(t), id="x"), "labels", "says id 'x', its turns say 't0'", "", None),
-    "a start": ("linear", lambda t: set_in(sequence(t), start="plain"), "labels", "says start 'plain'", "", None),
-    "an unknown start": ("linear", lambda t: (set_in(sequence(t), start="a"), set_in(turn(t), match="a")), "labels", "none of", "", None),
-    "a reason": ("unrecognised", lambda t: set_in(sequence(t, 1), reason=""), "labels", "its turns say 'rewritten-reply'", "", None),
-    "a parent": ("thrown-away", lambda t: set_in(sequence(t, 1), parent=None), "labels", "says parent None", "", None),
-    "root": ("thrown-away", lambda t: set_in(sequence(t, 1), root="t9"), "labels", "says root 't9'", "", None),
-    "continued": ("thrown-away", lambda t: set_in(sequence(t, 1), continued=True), "labels", "says continued True", "", None),
-    "tools": ("linear", lambda t: set_in(sequence(t), tools=0), "labels", "says tools 0", "", None),
+    "an anchor that ends too late": (
+        "respliced",
+        lambda t: set_in(turn(t, 0, 1)["anchors"][1], end=10**6),
+        "anchors",
+        "ends after the prompt",
+        "t2",
+        None,
+    ),
+    "an anchor of an unknown turn": (
+        "respliced",
+        lambda t: set_in(turn(t, 0, 1)["anchors"][0], turn="t9"),
+        "anchors",
+        "in no sequence",
+        "t2",
+        None,
+    ),
+    "a sequence twice": ("linear", lambda t: t["sequences"].append(copy.deepcopy(sequence(t))), "once", "occurs 2 times", "t0", None),
+    "an id": ("linear", lambda t: set_in(sequence(t), id="x"), "labels", "has id 'x', its turns show 't0'", "", None),
+    "a start": ("linear", lambda t: set_in(sequence(t), start="plain"), "labels", "has start 'plain'", "", None),
+    "an unknown start": (
+        "linear",
+        lambda t: (set_in(sequence(t), start="a"), set_in(turn(t), match="a")),
+        "labels",
+        "not one of",
+        "",
+        None,
+    ),
+    "a reason": ("unrecognised", lambda t: set_in(sequence(t, 1), reason=""), "labels", "its turns show 'rewritten-reply'", "", None),
+    "a parent": ("thrown-away", lambda t: set_in(sequence(t, 1), parent=None), "labels", "has parent None", "", None),
+    "root": ("thrown-away", lambda t: set_in(sequence(t, 1), root="t9"), "labels", "has root 't9'", "", None),
+    "continued": ("thrown-away", lambda t: set_in(sequence(t, 1), continued=True), "labels", "has continued True", "", None),
+    "tools": ("linear", lambda t: set_in(sequence(t), tools=0), "labels", "has tools 0", "", None),
     "a weight": ("thrown-away", lambda t: set_in(sequence(t, 1), weight=0.5), "figures", "has weight 0.5", "", None),
     "a weight that is no number": ("linear", lambda t: set_in(sequence(t), weight=math.nan), "figures", "has weight nan", "", None),
-    "a count of tokens": ("linear", lambda t: set_in(sequence(t), trainable_tokens=1), "figures", "1 trainable ones", "", None),
-    "calls": ("choices", lambda t: set_in(t["figures"], calls=3), "figures", "calls are 3, the export holds 2", "", None),
-    "the last turn, cut clean": ("linear", one_turn_less, "figures", "turns are 3, the export holds 2", "", None),
-    "a sequence dropped": ("sub-agent", lambda t: t["sequences"].pop(0), "figures", "sequences are 3, the export holds 2", "", None),
+    "a count of tokens": ("linear", lambda t: set_in(sequence(t), trainable_tokens=1), "figures", "1 trainable tokens", "", None),
+    "calls": ("choices", lambda t: set_in(t["figures"], calls=3), "figures", "calls are 3, the export has 2", "", None),
+    "the last turn, cut clean": ("linear", one_turn_less, "figures", "turns are 3, the export has 2", "", None),
+    "a sequence dropped": ("sub-agent", lambda t: t["sequences"].pop(0), "figures", "sequences are 3, the export has 2", "", None),
     "untrainable": ("without-logprobs", lambda t: set_in(t["figures"], untrainable_tokens=0), "figures", "untrainable", "", None),
     "masked": ("linear", lambda t: set_in(t["figures"], masked_tokens=0), "figures", "masked_tokens are 0", "", None),
     "trainable": ("linear", lambda t: set_in(t["figures"], trainable_tokens=0), "figures", "trainable_tokens are 0", "", None),
     "matches": ("linear", lambda t: set_in(t["figures"], matches={"root": 3}), "figures", "matches are", "", None),
     "forgiven": ("linear", lambda t: set_in(t["figures"], forgiven={}), "figures", "forgiven are {}", "", None),
     "incidents": ("aborted", lambda t: t["incidents"].pop(0), "figures", "incidents are", "", None),
-    "complete with a hole": ("aborted", lambda t: set_in(t, complete=True), "complete", "complete is true, and incidents say", "", None),
-    "incomplete without": ("linear", lambda t: set_in(t, complete=False), "complete", "no incident says what is missing", "", None),
+    "complete with a hole": ("aborted", lambda t: set_in(t, complete=True), "complete", "complete is true, but incidents report", "", None),
+    "incomplete without": ("linear", lambda t: set_in(t, complete=False), "complete", "no incident reports missing data", "", None),
 }
 
 
@@ -227,8 +276,8 @@ def test_each_check_can_fail(name):
     which, change, check, words, where, token = BROKEN[name]
     trajectory = exported(ROLLOUTS[which])
     change(trajectory)
-    found = [one for one in breaks(trajectory) if one.check == check and words in one.words]
-    assert found, "\n".join(map(str, breaks(trajectory)))
+    found = [one for one in failures(trajectory) if one.check == check and words in one.words]
+    assert found, "\n".join(map(str, failures(trajectory)))
     assert found[0].session == which
     if where:
         assert found[0].turn == where
@@ -239,30 +288,30 @@ def test_each_check_can_fail(name):
 def test_log_probabilities_moved_between_sequences():
     trajectory = exported(ROLLOUTS["sub-agent"])
     first, second = sequence(trajectory, 0)["logprobs"], sequence(trajectory, 1)["logprobs"]
-    a, b = said(trajectory)[0], said(trajectory, of=1)[0]
+    a, b = completion(trajectory)[0], completion(trajectory, of=1)[0]
     first[a], second[b] = second[b], first[a]
-    assert [(one.check, one.sequence) for one in breaks(trajectory)] == [
+    assert [(one.check, one.sequence) for one in failures(trajectory)] == [
         ("hashes", sequence(trajectory, 0)["id"]),
         ("hashes", sequence(trajectory, 1)["id"]),
     ]
 
 
-def test_an_older_export_without_hashes_of_log_probabilities_has_no_break():
+def test_an_older_export_without_hashes_of_log_probabilities_passes():
     trajectory = exported(ROLLOUTS["linear"])
     for one in sequence(trajectory)["turns"]:
         assert len(one.pop("logprobs_hash")) == 32
-    assert breaks(trajectory) == []
+    assert failures(trajectory) == []
     swapped(sequence(trajectory)["logprobs"], FIRST, FIRST + 1)
-    assert breaks(trajectory) == [], "nothing in such an export shows it"
+    assert failures(trajectory) == [], "nothing in such an export shows it"
     assert any("logprobs_hash" in line for line in NOT_CHECKED)
 
 
-def test_each_turn_is_checked_for_which_the_hash_is_there():
+def test_each_turn_with_a_hash_is_checked():
     trajectory = exported(ROLLOUTS["linear"])
     del turn(trajectory, 0)["logprobs_hash"]
     for n in (0, 1):
-        swapped(sequence(trajectory)["logprobs"], said(trajectory, n)[0], said(trajectory, n)[0] + 1)
-    assert [one.turn for one in breaks(trajectory)] == ["t1"]
+        swapped(sequence(trajectory)["logprobs"], completion(trajectory, n)[0], completion(trajectory, n)[0] + 1)
+    assert [one.turn for one in failures(trajectory)] == ["t1"]
 
 
 def test_a_turn_without_log_probabilities_has_no_hash_of_them():
@@ -272,23 +321,23 @@ def test_a_turn_without_log_probabilities_has_no_hash_of_them():
     ]
 
 
-def test_the_first_break_is_nearest_to_the_cause():
+def test_the_first_failure_is_nearest_to_the_cause():
     trajectory = exported(ROLLOUTS["linear"])
-    trajectory["sequences"][0]["token_ids"][said(trajectory, 1)[0] + 1] = 7
-    first, *_ = breaks(trajectory)
+    trajectory["sequences"][0]["token_ids"][completion(trajectory, 1)[0] + 1] = 7
+    first, *_ = failures(trajectory)
     assert (first.check, first.turn, first.sequence) == ("hashes", "t1", "t0")
-    assert [one.turn for one in breaks(trajectory)] == ["t1"], "what only follows from it is not told"
+    assert [one.turn for one in failures(trajectory)] == ["t1"], "failures that only follow from it are not reported"
 
 
-def test_a_break_shows_ten_tokens_on_either_side():
+def test_a_failure_shows_ten_tokens_on_either_side():
     trajectory = exported(ROLLOUTS["linear"])
     token_ids = trajectory["sequences"][0]["token_ids"]
     trajectory["sequences"][0]["loss_mask"][30] = 1
-    (found,) = [one for one in breaks(trajectory) if one.check == "trained"]
-    before, here, behind = token_ids[20:30], token_ids[30], token_ids[31:41]
-    shown = f"… {' '.join(map(str, before))} [{here}] {' '.join(map(str, behind))} …"
+    (found,) = [one for one in failures(trajectory) if one.check == "trained"]
+    before, here, after = token_ids[20:30], token_ids[30], token_ids[31:41]
+    shown = f"… {' '.join(map(str, before))} [{here}] {' '.join(map(str, after))} …"
     assert found.around == shown
-    assert str(found) == f"session linear, sequence t0, turn t0, token 30: is context, and has loss mask 1 (trained)\n    {shown}"
+    assert str(found) == f"session linear, sequence t0, turn t0, token 30: context token has loss mask 1 (trained)\n    {shown}"
 
 
 def test_tokens_around_a_range():
@@ -300,12 +349,12 @@ def test_tokens_around_a_range():
     assert "[20 21 22 … 57 58 59] 60 " in around(numbers, 20, 60)
 
 
-def test_what_an_export_cannot_show_is_said():
+def test_the_report_lists_what_an_export_cannot_show():
     assert any("engine" in line for line in NOT_CHECKED)
     assert any("template" in line for line in NOT_CHECKED)
 
 
-# any single change to a random rollout is found
+# random changes to random rollouts
 
 
 def _places(trajectory):
@@ -342,7 +391,7 @@ def _swap_logprobs(t, rng):
 def _drop_turn(t, rng):
     s = rng.choice(t["sequences"])
     gone = s["turns"].pop(rng.randrange(len(s["turns"])))
-    if rng.random() < 0.5:  # and its tokens with it, as if it had never been
+    if rng.random() < 0.5:  # also remove its tokens
         start, end = gone["prompt"][0], gone["completion"][1]
         for name in ("token_ids", "loss_mask", "logprobs"):
             del s[name][start:end]
@@ -387,10 +436,10 @@ def test_any_single_change_is_found(seed, change):
     trajectory = copy.deepcopy(good)
     try:
         change(trajectory, rng)
-    except (IndexError, ValueError):  # nothing there to change: no token, or a single sequence
+    except (IndexError, ValueError):  # nothing to change: no token, or only one sequence
         return
-    if repr(trajectory) == repr(good):  # two sequences with the very same tokens were swapped, or two equal log probabilities
+    if repr(trajectory) == repr(good):  # two equal sequences or log probabilities were swapped
         return
-    found = breaks(trajectory)
+    found = failures(trajectory)
     assert found, change.__name__
-    assert all(isinstance(one, Break) and str(one) for one in found)
+    assert all(isinstance(one, CheckFailure) and str(one) for one in found)

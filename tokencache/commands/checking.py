@@ -8,7 +8,7 @@ import msgspec
 
 from tokencache.client import Client, Trajectory
 from tokencache.commands import files
-from tokencache.trajectories.verify import Break, holes, verify
+from tokencache.trajectories.verify import CheckFailure, holes, verify
 
 _ENDINGS = (files.JSONL, files.GZIP, files.PARQUET, files.JSON, files.PART)
 
@@ -21,7 +21,7 @@ class Checked(msgspec.Struct, kw_only=True):
     turns: int = 0
     trainable_tokens: int = 0
     incomplete: dict[str, list[str]] = {}
-    breaks: list[Break] = []
+    breaks: list[CheckFailure] = []
 
 
 def check(target: str, client: Client) -> Checked:
@@ -44,17 +44,19 @@ def _checked(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
             rollout = msgspec.convert(told, Trajectory)
         except msgspec.ValidationError as why:
             name = str(told.get("session", "")) if isinstance(told, dict) else ""
-            found.breaks.append(Break(session=name, check="readable", words=f"number {place} is no native rollout: {why}"))
+            found.breaks.append(CheckFailure(session=name, check="readable", words=f"number {place} is no native rollout: {why}"))
             continue
         found.rollouts += 1
         found.turns += sum(len(sequence.turns) for sequence in rollout.sequences)
         found.trainable_tokens += sum(sum(sequence.loss_mask) for sequence in rollout.sequences)
         first = places.setdefault(rollout.session, place)
         if first != place:
-            found.breaks.append(Break(session=rollout.session, check="once", words=f"is there twice: number {first} and number {place}"))
+            found.breaks.append(
+                CheckFailure(session=rollout.session, check="once", words=f"is there twice: number {first} and number {place}")
+            )
         found.breaks += verify(rollout)
         if not rollout.complete:
             found.incomplete[rollout.session] = list(holes(rollout))
     if not found.rollouts and not found.breaks:
-        found.breaks.append(Break(session="", check="readable", words="there is no rollout in it"))
+        found.breaks.append(CheckFailure(session="", check="readable", words="there is no rollout in it"))
     return found

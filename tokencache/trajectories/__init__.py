@@ -1,1 +1,10 @@
-"""Trajectories: recorded turns as rollouts, the checks on them, and the trainers' formats."""
+"""Turn the recorded turns of a session into trajectories that a trainer can use.
+
+Everything here is computed from records. Nothing opens a socket, asks an engine or reads a store.
+
+`values`      trajectories, sequences, turns and session states as typed values: what the native format holds
+`rollout`     puts the records of a session together: labelled sequences, weights, figures
+`formats`     writes a rollout in the format of a trainer; `formats.registry` lists all formats
+`verify`      checks an exported trajectory with nothing but the export
+`drift_rates` sums up the drift of many trajectories
+"""

@@ -1,7 +1,7 @@
-"""What a trainer takes home, as typed values.
+"""Trajectories, sequences, turns, session and engine states as typed values, read from the JSON of the API.
 
-They are read from the native format (`docs/api.md`). Members that a newer server adds are passed over, so that an older
-client goes on working; what a loss needs is always there. Lists are plain Python lists: `torch.tensor(sequence.token_ids)`.
+The JSON is the native format (`docs/api.md`). Unknown members are ignored, so an older client reads the JSON of a newer server.
+Lists are plain Python lists: `torch.tensor(sequence.token_ids)`.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from tokencache.core.drift import Drift
 from tokencache.core.messages import ToolCall
 from tokencache.core.turn import Anchor
 from tokencache.store.base import Incident, OpenCall
-from tokencache.trajectories.rollout import Figures
 
 __all__ = [
     "Anchor",
     "Drift",
+    "DriftFigures",
     "EngineState",
     "Figures",
     "Incident",
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Served(msgspec.Struct, frozen=True):
-    """The message as the harness was given it."""
+    """The reply as the harness received it."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -42,18 +42,18 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """One model call within a sequence.
 
     Attributes:
-        prompt, completion: half-open ranges of the sequence's tokens. The prompt's is what is new in it; what stands before
-            it belongs to the turns before, or to the sequence that this one branched off.
-        match, reason, forgiven, anchors: how the prompt came about (`docs/api.md`); `parent` is the turn that it extends, `origin` the
-            one that its context was taken from.
-        prefix_hash, completion_hash, logprobs_hash: by these `tokencache verify` finds altered ids and log probabilities; the last is empty
-            where there are none, or where an older version recorded the turn.
-        sampling: the parameters that were sent to the engine; `replaced`: what the harness had asked for instead.
-        logprob_kind: `raw` (of the model's own distribution), `processed` (after temperature, top-p and masks), `""`: unknown.
-        weight_versions: spans of the completion and the weights that sampled them, as the engine gives them.
-        marks: what to know before training on it: `aborted`, `no-logprobs`, `engine-disagrees`, …
-        created: seconds since the epoch when the call began; `seconds`: how long it took.
-        drift: how a plain rendering of its messages differs; `None` where that was not measured.
+        prompt, completion: half-open ranges of the sequence's tokens. `prompt` covers only the tokens that are new in this prompt.
+            The tokens before it belong to earlier turns, or to the sequence from which this one branched off.
+        match, reason, forgiven, anchors: how the prompt was built (`docs/api.md`). `parent` is the turn that it extends; `origin` is the
+            turn from which it took its context.
+        prefix_hash, completion_hash, logprobs_hash: `tokencache verify` uses them to find altered ids and log probabilities.
+            `logprobs_hash` is empty if the turn has no log probabilities or an older version recorded it.
+        sampling: the parameters that were sent to the engine. `replaced`: the harness's own values for those that were overridden.
+        logprob_kind: `raw` (of the model's own distribution), `processed` (after temperature, top-p and masks), or `""` (unknown).
+        weight_versions: spans of the completion with the weight version that sampled each, as the engine reports them.
+        marks: facts to know before training on the turn: `aborted`, `no-logprobs`, `engine-disagrees`, ...
+        created: start of the call in seconds since the epoch. `seconds`: its duration.
+        drift: how a plain rendering of its messages differs; `None` if that was not measured.
     """
 
     turn: str
@@ -93,18 +93,18 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of turns, each extending the one before, token for token.
+    """A run of turns in which each turn extends the one before it, token for token.
 
     Attributes:
-        token_ids, loss_mask, logprobs: one entry per token, all of one length. A token with mask 1 was sampled by the policy in
-            this sequence, and its log probability (natural logarithm) is the one that it was sampled with; every other token has
-            mask 0 and log probability 0.0.
-        start: `root`, `branch`, `resplice` or `plain`: how it begins; `reason` says why.
-        parent: the sequence that it branched off, or took its context from.
-        root: the sequence where following parents ends; several rollouts in one session have a root each. `""` in older exports.
-        continued: a later call went on from one of its turns. `tools`: how many tools its first call offered.
-        weight: its share of the rollout's trainable tokens; over a trajectory they add up to 1, or are all 0.
-        tokens: how many there are; `trainable_tokens`: how many of them have mask 1.
+        token_ids, loss_mask, logprobs: one entry for each token, all of the same length. A token with mask 1 was sampled by the policy
+            in this sequence; its entry in `logprobs` is the log probability (natural logarithm) with which it was sampled. Every other
+            token has mask 0 and log probability 0.0.
+        start: how the sequence begins: `root`, `branch`, `resplice` or `plain`. `reason` says why.
+        parent: the sequence from which it branched off or took its context.
+        root: the first sequence of its chain of parents. Several rollouts in one session have a root each. `""` in older exports.
+        continued: a later call extended one of its turns. `tools`: the number of tools that its first call offered.
+        weight: its share of the rollout's trainable tokens. The weights of a trajectory sum to 1, or are all 0.
+        tokens: the number of its tokens. `trainable_tokens`: the number of tokens with mask 1.
     """
 
     id: str
@@ -123,13 +123,58 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     trainable_tokens: int = 0
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout.
+class DriftFigures(msgspec.Struct, frozen=True):
+    """The drift of a rollout that splicing avoided, as far as it was measured.
 
     Attributes:
-        complete: nothing that the model said, or may have said, is missing; `incidents` say what is.
+        measured: turns whose spliced prompt was compared with a plain rendering of its messages. `drifted`: those that differ.
+        tokens: tokens of these prompts that a plain rendering would not have had.
+        causes: number of sites for each cause.
+        unmeasured: number of turns that could not be measured, by reason.
+        text_only_sequences: number of sequences the rollout would have had if every prompt were rendered plainly.
+        trainable_tokens_lost: trainable tokens after the first break of each sequence. A trainer that keeps only one contiguous
+            piece of each loses them. Both are `None` if not every turn was measured.
+    """
+
+    measured: int
+    drifted: int
+    tokens: int
+    causes: dict[str, int]
+    unmeasured: dict[str, int] = {}
+    text_only_sequences: int | None = None
+    trainable_tokens_lost: int | None = None
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Counts over a rollout.
+
+    Attributes:
+        calls: model calls that produced a turn. `turns` is larger if a call had several choices.
+        trainable_tokens: tokens with mask 1. `masked_tokens`: all other tokens of the sequences.
+        untrainable_tokens: masked tokens that were sampled but have no log probabilities.
+        matches, forgiven, incidents: number of turns for each kind of match and each applied rule; number of incidents of each kind.
+        drift: `None` if nothing was measured.
+    """
+
+    calls: int
+    turns: int
+    sequences: int
+    trainable_tokens: int
+    masked_tokens: int
+    untrainable_tokens: int
+    matches: dict[str, int]
+    forgiven: dict[str, int]
+    incidents: dict[str, int]
+    drift: DriftFigures | None = None
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """All sequences of one session.
+
+    Attributes:
+        complete: false if something that the model sampled, or may have sampled, is missing. `incidents` say what.
         created: seconds since the epoch.
-        figures: the rollout in numbers.
+        figures: counts over the rollout.
     """
 
     session: str
@@ -142,12 +187,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """A session without its tokens; times in seconds since the epoch.
+    """A session without its tokens. Times are in seconds since the epoch.
 
     Attributes:
-        turns: how many are recorded.
-        open_calls: calls that began and have not ended.
-        complete: no call is open, and no incident left a hole.
+        turns: number of recorded turns.
+        open_calls: calls that have begun and not ended.
+        complete: no call is open and no incident reports missing data.
     """
 
     session: str
@@ -161,15 +206,15 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the proxy.
+    """An engine behind the proxy.
 
     Attributes:
         url: its base URL, without `/v1`.
         state: `serving`, or `draining`: it takes no new calls.
-        serves: it was probed, and sessions go to it; `error` says why not.
-        calls: how many are under way on it, on all replicas while it is drained, else on the one that answers.
-        drained: it takes no new calls, and none is under way: it may be removed, and stopped.
-        models: what the probe found, per model (`docs/engines.md`).
+        serves: it was probed and sessions are routed to it. Otherwise `error` says why not.
+        calls: calls in progress on it: on all replicas while it is draining, else on the replica that answers.
+        drained: it takes no new calls and has none in progress, so it may be removed and stopped.
+        models: what the probe found, for each model (`docs/engines.md`).
     """
 
     url: str

@@ -29,7 +29,6 @@ from tests.proxy.kit import proxied
 from tests.system.corpus.format import Recording, read
 from tests.system.corpus.replay import CONTEXT, SESSION, _prepare, _Session
 from tokencache.api import routes
-from tokencache.commands.drift.figures import Rates, rates, total
 from tokencache.commands.drift.plot import draw
 from tokencache.commands.drift.show import print_rates, share
 from tokencache.core import ids
@@ -39,6 +38,7 @@ from tokencache.core.splice import boundary, join
 from tokencache.engine.template.tails import Tails
 from tokencache.testing import SimulatedEngine, build_tokenizer
 from tokencache.testing.tokenizer import MARKUP_TOKENS, SimTokenizer
+from tokencache.trajectories.drift_rates import DriftRates, drift_rates, total
 from tokencache.trajectories.values import Trajectory
 
 CORPUS = Path(__file__).parent
@@ -151,7 +151,7 @@ def main() -> None:
     tokenizer, console = qwen3(), Console(width=140)
     console.print(f"tokenizer and template: {'Qwen3' if tokenizer is not None else 'simulated'}")
     for tidily in (False, True):
-        rows = rates(measured(tokenizer or build_tokenizer(), given.exports, tidily=tidily))
+        rows = drift_rates(measured(tokenizer or build_tokenizer(), given.exports, tidily=tidily))
         console.print(f"\n{'said tidily' if tidily else 'as recorded'}", style="bold")
         print_rates(console, rows)
     if given.out is not None:
@@ -171,7 +171,7 @@ def main() -> None:
         console.print(*sampled(given.samples, tokenizer), sep="\n")
 
 
-def rates_table(rows: list[Rates]) -> str:
+def rates_table(rows: list[DriftRates]) -> str:
     """The rows of the table in docs/drift.md; what the template or the tokenizer did is said in words there."""
     lines = []
     for row in [*rows, total(rows)]:

@@ -9,7 +9,7 @@ from tokencache.trajectories.formats.conversation import exchanges, tools_of
 
 
 def heard(sequence, contexts):
-    return [None if one.heard is None else [(m.role, m.content) for m in one.heard] for one in exchanges(sequence, contexts)]
+    return [None if one.messages is None else [(m.role, m.content) for m in one.messages] for one in exchanges(sequence, contexts)]
 
 
 def replaced(made, turn, messages):

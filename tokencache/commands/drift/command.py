@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 
 from tokencache.client import Client, ClientError, Trajectory
-from tokencache.commands.drift.figures import Rates, rates, total
 from tokencache.commands.drift.show import print_rates
 from tokencache.commands.files import JSON, JSONL, PARQUET, FileError, read
 from tokencache.errors import extra_missing
+from tokencache.trajectories.drift_rates import DriftRates, drift_rates, total
 
 _HOW = (
     "no turn in it was measured. Measure every turn (or with `sequences` the last one of each sequence) when you export:\n"
@@ -60,8 +60,8 @@ def report_drift(  # noqa: PLR0917 - one parameter per option
         raise typer.Exit(1) from None
 
 
-def _measured(names: Iterable[str], trajectories: Iterable[Trajectory]) -> list[Rates]:
-    found = rates(trajectories)
+def _measured(names: Iterable[str], trajectories: Iterable[Trajectory]) -> list[DriftRates]:
+    found = drift_rates(trajectories)
     if not found:
         raise DriftError(f"{', '.join(names)}: holds no turn")
     if not any(row.measured for row in found) and any(row.could_drift for row in found):
@@ -91,7 +91,7 @@ def _live(proxy: str, admin_key: str, sessions: Iterable[str]) -> Iterator[Traje
             yield client.session(session).fetch(drift="turns")
 
 
-def _draw(found: list[Rates], path: Path, title: str) -> None:
+def _draw(found: list[DriftRates], path: Path, title: str) -> None:
     try:
         from tokencache.commands.drift.plot import draw  # noqa: PLC0415 - needs the extra `plot`
     except ModuleNotFoundError as why:

@@ -10,8 +10,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tokencache.commands.drift.figures import Rates
 from tokencache.commands.drift.show import name_of
+from tokencache.trajectories.drift_rates import DriftRates
 
 _INK = "#7d8590"
 _DRIFT, _BREAKS, _LOST = "#4c8eda", "#9a78d0", "#e0743c"
@@ -21,7 +21,7 @@ _ROW, _MARGIN, _BARS, _CAUSE, _NAMES = 0.42, 1.9, 4.6, 0.62, 2.4
 """Inches: a row, above and below the rows, the bars, a column of causes, the names."""
 
 
-def draw(rows: Sequence[Rates], path: Path, title: str = "") -> None:
+def draw(rows: Sequence[DriftRates], path: Path, title: str = "") -> None:
     """Draw the figures to a file; its ending says in which format (.svg, .png, .pdf).
 
     Raises:
@@ -45,7 +45,7 @@ def draw(rows: Sequence[Rates], path: Path, title: str = "") -> None:
     figure.savefig(path, transparent=True, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _bars(axes: Axes, rows: Sequence[Rates]) -> None:
+def _bars(axes: Axes, rows: Sequence[DriftRates]) -> None:
     kinds = (
         ("turns whose prompt drifted", _DRIFT, [(row.drifted, row.measured) for row in rows]),
         ("continuing turns that break", _BREAKS, [(row.text_only_sequences - row.whole_sequences, row.continuing) for row in rows]),
@@ -65,7 +65,7 @@ def _bars(axes: Axes, rows: Sequence[Rates]) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=1, frameon=False, labelcolor=_INK, fontsize=8, borderaxespad=0.2)
 
 
-def _causes(axes: Axes, rows: Sequence[Rates], causes: Sequence[str]) -> None:
+def _causes(axes: Axes, rows: Sequence[DriftRates], causes: Sequence[str]) -> None:
     """A dot for each cause of each row, its area the share of the turns; solid, for a tint would depend on the paper."""
     spots = [
         (x, y, row.causes[name].turns / row.measured) for y, row in enumerate(rows) for x, name in enumerate(causes) if name in row.causes

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from tokencache.commands.drift.figures import Rates, total
+from tokencache.trajectories.drift_rates import DriftRates, total
 
 UNNAMED = "(no adapter)"
 
@@ -15,12 +15,12 @@ def share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
-def name_of(row: Rates) -> str:
+def name_of(row: DriftRates) -> str:
     """A harness and its model."""
     return f"{row.harness or UNNAMED}, {row.model}" if row.model else row.harness
 
 
-def print_rates(console: Console, rows: Sequence[Rates]) -> None:
+def print_rates(console: Console, rows: Sequence[DriftRates]) -> None:
     """Print what drifted, what it would have cost, and why; `rows` is not empty."""
     shown = [*rows, total(rows)] if len(rows) > 1 else list(rows)
     drift = _table("Drift", "harness, model", "sessions", "turns", "drifted", "", "tokens", "")

@@ -1,5 +1,7 @@
-"""Formats: a rollout as trainers want it.
+"""Export formats: write a rollout the way a trainer reads it.
 
-Each module writes one trainer's own format, whose source it names; `registry` lists them all. A format is a pure function
-of a `Rollout`: it leaves nothing out that the trainer has a place for, and invents nothing.
+Each module writes the format of one trainer and names its source. `registry` lists all formats; `rows` and `conversation` hold what
+several formats share. A format is a pure function of a `Rollout`. It fills every field that the trainer has and invents no value.
+
+To add a format, write one module here and add one line to `registry.FORMATS`.
 """

@@ -1,20 +1,18 @@
-"""`atif`: a rollout in Harbor's Agent Trajectory Interchange Format.
+"""Writes rollouts in the Agent Trajectory Interchange Format of Harbor (format `atif`).
 
     {"session", "complete", "incidents", "figures",
      "trajectories": [{"schema_version", "session_id", "trajectory_id", "agent", "steps": [...], "extra": {labels}}]}
 
-One trajectory for each sequence; they share `session_id`, and `trajectory_id` is the sequence's. A step is what one side
-said: `system`, `user`, or `agent`; results of tools are the observation of the step that called them. An agent's step that
-was sampled in this sequence has `metrics` with `prompt_token_ids` (all that the model saw), `completion_token_ids` and
-`logprobs`; without `logprobs` it is not to be trained.
+There is one trajectory for each sequence. All share `session_id`; `trajectory_id` is the id of the sequence. A step is a message of one
+side: `system`, `user`, or `agent`. Tool results are the observation of the step that called the tools. An agent step that was sampled in
+this sequence has `metrics` with `prompt_token_ids` (the whole prompt), `completion_token_ids` and `logprobs`. Do not train a step without
+`logprobs`.
 
-The context of a sequence that branched off another, or took its context from one, is marked `is_copied_context`, as are
-all replies that this sequence did not sample: by the format's own words they are not training data. A branch or a
-sub-agent is a trajectory of its own, not an entry of `subagent_trajectories`: that says which call delegated to it, and of
-that nothing is known. `extra.parent` names the trajectory it came from.
+The context of a sequence that branched off another one, or took its context from it, is marked `is_copied_context`. So are all replies that
+this sequence did not sample: the format says that they are not training data. A branch or a sub-agent is a trajectory of its own, not an
+entry of `subagent_trajectories`: that would name the call that delegated to it, which is not known. `extra.parent` names its parent.
 
-Source: Harbor's RFC 0001 (`rfcs/0001-trajectory-format.md`), v1.7, and its classes, harbor 0.25.0,
-`harbor/models/trajectories/`.
+Source: Harbor's RFC 0001 (`rfcs/0001-trajectory-format.md`), v1.7, and its classes, harbor 0.25.0, `harbor/models/trajectories/`.
 """
 
 from datetime import UTC, datetime
@@ -24,15 +22,15 @@ import msgspec
 
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message, ToolCall
-from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, wordless
+from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, without_messages
 from tokencache.trajectories.formats.rows import Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 VERSION = "ATIF-v1.7"
-"""The oldest version that has all members used here (`trajectory_id`, `llm_call_count`): older readers can read it."""
+"""The oldest version with all members used here (`trajectory_id`, `llm_call_count`), so that older readers can read it."""
 
 UNKNOWN = "unknown"
-"""What Harbor's own agents say of a version that they do not know (`harbor/agents/base.py`)."""
+"""The value that Harbor's own agents use for an unknown version (`harbor/agents/base.py`)."""
 
 
 def atif(rollout: Rollout) -> dict[str, Any]:
@@ -42,10 +40,10 @@ def atif(rollout: Rollout) -> dict[str, Any]:
 
 def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:
     sequence = row.sequence
-    said = exchanges(sequence, rollout.contexts)
-    missing = wordless(said)
-    turns = [exchange.turn for exchange in said]
-    steps = _steps(sequence, said)
+    found = exchanges(sequence, rollout.contexts)
+    missing = without_messages(found)
+    turns = [exchange.turn for exchange in found]
+    steps = _steps(sequence, found)
     tools = tools_of(sequence, rollout.contexts)
     return {
         "schema_version": VERSION,
@@ -58,7 +56,7 @@ def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:
             **({"tool_definitions": tools} if tools else {}),
         },
         "steps": steps,
-        **({"notes": f"not kept: what was said before the answers of {', '.join(missing)}"} if missing else {}),
+        **({"notes": f"not kept: the messages before the answers of turns {', '.join(missing)}"} if missing else {}),
         "final_metrics": {
             "total_prompt_tokens": sum(turn.prompt_tokens for turn in turns),
             "total_completion_tokens": sum(turn.completion_tokens for turn in turns),
@@ -68,35 +66,35 @@ def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:
     }
 
 
-def _steps(sequence: TokenSequence, said: list[TurnMessages]) -> list[dict[str, Any]]:
+def _steps(sequence: TokenSequence, found: list[TurnMessages]) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
-    for place, exchange in enumerate(said):
+    for place, exchange in enumerate(found):
         copied = not place and sequence.parent is not None
-        for message in exchange.heard or ():
-            _add_heard(steps, message, copied=copied)
+        for message in exchange.messages or ():
+            _add_message(steps, message, copied=copied)
         steps.append(_sampled_step(sequence, exchange))
     return [{"step_id": place, **step} for place, step in enumerate(steps, 1)]
 
 
-def _add_heard(steps: list[dict[str, Any]], message: Message, *, copied: bool) -> None:
-    """Add what was said to the model: a step, or a result to the step that asked for it."""
+def _add_message(steps: list[dict[str, Any]], message: Message, *, copied: bool) -> None:
+    """Add a message of the request: a step, or a result to the step that called the tool."""
     if message.role == "tool":
         called = steps[-1] if steps and message.answers in {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())} else None
         result = {"content": message.content or ""}
         if called is not None:
             called.setdefault("observation", {"results": []})["results"].append({"source_call_id": message.answers, **result})
             return
-        # No call here asked for it; the schema refuses to name one that is not in the same step.
+        # The last step made no such call. The schema refuses to name a call of another step.
         step: dict[str, Any] = {"source": "system", "message": "", "observation": {"results": [result]}}
     elif message.role == "assistant":
-        step, copied = _spoken(message), True
+        step, copied = _agent_step(message), True
     else:
         step = {"source": message.role, "message": message.content or ""}
     steps.append({**step, "is_copied_context": True} if copied else step)
 
 
-def _spoken(message: Message) -> dict[str, Any]:
-    """What an agent said, as a step."""
+def _agent_step(message: Message) -> dict[str, Any]:
+    """Write an assistant message as a step."""
     step: dict[str, Any] = {"source": "agent", "message": message.content or ""}
     if message.reasoning:
         step["reasoning_content"] = message.reasoning
@@ -117,7 +115,7 @@ def _sampled_step(sequence: TokenSequence, exchange: TurnMessages) -> dict[str, 
     return {
         "timestamp": datetime.fromtimestamp(turn.created, UTC).isoformat(),
         "model_name": turn.model,
-        **_spoken(turn.served),
+        **_agent_step(turn.served),
         "metrics": metrics,
         "llm_call_count": 1,
         "extra": {"turn": turn.id, "finish_reason": turn.finish_reason, "marks": turn.marks},
@@ -132,4 +130,8 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
         arguments = None
     if isinstance(arguments, dict):
         return {**written, "arguments": arguments}
-    return {**written, "arguments": {}, "extra": {"arguments": call.arguments}}  # an object is required: this is none
+    return {
+        **written,
+        "arguments": {},
+        "extra": {"arguments": call.arguments},
+    }  # the format requires an object

@@ -1,11 +1,12 @@
-"""The native trajectory format: the sequences of a session, ready for a loss.
+"""The native format: all sequences of a session with everything that is known of them.
 
     {"session": "r1", "complete": true, "incidents": [], "figures": {…},
      "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "weight",
         "token_ids": [...], "loss_mask": [...], "logprobs": [...],
         "turns": [{"turn", "prompt": [0, 812], "completion": [812, 940], "finish_reason", "model", "match", …}]}]}
 
-`complete` is false whenever something that the model said, or may have said, is missing: the incidents say what.
+`complete` is false if something that the model sampled, or may have sampled, is missing. The incidents say what.
+`trajectories.values` reads this format.
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ def native(rollout: Rollout) -> dict[str, Any]:
 
 
 def sequence_object(sequence: TokenSequence, weight: float, drift: Mapping[str, Drift]) -> dict[str, Any]:
-    """A sequence as JSON; `drift` is what was measured, by turn."""
+    """Write a sequence with its tokens and turns. `drift` holds the measured drift, by turn id."""
     return {
         **outline_object(sequence, weight),
         "token_ids": sequence.token_ids,
@@ -47,12 +48,12 @@ def sequence_object(sequence: TokenSequence, weight: float, drift: Mapping[str, 
 
 
 def incident_object(incident: Incident) -> dict[str, Any]:
-    """An incident as JSON, every member there."""
+    """Write an incident with all its members, defaults included."""
     return {name: getattr(incident, name) for name in ("kind", "detail", "hole", "call", "turn", "at")}
 
 
 def outline_object(sequence: TokenSequence, weight: float) -> dict[str, Any]:
-    """A sequence's labels as JSON, without its tokens and turns."""
+    """Write the labels of a sequence, without its tokens and turns."""
     return {
         "id": sequence.id,
         "parent": sequence.parent,
@@ -68,12 +69,12 @@ def outline_object(sequence: TokenSequence, weight: float) -> dict[str, Any]:
 
 
 def span_object(span: SequenceTurn, drift: Drift | None = None) -> dict[str, Any]:
-    """A turn within a sequence as JSON, with the ranges of its tokens."""
+    """Write a turn with the ranges of its tokens in its sequence."""
     return {**turn_object(span.turn, drift), "prompt": span.prompt, "completion": span.completion}
 
 
 def turn_object(turn: Turn, drift: Drift | None = None) -> dict[str, Any]:
-    """A turn as JSON, without its tokens; `drift` is `None` where it was not measured."""
+    """Write a turn without its tokens. `drift` is `None` if it was not measured."""
     return {
         "turn": turn.id,
         "call": turn.call,
@@ -115,7 +116,7 @@ def turn_object(turn: Turn, drift: Drift | None = None) -> dict[str, Any]:
 
 
 def drift_object(drift: Drift) -> dict[str, Any]:
-    """A turn's drift as JSON; `at` is its first token that differs, `None` if none does."""
+    """Write the drift of a turn. `at` is the first token that differs, or `None`."""
     return {
         "rendered": drift.rendered,
         "tokens": drift.tokens,

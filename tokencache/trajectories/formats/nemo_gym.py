@@ -1,25 +1,24 @@
-"""`nemo-gym`: a rollout as NeMo Gym hands it to NeMo RL.
+"""Writes rollouts for NeMo Gym, as it passes them on to NeMo RL (format `nemo-gym`).
 
     {"session", "complete", "incidents", "figures",
      "responses": [{"responses_create_params": {"input", "tools", "model", …}, "response": {"output": [...], …},
                     "messages": [...], "tokencache": {labels}}],
      "untrainable": [the same, for sequences in which nothing can be trained]}
 
-One response for each sequence. Its `output` holds what the model said and what it was told in between, as items of the
-Responses API: `reasoning`, `message`, `function_call`, `function_call_output`. The last item of each answer carries
-`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`. `messages` is the same conversation as chat
-messages, the three members on the assistant's.
+There is one response for each sequence. Its `output` holds the answers of the model and the messages between them, as items of the
+Responses API: `reasoning`, `message`, `function_call`, `function_call_output`. The last item of each answer has `prompt_token_ids`,
+`generation_token_ids` and `generation_log_probs`. `messages` is the same conversation as chat messages; there the assistant messages have
+these three members.
 
-NeMo RL walks the output and holds that the prompt of an item begins with all that it has seen
-(`_postprocess_nemo_gym_to_nemo_rl_result`): what is new in the prompt gets mask 0, the generation mask 1. So what must not
-be trained has no place of its own here: an answer without log probabilities, or one that another sequence trains, stands
-in the prompt of the next item. It refuses a response in which nothing was generated, hence `untrainable`. The `reward` is
-for whoever verifies to add: a missing one is not 0.
+NeMo RL walks the output and requires that the prompt of an item begins with all tokens before it
+(`_postprocess_nemo_gym_to_nemo_rl_result`). New tokens of the prompt get mask 0, the generation gets mask 1. So tokens that must not be
+trained have no item of their own: an answer without log probabilities, or one that another sequence trains, is part of the prompt of the
+next item. NeMo RL refuses a response in which nothing was generated, hence `untrainable`. The verifier adds the `reward`; a missing reward
+is not 0.
 
 Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `NeMoGymResponse` and its items,
-`NeMoGymResponseCreateParamsNonStreaming`, `NeMoGymChatCompletionMessageParam`), `base_resources_server.py`
-(`BaseVerifyRequest`), `responses_converter.py` (which item carries the tokens); NVIDIA-NeMo/RL at 00420a1,
-`nemo_rl/environments/nemo_gym.py`.
+`NeMoGymResponseCreateParamsNonStreaming`, `NeMoGymChatCompletionMessageParam`), `base_resources_server.py` (`BaseVerifyRequest`),
+`responses_converter.py` (which item carries the tokens); NVIDIA-NeMo/RL at 00420a1, `nemo_rl/environments/nemo_gym.py`.
 """
 
 from collections.abc import Iterable
@@ -28,7 +27,7 @@ from typing import Any
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
 from tokencache.dialects.thinking import split_text
-from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, wordless
+from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, without_messages
 from tokencache.trajectories.formats.rows import Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
@@ -38,11 +37,11 @@ _SAMPLING = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
 }
-"""Sampling parameters that the Responses API has, by their names in chat completions."""
+"""Sampling parameters of chat completions that the Responses API has too, and their names there."""
 
 
 def nemo_gym(rollout: Rollout) -> dict[str, Any]:
-    """Write a rollout as NeMo Gym's results."""
+    """Write a rollout as results of NeMo Gym."""
     rows = rows_of(rollout)
     return {
         **session_object(rollout),
@@ -53,13 +52,13 @@ def nemo_gym(rollout: Rollout) -> dict[str, Any]:
 
 def _response(rollout: Rollout, row: Row) -> dict[str, Any]:
     sequence = row.sequence
-    said = exchanges(sequence, rollout.contexts)
+    found = exchanges(sequence, rollout.contexts)
     tools = [_tool(tool) for tool in tools_of(sequence, rollout.contexts)]
     first, last = sequence.turns[0].turn, sequence.turns[-1].turn
     asked = {_SAMPLING[name]: value for name, value in first.sampling.items() if name in _SAMPLING and value is not None}
     cut = last.finish_reason == "length"
     return {
-        "responses_create_params": {"input": _items(said[0].heard or (), sequence.id), "tools": tools, "model": first.model, **asked},
+        "responses_create_params": {"input": _items(found[0].messages or (), sequence.id), "tools": tools, "model": first.model, **asked},
         "response": {
             "id": f"resp_{sequence.id}",
             "object": "response",
@@ -67,38 +66,38 @@ def _response(rollout: Rollout, row: Row) -> dict[str, Any]:
             "model": last.model,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": _output(sequence, said),
+            "output": _output(sequence, found),
             "tools": tools,
-            # Required of a response; what a request says of them is not recorded: these are the API's defaults.
+            # A response must have these. The values of the request are not recorded, so these are the defaults of the API.
             "tool_choice": "auto",
             "parallel_tool_calls": True,
         },
-        "messages": _messages(sequence, said),
-        "tokencache": {**row.labels, "wordless": wordless(said)},
+        "messages": _messages(sequence, found),
+        "tokencache": {**row.labels, "wordless": without_messages(found)},
     }
 
 
-def _output(sequence: TokenSequence, said: list[TurnMessages]) -> list[dict[str, Any]]:
+def _output(sequence: TokenSequence, found: list[TurnMessages]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    for place, exchange in enumerate(said):
+    for place, exchange in enumerate(found):
         if place:
-            items += _items(exchange.heard or (), exchange.turn.id)
+            items += _items(exchange.messages or (), exchange.turn.id)
         answer = _answer(exchange.turn.served, exchange.turn.id)
         answer[-1] |= _tokens(sequence, exchange)
         items += answer
     return items
 
 
-def _messages(sequence: TokenSequence, said: list[TurnMessages]) -> list[dict[str, Any]]:
+def _messages(sequence: TokenSequence, found: list[TurnMessages]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    for exchange in said:
-        messages += map(_chat, exchange.heard or ())
+    for exchange in found:
+        messages += map(_chat, exchange.messages or ())
         messages.append({**_chat(exchange.turn.served), **_tokens(sequence, exchange)})
     return messages
 
 
 def _tokens(sequence: TokenSequence, exchange: TurnMessages) -> dict[str, Any]:
-    """The members that make an item one to train; none where there is nothing to train."""
+    """Return the members that make an item trainable; none if there is nothing to train."""
     own = sampled(sequence, exchange.span)
     if not own.logprobs:
         return {}
@@ -106,7 +105,7 @@ def _tokens(sequence: TokenSequence, exchange: TurnMessages) -> dict[str, Any]:
 
 
 def _items(messages: Iterable[Message], name: str) -> list[dict[str, Any]]:
-    """Messages as items of the Responses API; `name` makes the ids of those that need one."""
+    """Write messages as items of the Responses API. `name` is the prefix of item ids."""
     items: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
         if message.role == "assistant":
@@ -119,17 +118,17 @@ def _items(messages: Iterable[Message], name: str) -> list[dict[str, Any]]:
 
 
 def _answer(message: Message, name: str) -> list[dict[str, Any]]:
-    """What an assistant said as items: at least one, for the tokens need a place.
+    """Write an assistant message as one or more items. At least one, because the last item carries the tokens.
 
-    Thinking that the engine left in the text is a reasoning item, as Gym's converter has it: NeMo RL takes a tag in a message's text for
-    malformed thinking (`nemo_rl/environments/nemo_gym.py`, `_detect_invalid_tool_call_and_malformed_thinking`).
+    Thinking that the engine left in the text becomes a reasoning item, as in the converter of NeMo Gym: NeMo RL treats a tag in the text of
+    a message as malformed thinking (`nemo_rl/environments/nemo_gym.py`, `_detect_invalid_tool_call_and_malformed_thinking`).
     """
     items: list[dict[str, Any]] = []
-    thought, said = (message.reasoning, message.content or "") if message.reasoning else split_text(message.content or "")
+    thought, spoken = (message.reasoning, message.content or "") if message.reasoning else split_text(message.content or "")
     if thought:
         items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [{"type": "summary_text", "text": thought}]})
-    if said or not (items or message.calls):
-        text = {"type": "output_text", "text": said, "annotations": []}
+    if spoken or not (items or message.calls):
+        text = {"type": "output_text", "text": spoken, "annotations": []}
         items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": [text]})
     items += (
         {"type": "function_call", "id": call.id, "call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
@@ -139,7 +138,7 @@ def _answer(message: Message, name: str) -> list[dict[str, Any]]:
 
 
 def _chat(message: Message) -> dict[str, Any]:
-    """A message as one of chat completions."""
+    """Write a message as one of chat completions."""
     written: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.role == "assistant":
         written["content"] = message.content
@@ -157,7 +156,7 @@ def _chat(message: Message) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool of chat completions as one of the Responses API, where its members lie flat."""
+    """Turn a tool of chat completions into one of the Responses API, which has no nested object."""
     kind = tool.get("type", "function")
     flat = {"type": kind, **(tool.get(kind) or {})}
     return {"parameters": None, "strict": None, **flat} if kind == "function" else flat

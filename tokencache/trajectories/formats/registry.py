@@ -1,7 +1,9 @@
-"""All formats, in one table: `?format=` and `tokencache export --format` look here."""
+"""The table of all export formats. `?format=` and `tokencache export --format` look names up here."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import msgspec
 
 from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.atif import atif
@@ -13,14 +15,18 @@ from tokencache.trajectories.formats.tinker import tinker
 from tokencache.trajectories.formats.trl import trl
 from tokencache.trajectories.formats.verifiers import verifiers
 from tokencache.trajectories.formats.verl import verl
-from tokencache.trajectories.rollout import Rollout
+from tokencache.trajectories.rollout import Records, Rollout, rollout
 
 
 class Format(NamedTuple):
-    """A format: its name, who reads it, and the function that writes a rollout as JSON values.
+    """An export format.
 
-    `rows` names the member of what it writes that holds one row for each training sample; `""` where all of it is one.
-    `reads_contexts` says that it needs the messages beside the tokens.
+    Attributes:
+        name: the value of `?format=`.
+        title: which trainer reads it, and as what.
+        write: writes a rollout as JSON values. A module-level function, because a worker process may call it.
+        rows: the member of the written object that holds one row for each training sample; `""` if the whole object is one row.
+        reads_contexts: the format needs the messages as well as the tokens.
     """
 
     name: str
@@ -38,22 +44,29 @@ FORMATS: dict[str, Format] = {
         Format("slime", "slime: Sample", slime, "samples", reads_contexts=True),
         Format("miles", "miles: Sample", slime, "samples", reads_contexts=True),
         Format("skyrl", "SkyRL: GeneratorOutput, a batch of all sequences", skyrl, ""),
-        Format("trl", "TRL: what a rollout_func returns, by row", trl, "rows"),
-        Format("tinker", "Tinker: Datum, less the advantages", tinker, "data"),
+        Format("trl", "TRL: the return value of a rollout_func, by row", trl, "rows"),
+        Format("tinker", "Tinker: Datum, without the advantages", tinker, "data"),
         Format("nemo-gym", "NeMo Gym: results with token ids, for NeMo RL", nemo_gym, "responses", reads_contexts=True),
         Format("verifiers", "verifiers: Trace, a branch for each sequence", verifiers, "", reads_contexts=True),
-        Format("prime-rl", "prime-rl: trains on verifiers' Trace", verifiers, "", reads_contexts=True),
+        Format("prime-rl", "prime-rl: trains on the Trace of verifiers", verifiers, "", reads_contexts=True),
         Format("atif", "Harbor: Agent Trajectory Interchange Format", atif, "trajectories", reads_contexts=True),
     )
 }
 
+_ENCODER = msgspec.json.Encoder()
+
 
 def format_named(name: str) -> Format:
-    """Find a format.
+    """Find a format by name.
 
     Raises:
-        HarnessError: there is none of this name; the message lists those that exist.
+        HarnessError: the name is unknown. The message lists all names.
     """
     if name not in FORMATS:
         raise HarnessError(f"format {name[:80]!r} is not one of: {', '.join(FORMATS)}", param="format")
     return FORMATS[name]
+
+
+def export(records: Records, wanted: Format) -> bytes:
+    """Write the recorded turns of a session in a format, as JSON text."""
+    return _ENCODER.encode(wanted.write(rollout(records)))

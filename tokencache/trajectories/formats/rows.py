@@ -1,12 +1,11 @@
-"""Rows: a sequence as one training sample, the way most trainers want it.
+"""Splits each sequence into a prompt and a response: one training sample, as most trainers want it.
 
-A trainer that grew up with one question and one answer takes a *prompt* and a *response*. Of a whole conversation the
-prompt is everything before the sequence's first sampled token, and the response all behind it: replies, tool results and
-what the template put between them. The mask over the response says which of its tokens the policy sampled here; all others
-(mask 0) have log probability 0.0, as verl, SkyRL, TRL, slime and Tinker write it themselves.
+The prompt is everything before the first sampled token of the sequence. The response is the rest: replies, tool results and the template
+tokens between them. The response mask is 1 for tokens that the policy sampled in this sequence. All other tokens have mask 0 and log
+probability 0.0; verl, SkyRL, TRL, slime and Tinker write them the same way.
 
-What a trainer has no field for travels as *labels*, always under the one name `tokencache`, so that nothing of ours is
-mistaken for something of theirs. Rewards are not ours to give: they are absent or `None`, never 0.
+Facts for which a trainer has no field are exported as *labels* under the single name `tokencache`, so that they cannot be mistaken for a
+field of the trainer. Rewards come from the trainer: they are absent or `None`, never 0.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -20,7 +19,7 @@ from tokencache.trajectories.rollout import Rollout
 
 Ending = Literal["stop", "length", "abort"]
 
-OF_TURN = (
+TURN_LABELS = (
     "turn",
     "call",
     "match",
@@ -38,14 +37,14 @@ OF_TURN = (
     "experts",
     "marks",
 )
-"""What the labels say of each turn; the names are the native format's."""
+"""The members of a turn in the native format that the labels repeat."""
 
 
 class Row(NamedTuple):
     """One sequence as prompt and response.
 
-    `response_ids`, `response_mask` and `response_logprobs` have one entry per token of the response. Where nothing was
-    sampled the response is empty. `ending` is how the last turn ended, `labels` are JSON values.
+    `response_ids`, `response_mask` and `response_logprobs` have one entry for each token of the response. The response is empty if nothing
+    was sampled. `ending` is how the last turn ended. `labels` are JSON values.
     """
 
     sequence: TokenSequence
@@ -58,12 +57,12 @@ class Row(NamedTuple):
 
 
 def rows_of(rollout: Rollout) -> list[Row]:
-    """Lay out a rollout's sequences as rows, in their order."""
+    """Return the sequences of a rollout as rows, in order."""
     return [_row(rollout, sequence, weight) for sequence, weight in zip(rollout.sequences, rollout.weights, strict=True)]
 
 
 def session_object(rollout: Rollout) -> dict[str, Any]:
-    """What is to be said once of a rollout, beside its rows."""
+    """Write the facts about the whole rollout that formats put beside its rows."""
     return {
         "session": rollout.session,
         "complete": rollout.complete,
@@ -75,6 +74,7 @@ def session_object(rollout: Rollout) -> dict[str, Any]:
 def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
     ids = sequence.token_ids
     at = next((span.completion[0] for span in sequence.turns if span.turn.completion_tokens), len(ids))
+    turns = (span_object(span) for span in sequence.turns)
     return Row(
         sequence=sequence,
         prompt_ids=ids[:at],
@@ -86,20 +86,16 @@ def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
             "session": rollout.session,
             "complete": rollout.complete,
             **outline_object(sequence, weight),
-            "turns": [_turn_labels(span_object(span)) for span in sequence.turns],
+            "turns": [{name: turn[name] for name in TURN_LABELS} for turn in turns],
         },
     )
 
 
-def _turn_labels(turn: dict[str, Any]) -> dict[str, Any]:
-    return {name: turn[name] for name in OF_TURN}
-
-
 def ending(turn: Turn) -> Ending:
-    """Say how a reply ended, in the words of an engine.
+    """Return how a reply ended, as the engine itself would name it.
 
-    A chat completion says `tool_calls` where the engine said `stop`; trainers that mask or punish whatever is not `stop`
-    (SkyRL's `apply_overlong_filtering`) mean the engine's word. Whatever else is no normal end is an `abort`.
+    A chat completion reports `tool_calls` where the engine stopped normally. Trainers that mask or punish everything but `stop` (SkyRL's
+    `apply_overlong_filtering`) mean the engine's reason. Any other end that is not normal is an `abort`.
     """
     if turn.finish_reason == "length":
         return "length"

@@ -1,24 +1,23 @@
-"""SkyRL: `GeneratorOutput`, what a generator of one's own returns.
+"""Writes rollouts for SkyRL: a `GeneratorOutput`, which a custom generator returns.
 
-Source: skyrl 0.3.0 on PyPI (github.com/NovaSky-AI/SkyRL), `skyrl/train/generators/base.py`; what must hold of it says
-`validate_generator_output` in `skyrl/train/utils/trainer_utils.py`. It is a batch: a list for each field, with one entry for
-each of our sequences.
+Source: skyrl 0.3.0 on PyPI (github.com/NovaSky-AI/SkyRL), `skyrl/train/generators/base.py`; checked by `validate_generator_output` in
+`skyrl/train/utils/trainer_utils.py`. The output is a batch: a list for each field, with one entry for each sequence.
 
 ====================  =========  ==============================================================================================
-`prompt_token_ids`    [[int]]    before the first sampled token
-`response_ids`        [[int]]    all behind it
+`prompt_token_ids`    [[int]]    tokens before the first sampled token
+`response_ids`        [[int]]    all tokens after it
 `loss_masks`          [[int]]    over the response; 1: sampled here
 `rollout_logprobs`    [[float]]  over the response
-`stop_reasons`        [str]      `stop`, `length` or `abort`: of the last turn, as an engine says it; SkyRL can mask or punish
-                                 whatever is not `stop`
-`rewards`             `None`     the trainer's: one for each response, or one for each of its tokens
-`is_last_step`        [bool]     true for the last sequence: with `generator.step_wise_trajectories` the advantage of the last is
-                                 that of all of them, so that a session counts as one; without, SkyRL trains each on its own
-`tokencache`          [object]   our labels; SkyRL joins such lists as it joins its own
+`stop_reasons`        [str]      `stop`, `length` or `abort`: of the last turn, as an engine names it. SkyRL can mask or punish
+                                 everything but `stop`
+`rewards`             `None`     set by the trainer: one for each response, or one for each of its tokens
+`is_last_step`        [bool]     true for the last sequence. With `generator.step_wise_trajectories` the advantage of the last
+                                 sequence is used for all, so that a session counts once. Without it SkyRL trains each on its own
+`tokencache`          [object]   our labels. SkyRL concatenates such lists as it does its own
 ====================  =========  ==============================================================================================
 
-`concatenate_generator_outputs` makes one batch of many sessions. `trajectory_ids` are the trainer's, too: only it knows which
-sessions answered the same prompt. A session without a sequence has empty lists, and SkyRL refuses those.
+`concatenate_generator_outputs` joins the batches of several sessions. The trainer sets `trajectory_ids`, because only it knows which
+sessions answered the same prompt. A session without a sequence has empty lists, which SkyRL refuses.
 """
 
 from typing import Any

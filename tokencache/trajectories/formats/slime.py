@@ -1,26 +1,26 @@
-"""slime and miles: `Sample`, as its `from_dict` reads it.
+"""Writes rollouts for slime and miles: dicts that `Sample.from_dict` reads.
 
-Source: github.com/THUDM/slime `slime/utils/types.py` at 0d234f3e and github.com/radixark/miles `miles/utils/types.py` at
-002ce70c. miles began as slime; all that is written here is called the same and means the same in both. Neither is on PyPI.
+Sources: github.com/THUDM/slime `slime/utils/types.py` at 0d234f3e and github.com/radixark/miles `miles/utils/types.py` at 002ce70c. miles
+started as slime; all members here have the same names and meanings in both. Neither is on PyPI.
 
 ===================  =====================  ===========================================================================
-`prompt`             [message] or `""`      the messages that the first turn answered, as in chat completions; `""`
-                                            where they are not kept (media)
+`prompt`             [message] or `""`      the request messages of the first turn, as in chat completions; `""` if they
+                                            are not kept (media)
 `tokens`             [int]                  prompt and response
-`response_length`    int                    how many of them, at the end, are the response
+`response_length`    int                    number of tokens at the end that are the response
 `loss_mask`          [int]                  over the response only; 1: sampled here
 `rollout_log_probs`  [float]                over the response only
 `status`             str                    `completed`, `truncated` (token limit) or `aborted`: of the last turn
-`reward`             `None`                 the trainer's
-`weight_versions`    [str]                  one for each span that the engine named, in order; miles reads them as integers
+`reward`             `None`                 set by the trainer
+`weight_versions`    [str]                  one for each span that the engine named, in order. miles reads them as integers
 `session_id`         str                    the session
-`metadata`           object                 our labels under `tokencache`: slime reads names like `raw_reward` there itself
+`metadata`           object                 our labels under `tokencache`: slime itself reads names such as `raw_reward` there
 ===================  =====================  ===========================================================================
 
-`index`, `group_index` and `label` stay the trainer's. `response`, the text, is left out: the trainer's tokenizer reads it
-from the tokens. A custom generate function may return a list of samples for one prompt, and slime flattens it
-(`slime/ray/rollout.py`); a sample of which nothing was sampled (`response_length` 0) has to be left out there. Both normalise
-rewards over groups of equal size: who gives more than one sample for a rollout needs a `--custom-reward-post-process-path`.
+The trainer sets `index`, `group_index` and `label`. The text member `response` is left out: the trainer's tokenizer decodes the tokens. A
+custom generate function may return a list of samples for one prompt; slime flattens it (`slime/ray/rollout.py`). It must leave out samples
+without sampled tokens (`response_length` 0). Both trainers normalise rewards over groups of equal size, so more than one sample for a
+rollout needs a `--custom-reward-post-process-path`.
 """
 
 from typing import Any
@@ -32,11 +32,11 @@ from tokencache.trajectories.formats.rows import Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
-"""How a reply ended, in the words of `Sample.Status`."""
+"""`Sample.Status` for each way a reply can end."""
 
 
 def slime(rollout: Rollout) -> dict[str, Any]:
-    """Write a rollout's sequences as dicts for `Sample.from_dict`."""
+    """Write each sequence of a rollout as a dict for `Sample.from_dict`."""
     return {**session_object(rollout), "samples": [_sample(rollout, row) for row in rows_of(rollout)]}
 
 
@@ -61,6 +61,6 @@ def _prompt(rollout: Rollout, sequence: TokenSequence) -> list[Any] | str:
 
 
 def _weight_versions(sequence: TokenSequence) -> list[str]:
-    """The versions in the order of their spans, where spans name one as vLLM's do."""
+    """Return the versions in the order of their spans, if spans name one as those of vLLM do."""
     spans = (span for one in sequence.turns for span in one.turn.versions)
     return [str(span["version"]) for span in spans if isinstance(span, dict) and "version" in span]

@@ -1,23 +1,22 @@
-"""Tinker: a `Datum` for each sequence.
+"""Writes rollouts for Tinker: a `Datum` for each sequence.
 
-Source: tinker 0.38.0 on PyPI, `tinker/types/datum.py`, `model_input.py` and `tensor_data.py`; which inputs there are and what
-they mean is the convention of tinker-cookbook 0.6.1 (github.com/thinking-machines-lab/tinker-cookbook),
-`tinker_cookbook/rl/data_processing.py`, `trajectory_to_data`.
+Source: tinker 0.38.0 on PyPI, `tinker/types/datum.py`, `model_input.py` and `tensor_data.py`. The names and meanings of the inputs follow
+tinker-cookbook 0.6.1 (github.com/thinking-machines-lab/tinker-cookbook), `tinker_cookbook/rl/data_processing.py`, `trajectory_to_data`.
 
-Tinker wants next-token prediction laid out: the input is all tokens but the last, the targets all but the first, so that
-position `i` predicts target `i`. Everything in `loss_fn_inputs` is aligned with the targets. The first token of a sequence so
-is never a target; it is none that was sampled, for engines do not answer an empty prompt.
+Tinker expects next-token prediction: the input is all tokens but the last, the targets are all tokens but the first, so that position `i`
+predicts target `i`. Everything in `loss_fn_inputs` is aligned with the targets. So the first token of a sequence is never a target. It is
+never a sampled token either, because engines do not answer an empty prompt.
 
 ============================  ==========  ==================================================================================
 `model_input.chunks`          one chunk   `{"type": "encoded_text", "tokens": [...]}`
 `loss_fn_inputs`              tensors     `{"data": [...], "dtype": "int64" or "float32", "shape": [n]}`
 - `target_tokens`             int64
 - `logprobs`                  float32     as sampled; 0.0 where the mask is 0
-- `mask`                      float32     1.0: sampled here. The cookbook's own, which takes it out before `forward_backward`
-`tokencache`                  object      our labels; `turns[].completion` counts the sequence's tokens, not the targets
+- `mask`                      float32     1.0: sampled here. Used by the cookbook, which removes it before `forward_backward`
+`tokencache`                  object      our labels. `turns[].completion` counts the tokens of the sequence, not the targets
 ============================  ==========  ==================================================================================
 
-`advantages` are the trainer's: one number times `mask`. In Python:
+The trainer adds `advantages`: one number times `mask`. In Python:
 
     Datum(ModelInput(**row["model_input"]), {name: TensorData(**tensor) for name, tensor in row["loss_fn_inputs"].items()})
 """
@@ -30,7 +29,7 @@ from tokencache.trajectories.rollout import Rollout
 
 
 def tinker(rollout: Rollout) -> dict[str, Any]:
-    """Write a rollout's sequences as Tinker's `Datum`, less the advantages."""
+    """Write each sequence of a rollout as a `Datum`, without the advantages."""
     return {
         **session_object(rollout),
         "data": [{**_datum(row.sequence), "tokencache": row.labels} for row in rows_of(rollout)],

@@ -1,21 +1,18 @@
-"""`verifiers`: a rollout as a `Trace` of verifiers, on which prime-rl trains.
+"""Writes rollouts for verifiers: a `Trace`, on which prime-rl trains.
 
-A trace is a graph of messages. Each node holds the tokens that its message adds, and each path from a root to a leaf is a
-branch, that is one training sample: its nodes' `token_ids`, `mask` and `logprobs` one behind the other. Nothing is ever
-tokenized again. prime-rl makes one `TrainingSample` of each branch and gives all of them the advantage of the trace; so
-`prime-rl` needs no format of its own.
+A trace is a graph of messages. Each node holds the tokens that its message adds. Each path from a root to a leaf is a branch, which is one
+training sample: the `token_ids`, `mask` and `logprobs` of its nodes, concatenated. Nothing is tokenized again. prime-rl makes one
+`TrainingSample` of each branch and gives all of them the advantage of the trace, so `prime-rl` needs no format of its own.
 
-Each sequence is written as a branch of its own, its context repeated with mask 0. Branches could share the nodes of what
-they have in common; but whether a node that lies in two branches is then trained once or twice depends on prime-rl's
-version (`trace_to_samples`: each branch as it is at 004274e, a node only in the first branch that holds it later). With no
-node shared, every version trains each sampled token once.
+Each sequence becomes a branch of its own, with its context repeated at mask 0. Branches could share the nodes that they have in common.
+But whether a node in two branches is trained once or twice depends on the version of prime-rl (`trace_to_samples`: each branch as it is at
+004274e; a node only in the first branch that holds it later). Without shared nodes every version trains each sampled token once.
 
-Where in a prompt a message's tokens lie is not recorded. So the answer's node carries all that is new in its prompt, with
-mask 0, as verifiers itself does where its renderer gives no spans (`graph.py`), and the messages before it carry none.
+The positions of single messages in a prompt are not recorded. So the node of an answer carries all new tokens of its prompt, with mask 0,
+and the message nodes before it carry none. verifiers does the same if its renderer returns no spans (`graph.py`).
 
-`ok` is whether the rollout is complete (prime-rl trains on no other), `is_completed` whether its session is sealed. Rewards
-are for whoever verifies to add. A trace that verifiers writes to disk (`to_record`) rounds log probabilities to four
-decimals; this one holds them as they are.
+`ok` is true if the rollout is complete (prime-rl trains on no other), `is_completed` if its session is sealed. The verifier adds rewards.
+A trace that verifiers writes to disk (`to_record`) rounds log probabilities to four decimals; this one does not.
 
 Source: verifiers 0.4.0, `verifiers/v1/trace.py` (`WireTrace`, `Branch`), `graph.py` (`MessageNode`), `types.py`; prime-rl,
 `src/prime_rl/orchestrator/trajectories.py`.
@@ -27,12 +24,12 @@ from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
 from tokencache.core.turn import Turn
 from tokencache.store.base import Incident
-from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, wordless
+from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, without_messages
 from tokencache.trajectories.formats.rows import rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 _FINISHED = frozenset({"stop", "length", "tool_calls"})
-"""Finish reasons that verifiers knows; of any other it says nothing."""
+"""Finish reasons that verifiers knows. Any other is written as `null`."""
 
 
 def verifiers(rollout: Rollout) -> dict[str, Any]:
@@ -43,15 +40,15 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
     branches = []
     for row in rows_of(rollout):
         sequence = row.sequence
-        said = exchanges(sequence, rollout.contexts)
+        found = exchanges(sequence, rollout.contexts)
         offered = [_tool(tool) for tool in tools_of(sequence, rollout.contexts)]
         tools |= {tool["name"]: tool for tool in offered}
         root = len(nodes)
-        for exchange in said:
+        for exchange in found:
             nodes += _nodes(sequence, exchange, root, len(nodes))
             calls.append(_call(exchange.turn, len(nodes) - 1))
         nodes[root]["tools"] = offered
-        branches.append({**row.labels, "wordless": wordless(said), "leaf": len(nodes) - 1})
+        branches.append({**row.labels, "wordless": without_messages(found), "leaf": len(nodes) - 1})
     return {
         "version": 1,
         "id": rollout.session,
@@ -69,9 +66,9 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
 
 
 def _nodes(sequence: TokenSequence, exchange: TurnMessages, root: int, place: int) -> list[dict[str, Any]]:
-    """The nodes of an exchange, the first of which will be node `place` of the trace."""
+    """Return the nodes of an exchange. The first one becomes node number `place` of the trace; `root` is the first of its sequence."""
     own = sampled(sequence, exchange.span)
-    messages = [*(exchange.heard or ()), exchange.turn.served]
+    messages = [*(exchange.messages or ()), exchange.turn.served]
     nodes: list[dict[str, Any]] = [
         {"parent": at - 1 if at > root else None, "message": _message(message), "timestamp": exchange.turn.created}
         for at, message in enumerate(messages, place)
@@ -109,7 +106,7 @@ def _call(turn: Turn, node: int) -> dict[str, Any]:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     kind = tool.get("type", "function")
     inner = tool.get(kind) or {}
-    # An absent member has a default there; `null` is refused.
+    # verifiers has a default for an absent member and refuses `null`.
     return {"type": kind, "name": kind, **{name: value for name, value in inner.items() if value is not None}}
 
 

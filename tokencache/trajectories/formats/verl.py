@@ -1,22 +1,22 @@
-"""verl: `AgentLoopOutput`, what an agent loop of one's own returns.
+"""Writes rollouts for verl: the keyword arguments of `AgentLoopOutput`, which a custom agent loop returns.
 
 Source: verl 0.9.1 on PyPI (github.com/verl-project/verl), `verl/experimental/agent_loop/agent_loop.py`.
 
 =====================  =======  ================================================================================================
-`prompt_ids`           [int]    before the first sampled token
+`prompt_ids`           [int]    tokens before the first sampled token
 `response_ids`         [int]    "LLM generated token, tool response token"
 `response_mask`        [int]    "1 for LLM generated token, 0 for tool response token"
-`response_logprobs`    [float]  one for each token of the response; verl wants them of all rows of a batch, or of none
-`reward_score`         float?   `None`: the trainer's; of a list of outputs verl gives the last one's score to all
-`num_turns`            int      "including user, assistant, tool": each turn here is a reply and what it answered
-`metrics`              object   `generate_sequences`: seconds that the calls took, summed; the others keep verl's defaults
-`extra_fields`         object   our labels under `tokencache`: verl makes a column of each name
+`response_logprobs`    [float]  one for each token of the response. verl needs them for all rows of a batch, or for none
+`reward_score`         float?   `None`: set by the trainer. Of a list of outputs verl gives the score of the last one to all
+`num_turns`            int      "including user, assistant, tool": each turn here counts a reply and the messages before it
+`metrics`              object   `generate_sequences`: total seconds of the calls. The others keep the defaults of verl
+`extra_fields`         object   our labels under `tokencache`. verl makes a column of each name
 =====================  =======  ================================================================================================
 
-An agent loop returns one output, or (`verl/trainer/ppo/v1/agent_loop_tq.py`) a list of them: the `outputs` here,
-`AgentLoopOutput(**one)`. Padding to `prompt_length` and `response_length` is verl's, and so is cutting off what is longer.
-`min_global_steps` and `max_global_steps` are the trainer's to fill in: what the engine calls its weight versions
-(`tokencache.turns[].weight_versions`) need not be verl's steps.
+An agent loop returns one output, or a list of them (`verl/trainer/ppo/v1/agent_loop_tq.py`): `AgentLoopOutput(**one)` for each of the
+`outputs` here. verl itself pads to `prompt_length` and `response_length` and cuts off what is longer. The trainer fills in
+`min_global_steps` and `max_global_steps`: the engine's weight versions (`tokencache.turns[].weight_versions`) may differ from the steps
+of verl.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from tokencache.trajectories.rollout import Rollout
 
 
 def verl(rollout: Rollout) -> dict[str, Any]:
-    """Write a rollout's sequences as keyword arguments of verl's `AgentLoopOutput`."""
+    """Write each sequence of a rollout as keyword arguments of `AgentLoopOutput`."""
     return {**session_object(rollout), "outputs": [_output(row) for row in rows_of(rollout)]}
 
 
