@@ -8,7 +8,7 @@ from tests.proxy.kit import EPISODES, THOUGHT, TOOLS, echo, proxied, results, un
 from tokencache.api import routes
 from tokencache.api.drift import Meter
 from tokencache.api.export_worker import Press
-from tokencache.core.drift import Site, rendering_of
+from tokencache.core.drift import Site, plain_rendering
 from tokencache.testing import Fault, SimulatedEngine
 from tokencache.trajectories.rollout import Records
 
@@ -47,7 +47,7 @@ async def test_the_sites_are_where_the_engines_own_rendering_differs():
         (sequence,) = (await rig.get(ALL))["sequences"]
         for turn, messages in zip(sequence["turns"], asked, strict=True):
             prompt, drift = sequence["token_ids"][: turn["completion"][0]], turn["drift"]
-            told = rendering_of(prompt, [Site(**{**site, "rendered": tuple(site["rendered"])}) for site in drift["sites"]])
+            told = plain_rendering(prompt, [Site(**{**site, "rendered": tuple(site["rendered"])}) for site in drift["sites"]])
             assert told == await rendered(rig, messages, tools=TOOLS)
             assert drift["rendered"] == len(told)
             assert drift["tokens"] == sum(site["end"] - site["start"] for site in drift["sites"])

@@ -49,7 +49,8 @@ same text. The following evidence counts, strongest first:
 
 Token ids are compared by hash: those of the prompt and the generation together, and those of the generation. They decide between turns of
 the same place, too. They never make up for words: the message must still be the reply by the rules below. Ids of another session are not
-looked up. Ids that no recorded turn has are not evidence: see [decision 0024](decisions/0024-use-returned-ids-only-if-recorded-or-proven.md).
+looked up. Ids that no recorded turn has are not evidence: see
+[decision 0024](decisions/0024-use-returned-ids-only-if-recorded-or-proven.md).
 
 If several turns still fit and their tokens differ, none is taken (`ambiguous-reply`). Turns of equal tokens are interchangeable. A harness
 that copies both a reply's words and the message before it into an example is not told from the model: no evidence is left that could.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.core.settings import MANY
 from tokencache.core import context as contexts
-from tokencache.core.context import Context, added, pack_context, unpack_context, whole_context, whole_contexts
+from tokencache.core.context import Context, added_messages, pack_context, unpack_context, whole_context, whole_contexts
 from tokencache.core.messages import Message
 from tokencache.core.turn import Turn
 
@@ -49,7 +49,7 @@ def test_every_context_is_put_together_again(steps):
         assert whole.kwargs == {"k": first}
         assert bytes(whole.members["m"]) == b"1"
         assert whole == together[f"t{n}"]
-        assert list(added(whole, turns[f"t{n}"])) == list(whole.messages)[turns[f"t{n}"].context_shared :]
+        assert list(added_messages(whole, turns[f"t{n}"])) == list(whole.messages)[turns[f"t{n}"].context_shared :]
 
 
 LONG = "".join(f"line {n} of what was said ☕\n" for n in range(4000))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.core.forest import Forest
 from tests.core.settings import MANY
-from tokencache.core import drift_causes as causes
+from tokencache.core import drift as causes
 from tokencache.core import ids
-from tokencache.core.drift import Drift, MeasuredTurn, Site, breaks, differences, rendering_of
+from tokencache.core.drift import Drift, MeasuredTurn, Site, break_points, differences, plain_rendering
 from tokencache.core.messages import Message, ToolCall
 from tokencache.core.rules import RULES
 from tokencache.core.turn import Anchor
@@ -37,7 +37,7 @@ def fewest_changes(a, b):
 @given(few, few)
 @MANY
 def test_the_sites_with_the_prompt_say_the_rendering(prompt, rendering):
-    assert rendering_of(prompt, found(prompt, rendering)) == rendering
+    assert plain_rendering(prompt, found(prompt, rendering)) == rendering
 
 
 @given(few)
@@ -91,7 +91,7 @@ def test_a_hundred_thousand_tokens_with_dozens_of_sites():
     began = time.perf_counter()
     sites = found(prompt, rendering)
     print(f"{len(sites)} sites in {time.perf_counter() - began:.2f} s")
-    assert rendering_of(prompt, sites) == rendering
+    assert plain_rendering(prompt, sites) == rendering
     assert 30 <= len(sites) <= 200
 
 
@@ -126,7 +126,7 @@ def test_in_a_resplice_they_are_its_anchors_and_what_is_left_of_its_origin():
 def test_sites_are_given_to_the_reply_that_they_touch():
     spans = [Anchor("a", 4, 8), Anchor("b", 12, 15)]
     sites = [Site(0, 1, (), ""), Site(3, 5, (), ""), Site(8, 8, (1,), ""), Site(10, 11, (), ""), Site(14, 20, (), "")]
-    assert [site.turn for site in causes.placed(sites, spans)] == ["", "a", "a", "", "b"]
+    assert [site.turn for site in causes.assign_turns(sites, spans)] == ["", "a", "a", "", "b"]
 
 
 # --- causes ------------------------------------------------------------------------------------------------------------
@@ -139,8 +139,8 @@ def read(asked):
 
 
 def alike(prompt, rendering, spans=()):
-    sites = causes.placed(found(prompt, rendering), spans)
-    return causes.same_text(sites, read(causes.to_read(prompt, sites)))
+    sites = causes.assign_turns(found(prompt, rendering), spans)
+    return causes.same_text(sites, read(causes.texts_to_decode(prompt, sites)))
 
 
 def test_same_words_in_other_tokens():
@@ -153,7 +153,7 @@ def test_pieces_of_one_word_that_are_paired_crosswise_are_the_same_text():
     """`Sk in` against `Skin`, with an `in` that stands in both: read site by site they would differ."""
     prompt, sites = [1, 2, 3], [Site(0, 1, (1, 7), ""), Site(2, 3, (), "")]
     texts = ["Skinny", "Skinny", "Sk", "Ski", "ny", ""]
-    assert len(causes.to_read(prompt, sites)) == 6
+    assert len(causes.texts_to_decode(prompt, sites)) == 6
     assert causes.same_text(sites, texts) == [True, True]
     assert causes.same_text(sites, ["Skinny", "Skiny", *texts[2:]]) == [False, False]
 
@@ -163,7 +163,7 @@ TOLD = {"a": ("args-json", "reasoning-dropped", "whitespace"), "b": ("cd-prefix"
 
 
 def names(same, *trials):
-    return [site.cause for site in causes.named(SITES, same, trials)]
+    return [site.cause for site in causes.name_causes(SITES, same, trials)]
 
 
 def test_without_a_trial_all_that_reads_otherwise_is_the_template():
@@ -204,7 +204,7 @@ def test_replies_are_found_among_the_messages_with_the_rules_that_they_need():
     turns = {turn.id: turn for turn in forest.turns}
     back = Message("assistant", "Hi", calls=(ToolCall("c1", "bash", '{"a": 1}'),))
     said = [Message("user", "?"), Message("assistant", "an example"), back, Message("tool", "1"), Message("assistant", "Bye")]
-    told = causes.echoes(causes.own_spans(turns[third], turns, forest.prefix.__getitem__), turns, said)
+    told = causes.find_replies(causes.own_spans(turns[third], turns, forest.prefix.__getitem__), turns, said)
     assert told == {first: causes.FoundReply(2, ("args-json", "reasoning-dropped", "whitespace")), second: causes.FoundReply(4, ())}
 
 
@@ -212,10 +212,10 @@ def test_a_reply_is_put_back_member_by_member():
     served = Message("assistant", "Hi ", reasoning="hm", calls=(ToolCall("c1", "bash", '{"a":  1}'),))
     entry = {"role": "assistant", "content": "Hi", "tool_calls": [{"id": "x", "function": {"name": "b", "arguments": "{}"}}]}
     for member in causes.MEMBERS:
-        entry = causes.put_back(entry, served, member)
+        entry = causes.restore_member(entry, served, member)
     call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"a":  1}'}}
     assert entry == {"role": "assistant", "content": "Hi ", "reasoning": "hm", "tool_calls": [call]}
-    assert "tool_calls" not in causes.put_back(entry, Message("assistant", "Hi"), "calls")
+    assert "tool_calls" not in causes.restore_member(entry, Message("assistant", "Hi"), "calls")
 
 
 # --- what it would have cost ---------------------------------------------------------------------------------------------
@@ -232,6 +232,6 @@ def test_a_sequence_breaks_where_a_rendering_does_not_go_on_from_the_one_before(
     places = [(1, 3), (4, 5), (6, 7), (8, 9), (10, 11)]
     renderings = [[1], [1, 11, 2], [1, 11, 2, 12, 3], [1, 11, 2, 12, 3, 13, 4], [1, 11, 2, 3, 13, 4, 14, 5]]
     steps = [MeasuredTurn(p, c, drift_of(ids_[:p], told)) for (p, c), told in zip(places, renderings, strict=True)]
-    assert breaks(ids_, steps) == [1, 4]
-    assert breaks(ids_, steps[:1]) == []
-    assert breaks(ids_, [*steps[:2], MeasuredTurn(6, 7, None), *steps[3:]]) is None
+    assert break_points(ids_, steps) == [1, 4]
+    assert break_points(ids_, steps[:1]) == []
+    assert break_points(ids_, [*steps[:2], MeasuredTurn(6, 7, None), *steps[3:]]) is None

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from tests.core.forest import Forest, grow, line
 from tests.core.settings import MANY
 from tokencache.core import ids, invariants
-from tokencache.core.lineage import lines, sequences
-from tokencache.core.turn import rebuild
+from tokencache.core.lineage import lineages, sequences
+from tokencache.core.turn import rebuild_prefix
 
 
 def names(forest):
-    return [[turn.id for turn in of] for of in lines(forest.turns)]
+    return [[turn.id for turn in of] for of in lineages(forest.turns)]
 
 
 @MANY
@@ -32,7 +32,7 @@ def test_every_prefix_is_rebuilt_from_deltas(rng):
     forest = grow(rng)
     lookup = {turn.id: (turn, forest.tokens[turn.id]) for turn in forest.turns}
     for turn, (prompt, completion, _) in zip(forest.turns, forest.books, strict=True):
-        prefix = rebuild(lookup, turn.id)
+        prefix = rebuild_prefix(lookup, turn.id)
         assert ids.unpack(prefix.prompt) == prompt
         assert ids.unpack(prefix.ids) == prompt + completion
         assert prefix.completion == len(completion)

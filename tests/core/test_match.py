@@ -12,16 +12,14 @@ from tests.core.settings import FEW, MANY
 from tests.core.world import HABITS, WrongMatchError, play
 from tokencache.core import evidence, invariants
 from tokencache.core import match as matching
-from tokencache.core.chain import converse
+from tokencache.core.chain import aborted_turn_keys, build_conversation, lookup_keys, turn_keys
 from tokencache.core.evidence import ReturnedIdHashes
-from tokencache.core.interrupt import Cut, heard, pack_cuts, unpack_cuts
-from tokencache.core.keys import keys_of_aborted, keys_of_turn, wanted
 from tokencache.core.lineage import sequences
 from tokencache.core.match import Hit, match
 from tokencache.core.messages import Message, ToolCall, digest
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import Turn
-from tokencache.core.verdict import Verdict, judge
+from tokencache.core.verdict import Cut, Verdict, delivered_prefix, judge, pack_cuts, unpack_cuts
 
 
 @FEW
@@ -77,7 +75,7 @@ def _trusting_handles(self, i, hits):
 
 
 def _taking_the_beginning_for_the_whole(turn, echoed, leniency):
-    part = heard(turn, echoed, leniency)
+    part = delivered_prefix(turn, echoed, leniency)
     cuts = unpack_cuts(turn.cuts)
     return part and part._replace(text=turn.served.content or "", after=cuts[-1].after)
 
@@ -91,13 +89,13 @@ def _taking_the_beginning_for_the_whole(turn, echoed, leniency):
         ("judge", _trusting_ids),
         ("judge", _forgiving_without_a_vouch),
         ("_Finder._judged", _trusting_handles),
-        ("heard", _taking_the_beginning_for_the_whole),
-        ("may_be", lambda turn, echoed: False),
+        ("delivered_prefix", _taking_the_beginning_for_the_whole),
+        ("may_be_delivered", lambda turn, echoed: False),
         ("_unsure", lambda conversation, anchors: ()),
         ("_interchangeable", lambda turns, *, in_place: True),
         ("_Finder.was_judged", lambda self, turn, i: True),
         ("_Finder._evident", lambda self, i, genuine: genuine),
-        ("Echoed.names", lambda self, turn: True),
+        ("ReturnedIdHashes.names", lambda self, turn: True),
         ("_Finder._by_tokens", lambda self, i, judged: []),
     ],
 )
@@ -121,9 +119,9 @@ def _answering(conversation, turn, leniency, parent=None):
         match="continue" if parent else "root",
         parent=parent and parent.id,
         place=conversation.chain[-1],
-        judged=evidence.judged(conversation, until, leniency, {}),
-        foreign=evidence.foreign(conversation, parent.messages + 1 if parent else 0, until, (), parent.foreign if parent else b""),
-        before=evidence.before(conversation, until),
+        judged=evidence.judged_hash(conversation, until, leniency, {}),
+        foreign=evidence.foreign_hash(conversation, parent.messages + 1 if parent else 0, until, (), parent.foreign if parent else b""),
+        before=evidence.preceding_hash(conversation, until),
         messages=until,
     )
 
@@ -137,15 +135,15 @@ class _Index(dict):
         self.turns = {}
 
     def add(self, turn, *context, scope=b"", voice=b"", aborted=False, parent=None):
-        conversation = converse(scope, context, voice=voice)
+        conversation = build_conversation(scope, context, voice=voice)
         turn = self.turns[turn.id] = _answering(conversation, turn, self.leniency, parent)
-        keys = keys_of_turn(conversation, turn.served, digest(turn.served), handle=turn.handle, leniency=self.leniency)
-        for key in keys_of_aborted(conversation) if aborted else keys:
+        keys = turn_keys(conversation, turn.served, digest(turn.served), handle=turn.handle, leniency=self.leniency)
+        for key in aborted_turn_keys(conversation) if aborted else keys:
             self.setdefault(key, []).append(Hit(turn))
         return turn
 
     def match(self, *history, scope=b"", voice=b"", handles=None, echoed=None):
-        conversation = converse(scope, history, voice=voice)
+        conversation = build_conversation(scope, history, voice=voice)
         found = match(conversation, self, self.leniency, handles or {}, echoed=echoed or {})
         if not found.turns_wanted:
             return found
@@ -164,8 +162,8 @@ ROLES = st.sampled_from([U1, U2, OK, Message("assistant", ""), Message("assistan
 @MANY
 @given(st.lists(ROLES, max_size=6), st.sets(st.integers(0, 5)), st.booleans())
 def test_where_nothing_was_found_no_reply_is_looked_at_and_the_result_is_the_same(history, named, looked_up):
-    told, handles = converse(b"", history), {i: "h" for i in named if i < len(history)}
-    nothing = {key: [] for key in wanted(told, handles=handles)} if looked_up else {}
+    told, handles = build_conversation(b"", history), {i: "h" for i in named if i < len(history)}
+    nothing = {key: [] for key in lookup_keys(told, handles=handles)} if looked_up else {}
     elsewhere = {b"another's": [Hit(_turn("a", OK))]}  # never asked for, and enough to make every reply be looked at
     for leniency in (Leniency(), Leniency(vouched=HABITS)):
         assert match(told, nothing, leniency, handles) == match(told, nothing | elsewhere, leniency, handles)
@@ -258,18 +256,18 @@ def test_tool_results_swapped_are_another_conversation():
 
 
 def test_the_deepest_key_is_asked_for_first():
-    conversation = converse(b"", [U1, Message("assistant", "so"), U2, OK, U3])
-    keys = wanted(conversation)
+    conversation = build_conversation(b"", [U1, Message("assistant", "so"), U2, OK, U3])
+    keys = lookup_keys(conversation)
     assert [key[:1] for key in keys] == [b"p", b"c", b"r"] * 2
     assert keys[1] == b"c" + conversation.chain[4]
     assert keys[4] == b"c" + conversation.chain[2]
 
 
 def test_chains_are_of_one_scope_and_one_order():
-    assert converse(b"a", [U1]).chain[-1] != converse(b"b", [U1]).chain[-1]
-    assert converse(b"", [U1, U2]).chain[-1] != converse(b"", [U2, U1]).chain[-1]
-    assert converse(b"", [U1, U2, U3]).chain[:3] == converse(b"", [U1, U2]).chain
-    assert converse(b"", [U1], [digest(U1)]) == converse(b"", [U1])
+    assert build_conversation(b"a", [U1]).chain[-1] != build_conversation(b"b", [U1]).chain[-1]
+    assert build_conversation(b"", [U1, U2]).chain[-1] != build_conversation(b"", [U2, U1]).chain[-1]
+    assert build_conversation(b"", [U1, U2, U3]).chain[:3] == build_conversation(b"", [U1, U2]).chain
+    assert build_conversation(b"", [U1], [digest(U1)]) == build_conversation(b"", [U1])
 
 
 def test_a_call_id_of_the_same_make_is_another_call():
@@ -281,10 +279,10 @@ def test_a_call_id_of_the_same_make_is_another_call():
 
 
 def test_a_reply_is_not_known_under_another_model():
-    one = converse(b"", [U1], voice=b"a")
-    keys = keys_of_turn(one, OK, digest(OK))
-    assert keys[1] in wanted(converse(b"", [U2, OK, U3], voice=b"a"))
-    assert keys[1] not in wanted(converse(b"", [U2, OK, U3], voice=b"b"))
+    one = build_conversation(b"", [U1], voice=b"a")
+    keys = turn_keys(one, OK, digest(OK))
+    assert keys[1] in lookup_keys(build_conversation(b"", [U2, OK, U3], voice=b"a"))
+    assert keys[1] not in lookup_keys(build_conversation(b"", [U2, OK, U3], voice=b"b"))
 
 
 def _bash(name, command):
@@ -347,11 +345,11 @@ def test_what_was_heard_before_an_interrupt():
     index = _Index(CLAUDE)
     turn = index.add(_left("a", "One, two ", (3, 5, 8, 9)), U1, aborted=True)
     found = index.match(U1, Message("assistant", "One, two"), U2)
-    assert (found.parent, found.heard.text, found.heard.after, found.forgiven) == (turn, "One, two", 3, ("interrupted",))
-    assert index.match(U1, Message("assistant", "One, t"), U2).heard is None
-    assert index.match(U1, Message("assistant", "One,"), U2).heard.text == "One, "  # trimmed, and one event only can be meant
+    assert (found.parent, found.delivered.text, found.delivered.after, found.forgiven) == (turn, "One, two", 3, ("interrupted",))
+    assert index.match(U1, Message("assistant", "One, t"), U2).delivered is None
+    assert index.match(U1, Message("assistant", "One,"), U2).delivered.text == "One, "  # trimmed, and one event only can be meant
     assert index.match(U1, Message("assistant", " One, two\n"), U2)[:2] == ("plain", "unrecognised-reply")  # two events may be meant
-    assert index.match(U1, Message("assistant", "One, two", "other thoughts"), U2).heard is None
+    assert index.match(U1, Message("assistant", "One, two", "other thoughts"), U2).delivered is None
     index.add(_turn("b", Message("assistant", "One, two")), U1)
     assert index.match(U1, Message("assistant", "One, two"), U2).reason == "ambiguous-reply"
     assert index.match(S1, U1, Message("assistant", "One, two"), U2).reason == "ambiguous-reply"
@@ -528,7 +526,7 @@ def test_two_calls_with_one_id_do_not_lose_each_other():
     one = index.add(_turn("a", first), U1)
     two = index.add(_turn("b", second), U1, first, result, parent=one)
     history = [U1, first, result, second, result]
-    assert len(wanted(converse(b"", history))) == len(set(wanted(converse(b"", history))))
+    assert len(lookup_keys(build_conversation(b"", history))) == len(set(lookup_keys(build_conversation(b"", history))))
     assert index.match(*history).parent == two
     assert index.match(S1, *history).anchors == ((2, Hit(one)), (4, Hit(two)))
 
@@ -601,5 +599,5 @@ def test_where_replies_stand_in_a_client_s_ids_is_not_recorded():
     one = index.add(_turn("a", OK), U1)
     two = index.add(_turn("b", Message("assistant", "No")), U1, OK, U2, parent=one)
     client = msgspec.structs.replace(two, match="resplice", parent=None, reason=evidence.CLIENT_IDS)
-    assert evidence.standing(client, {}) is None
-    assert evidence.standing(two, index.turns) is not None
+    assert evidence.placed_replies(client, {}) is None
+    assert evidence.placed_replies(two, index.turns) is not None

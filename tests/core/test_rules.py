@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.core.rules_page import HABITS, page
 from tests.core.settings import MANY
 from tokencache.core.messages import Message, ToolCall, digest
-from tokencache.core.repair import NothingSaidError, completed
-from tokencache.core.rewrites import explain_call, foretold, retold
+from tokencache.core.repair import NotTruncatedJsonError, complete_json
+from tokencache.core.rewrites import expected_rewritings, explain_call, rewritings
 from tokencache.core.rules import BY_NAME, RULES, Leniency
 from tokencache.core.verdict import judge
 
@@ -216,12 +216,12 @@ def test_every_rule_is_named_once_and_said_to_be_somebodys():
 
 def test_what_is_foretold_is_what_comes_back():
     served = said(f"{KEY} <tool_call>x</tool_call>")
-    assert foretold(served, Leniency()) == []
+    assert expected_rewritings(served, Leniency()) == []
     hermes = Leniency(vouched=frozenset({"secrets-masked", "markup-removed", "empty-marker"}))
-    assert said("sk-pro...cdef") in foretold(served, hermes)
-    assert foretold(said("nothing to change"), hermes) == []
-    assert [m.content for m in foretold(said(None, "why"), hermes)] == ["(empty)"]
-    assert all(judge(served, told, hermes).supplied for told in foretold(served, hermes))
+    assert said("sk-pro...cdef") in expected_rewritings(served, hermes)
+    assert expected_rewritings(said("nothing to change"), hermes) == []
+    assert [m.content for m in expected_rewritings(said(None, "why"), hermes)] == ["(empty)"]
+    assert all(judge(served, told, hermes).supplied for told in expected_rewritings(served, hermes))
 
 
 texts = st.text(alphabet="ab <>|/_\n", max_size=12) | st.sampled_from([KEY, "<|x|>", "<think>a</think>b", "(empty)", "<code>x", ""])
@@ -231,7 +231,7 @@ texts = st.text(alphabet="ab <>|/_\n", max_size=12) | st.sampled_from([KEY, "<|x
 @given(texts, texts)
 def test_a_text_is_forgiven_only_as_a_change_that_the_rules_make(a, b):
     served, echoed = said(a), said(b)
-    told = {message.text for _, message in retold(served)} | {served.text}
+    told = {message.text for _, message in rewritings(served)} | {served.text}
     assert judge(served, echoed, ALL).supplied is (echoed.text in told and digest(echoed) is not None)
 
 
@@ -260,8 +260,8 @@ def test_what_is_repaired_was_said(value, cut):
     assume(cut < len(text))
     head = text[: len(text) - cut]
     try:
-        found = completed(head)
-    except NothingSaidError:
+        found = complete_json(head)
+    except NotTruncatedJsonError:
         assert head == ""
         return
     assert begins(found, value)
@@ -282,8 +282,8 @@ def begins(head, whole):
 def test_hostile_beginnings_are_no_objects():
     for text in ("", "[1", "{" * 100_000, '{"a":' * 5_000, '{"a": "' + "x" * 100_000, "{" + "}" * 10, '{"a": 1,, "b": 2', '{"a": 1} x'):
         try:
-            completed(text)
-        except NothingSaidError:
+            complete_json(text)
+        except NotTruncatedJsonError:
             continue
         assert text.startswith(('{"a": "x', '{"a":'))
 

@@ -5,9 +5,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencache.core.chain import converse, extend
-from tokencache.core.keys import keys_of_aborted, keys_of_turn, wanted
-from tokencache.core.messages import Message, ToolCall, digest, exact
+from tokencache.core.chain import aborted_turn_keys, build_conversation, extend, lookup_keys, turn_keys
+from tokencache.core.messages import Message, ToolCall, digest, exact_digest
 from tokencache.dialects.chat.call import read_chat
 from tokencache.dialects.chat.growth import Bodies
 
@@ -25,11 +24,11 @@ def every_key(history, secret):
     """All keys under which the last reply is stored, and all that are looked up to find it again."""
     *before, (user, reply) = history
     messages = [message for pair in before for message in pair]
-    asked = converse(b"scope", [*messages, user], voice=b"voice", secret=secret)
-    stored = {*keys_of_turn(asked, reply, digest(reply), handle="handle"), *keys_of_aborted(asked)}
+    asked = build_conversation(b"scope", [*messages, user], voice=b"voice", secret=secret)
+    stored = {*turn_keys(asked, reply, digest(reply), handle="handle"), *aborted_turn_keys(asked)}
     added = [reply, Message("user", "go on")]
-    echoed = extend(asked, added, list(map(digest, added)), list(map(exact, added)))
-    return stored, set(wanted(echoed, handles={len(messages) + 1: "handle"}))
+    echoed = extend(asked, added, list(map(digest, added)), list(map(exact_digest, added)))
+    return stored, set(lookup_keys(echoed, handles={len(messages) + 1: "handle"}))
 
 
 @given(HISTORY, SECRETS)

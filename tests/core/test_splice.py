@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.core.settings import SOME
 from tokencache.core import ids
 from tokencache.core.ids import pack
-from tokencache.core.splice import OPEN, REPLACED, SHARED, boundary, join
+from tokencache.core.splice import OPEN, REPLACED, SHARED, join, junction
 
 IM_END, NEWLINE, USER, OBSERVATION, RETURN, END, CALL = 900, 10, 901, 902, 903, 904, 905
 
@@ -28,7 +28,7 @@ IM_END, NEWLINE, USER, OBSERVATION, RETURN, END, CALL = 900, 10, 901, 902, 903, 
     ],
 )
 def test_boundary(reply, tail, stops, kind, prompt):
-    where = boundary(pack(reply), pack(tail), stops)
+    where = junction(pack(reply), pack(tail), stops)
     assert where == kind
     assert ids.unpack(join(pack(reply), pack(tail), where)) == prompt
 
@@ -39,7 +39,7 @@ tokens = st.lists(st.integers(0, 5), max_size=6)
 @SOME
 @given(tokens, tokens, tokens, st.sets(st.integers(0, 5)))
 def test_a_join_loses_at_most_the_boundary(before, reply, tail, stops):
-    where = boundary(pack(reply), pack(tail), stops)
+    where = junction(pack(reply), pack(tail), stops)
     joined = ids.unpack(join(pack(before + reply), pack(tail), where))
     kept = before + reply[: len(reply) - where.drop]
     assert joined == kept + tail[where.skip :]

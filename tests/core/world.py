@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tokencache.core import evidence, ids, interrupt, invariants
+from tokencache.core import evidence, ids, invariants, verdict
 from tokencache.core import match as matching
-from tokencache.core.chain import Conversation, converse
+from tokencache.core.chain import Conversation, aborted_turn_keys, build_conversation, lookup_keys, position_key, turn_keys
 from tokencache.core.evidence import ReturnedIdHashes
-from tokencache.core.keys import keys_of_aborted, keys_of_turn, place_key, wanted
 from tokencache.core.match import Hit, Match
 from tokencache.core.messages import Message, ToolCall, digest
 from tokencache.core.rules import Leniency
-from tokencache.core.splice import boundary, join
+from tokencache.core.splice import join, junction
 from tokencache.core.turn import Anchor, Tokens, Turn, hash_ids
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ class World:
 
     def hits(self, conversation: Conversation, handles: dict[int, str], *, short: bool = False) -> dict[bytes, list[Hit]]:
         found: dict[bytes, list[Hit]] = {}
-        for key in wanted(conversation, handles=handles):
+        for key in lookup_keys(conversation, handles=handles):
             found[key] = self.look(key)
             if short and found[key] and key[:1] == b"c":
                 break
@@ -184,16 +183,16 @@ class World:
         if found.unsure:
             hits = {**hits, **{key: self.look(key) for key in found.unsure}}
             found = matched(conversation, hits, turns=turns)
-        if found.heard is None or self.kept(found) is not None:
+        if found.delivered is None or self.kept(found) is not None:
             return found
         self.seen["inside-token"] += 1
-        key = place_key(conversation.chain[found.at - 1])
-        without = {**hits, key: [hit for hit in hits[key] if hit.turn.id != found.heard.turn.id]}
+        key = position_key(conversation.chain[found.at - 1])
+        without = {**hits, key: [hit for hit in hits[key] if hit.turn.id != found.delivered.turn.id]}
         return self.match(conversation, came, without)
 
     def kept(self, found: Match) -> int | None:
         """How many tokens of its parent a harness has heard: those that spell what it holds, if any do."""
-        part = found.heard
+        part = found.delivered
         assert part is not None
         completion = ids.unpack(self.tokens[part.turn.id].completion)
         spelled = [n for n in range(part.first, part.after + 1) if decode(completion[part.first : n]) == part.text]
@@ -202,7 +201,7 @@ class World:
     # one call
 
     def call(self, history: list[Entry], scope: bytes = b"main", *, leave: bool = False) -> Entry:
-        conversation = converse(scope, [e.message for e in history])
+        conversation = build_conversation(scope, [e.message for e in history])
         handles = {i: e.handle for i, e in enumerate(history) if e.handle}
         came = handles, {i: e.tokens for i, e in enumerate(history) if e.tokens}
         found = self.match(conversation, came, self.hits(conversation, handles))
@@ -229,7 +228,7 @@ class World:
 
         def put(tail: list[int]) -> None:
             nonlocal packed, pending
-            where = boundary(pending, ids.pack(tail), {END})
+            where = junction(pending, ids.pack(tail), {END})
             assert where.drop == 0
             packed, pending = join(packed, ids.pack(tail), where), b""
 
@@ -237,7 +236,7 @@ class World:
             parent = found.parent.id
             packed, start = self.prefixes[parent], found.at
             pending = self.tokens[parent].completion
-            if found.heard is not None:
+            if found.delivered is not None:
                 packed = ids.head(packed, found.parent.prompt_tokens + (self.kept(found) or 0))
                 pending = ids.tail(packed, found.parent.prompt_tokens)
             own = [*self.own[parent], Anchor(parent, found.parent.prompt_tokens, ids.count(packed), found.at - 1)]
@@ -271,7 +270,7 @@ class World:
         packed = ids.pack(prompt)
         parent = found.parent.id if found.parent is not None else None
         shared = ids.common_head(self.prefixes[parent], packed) if parent is not None else 0
-        shortened = found.heard is not None and shared < ids.count(self.prefixes[parent])
+        shortened = found.delivered is not None and shared < ids.count(self.prefixes[parent])
         follows = found.kind in ("continue", "branch") and not shortened
         anchors = () if follows else tuple(own)
         turn = Turn(
@@ -291,18 +290,20 @@ class World:
             completion_hash=hash_ids(ids.pack(completion)),
             served=served,
             place=conversation.chain[-1],
-            judged=evidence.judged(conversation, len(history), self.leniency, {i: e.handle for i, e in enumerate(history) if e.handle}),
-            foreign=evidence.foreign(
+            judged=evidence.judged_hash(
+                conversation, len(history), self.leniency, {i: e.handle for i, e in enumerate(history) if e.handle}
+            ),
+            foreign=evidence.foreign_hash(
                 conversation,
                 found.at if follows else 0,
                 len(history),
                 {anchor.place for anchor in anchors},
                 self.turn(parent).foreign if follows and parent is not None else b"",
             ),
-            before=evidence.before(conversation, len(history)),
+            before=evidence.preceding_hash(conversation, len(history)),
             messages=len(history),
             handle=handle,
-            cuts=interrupt.pack_cuts(cuts),
+            cuts=verdict.pack_cuts(cuts),
             stopped=completion[-1:] == [END],
             marks=(*(("no-logprobs",) if bare and completion else ()), *(("aborted",) if leave else ())),
         )
@@ -313,8 +314,8 @@ class World:
         self.own[name], self.asked[name] = own, list(history)
         if turn.parent is not None:
             self.continued.add(turn.parent)
-        whole_keys = keys_of_turn(conversation, served, digest(served), handle=handle, leniency=self.leniency)
-        for key in keys_of_aborted(conversation) if leave else whole_keys:
+        whole_keys = turn_keys(conversation, served, digest(served), handle=handle, leniency=self.leniency)
+        for key in aborted_turn_keys(conversation) if leave else whole_keys:
             self.index[key].append(name)
         self.recorded[self.place(history, len(history), scope)].append(name)
         if leave:
@@ -325,11 +326,11 @@ class World:
         self.sayings[name] = [said.meaning, meaning_of(rewritten(served))] if self.leniency.vouched else [said.meaning]
         return said
 
-    def left(self, completion: list[int], served: Message) -> tuple[list[int], Message, list[interrupt.Cut]]:
+    def left(self, completion: list[int], served: Message) -> tuple[list[int], Message, list[verdict.Cut]]:
         """Leave in mid-stream: events of a token or two, and sometimes a character is held back."""
         first = completion.index(THOUGHT) + 1 if THOUGHT in completion else 0
         end = len(completion) - (completion[-1:] == [END])
-        cuts: list[interrupt.Cut] = []
+        cuts: list[verdict.Cut] = []
         at, heard = first, ""
         while at < end and (not cuts or self.rng.random() < 0.8):
             before, at = at, min(end, at + self.rng.choice([1, 1, 2]))
@@ -337,10 +338,10 @@ class World:
             text = text[: len(text) - (self.rng.random() < 0.3)]
             if len(text) > len(heard):
                 heard = text
-                cuts.append(interrupt.Cut(before, at, len(text), len(served.reasoning or "")))
+                cuts.append(verdict.Cut(before, at, len(text), len(served.reasoning or "")))
         return completion[:at], msgspec.structs.replace(served, content=heard or None), cuts
 
-    def overheard(self, name: str, served: Message, cuts: list[interrupt.Cut]) -> Entry:
+    def overheard(self, name: str, served: Message, cuts: list[verdict.Cut]) -> Entry:
         """What the harness keeps of a reply that it left: the text up to an event that it had got."""
         self.sayings[name] = []
         self.seen["left"] += 1
@@ -450,10 +451,13 @@ class World:
                 _so(e.truth is not None, f"the harness wrote entry {i} itself, not {standing[i]}, which {parent.id} goes on from")
             elif e.message.role == "assistant":
                 _so(e.message == self.asked[parent.id][i].message, f"entry {i}, the harness's own, was changed")
-        if found.heard is not None or "aborted" in parent.marks:
+        if found.delivered is not None or "aborted" in parent.marks:
             _so(truth == parent.id, f"entry {at - 1} is {truth}, not the beginning of {parent.id}")
             _so(parent.id in self.recorded.get(self.place(history, at - 1, scope), []), f"{parent.id} stood in another context")
-            _so(found.heard is not None and found.heard.text.strip() == history[at - 1].meaning[1], f"{parent.id} was not heard that far")
+            _so(
+                found.delivered is not None and found.delivered.text.strip() == history[at - 1].meaning[1],
+                f"{parent.id} was not heard that far",
+            )
             return
         here = self.said_there(history, at, scope)
         _so(parent.id in here, f"{parent.id} stood in another context")

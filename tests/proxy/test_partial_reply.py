@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokencache.core import ids
-from tokencache.core.interrupt import DeliveredPrefix
 from tokencache.core.turn import Turn
+from tokencache.core.verdict import DeliveredPrefix
 from tokencache.proxy.partial_reply import kept
 
 TURN = Turn(id="t", call="c", match="root")

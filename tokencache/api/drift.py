@@ -16,12 +16,12 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from tokencache.api.export_worker import Press
-from tokencache.core import drift_causes as causes
+from tokencache.core import drift as causes
 from tokencache.core import ids
 from tokencache.core.context import Context, whole_context
-from tokencache.core.drift import Drift, Site, differences, none
-from tokencache.core.lineage import lines
-from tokencache.core.turn import Turn, rebuild
+from tokencache.core.drift import Drift, Site, differences, no_drift
+from tokencache.core.lineage import lineages
+from tokencache.core.turn import Turn, rebuild_prefix
 from tokencache.dialects.chat.messages import read_message, with_stand_ins
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.model import Model
@@ -53,7 +53,7 @@ def mode_named(name: str) -> Mode:
 def wanted(turns: Sequence[Turn], mode: Mode) -> list[Turn]:
     """Choose the turns to measure: none, the last of each sequence (its prompt holds all others), or all."""
     if mode == "sequences":
-        return [line[-1] for line in lines(turns)]
+        return [line[-1] for line in lineages(turns)]
     return list(turns) if mode == "turns" else []
 
 
@@ -97,7 +97,7 @@ class Meter:
     async def _turn(self, turn: Turn, records: Records) -> Drift | str:
         """Measure one turn; a word for why it cannot be."""
         if turn.match not in _SPLICED:
-            return "engine-disagrees" if "engine-disagrees" in turn.marks else none(turn.prompt_tokens)
+            return "engine-disagrees" if "engine-disagrees" in turn.marks else no_drift(turn.prompt_tokens)
         if not records.contexts.get(turn.id):
             return "not-kept"
         try:
@@ -126,7 +126,7 @@ class Meter:
         """
         rendering, sites = await self._sites(asked, asked.messages)
         if not sites:
-            return none(ids.count(asked.prompt))
+            return no_drift(ids.count(asked.prompt))
         same = await asked.same_text(sites)
         trials = []
         for member, changed in asked.changed().items():
@@ -134,13 +134,13 @@ class Meter:
                 _, left = await self._sites(asked, asked.put_back(member))
                 others = [site for site, alike in zip(left, await asked.same_text(left), strict=True) if not alike]
                 trials.append(causes.Trial(member, changed, others))
-        return Drift(rendering, sum(site.end - site.start for site in sites), causes.named(sites, same, trials))
+        return Drift(rendering, sum(site.end - site.start for site in sites), causes.name_causes(sites, same, trials))
 
     async def _sites(self, asked: "_Asked", messages: Sequence[bytes]) -> tuple[int, list[Site]]:
         """Have messages rendered: how many tokens that makes, and where they are not those of the prompt."""
         rendering = await asked.rendered(messages)
         found = await self._press.run(ids.count(rendering), differences, asked.prompt, rendering)
-        return ids.count(rendering), causes.placed(found, asked.spans)
+        return ids.count(rendering), causes.assign_turns(found, asked.spans)
 
 
 class _Asked:
@@ -153,15 +153,17 @@ class _Asked:
         self._turn, self._model, self._args = turn, model, _arguments(context)
         self._entries: list[dict[str, Any]] = [msgspec.json.decode(raw) for raw in context.messages]
         self.messages = [bytes(raw) for raw in context.messages]
-        self.prompt = rebuild(lookup, turn.id).prompt
-        self.spans = causes.own_spans(turn, self._turns, lambda name: rebuild(lookup, name).ids)
-        self._echoes = causes.echoes(self.spans, self._turns, [read_message(entry) for entry in self._entries])
+        self.prompt = rebuild_prefix(lookup, turn.id).prompt
+        self.spans = causes.own_spans(turn, self._turns, lambda name: rebuild_prefix(lookup, name).ids)
+        self._echoes = causes.find_replies(self.spans, self._turns, [read_message(entry) for entry in self._entries])
 
     def changed(self) -> Mapping[causes.Member, dict[str, tuple[str, ...]]]:
         """The replies that came back changed, by the members that were, in the order of putting back: turn → rules."""
         by_member: dict[causes.Member, dict[str, tuple[str, ...]]] = {}
         for member in causes.MEMBERS:
-            touched = {turn: echo.rules for turn, echo in self._echoes.items() if causes.due(echo.rules, member) != causes.TEMPLATE}
+            touched = {
+                turn: echo.rules for turn, echo in self._echoes.items() if causes.rule_for_site(echo.rules, member) != causes.TEMPLATE
+            }
             if touched:
                 by_member[member] = touched
         return by_member
@@ -174,7 +176,7 @@ class _Asked:
             if causes.INTERRUPTED not in echo.rules:
                 before = told = self._entries[echo.place]
                 for each in members:
-                    told = causes.put_back(told, self._turns[turn].served, each)
+                    told = causes.restore_member(told, self._turns[turn].served, each)
                 self._entries[echo.place] = told
                 pairs = zip(before.get("tool_calls") or (), told.get("tool_calls") or (), strict=False)
                 names.update((old["id"], new["id"]) for old, new in pairs if "id" in old)
@@ -190,7 +192,7 @@ class _Asked:
 
     async def same_text(self, sites: Sequence[Site]) -> list[bool]:
         """Say of each site whether prompt and rendering read the same there."""
-        return causes.same_text(sites, await self._read(causes.to_read(ids.unpack(self.prompt), sites)))
+        return causes.same_text(sites, await self._read(causes.texts_to_decode(ids.unpack(self.prompt), sites)))
 
     async def _read(self, pieces: Sequence[Sequence[int]]) -> list[str]:
         """Read pieces of tokens as text: all at once, parted by more of one token in a row than any of them holds."""

@@ -12,17 +12,44 @@ The scope is hashed with the deployment's secret. So nobody who knows this code 
 is found, or look for two that meet: what the links add to an unknown beginning may be hashed fast (xxh3-128).
 
 A tool result is also linked by *which* call of the reply before it it answers.
+
+Keys: under what a reply is found again. A key says where to look; what is found there is judged field by field.
+
+Every reply that a harness was given whole is found under up to four keys, and one that it was not under two:
+
+=====  ======================  =============================================================================================
+first  of                      finds the reply
+=====  ======================  =============================================================================================
+`c`    the chain through it    where nothing before it was touched: nearly always, and at the first look
+`r`    its digest              wherever it stands, under the same model
+`i`    its first call's id     the same, if its words were rewritten
+`h`    the call's handle       the same, in a dialect that lets us give one out
+`p`    the chain before it     in its place, of a harness that left before it was whole: a beginning of it may come back
+`a`    the model               the same, wherever it stands: so that no other reply is taken for such a beginning
+`q`    the whole request       for a call that asks for the same again (`proxy.dedup.fingerprint`); each turn stores it
+=====  ======================  =============================================================================================
+
+No key but the chain's names the template's arguments: two replies of the same words, one sampled with thinking and one without,
+must be seen side by side, or the wrong one would be taken for certain.
+
+Changes of a text that somebody vouches for can be told beforehand (`rewrites.foretold`): such a reply has its `c` and `r`
+keys twice, and its rewriting is found like any other echo, as are two replies that rewriting makes alike.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
 
 import msgspec
 import xxhash
 
-from tokencache.core.messages import Message, ToolCall, digest, exact
+from tokencache.core.messages import Message, ToolCall, digest, exact_digest
+from tokencache.core.rewrites import expected_rewritings
+from tokencache.core.rules import STRICT, Leniency
+from tokencache.core.verdict import safe_id
 
-CALLS = "calls"
+FIRST_CALL = "calls"
 """Where the first call is made, among the debuts of roles."""
 
 
@@ -31,8 +58,8 @@ class Conversation(msgspec.Struct, frozen=True):
 
     `chain` and `written` have one entry more than `messages`: `chain[i]` covers `messages[:i]`, and `written[i]` the assistant's
     messages among them, as they are written. `digests[i]` and `exacts[i]` are those of `messages[i]` alone. `voice` names the model.
-    `salt` is for keys of values that the conversation does not contain. `debuts` maps each role to its first message, and `CALLS` to the
-    first message with a call.
+    `salt` is for keys of values that the conversation does not contain. `debuts` maps each role to its first message, and
+    `FIRST_CALL` to the first message with a call.
     """
 
     messages: tuple[Message, ...]
@@ -59,7 +86,7 @@ class Conversation(msgspec.Struct, frozen=True):
         return self.chain[self.systems]
 
 
-def converse(
+def build_conversation(
     scope: bytes,
     messages: Sequence[Message],
     digests: Sequence[bytes] | None = None,
@@ -77,13 +104,13 @@ def converse(
         messages=(),
         digests=(),
         exacts=(),
-        chain=(keyed(secret, b"scope" + scope),),
-        written=(keyed(secret, b"written"),),
-        voice=keyed(secret, b"voice" + voice),
-        salt=keyed(secret, b"salt"),
+        chain=(keyed_hash(secret, b"scope" + scope),),
+        written=(keyed_hash(secret, b"written"),),
+        voice=keyed_hash(secret, b"voice" + voice),
+        salt=keyed_hash(secret, b"salt"),
     )
     digests = digests if digests is not None else [digest(m) for m in messages]
-    return extend(start, messages, digests, exacts if exacts is not None else [exact(m) for m in messages])
+    return extend(start, messages, digests, exacts if exacts is not None else [exact_digest(m) for m in messages])
 
 
 def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[bytes], exacts: Sequence[bytes]) -> Conversation:
@@ -92,8 +119,8 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
     calls = next((m.calls for m in reversed(known.messages) if m.role == "assistant"), ())
     placed = [*enumerate(messages, len(known.messages))]
     debuts = {message.role: place for place, message in reversed(placed)} | known.debuts
-    if CALLS not in debuts and (first := next((place for place, message in placed if message.calls), None)) is not None:
-        debuts[CALLS] = first
+    if FIRST_CALL not in debuts and (first := next((place for place, message in placed if message.calls), None)) is not None:
+        debuts[FIRST_CALL] = first
     for message, own, spelled in zip(messages, digests, exacts, strict=True):
         if message.role == "assistant":
             calls = message.calls
@@ -114,7 +141,7 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
     )
 
 
-def keyed(secret: bytes, data: bytes) -> bytes:
+def keyed_hash(secret: bytes, data: bytes) -> bytes:
     """Hash with a secret: BLAKE2b (RFC 7693), 16 bytes. Who has not the secret can neither compute it nor find two that collide."""
     return hashlib.blake2b(data, digest_size=16, key=secret).digest()
 
@@ -131,3 +158,75 @@ def _answered(answers: str, calls: tuple[ToolCall, ...]) -> bytes:
         if call.id == answers:
             return b"call:%d" % n
     return b"id:" + answers.encode("utf-8", "surrogatepass")
+
+
+def chain_key(chain: bytes) -> bytes:
+    """Name a place in a conversation, the reply that leads there being the last message: 17 bytes."""
+    return b"c" + chain
+
+
+def position_key(chain: bytes) -> bytes:
+    """Name the place in a conversation behind which something was said: 17 bytes."""
+    return b"p" + chain
+
+
+def reply_key(digest: bytes, voice: bytes) -> bytes:
+    """Name a reply regardless of its context, but not of the model that it was sampled from: 17 bytes."""
+    return b"r" + xxhash.xxh3_128_digest(voice + digest)
+
+
+def aborted_key(voice: bytes) -> bytes:
+    """Name all replies of this model that a harness has left: 17 bytes."""
+    return b"a" + xxhash.xxh3_128_digest(voice)
+
+
+def request_key(imprint: bytes) -> bytes:
+    """Name all replies to one and the same request, of which this is the imprint: 17 bytes."""
+    return b"q" + imprint
+
+
+def call_key(conversation: Conversation, i: int) -> bytes:
+    """Name the first call of the reply `messages[i]` by its id: 17 bytes, or none if it has no such call."""
+    return _call_key(conversation.messages[i], conversation.voice)
+
+
+def _call_key(message: Message, voice: bytes) -> bytes:
+    if not message.calls or not message.calls[0].id:
+        return b""
+    return b"i" + xxhash.xxh3_128_digest(voice + safe_id(message.calls[0].id).encode("utf-8", "surrogatepass"))
+
+
+def handle_key(handle: str, salt: bytes) -> bytes:
+    """Name a reply by the handle that was given out with it: 17 bytes, or none without one; `salt` is that of its conversation."""
+    return b"h" + xxhash.xxh3_128_digest(salt + handle.encode("utf-8", "surrogatepass")) if handle else b""
+
+
+def turn_keys(
+    conversation: Conversation, served: Message, own: bytes, *, handle: str = "", leniency: Leniency = STRICT
+) -> tuple[bytes, ...]:
+    """The keys under which a reply to `conversation` will be looked for; `own` is the digest of `served`."""
+    told = [(served, own), *((message, digest(message)) for message in expected_rewritings(served, leniency))]
+    chains = [chain_key(link(conversation.chain[-1], message, name)) for message, name in told]
+    digests = [reply_key(name, conversation.voice) for _, name in told]
+    names = filter(None, (_call_key(served, conversation.voice), handle_key(handle, conversation.salt)))
+    return (*dict.fromkeys(chains), *dict.fromkeys(digests), *names)
+
+
+def aborted_turn_keys(conversation: Conversation) -> tuple[bytes, ...]:
+    """The keys of a reply to `conversation` of which nobody knows how much its harness was given."""
+    return position_key(conversation.chain[-1]), aborted_key(conversation.voice)
+
+
+def lookup_keys(conversation: Conversation, last: int | None = None, handles: Mapping[int, str] = MappingProxyType({})) -> list[bytes]:
+    """The keys to look up for a history, the deepest first; the first `c` key that is known ends the search.
+
+    `last` takes those of so many of its last replies only: nearly always the very last one is known. The `p` key stands
+    first: it is known where a harness has left, and then the reply may be a beginning as well as a whole. No key is named twice, though
+    two replies may have one: equal words, or equal ids of calls.
+    """
+    keys: dict[bytes, None] = {}
+    for i in islice(conversation.replies(), last):
+        names = (call_key(conversation, i), handle_key(handles.get(i, ""), conversation.salt))
+        places = (position_key(conversation.chain[i]), chain_key(conversation.chain[i + 1]))
+        keys |= dict.fromkeys((*places, reply_key(conversation.digests[i], conversation.voice), *filter(None, names)))
+    return list(keys)

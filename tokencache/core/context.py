@@ -134,6 +134,6 @@ def _upon(turn: Turn, turns: Mapping[str, Turn], packed: Mapping[str, bytes], wh
     return Context([*base.messages[: turn.context_shared], *own.messages], whose.tools, whose.members, whose.kwargs)
 
 
-def added(context: Context, turn: Turn) -> Sequence[Raw]:
+def added_messages(context: Context, turn: Turn) -> Sequence[Raw]:
     """The messages of a whole context that the turn's request did not share with its base's."""
     return context.messages[turn.context_shared :]

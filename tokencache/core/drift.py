@@ -7,15 +7,33 @@ were changed on the way, the template leaves something out, or nothing is differ
 The two are aligned with the fewest changes of single tokens (insert, delete, replace: Levenshtein's distance). Sites are
 what is not aligned; where several alignments are equally short, each site stands as far to the right as it can. So the
 sites of one pair are always the same, and with the prompt they say the rendering: nothing else need be kept of it.
+
+The causes of drift: why a plain rendering differs, site by site, each told from evidence.
+
+================  ===================================================================================================
+`retokenized`     both sides read the same: the engine tokenizes the text otherwise than the model sampled it
+a rule's name     the harness sent the reply back changed in that way (`rules`); had it not, the site would not be there
+`template`        everything else: given the reply exactly as it was served, the template still writes it otherwise or
+                  leaves it out (thinking before the last question, a call's arguments serialised anew)
+================  ===================================================================================================
+
+What reads the same is found out by reading both sides. Whether the harness or the template is to blame is found out by
+trial: the messages are rendered once more with the model's own words put back (`restore_member`), one *member* of the replies
+after the other (calls, text, reasoning), and a site is due to that member with which most of it vanishes (`Trial`), or to
+the template if more is left in the end. Which rules a reply needed is the verdict on it (`verdict`).
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from rapidfuzz.distance import Levenshtein
 
 from tokencache.core import ids
+from tokencache.core.messages import Message
+from tokencache.core.rules import BY_NAME, RULES, Leniency
+from tokencache.core.turn import Anchor, Turn
+from tokencache.core.verdict import judge
 
 
 class Site(msgspec.Struct, frozen=True):
@@ -55,7 +73,7 @@ class Drift(msgspec.Struct, frozen=True):
         return self.sites[0].start if self.sites else None
 
 
-def none(prompt_tokens: int) -> Drift:
+def no_drift(prompt_tokens: int) -> Drift:
     """The drift of a prompt that is its own plain rendering."""
     return Drift(prompt_tokens, 0)
 
@@ -120,7 +138,7 @@ def _shrunk(gap: _Gap, ours: Sequence[int], theirs: Sequence[int]) -> _Gap:
     return _Gap(start, gap.end, first, gap.last)
 
 
-def rendering_of(prompt: Sequence[int], sites: Sequence[Site]) -> list[int]:
+def plain_rendering(prompt: Sequence[int], sites: Sequence[Site]) -> list[int]:
     """Put the plain rendering together again: the prompt with what its sites say in their places."""
     found: list[int] = []
     at = 0
@@ -140,7 +158,7 @@ class MeasuredTurn(NamedTuple):
     drift: Drift | None
 
 
-def breaks(token_ids: Sequence[int], steps: Sequence[MeasuredTurn]) -> list[int] | None:
+def break_points(token_ids: Sequence[int], steps: Sequence[MeasuredTurn]) -> list[int] | None:
     """Find the turns of a sequence at which it would break if every prompt were rendered plainly.
 
     That is what happens to who has only the text: a turn goes on from the one before it if its plain rendering starts
@@ -155,8 +173,202 @@ def breaks(token_ids: Sequence[int], steps: Sequence[MeasuredTurn]) -> list[int]
     for place, step in enumerate(steps):
         if step.drift is None:
             return None
-        rendering = rendering_of(token_ids[: step.prompt], step.drift.sites)
+        rendering = plain_rendering(token_ids[: step.prompt], step.drift.sites)
         if place and rendering[: len(before)] != before:
             found.append(place)
         before = rendering + list(token_ids[step.prompt : step.completion])
     return found
+
+
+RETOKENIZED, TEMPLATE = "retokenized", "template"
+INTERRUPTED = "interrupted"
+
+Member = Literal["calls", "text", "reasoning"]
+MEMBERS: tuple[Member, ...] = ("calls", "text", "reasoning")
+"""In the order in which they are put back."""
+
+_REASONING = ("reasoning-dropped", "reasoning-emptied", "inline-think")
+_TEXT = ("content-shape", "whitespace", INTERRUPTED, "secrets-masked", "markup-removed", "empty-marker", "marker-broken", "calls-as-text")
+_EVERYONE = Leniency(vouched=frozenset(BY_NAME))
+_REACH = 3
+"""Tokens read on either side of a site: a character's bytes may be spread over four tokens."""
+
+
+def member_of(rule: str) -> Member:
+    """Say which member of a reply a rule touches."""
+    return "reasoning" if rule in _REASONING else "text" if rule in _TEXT else "calls"
+
+
+def own_spans(turn: Turn, turns: Mapping[str, Turn], prefix_of: Callable[[str], bytes]) -> list[Anchor]:
+    """Find the replies of the model within a turn's prompt: whose, and where, in order.
+
+    `turns` holds the turn and all that it rests on; `prefix_of` gives a turn's packed prompt and completion.
+
+    Raises:
+        KeyError: a turn that it rests on is missing.
+    """
+    line: list[Anchor] = []
+    at: Turn | None = turn
+    while at is not None:
+        if at.match == "resplice":
+            line += _respliced(at, turns, prefix_of)
+            break
+        before = turns[at.parent] if at.parent is not None else None
+        if before is not None:
+            line.append(Anchor(before.id, before.prompt_tokens, before.prompt_tokens + before.completion_tokens))
+        at = before
+    return sorted(line, key=lambda span: span.start)
+
+
+def _respliced(turn: Turn, turns: Mapping[str, Turn], prefix_of: Callable[[str], bytes]) -> list[Anchor]:
+    """The anchors of a resplice, and what its prompt still begins with of the turn it came from."""
+    found = {anchor.start: anchor for anchor in turn.anchors}
+    if turn.origin is not None:
+        origin = turns[turn.origin]
+        same = ids.common_head(prefix_of(origin.id), ids.head(prefix_of(turn.id), turn.prompt_tokens))
+        whole = Anchor(origin.id, origin.prompt_tokens, origin.prompt_tokens + origin.completion_tokens)
+        for span in (*own_spans(origin, turns, prefix_of), whole):
+            if span.end <= same:
+                found.setdefault(span.start, span)
+    return list(found.values())
+
+
+class FoundReply(NamedTuple):
+    """A reply as it stands in a request: at which place among the messages, and the rules that recognise it there."""
+
+    place: int
+    rules: tuple[str, ...]
+
+
+def find_replies(spans: Sequence[Anchor], turns: Mapping[str, Turn], messages: Sequence[Message]) -> dict[str, FoundReply]:
+    """Find the message that each of a prompt's own spans came back as, by turn; one that cannot be found is left out."""
+    found: dict[str, FoundReply] = {}
+    at = 0
+    for span in spans:
+        turn = turns[span.turn]
+        for place in range(at, len(messages)):
+            if messages[place].role != "assistant":
+                continue
+            verdict = judge(turn.served, messages[place], _EVERYONE)
+            partly = verdict.kind == "foreign" and "aborted" in turn.marks
+            if verdict.kind != "foreign" or partly:
+                found[turn.id] = FoundReply(place, (INTERRUPTED,) if partly else verdict.rules)
+                at = place + 1
+                break
+    return found
+
+
+def restore_member(entry: dict[str, Any], served: Message, member: Member) -> dict[str, Any]:
+    """Write one member of an assistant's message (chat completions) as it had been served."""
+    told = dict(entry)
+    if member == "text":
+        told["content"] = served.content
+    elif member == "reasoning":
+        told.pop("reasoning_content", None)
+        told["reasoning"] = served.reasoning
+    else:
+        calls = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in served.calls]
+        told = {**told, "tool_calls": calls} if calls else {name: value for name, value in told.items() if name != "tool_calls"}
+    return told
+
+
+def assign_turns(sites: Sequence[Site], spans: Sequence[Anchor]) -> list[Site]:
+    """Name the turn whose reply each site touches; `spans` are in order, and a site at a reply's border is the reply's."""
+    found = []
+    at = 0
+    for site in sites:
+        while at < len(spans) and spans[at].end < site.start:
+            at += 1
+        inside = at < len(spans) and spans[at].start <= site.end
+        found.append(msgspec.structs.replace(site, turn=spans[at].turn) if inside else site)
+    return found
+
+
+def texts_to_decode(prompt: Sequence[int], sites: Sequence[Site]) -> list[list[int]]:
+    """List what must be read to tell which sites are the same text: see `same_text`."""
+    asked: list[list[int]] = []
+    for group in _by_reply(sites):
+        asked += _sides(prompt, sites, group)
+        for place in group if len(group) > 1 else ():
+            asked += _sides(prompt, sites, range(place, place + 1))
+    return asked
+
+
+def same_text(sites: Sequence[Site], texts: Sequence[str]) -> list[bool]:
+    """Say of each site whether both sides read the same; `texts` are those of `texts_to_decode`, in its order.
+
+    Where all of a reply reads the same, from its first site to its last, so does each: an alignment of ids may pair the
+    pieces of one word crosswise.
+    """
+    found = [False] * len(sites)
+    at = 0
+    for group in _by_reply(sites):
+        whole = texts[at] == texts[at + 1]
+        at += 2
+        for place in group:
+            found[place] = whole
+            if len(group) > 1:
+                found[place] |= texts[at] == texts[at + 1]
+                at += 2
+    return found
+
+
+def _by_reply(sites: Sequence[Site]) -> list[range]:
+    """Part the places of sites into runs of one reply."""
+    begins = [place for place, site in enumerate(sites) if not place or site.turn != sites[place - 1].turn]
+    return [range(a, b) for a, b in zip(begins, [*begins[1:], len(sites)], strict=True)]
+
+
+def _sides(prompt: Sequence[int], sites: Sequence[Site], group: range) -> tuple[list[int], list[int]]:
+    """Both sides of a run of sites, from a little before the first to a little behind the last, without its neighbours."""
+    first, last = sites[group[0]], sites[group[-1]]
+    low = max(first.start - _REACH, sites[group[0] - 1].end if group[0] else 0)
+    high = min(last.end + _REACH, sites[group[-1] + 1].start if group[-1] + 1 < len(sites) else len(prompt))
+    theirs: list[int] = []
+    at = low
+    for place in group:
+        theirs += [*prompt[at : sites[place].start], *sites[place].rendered]
+        at = sites[place].end
+    return list(prompt[low:high]), [*theirs, *prompt[at:high]]
+
+
+class Trial(NamedTuple):
+    """One more member of the replies put back.
+
+    `changed` are the replies that it concerns (turn → rules); `left` the sites that are left by then and read otherwise.
+    """
+
+    member: Member
+    changed: Mapping[str, Sequence[str]]
+    left: Sequence[Site]
+
+
+def name_causes(sites: Sequence[Site], same: Sequence[bool], trials: Sequence[Trial]) -> tuple[Site, ...]:
+    """Give every site its cause; `same` is that of `same_text`, `trials` are in the order in which they were made."""
+    size = max((site.end for site in [*sites, *(site for trial in trials for site in trial.left)]), default=0)
+    standing = [max(site.end - site.start, 1) for site in sites]
+    best: list[tuple[int, str]] = [(0, TEMPLATE)] * len(sites)
+    for trial in trials:
+        covered, added = bytearray(size), {(site.start, site.rendered) for site in trial.left}
+        for site in trial.left:
+            covered[site.start : site.end] = b"\x01" * (site.end - site.start)
+        for place, site in enumerate(sites):
+            now = covered.count(1, site.start, site.end) if site.end > site.start else int((site.start, site.rendered) in added)
+            gone = standing[place] - now
+            if gone > best[place][0] and site.turn in trial.changed:
+                best[place] = (gone, rule_for_site(trial.changed[site.turn], trial.member))
+            standing[place] = now
+    found = []
+    for site, alike, (gone, cause), rest in zip(sites, same, best, standing, strict=True):
+        found.append(msgspec.structs.replace(site, cause=RETOKENIZED if alike else cause if gone > rest else TEMPLATE))
+    return tuple(found)
+
+
+def rule_for_site(rules: Sequence[str], member: Member) -> str:
+    """Of the rules that a reply needed, choose the one that a member's site is called after; `template` if none touches it.
+
+    One that changes a value comes before one that says the same otherwise; of equals, the first in the list of rules.
+    """
+    touching = [rule for rule in RULES if rule.name in rules and member_of(rule.name) == member]
+    ranked = sorted(touching, key=lambda rule: rule.verdict != "rewritten")
+    return ranked[0].name if ranked else TEMPLATE

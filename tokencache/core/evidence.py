@@ -4,12 +4,12 @@ A chain says that the same words stand in the same places. Some things it does n
 reasoning than the model's, whether a rule that is switched off was needed for it, whether the harness changed an assistant's
 message of its own. Each turn was sent after all of that was judged for its own history. So a turn keeps three short hashes:
 
-`judged`    the assistant's messages of its history as they were written, the handles that came back with them, and what was forgiven
+`judged_hash`    the assistant's messages of its history as they were written, the handles that came back with them, and what was forgiven
             then. A history that begins with the same bytes under the same rules needs no second judgement: nearly always.
-`foreign`   the assistant's messages in its prompt that are the harness's own; nothing if there are none.
-`before`    what stands directly before the reply, however it is written: evidence of where the reply was sampled.
+`foreign_hash`   the assistant's messages in its prompt that are the harness's own; nothing if there are none.
+`preceding_hash`    what stands directly before the reply, however it is written: evidence of where the reply was sampled.
 
-Where `judged` differs, `holds` judges every reply in the turn's prompt again, along the line of turns that it continues.
+Where `judged_hash` differs, `still_holds` judges every reply in the turn's prompt again, along the line of turns that it continues.
 
 A client may also send back the token ids of a reply (`ReturnedIdHashes`). They name the turn, if its words came back, too.
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from tokencache.core.chain import Conversation, keyed
+from tokencache.core.chain import Conversation, keyed_hash
 from tokencache.core.rules import Leniency
 from tokencache.core.turn import Anchor, Turn
 
@@ -40,7 +40,7 @@ class PlacedReply(msgspec.Struct, frozen=True):
         return Anchor(self.turn.id, self.start, self.end, self.place)
 
 
-def whole(place: int, turn: Turn) -> PlacedReply:
+def whole_reply(place: int, turn: Turn) -> PlacedReply:
     """A turn's reply at the end of its own prefix."""
     return PlacedReply(place, turn, turn.prompt_tokens, turn.prompt_tokens + turn.completion_tokens)
 
@@ -68,7 +68,7 @@ Echoes = Callable[[Turn, int], bool]
 """Whether the message at a place of the history is a turn's reply, come back."""
 
 
-def judged(conversation: Conversation, until: int, leniency: Leniency, handles: Mapping[int, str]) -> bytes:
+def judged_hash(conversation: Conversation, until: int, leniency: Leniency, handles: Mapping[int, str]) -> bytes:
     """Name the assistant's messages among the first `until` as they came back, and the rules under which they were judged: 8 bytes."""
     came = "".join([handle for place, handle in handles.items() if place < until])
     return xxhash.xxh3_64_digest(conversation.written[until] + _rules(leniency) + came.encode())
@@ -79,7 +79,7 @@ def _rules(leniency: Leniency) -> bytes:
     return "\0".join([*sorted(leniency.off), "", *sorted(leniency.vouched)]).encode()
 
 
-class Before(NamedTuple):
+class PrecedingHash(NamedTuple):
     """What stands directly before a reply, white space, content shape and ids aside: the last message, and all since the reply before.
 
     8 and 4 bytes of keyed hashes; nothing at the beginning of a conversation.
@@ -89,35 +89,35 @@ class Before(NamedTuple):
     messages: bytes
 
 
-def before(conversation: Conversation, place: int) -> bytes:
-    """Name what stands directly before a place: 12 bytes (`Before`), none at the beginning."""
+def preceding_hash(conversation: Conversation, place: int) -> bytes:
+    """Name what stands directly before a place: 12 bytes (`PrecedingHash`), none at the beginning."""
     if not place:
         return b""
     start = place
     while start and conversation.messages[start - 1].role != "assistant":
         start -= 1
     salt, said = conversation.salt, conversation.digests
-    return keyed(salt, b"before" + said[place - 1])[:_LAST] + keyed(salt, b"since" + b"".join(said[start:place]))[:_SINCE]
+    return keyed_hash(salt, b"before" + said[place - 1])[:_LAST] + keyed_hash(salt, b"since" + b"".join(said[start:place]))[:_SINCE]
 
 
-def parted(before: bytes) -> Before:
-    """Part what `before` returned."""
-    return Before(before[:_LAST], before[_LAST:])
+def split_preceding_hash(preceding_hash: bytes) -> PrecedingHash:
+    """Part what `preceding_hash` returned."""
+    return PrecedingHash(preceding_hash[:_LAST], preceding_hash[_LAST:])
 
 
 _LAST, _SINCE = 8, 4
 
 
-def foreign(conversation: Conversation, start: int, until: int, replies: Collection[int], inherited: bytes = b"") -> bytes:
+def foreign_hash(conversation: Conversation, start: int, until: int, replies: Collection[int], inherited: bytes = b"") -> bytes:
     """Name the harness's own assistant's messages up to `until` as they are written: 16 bytes, none if there are none.
 
     `replies` are the places from `start` on at which replies of the model stand; `inherited` is the name of what stands before `start`.
     """
     own = [i for i in range(start, until) if conversation.messages[i].role == "assistant" and i not in replies]
-    return keyed(conversation.salt, b"foreign" + inherited + b"".join(conversation.exacts[i] for i in own)) if own else inherited
+    return keyed_hash(conversation.salt, b"foreign" + inherited + b"".join(conversation.exacts[i] for i in own)) if own else inherited
 
 
-def standing(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, ...] | None:
+def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, ...] | None:
     """List the replies that stand in a turn's prompt, in order; `None` if the records do not say where.
 
     `turns` holds all turns that it rests on.
@@ -128,7 +128,7 @@ def standing(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, ...] |
         parent = turns.get(at.parent)
         if parent is None:
             return None
-        line.append(whole(parent.messages, parent))
+        line.append(whole_reply(parent.messages, parent))
         at = parent
     if at.reason == CLIENT_IDS:  # which of its messages stand in the client's ids is not recorded
         return None
@@ -138,12 +138,12 @@ def standing(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, ...] |
     return (*first, *reversed(line))
 
 
-def holds(turn: Turn, conversation: Conversation, turns: Mapping[str, Turn], echoes: Echoes) -> bool:
+def still_holds(turn: Turn, conversation: Conversation, turns: Mapping[str, Turn], echoes: Echoes) -> bool:
     """Whether a turn's prompt is what these messages call for: every reply in it came back, and nothing else has changed.
 
     The conversation is known to have the same chain as the turn's history (`chain`). `turns` holds all turns that it rests on.
     """
-    replies = standing(turn, turns)
+    replies = placed_replies(turn, turns)
     if replies is None or not all(reply.place < turn.messages and echoes(reply.turn, reply.place) for reply in replies):
         return False
     line = [turn]
@@ -151,6 +151,6 @@ def holds(turn: Turn, conversation: Conversation, turns: Mapping[str, Turn], ech
         line.append(turns[line[-1].parent])
     name, start = b"", 0
     for at in reversed(line):
-        name = foreign(conversation, start, at.messages, {anchor.place for anchor in at.anchors}, name)
+        name = foreign_hash(conversation, start, at.messages, {anchor.place for anchor in at.anchors}, name)
         start = at.messages + 1
     return turn.foreign == name

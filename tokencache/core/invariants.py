@@ -21,7 +21,7 @@ from tokencache.core import ids
 from tokencache.core.lineage import SequenceTurn, TokenSequence, sequences
 from tokencache.core.turn import Tokens, Turn
 
-BookEntry = tuple[Sequence[int], Sequence[int], Sequence[float]]
+GroundTruthEntry = tuple[Sequence[int], Sequence[int], Sequence[float]]
 """One generation as the engine kept it: prompt ids, completion ids, log probabilities of the completion."""
 
 
@@ -47,7 +47,9 @@ def extension(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: s
     return _of(session, found)
 
 
-def engine_agrees(turns: Sequence[Turn], tokens: Mapping[str, Tokens], books: Iterable[BookEntry], *, session: str = "") -> list[str]:
+def engine_agrees(
+    turns: Sequence[Turn], tokens: Mapping[str, Tokens], books: Iterable[GroundTruthEntry], *, session: str = ""
+) -> list[str]:
     """Check the records of a session against the engine's own books, one to one.
 
     A turn marked `aborted` may hold the beginning of what the engine generated; one marked `no-logprobs` is compared

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tokencache.core import ids
-from tokencache.core.turn import Tokens, Turn, grow, rebuild
+from tokencache.core.turn import Tokens, Turn, extend_prefix, rebuild_prefix
 
 
 class SequenceTurn(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
         return sum(self.loss_mask)
 
 
-def lines(turns: Sequence[Turn]) -> list[list[Turn]]:
+def lineages(turns: Sequence[Turn]) -> list[list[Turn]]:
     """Part the turns, given in the order they were recorded, into lines in which each continues the one before."""
     heir = _heirs(turns)
     line_of: dict[str, list[Turn]] = {}
@@ -96,7 +96,7 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
     root_of: dict[str | None, str] = {}
     parents = {turn.parent for turn in turns}
     built = []
-    for line in lines(turns):
+    for line in lineages(turns):
         first = line[0]
         continued = any(turn.id in parents for turn in line)
         parent = name_of.get(first.parent or first.origin or "")
@@ -107,7 +107,7 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
 
 
 def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None, root: str, *, continued: bool) -> TokenSequence:
-    packed = bytearray(rebuild(lookup, line[0].id).ids)
+    packed = bytearray(rebuild_prefix(lookup, line[0].id).ids)
     mask: list[int] = []
     logprobs: list[float] = []
     spans = []
@@ -116,7 +116,7 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
         if turn is not line[0]:  # its base is its parent, whose prefix is at hand
             at = turn.shared * ids.ID_BYTES
             unshared = bytes(packed[at:])  # stored again with this turn: it must be the same again
-            grow(packed, turn, sampled)
+            extend_prefix(packed, turn, sampled)
             if not packed.startswith(unshared, at):
                 raise ValueError(f"turn {turn.id} does not extend turn {turn.parent}")
         before, start = len(mask), turn.prompt_tokens

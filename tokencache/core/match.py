@@ -36,14 +36,12 @@ from typing import NamedTuple
 import msgspec
 
 from tokencache.core import evidence
-from tokencache.core.chain import Conversation
+from tokencache.core.chain import Conversation, aborted_key, call_key, chain_key, handle_key, position_key, reply_key
 from tokencache.core.evidence import ReturnedIdHashes
-from tokencache.core.interrupt import DeliveredPrefix, heard, may_be
-from tokencache.core.keys import aborted_key, call_key, chain_key, handle_key, place_key, reply_key
 from tokencache.core.messages import Message
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn
-from tokencache.core.verdict import Verdict, is_unique, judge, safe_id
+from tokencache.core.verdict import DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, may_be_delivered, safe_id
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -72,7 +70,7 @@ class Match(NamedTuple):
     """How a history relates to what was recorded.
 
     `at` counts the messages that the parent's prefix covers. `anchors` are (place in the history, hit), in order.
-    `heard` says of an aborted parent how much of it the history holds: to be proven. `unsure` are keys that may know
+    `delivered` says of an aborted parent how much of it the history holds: to be proven. `unsure` are keys that may know
     better, and are to be looked up before this is relied on: the parent's ids did not come back, or an anchor has none.
     `turns_wanted`: the session's turns are needed before this is relied on.
     """
@@ -83,7 +81,7 @@ class Match(NamedTuple):
     at: int = 0
     anchors: tuple[tuple[int, Hit], ...] = ()
     forgiven: tuple[str, ...] = ()
-    heard: DeliveredPrefix | None = None
+    delivered: DeliveredPrefix | None = None
     unsure: tuple[bytes, ...] = ()
     turns_wanted: bool = False
 
@@ -132,7 +130,7 @@ def match(
 class _Found(NamedTuple):
     hit: Hit
     verdict: Verdict
-    heard: DeliveredPrefix | None = None
+    delivered: DeliveredPrefix | None = None
 
 
 class _Claim(NamedTuple):
@@ -152,7 +150,7 @@ _ANOTHER = Verdict("foreign", ids_kept=False, supplied=False)
 
 def _result(conversation: Conversation, finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] | None) -> Match:
     """Put together what was found: the parent, and the replies behind it, which are looked at in their order."""
-    standing = evidence.standing(parent[1].hit.turn, finder.turns) or () if parent is not None else ()
+    standing = evidence.placed_replies(parent[1].hit.turn, finder.turns) or () if parent is not None else ()
     inside = {reply.turn.id for reply in standing} | ({parent[1].hit.turn.id} if parent is not None else set())
     anchors, reasons = _settled(conversation, list(reversed(claims)), inside, parent, finder.turns)
     rules = {rule for _, found in anchors for rule in found.verdict.rules}
@@ -168,9 +166,9 @@ def _result(conversation: Conversation, finder: "_Finder", claims: list[_Claim],
     if not by.verdict.ids_kept:
         unsure = (*unsure, call_key(conversation, i))
     if hits:
-        return Match("resplice", "context-edited", by.hit.turn, i + 1, hits, forgiven, by.heard, unsure)
+        return Match("resplice", "context-edited", by.hit.turn, i + 1, hits, forgiven, by.delivered, unsure)
     kind: MatchKind = "branch" if by.hit.continued else "continue"
-    return Match(kind, reasons[-1] if reasons else "", by.hit.turn, i + 1, (), forgiven, by.heard, unsure)
+    return Match(kind, reasons[-1] if reasons else "", by.hit.turn, i + 1, (), forgiven, by.delivered, unsure)
 
 
 def _settled(
@@ -239,15 +237,15 @@ class _Here(NamedTuple):
     turns: Mapping[str, Turn]
 
     @property
-    def before(self) -> evidence.Before:
-        return evidence.parted(evidence.before(self.conversation, self.place))
+    def before(self) -> evidence.PrecedingHash:
+        return evidence.split_preceding_hash(evidence.preceding_hash(self.conversation, self.place))
 
     def follows(self, turn: Turn, *, at_least: bool = False) -> bool | None:
         """Whether a turn was sampled behind the reply that stands before; `None` if its record does not tell.
 
         It was not if other messages stood between; `at_least` lets these be others, as many.
         """
-        if not at_least and evidence.parted(turn.before).messages != self.before.messages:
+        if not at_least and evidence.split_preceding_hash(turn.before).messages != self.before.messages:
             return False
         before = reversed(self.conversation.messages[: self.place])
         since = next((n for n, message in enumerate(before) if message.role == "assistant"), self.place)
@@ -269,7 +267,7 @@ def _narrowed(here: _Here, able: tuple[_Found, ...]) -> tuple[_Found, ...]:
     One that may have been keeps the others from being certain.
     """
     message = here.before.message
-    able = tuple(found for found in able if message and evidence.parted(found.hit.turn.before).message == message) or able
+    able = tuple(found for found in able if message and evidence.split_preceding_hash(found.hit.turn.before).message == message) or able
     if here.last and not _interchangeable([found.hit.turn for found in able], in_place=False):
         follow = [here.follows(found.hit.turn) for found in able]
         if True in follow:
@@ -299,8 +297,10 @@ class _Finder(NamedTuple):
         whole = _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name])
         judged = self._judged(i, whole)
         told = {hit.turn.prefix_hash for hit in whole}  # who left and asked again may have got the very same tokens
-        aborted = [hit for hit in self.hits.get(place_key(place), ()) if hit.turn.prefix_hash not in told and may_be(hit.turn, echoed)]
-        parts = [(hit, heard(hit.turn, echoed, self.leniency)) for hit in aborted]
+        aborted = [
+            hit for hit in self.hits.get(position_key(place), ()) if hit.turn.prefix_hash not in told and may_be_delivered(hit.turn, echoed)
+        ]
+        parts = [(hit, delivered_prefix(hit.turn, echoed, self.leniency)) for hit in aborted]
         judged += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
         by_tokens = self._by_tokens(i, judged) if len(judged) + len(parts) > 1 else []
         chosen = _choose(echoed, by_tokens or judged)
@@ -313,15 +313,15 @@ class _Finder(NamedTuple):
     def was_judged(self, turn: Turn, i: int) -> bool:
         """Whether all that stands before the reply was judged when the turn was sent, under these rules and in these bytes."""
         unsaid = self.conversation.written[i] == self.conversation.written[0]
-        return unsaid or turn.judged == evidence.judged(self.conversation, i, self.leniency, self.handles)
+        return unsaid or turn.judged == evidence.judged_hash(self.conversation, i, self.leniency, self.handles)
 
     def holds(self, turn: Turn) -> bool:
         """Whether every reply in a turn's prompt came back, judged anew."""
-        return evidence.holds(turn, self.conversation, self.turns, self._came_back)
+        return evidence.still_holds(turn, self.conversation, self.turns, self._came_back)
 
     def _came_back(self, turn: Turn, place: int) -> bool:
         echoed = self.conversation.messages[place]
-        if "aborted" in turn.marks and heard(turn, echoed, self.leniency) is not None:
+        if "aborted" in turn.marks and delivered_prefix(turn, echoed, self.leniency) is not None:
             return True
         return self._judged(place, [Hit(turn)])[0].verdict.supplied
 
@@ -348,17 +348,17 @@ class _Finder(NamedTuple):
             return _Claim(i, (), DISAGREED)
         by_handle = handle and all(found.hit.turn.handle == handle for found in known)
         left = () if by_handle else self.hits.get(aborted_key(self.conversation.voice), ())
-        in_doubt = self._may_be_barred(i, judged, known) or any(may_be(hit.turn, echoed) for hit in left)
+        in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in left)
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), AMBIGUOUS)
         return _Claim(i, tuple(known), "" if evident else FOREIGN, in_order=not evident)
 
     def _may_be_barred(self, i: int, judged: Sequence[_Found], known: Sequence[_Found]) -> bool:
         """Whether another turn fits as well, but for a rule that may not be relied on: that leaves the others in doubt."""
-        here = evidence.parted(evidence.before(self.conversation, i)).message
+        here = evidence.split_preceding_hash(evidence.preceding_hash(self.conversation, i)).message
         barred = [found.hit.turn for found in judged if found.verdict.rules and not found.verdict.supplied]
         tokens = {found.hit.turn.completion_hash for found in known}
-        return any(evidence.parted(turn.before).message == here and turn.completion_hash not in tokens for turn in barred)
+        return any(evidence.split_preceding_hash(turn.before).message == here and turn.completion_hash not in tokens for turn in barred)
 
     def _evident(self, i: int, genuine: list[_Found]) -> list[_Found]:
         """Keep the turns that more than their words speak for, by the strongest evidence that speaks for any."""
@@ -372,9 +372,9 @@ class _Finder(NamedTuple):
         by_id = [found for found in genuine if found.verdict.ids_kept and any(is_unique(call.id) for call in found.hit.turn.served.calls)]
         if by_id:
             return by_id
-        here = evidence.parted(evidence.before(self.conversation, i)).message
+        here = evidence.split_preceding_hash(evidence.preceding_hash(self.conversation, i)).message
         said = echoed.text or echoed.calls
-        behind = [found for found in genuine if said and here and evidence.parted(found.hit.turn.before).message == here]
+        behind = [found for found in genuine if said and here and evidence.split_preceding_hash(found.hit.turn.before).message == here]
         kept = [found for found in behind if found.verdict.ids_kept]
         return kept or [found for found in behind if not self._issued_to_another(i, found.hit.turn)]
 
@@ -383,7 +383,7 @@ class _Finder(NamedTuple):
         came = self.echoed.get(i)
         if came is None:
             return []
-        named = [found for found in judged if found.verdict.supplied and found.heard is None and came.names(found.hit.turn)]
+        named = [found for found in judged if found.verdict.supplied and found.delivered is None and came.names(found.hit.turn)]
         return sorted(named, key=lambda found: found.hit.continued)
 
     def _by_name(self, i: int) -> list[Hit]:
@@ -420,7 +420,7 @@ def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
         return _why_not(judged)
     if any(DISAGREED in found.hit.turn.marks for found in genuine):
         return DISAGREED
-    if len(genuine) > 1 and any(found.heard is not None for found in genuine):
+    if len(genuine) > 1 and any(found.delivered is not None for found in genuine):
         return AMBIGUOUS  # a beginning is known by its words alone
     return genuine[0] if _interchangeable([found.hit.turn for found in genuine], in_place=True) else AMBIGUOUS
 

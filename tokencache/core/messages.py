@@ -21,7 +21,7 @@ What an entry says in its own bytes stays with it (`Message`), so that a digest 
 field afterwards: hash proposes, evidence disposes.
 
 These rules hold for replies of the model only. The harness's own words are context, and a template may show every
-difference in them. So a message has two digests: `digest` is equal for all writings of one reply, `exact` only for what no
+difference in them. So a message has two digests: `digest` is equal for all writings of one reply, `exact_digest` only for what no
 template can tell apart.
 """
 
@@ -111,12 +111,12 @@ def digest(message: Message) -> bytes:
     return h.digest()[:16]
 
 
-def exact(message: Message) -> bytes:
-    """Digest one message as it is written: 16 bytes of its SHA-256. For messages that were not read from JSON (`exact_entry`)."""
+def exact_digest(message: Message) -> bytes:
+    """Digest one message as it is written: 16 bytes of its SHA-256. For messages that were not read from JSON (`exact_digest_of_json`)."""
     return hashlib.sha256(_VERSION + msgspec.json.encode(message)).digest()[:16]
 
 
-def exact_entry(entry: dict[str, Any]) -> bytes:
+def exact_digest_of_json(entry: dict[str, Any]) -> bytes:
     """Digest a decoded chat message as it is written: 16 bytes of its SHA-256.
 
     Forgiven is only what vLLM 0.32 hides from every template: the order of members, `cache_control`, and a single text part

@@ -16,11 +16,11 @@ _MOST = 256
 """An incomplete end is a few characters; one that would be longer than this is not looked for."""
 
 
-class NothingSaidError(ValueError):
+class NotTruncatedJsonError(ValueError):
     """A text is not the beginning of a JSON object, or it is a whole one."""
 
 
-def completed(text: str) -> dict[str, Any]:
+def complete_json(text: str) -> dict[str, Any]:
     """Read the beginning of a JSON object as the object that it becomes when its end is dropped and the rest closed.
 
     Raises:
@@ -28,7 +28,7 @@ def completed(text: str) -> dict[str, Any]:
     """
     text = text.rstrip()
     if not text.lstrip().startswith("{"):
-        raise NothingSaidError(text[:20])
+        raise NotTruncatedJsonError(text[:20])
     for end in range(len(text), max(0, len(text) - _MOST), -1):
         closing = _closing(text[:end])
         half = _HALF_ESCAPE if closing[:1] == '"' else _HALF_MEMBER
@@ -40,7 +40,7 @@ def completed(text: str) -> dict[str, Any]:
             continue
         if isinstance(value, dict):
             return value
-    raise NothingSaidError(text[:20])
+    raise NotTruncatedJsonError(text[:20])
 
 
 def _closing(text: str) -> str:

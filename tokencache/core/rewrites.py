@@ -2,7 +2,7 @@ r"""Rewrites: the vouched rules, as functions. Is the echoed value that very tra
 
 A rule never says "close enough". Where a harness changes a *text*, the rule is the change itself: a function that makes
 of the served text the one that comes back (`TEXT`). So what will come back is known when the reply is recorded, and it
-is found under its own digest (`foretold`). Where it changes the *arguments* of a call, the rule compares: the whole of
+is found under its own digest (`expected_rewritings`). Where it changes the *arguments* of a call, the rule compares: the whole of
 them (`ARGUMENTS`), or member by member (`MEMBERS`), so that several rules may each explain a member of one call.
 
 `json` reads what harnesses may have read: lone surrogates and NaN, which the strict reader refuses.
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, canonical_json
-from tokencache.core.repair import NothingSaidError, completed
+from tokencache.core.repair import NotTruncatedJsonError, complete_json
 from tokencache.core.rules import Leniency
 
 Rules = tuple[str, ...]
@@ -70,7 +70,7 @@ TEXT: dict[str, Callable[[str], str]] = {
 """In the order in which they are done."""
 
 
-def retold(served: Message, *, among: Leniency | None = None) -> Iterator[tuple[Rules, Message]]:
+def rewritings(served: Message, *, among: Leniency | None = None) -> Iterator[tuple[Rules, Message]]:
     """Tell every other way in which the text of a reply may come back, those that take the fewest rules first.
 
     `among` leaves out what is not allowed there. Calls stay what they are, unless the rule is that they become text.
@@ -96,9 +96,9 @@ def retold(served: Message, *, among: Leniency | None = None) -> Iterator[tuple[
                 yield rules, msgspec.structs.replace(served, content=text)
 
 
-def foretold(served: Message, leniency: Leniency) -> list[Message]:
+def expected_rewritings(served: Message, leniency: Leniency) -> list[Message]:
     """Tell how a reply may come back in this session beside as it was served: nothing where nobody vouches for a change."""
-    return [message for _, message in retold(served, among=leniency)] if leniency.vouched else []
+    return [message for _, message in rewritings(served, among=leniency)] if leniency.vouched else []
 
 
 def _calls_as_text(served: Message) -> Message:
@@ -122,8 +122,8 @@ def _repaired(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     if not _broken(ours, theirs):
         return False
     try:
-        return canonical_json(completed(ours.arguments)) == canonical_json(value)
-    except NothingSaidError:
+        return canonical_json(complete_json(ours.arguments)) == canonical_json(value)
+    except NotTruncatedJsonError:
         return False
 
 

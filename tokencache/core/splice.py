@@ -31,7 +31,7 @@ OPEN = Junction("no-stop")
 REPLACED = Junction("other-stop", drop=1)
 
 
-def boundary(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Junction:
+def junction(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Junction:
     """Find how packed reply ids and packed tail ids meet; `stop_ids` are those the engine stops at."""
     if not reply or not tail:
         return OPEN
@@ -60,7 +60,7 @@ def fill(
     prompt, spans = pieces[0] + openers[0], []
     for reply, piece, opener in zip(replies, pieces[1:], (*openers[1:], b""), strict=True):
         start, prompt = ids.count(prompt), prompt + reply
-        where = boundary(reply, piece + opener, stop_ids)
+        where = junction(reply, piece + opener, stop_ids)
         spans.append((start, ids.count(prompt) - where.drop))
         prompt = join(prompt, piece + opener, where)
     return prompt, spans

@@ -141,7 +141,7 @@ def hash_logprobs(packed: bytes) -> bytes:
     return xxhash.xxh3_128_digest(packed) if packed else b""
 
 
-def grow(packed: bytearray, record: Turn, tokens: Tokens) -> None:
+def extend_prefix(packed: bytearray, record: Turn, tokens: Tokens) -> None:
     """Turn the packed prefix of a turn's base into the turn's own, in place.
 
     Raises:
@@ -157,7 +157,7 @@ def grow(packed: bytearray, record: Turn, tokens: Tokens) -> None:
     packed += tokens.completion
 
 
-def rebuild(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefix:
+def rebuild_prefix(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefix:
     """Rebuild a turn's prefix from deltas; `lookup` holds the turn and all its bases.
 
     Raises:
@@ -171,5 +171,5 @@ def rebuild(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefix:
         at = line[-1][0].base
     packed = bytearray()  # grown in place: one copy of the tokens, however many turns they came in
     for record, tokens in reversed(line):
-        grow(packed, record, tokens)
+        extend_prefix(packed, record, tokens)
     return Prefix(bytes(packed), ids.count(line[0][1].completion))

@@ -10,15 +10,27 @@ reasoning* than the model's, on which a digest is silent, and other words beside
 `rewritten`    a value differs, in a way that is known: supplied only if every rule is vouched for and none switched off
 `foreign`      no rule makes this of what the model said: it did not say this, whatever id stands beside it
 =============  =====================================================================================================
+
+Interrupts: a harness that left in mid-stream, and sends back what it had heard.
+
+What it had heard ends with an event of the stream. So of an aborted turn it is recorded after which events a text could
+have ended (`Cut`), and an echo is recognised if it is the text up to one of them, to the letter; where white space
+around it was lost, only if there is just one such place.
+
+That says which characters were heard, not which tokens: a parser holds text back, a character may be half of a token.
+Where the tokens end is to be proven by decoding them (`DeliveredPrefix` says between which bounds); the core cannot do that.
+A turn that had begun a call is never taken: nobody can say how much of it the harness kept.
 """
 
 import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from tokencache.core import ids
 from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, split_think
-from tokencache.core.rewrites import Rules, explain_call, retold
+from tokencache.core.rewrites import Rules, explain_call, rewritings
 from tokencache.core.rules import BY_NAME, STRICT, Leniency
+from tokencache.core.turn import Turn
 
 _RANDOM = re.compile(r"[0-9A-Za-z]{8,}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
@@ -81,7 +93,7 @@ def _tell(served: Message, echoed: Message, leniency: Leniency) -> tuple[Message
         return None
     if served.text == echoed.text and len(served.calls) == len(echoed.calls):
         return served, _judge_text(served, echoed)
-    ways = [(rules, told) for rules, told in retold(served) if told.text == echoed.text and len(told.calls) == len(echoed.calls)]
+    ways = [(rules, told) for rules, told in rewritings(served) if told.text == echoed.text and len(told.calls) == len(echoed.calls)]
     if not ways:
         return None
     rules = _preferred([rules for rules, _ in ways], leniency)
@@ -150,3 +162,83 @@ def _judge_reasoning(served: Message, echoed: Message, leniency: Leniency) -> se
 def _thoughts(message: Message) -> tuple[str, str]:
     """The reasoning in its own member and that at the beginning of the text: a reply may hold both."""
     return (message.reasoning or "").strip(BLANK), split_think(message.content)[0]
+
+
+INTERRUPTED = "interrupted"
+
+
+class Cut(NamedTuple):
+    """An event after which a harness may have left.
+
+    `before` and `after` count the sampled tokens before and after it, `content` and `reasoning` the characters so far.
+    """
+
+    before: int
+    after: int
+    content: int
+    reasoning: int
+
+
+class DeliveredPrefix(NamedTuple):
+    """What a harness had heard of an aborted turn.
+
+    `text` is spelled by the tokens from some place between `first` (inclusive) and `begun` (exclusive) on, and they end
+    at `after` or a little before.
+    """
+
+    turn: Turn
+    text: str
+    first: int
+    begun: int
+    after: int
+    rules: tuple[str, ...]
+
+
+def pack_cuts(cuts: Sequence[Cut]) -> bytes:
+    """Pack cuts: 16 bytes each."""
+    return ids.pack(number for cut in cuts for number in cut)
+
+
+def unpack_cuts(packed: bytes) -> list[Cut]:
+    """Unpack cuts."""
+    numbers = ids.unpack(packed)
+    return [Cut(*numbers[i : i + len(Cut._fields)]) for i in range(0, len(numbers), len(Cut._fields))]
+
+
+def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> DeliveredPrefix | None:
+    """Find up to where of an aborted turn a harness had heard; `None` if this is not what it said, or it is not certain.
+
+    A text is the turn's `content` up to a cut, its reasoning whole or gone; without any text it is its reasoning.
+    """
+    if not leniency.allows(INTERRUPTED):
+        return None
+    said = _beginnings(turn, echoed)
+    member = "content" if echoed.text else "reasoning"
+    found = [both for both in said if getattr(both[1], member) == getattr(echoed, member)] or said
+    if len(found) != 1:
+        return None
+    ((cut, message),) = found
+    verdict = judge(message, echoed, leniency)
+    if not verdict.supplied:
+        return None
+    begin = next(cut for cut in unpack_cuts(turn.cuts) if getattr(cut, member))
+    rules = tuple(sorted({*verdict.rules, INTERRUPTED}))
+    return DeliveredPrefix(turn, getattr(message, member) or "", begin.before, begin.after, cut.after, rules)
+
+
+def may_be_delivered(turn: Turn, echoed: Message) -> bool:
+    """Whether an echo may be what was heard of an aborted turn, certain or not."""
+    return bool(_beginnings(turn, echoed))
+
+
+def _beginnings(turn: Turn, echoed: Message) -> list[tuple[Cut, Message]]:
+    """The beginnings of an aborted turn that an echo may be, white space aside."""
+    if turn.served.calls or echoed.calls or not (echoed.text or echoed.thought):
+        return []
+    cuts = [cut for cut in unpack_cuts(turn.cuts) if (cut.content if echoed.text else not cut.content and cut.reasoning)]
+    said = [(cut, _up_to(turn.served, cut)) for cut in cuts]
+    return [both for both in said if both[1].text == echoed.text and (echoed.text or both[1].thought == echoed.thought)]
+
+
+def _up_to(served: Message, cut: Cut) -> Message:
+    return Message("assistant", (served.content or "")[: cut.content] or None, (served.reasoning or "")[: cut.reasoning] or None)

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from tokencache import metrics
 from tokencache.core.budget import Budget
-from tokencache.core.keys import repeat_key
+from tokencache.core.chain import request_key
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engine.model import Engine, Model
@@ -106,7 +106,7 @@ class Call:
 
     async def _begun(self, join: Join) -> Beginning:
         imprint = self._repeat.imprint
-        first = [repeat_key(imprint)] if imprint else []  # behind a known `c` key nothing is looked up
+        first = [request_key(imprint)] if imprint else []  # behind a known `c` key nothing is looked up
         begun = await self._ledger.begin(self._session, self._id, [*first, *self._keys], fingerprint=imprint, join=join)
         if begun is not None and begun.duplicate is None:
             self._ending.begun = msgspec.structs.replace(begun, hits=begun.hits[len(first) :])

@@ -16,7 +16,7 @@ from multidict import CIMultiDict
 
 from tokencache import metrics
 from tokencache.core.budget import Budget
-from tokencache.core.chain import keyed
+from tokencache.core.chain import keyed_hash
 from tokencache.core.rules import Leniency
 from tokencache.dialects import completions, gym_request
 from tokencache.dialects.chat.call import ChatCall, read_chat, read_tokenize, with_messages
@@ -270,7 +270,7 @@ class Caller:
         A tenant has a part of the engine's prefix cache to itself, by a salt nobody else can compute (`cache_salt`, vLLM 0.20 to 0.32).
         """
         if visit.origin.tenant:
-            salt = keyed(self._bodies.secret, b"tenant" + visit.origin.tenant.encode())
+            salt = keyed_hash(self._bodies.secret, b"tenant" + visit.origin.tenant.encode())
             fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
         policy = {**self._engine(visit.session).driver.pinned, **self._sampling, **visit.origin.sampling}
         if not policy:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
 
 from tokencache.core import ids
-from tokencache.core.interrupt import DeliveredPrefix
+from tokencache.core.verdict import DeliveredPrefix
 
 Read = Callable[[bytes], Awaitable[str]]
 

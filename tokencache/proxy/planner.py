@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from tokencache.core import evidence, ids
+from tokencache.core.chain import chain_key, lookup_keys
 from tokencache.core.evidence import PlacedReply
-from tokencache.core.interrupt import RULE, DeliveredPrefix
-from tokencache.core.keys import chain_key, wanted
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.messages import Message
-from tokencache.core.splice import REPLACED, boundary, fill, join
+from tokencache.core.splice import REPLACED, fill, join, junction
 from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
-from tokencache.core.verdict import is_unique
+from tokencache.core.verdict import INTERRUPTED, DeliveredPrefix, is_unique
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engine.drivers.base import Exact, Head
 from tokencache.engine.model import Model
@@ -188,8 +187,8 @@ class Planner:
     async def _proven(self, session: str, call: ChatCall, found: Match, known: _Known, model: Model) -> Plan:
         """Splice what was found, once it is proven how much of its parent the harness has heard."""
         cut = None
-        if found.parent is not None and found.heard is not None:
-            cut = await self._cut(session, call, found.parent, found.heard, model)
+        if found.parent is not None and found.delivered is not None:
+            cut = await self._cut(session, call, found.parent, found.delivered, model)
             if cut is None:
                 found = await self._without(session, call, found.parent, known)
         if found.kind == "plain":
@@ -225,7 +224,7 @@ class Planner:
             found = match(call.conversation, hits, call.leniency, call.handles, turns, echoed=returned)
             # If the last replies are not known, or the deepest known place was not the model's reply after all: look at the rest.
             looked = not hits or (found.parent is not None and chain_key(call.conversation.chain[found.at]) in hits)
-            rest = () if looked else wanted(call.conversation, handles=call.handles)
+            rest = () if looked else lookup_keys(call.conversation, handles=call.handles)
             missing = [key for key in rest if key not in hits]
             if not missing and found.turns_wanted and turns is None:
                 turns = await self._turns(session)
@@ -257,7 +256,7 @@ class Planner:
         """
         others = {key: [hit for hit in hits if hit.turn.id != turn.id] for key, hits in known.items()}
         found = await self._match(session, call, others, ReturnedIds(call))
-        if found.heard is not None:
+        if found.delivered is not None:
             raise TailRefusedError(INSIDE_TOKEN)
         return found._replace(reason=INSIDE_TOKEN)
 
@@ -270,7 +269,7 @@ class Planner:
         if not model.capability.tokenizes:
             return self._open_ended(found, held, head, cut)
         tail = await model.tails.tail(_ask(session, call, found.at, ids.head(base, parent.prompt_tokens)))
-        where = boundary(base, tail, model.stop_ids)
+        where = junction(base, tail, model.stop_ids)
         added = ids.tail(tail, where.skip)
         if where == REPLACED or len(base) < len(held.prefix.ids):
             prompt = join(base, tail, where)
@@ -278,7 +277,7 @@ class Planner:
             last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, kept)
             return Plan(
                 match="resplice",
-                reason="other-stop" if where == REPLACED else RULE,
+                reason="other-stop" if where == REPLACED else INTERRUPTED,
                 prompt=prompt,
                 fragment=ids.extended((), prompt),
                 head=head._replace(end=kept),
@@ -340,16 +339,16 @@ class Planner:
         """
         if turn.parent is None and not turn.anchors:
             return ()
-        known = evidence.standing(turn, await self._turns(session))
+        known = evidence.placed_replies(turn, await self._turns(session))
         if known is None:
             raise TailRefusedError(UNPLACED)
         return known
 
     async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
         """Render afresh, with every recognised reply standing in its exact ids."""
-        replies = [evidence.whole(place, hit.turn) for place, hit in found.anchors]
+        replies = [evidence.whole_reply(place, hit.turn) for place, hit in found.anchors]
         if found.parent is not None:
-            last = evidence.whole(found.at - 1, found.parent)
+            last = evidence.whole_reply(found.at - 1, found.parent)
             last = last if cut is None else msgspec.structs.replace(last, end=ids.count(cut))
             replies = [*await self._standing(session, found.parent), last, *replies]
         stored = await self._store.tokens(session, [reply.turn.id for reply in replies])
@@ -400,12 +399,12 @@ class Planner:
         opened = stored[reply.turn.id].delta
         if len(opened) < around.longest:  # most of its prompt is stored with another turn
             opened = (await self._prefixes.get(session, reply.turn.id)).prefix.prompt
-        before = evidence.parted(evidence.before(call.conversation, reply.place)).message
-        return around.opener(n, opened, alike=before == evidence.parted(reply.turn.before).message)
+        before = evidence.split_preceding_hash(evidence.preceding_hash(call.conversation, reply.place)).message
+        return around.opener(n, opened, alike=before == evidence.split_preceding_hash(reply.turn.before).message)
 
     async def _gone_on_from(self, session: str, prompt: bytes, last: PlacedReply) -> Turn | None:
         """Find the turn whose exact ids a prompt goes on from, though its context was edited: the template renders both alike."""
-        if last != evidence.whole(last.place, last.turn):
+        if last != evidence.whole_reply(last.place, last.turn):
             return None
         held = await self._prefixes.get(session, last.turn.id)
         return last.turn if prompt.startswith(held.prefix.ids) else None
@@ -445,4 +444,4 @@ def _ask(session: str, call: ChatCall, at: int, opened: bytes | None = None) -> 
 
 def keys_wanted(call: ChatCall) -> list[bytes]:
     """The keys to look up first for a call; none if its history is not to be matched."""
-    return wanted(call.conversation, FIRST_REPLIES, call.handles) if call.conversation is not None and not call.plain else []
+    return lookup_keys(call.conversation, FIRST_REPLIES, call.handles) if call.conversation is not None and not call.plain else []

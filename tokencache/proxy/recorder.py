@@ -11,13 +11,13 @@ from itertools import takewhile
 import msgspec
 
 from tokencache.core import evidence, ids
+from tokencache.core.chain import aborted_turn_keys, request_key, turn_keys
 from tokencache.core.context import Context, pack_context
 from tokencache.core.ids import Pieces
-from tokencache.core.interrupt import Cut, pack_cuts
-from tokencache.core.keys import keys_of_aborted, keys_of_turn, repeat_key
 from tokencache.core.match import DISAGREED
 from tokencache.core.messages import digest
 from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids, hash_logprobs
+from tokencache.core.verdict import Cut, pack_cuts
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import read_ids, spelled
@@ -197,11 +197,11 @@ class Outcome(msgspec.Struct, kw_only=True):
         keys: tuple[bytes, ...] = ()
         if call.conversation is not None and not call.plain:
             if self.whole and choice.finish_reason:
-                keys = keys_of_turn(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
+                keys = turn_keys(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
             elif self._cut_short(choice):
-                keys = keys_of_aborted(call.conversation)
+                keys = aborted_turn_keys(call.conversation)
         if self.asked:
-            keys = (*keys, repeat_key(self.asked))
+            keys = (*keys, request_key(self.asked))
         chain = () if call.media else call.chain  # of a call whose messages are not kept none can be shared
         held = CachedPrefix(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), chain)
         return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(plan, turn.context_shared)), held
@@ -214,9 +214,9 @@ class Outcome(msgspec.Struct, kw_only=True):
         until = len(told.messages)
         start = plan.heard + 1 if plan.parent is not None and not plan.anchors else 0
         return {
-            "judged": evidence.judged(told, until, self.call.leniency, self.call.handles),
-            "foreign": evidence.foreign(told, start, until, {*plan.client, *(anchor.place for anchor in plan.anchors)}, plan.foreign),
-            "before": evidence.before(told, until),
+            "judged": evidence.judged_hash(told, until, self.call.leniency, self.call.handles),
+            "foreign": evidence.foreign_hash(told, start, until, {*plan.client, *(anchor.place for anchor in plan.anchors)}, plan.foreign),
+            "before": evidence.preceding_hash(told, until),
         }
 
     def _context(self, plan: Plan, shared: int) -> bytes:

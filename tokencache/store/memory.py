@@ -13,7 +13,7 @@ import msgspec
 from cachetools import TTLCache
 
 from tokencache.core.match import Hit
-from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
+from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.store.base import (
     BeginResult,
     Binding,
@@ -188,7 +188,7 @@ class MemoryStore:
             record = held.turn(at)
             line[at] = (record, held.tokens[at])
             at = record.base
-        return rebuild(line, turn)
+        return rebuild_prefix(line, turn)
 
     async def commit(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tokencache.core.context import Context, whole_contexts
-from tokencache.core.drift import Drift, MeasuredTurn, breaks
+from tokencache.core.drift import Drift, MeasuredTurn, break_points
 from tokencache.core.lineage import TokenSequence, sequences
 from tokencache.core.turn import Tokens, Turn
 from tokencache.store.base import Incident, SessionInfo
@@ -180,7 +180,7 @@ def text_only_cost(token_ids: Sequence[int], loss_mask: Sequence[int], steps: Se
         The number of sequences that it would have become, and its trainable tokens after the first break. `None` if the drift of a
         turn was not measured.
     """
-    broken = breaks(token_ids, steps)
+    broken = break_points(token_ids, steps)
     if broken is None:
         return None
     kept = steps[broken[0] - 1].completion if broken else len(token_ids)

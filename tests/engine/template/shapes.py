@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokencache.core.chain import converse
+from tokencache.core.chain import build_conversation
 from tokencache.dialects.chat.messages import read_message
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.shapes import TailAsk
@@ -106,4 +106,4 @@ def ask(messages: Sequence[dict[str, Any]], at: int, until: int, *, tools: bool,
     read = [read_message(message) for message in messages[:until]]
     offered = msgspec.Raw(msgspec.json.encode(TOOLS)) if tools else None
     args = RenderArgs(b"%d" % tools + msgspec.json.encode(kwargs or {}), b"", {}, {}, kwargs or {}, offered)
-    return TailAsk("m", args, converse(b"m", read), raw, at)
+    return TailAsk("m", args, build_conversation(b"m", read), raw, at)

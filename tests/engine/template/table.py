@@ -11,7 +11,7 @@ from typing import Any
 from tests.engine.template.shapes import SHAPES, TOOLS, ask
 from tests.engine.template.template_lab import KINDS, Kind, Lab, own_stop
 from tokencache.core import ids
-from tokencache.core.splice import boundary
+from tokencache.core.splice import junction
 from tokencache.engine.template.tails import Tails
 
 DOC = Path(__file__).parents[3] / "docs" / "templates.md"
@@ -84,7 +84,7 @@ async def by_kind() -> str:
             tail = await tails.tail(ask(shape.messages, len(shape.history), len(shape.messages), tools=shape.tools))
             begins.append(_code(lab.words.decode(ids.unpack(tail)).split(shape.new[0]["content"])[0].split('"total')[0]))
             own = ids.pack([lab.words.id_of(own_stop(kind, shape.history[-1]))])
-            meets.append(boundary(own, tail, stops).kind)
+            meets.append(junction(own, tail, stops).kind)
         met = meets[0] if meets[0] == meets[1] else f"text: {meets[0]}; call: {meets[1]}"
         rows.append([kind.name, ", ".join(_code(lab.words.decode([stop])) for stop in sorted(stops)), *begins, met])
     return _markdown(rows)

@@ -11,7 +11,7 @@ import pytest
 from tests.engine.template.shapes import ask, parts, result, says, system, user
 from tests.engine.template.template_lab import CHATML, KINDS, NO_ARGS, Lab, vocabulary
 from tokencache.core import ids
-from tokencache.core.splice import REPLACED, SHARED, boundary
+from tokencache.core.splice import REPLACED, SHARED, junction
 from tokencache.engine.template import tails as tails_module
 from tokencache.engine.template.boundary import OTHER, Boundary, BoundaryUnknownError, candidates, reworded
 from tokencache.engine.template.renderer import RenderError
@@ -302,8 +302,8 @@ async def test_another_stop_id_is_replaced_where_it_is_known():
     lab = Lab.of(kind)
     end, text_end = lab.words.id_of("<|im_end|>"), lab.words.id_of("<|endoftext|>")
     tail = await Tails(lab, {end, text_end}).tail(asked(*QUESTION))
-    assert boundary(ids.pack([5, end]), tail, {end, text_end}) == SHARED
-    assert boundary(ids.pack([5, text_end]), tail, {end, text_end}) == REPLACED
+    assert junction(ids.pack([5, end]), tail, {end, text_end}) == SHARED
+    assert junction(ids.pack([5, text_end]), tail, {end, text_end}) == REPLACED
 
 
 CANDIDATES = {

@@ -9,7 +9,7 @@ from tests.engine.template.shapes import SHAPES, TOOLS, Shape, ask
 from tests.engine.template.table import DOC, EXCEPTIONS, expected, written
 from tests.engine.template.template_lab import KINDS, Kind, Lab, behind_in_text, own_stop, qwen_vocabulary, speech
 from tokencache.core import ids
-from tokencache.core.splice import boundary, join
+from tokencache.core.splice import join, junction
 from tokencache.engine.template.tails import TailRefusedError, Tails
 
 ENDINGS = ("its own stop", "cut", "another stop")
@@ -60,7 +60,7 @@ async def converse(kind: Kind, lab: Lab, shape: Shape, how: str, kwargs=None) ->
         if reply is None:
             return ("", "")
         prefix = prompt + ids.pack(reply)
-        where = boundary(ids.pack(reply), tail, stops)
+        where = junction(ids.pack(reply), tail, stops)
         prompt = join(prefix, tail, where)
 
         assert lab.words.decode(said) == speech(kind, messages[at], lab.words.decode(ids.unpack(prefix)[: -len(reply)]))

@@ -106,7 +106,7 @@ def test_it_convicts_a_matcher_that_does_not_judge_older_replies(monkeypatch):
 
 
 def test_it_convicts_a_reader_that_forgives_white_space_in_the_context(monkeypatch):
-    monkeypatch.setattr(messages, "exact_entry", lambda entry: digest(messages.read_message(entry)))
+    monkeypatch.setattr(messages, "exact_digest_of_json", lambda entry: digest(messages.read_message(entry)))
     assert convicts("unfaithful")
 
 

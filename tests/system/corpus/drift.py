@@ -32,9 +32,8 @@ from tokencache.api import routes
 from tokencache.commands.drift.plot import draw
 from tokencache.commands.drift.show import print_rates, share
 from tokencache.core import ids
-from tokencache.core.drift import Site, differences
-from tokencache.core.drift_causes import RETOKENIZED, TEMPLATE
-from tokencache.core.splice import boundary, join
+from tokencache.core.drift import RETOKENIZED, TEMPLATE, Site, differences
+from tokencache.core.splice import join, junction
 from tokencache.engine.template.tails import Tails
 from tokencache.testing import SimulatedEngine, build_tokenizer
 from tokencache.testing.tokenizer import MARKUP_TOKENS, SimTokenizer
@@ -113,7 +112,7 @@ async def faithful(kind: Kind) -> str:
     said = lab.words.encode(speech(kind, shape.history[-1], lab.words.decode(prompt)))
     reply = ids.pack([*prompt, *said, lab.words.id_of(own_stop(kind, shape.history[-1]))])
     tail = await Tails(lab, stops).tail(ask(shape.messages, at, at + len(shape.new), tools=True))
-    spliced = join(reply, tail, boundary(reply, tail, stops))
+    spliced = join(reply, tail, junction(reply, tail, stops))
     return _cell(differences(spliced, ids.pack(lab.words.encode(lab.text(shape.messages, TOOLS, generation=True)))))
 
 

@@ -6,7 +6,7 @@ import pytest
 from rig.exported import get_json
 from rig.harness import TOOLS
 
-from tokencache.core.drift import Site, rendering_of
+from tokencache.core.drift import Site, plain_rendering
 
 TURNS = 4
 
@@ -24,7 +24,7 @@ async def test_the_sites_say_what_a_direct_call_would_have_been_given(proxied, f
     for turn, body in zip(sequence["turns"], asked, strict=True):
         direct = await proxied.post("/v1/chat/completions", {**body, "stream": False, "max_tokens": 1})
         sites = [Site(**{**site, "rendered": tuple(site["rendered"])}) for site in turn["drift"]["sites"]]
-        assert rendering_of(sequence["token_ids"][: turn["completion"][0]], sites) == direct["prompt_token_ids"]
+        assert plain_rendering(sequence["token_ids"][: turn["completion"][0]], sites) == direct["prompt_token_ids"]
     told = exported["figures"]["drift"]
     figures.append(f"drift, {'faithful' if faithful else 'forgetful'}: {told['drifted']} of {told['measured']} turns, {told['causes']}")
     assert (told["measured"], told["unmeasured"]) == (TURNS - 1, {})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokencache.core import ids, invariants
-from tokencache.core.keys import keys_of_turn, wanted
+from tokencache.core.chain import lookup_keys, turn_keys
 from tokencache.core.match import Hit, match
 from tokencache.core.turn import Tokens, Turn, hash_ids
 from tokencache.dialects.chat.call import read_chat
@@ -79,12 +79,12 @@ def test_its_messages_are_recognised_when_they_come_back(messages):
     asked = read_chat(json.dumps({"model": "m", "messages": messages[:place]}).encode(), Bodies())
     turn, _ = turn_of(first, 0, match="root", place=asked.chain[-1])
     known = {}
-    for key in keys_of_turn(asked.conversation, turn.served, read_digest(messages[place])):
+    for key in turn_keys(asked.conversation, turn.served, read_digest(messages[place])):
         known.setdefault(key, []).append(Hit(turn))
     last = max(n for n, message in enumerate(messages[: replies(messages)[1][0]])) + 1
     for history in (messages[:last], [bare(message) for message in messages[:last]]):
         call = read_chat(json.dumps({"model": "m", "messages": history}).encode(), Bodies())
-        found = match(call.conversation, {key: known.get(key, []) for key in wanted(call.conversation)})
+        found = match(call.conversation, {key: known.get(key, []) for key in lookup_keys(call.conversation)})
         assert (found.kind, found.parent.id, found.at, found.forgiven) == ("continue", "t0", place + 1, ())
 
 

@@ -12,7 +12,7 @@ from tests.core.settings import SOME
 from tests.trajectories.formats.readers import READERS, Trained, faults
 from tests.trajectories.rollouts import ROLLOUTS, SESSIONS, of_forest
 from tokencache.core import ids
-from tokencache.core.turn import rebuild
+from tokencache.core.turn import rebuild_prefix
 from tokencache.trajectories.formats.registry import FORMATS
 
 
@@ -25,7 +25,7 @@ def books_of(records):
     lookup = {turn.id: (turn, records.tokens[turn.id]) for turn in records.turns}
     return [
         (
-            ids.unpack(rebuild(lookup, turn.id).prompt),
+            ids.unpack(rebuild_prefix(lookup, turn.id).prompt),
             ids.unpack(records.tokens[turn.id].completion),
             ids.unpack_logprobs(records.tokens[turn.id].logprobs),
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core.lineage import lines
+from tokencache.core.lineage import lineages
 from tokencache.core.turn import Turn
 from tokencache.store.base import Incident, SessionInfo
 from tokencache.trajectories.formats.native import incident_object
@@ -24,7 +24,7 @@ _PREVIEW = 160
 def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) -> dict[str, Any]:
     """Write a session's outline as JSON values; `owed` are incidents that the store could not take yet."""
     incidents = incidents_of(info, owed)
-    found = lines(turns)
+    found = lineages(turns)
     number = {line[0].id: n for n, line in enumerate(found)}
     place = {turn.id: n for n, line in enumerate(found) for turn in line}
     parents = {turn.parent for turn in turns}

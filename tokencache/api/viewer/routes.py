@@ -18,7 +18,7 @@ from tokencache.api.viewer.outline import outline
 from tokencache.api.viewer.summaries import STATES, Summaries
 from tokencache.api.viewer.texts import TokenTexts, Unread
 from tokencache.api.viewer.window import Line, lay_out
-from tokencache.core.lineage import lines
+from tokencache.core.lineage import lineages
 from tokencache.core.turn import Turn
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
@@ -148,7 +148,7 @@ class _Browse:
 
     async def _laid_out(self, info: SessionInfo, name: str) -> Line:
         turns = await self._store.turns(info.id)
-        line = next((line for line in lines(turns) if line[0].id == name), None)
+        line = next((line for line in lineages(turns) if line[0].id == name), None)
         if line is None:
             raise HarnessError(f"session {info.id!r} has no sequence {name[:80]!r}", status=404, kind="not_found_error")
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core.chain import Conversation, converse, extend
+from tokencache.core.chain import Conversation, build_conversation, extend
 from tokencache.core.messages import Message
 from tokencache.core.rules import Leniency
 from tokencache.dialects import gym, gym_request
@@ -195,7 +195,7 @@ def read_chat(
         if known is not None:
             told = known.conversation
             messages, digests, exacts = [*told.messages, *messages], [*told.digests, *digests], [*told.exacts, *exacts]
-        call.conversation = converse(scope, messages, digests, exacts, voice=voice, secret=bodies.secret)
+        call.conversation = build_conversation(scope, messages, digests, exacts, voice=voice, secret=bodies.secret)
     call.media = (known is not None and known.media) or any(r.message.media for r in new)
     found = tuple(place for place, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *found) if known is not None else found

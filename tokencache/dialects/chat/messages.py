@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_entry
+from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_digest_of_json
 
 Raw = msgspec.Raw
 
@@ -69,7 +69,7 @@ class MessageReader:
 
 
 def _slim(message: Message, entry: dict[str, Any]) -> ReadMessage:
-    own, written = digest(message), exact_entry(entry)
+    own, written = digest(message), exact_digest_of_json(entry)
     if message.role == "assistant":
         malformed = any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
         return ReadMessage(message, own, written, malformed)

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import msgspec
 
-from tokencache.core.chain import CALLS, Conversation
+from tokencache.core.chain import FIRST_CALL, Conversation
 from tokencache.core.messages import Message
 from tokencache.core.verdict import is_unique
 from tokencache.dialects.chat.rendering import RenderArgs
@@ -133,7 +133,7 @@ def shape_of(ask: TailAsk) -> tuple[object, ...]:
         ask.conversation.messages[ask.at - 2].role if ask.at > 1 else "",
         any(m.calls for m in new),
         "tool" in spoken,
-        CALLS in spoken,
+        FIRST_CALL in spoken,
         "assistant" in spoken,
         "user" in spoken,
         ask.at > 1 and ask.conversation.messages[0].role == "system",
@@ -145,6 +145,6 @@ def shape_of(ask: TailAsk) -> tuple[object, ...]:
 def counted_twice(ask: TailAsk) -> bool:
     """Whether a call of the reply has an id that an earlier call has: a template that looks results up by it finds the earlier one."""
     names = {call.id for call in ask.reply.calls if not is_unique(call.id)}
-    if not names or ask.conversation.debuts.get(CALLS, ask.at) >= ask.at - 1:
+    if not names or ask.conversation.debuts.get(FIRST_CALL, ask.at) >= ask.at - 1:
         return False
     return any(call.id in names for message in ask.conversation.messages[: ask.at - 1] for call in message.calls)

@@ -25,7 +25,7 @@ from aiohttp import web
 
 from tokencache import metrics
 from tokencache.core.budget import Budget
-from tokencache.core.keys import repeat_key
+from tokencache.core.chain import request_key
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.errors import EngineError
@@ -123,7 +123,7 @@ class Repeats:
         wanting = asyncio.create_task(self._keep_wanting(asking.session, duplicate))
         try:
             async with asking.hold.awake():
-                return await self._ledger.twins.ended(asking.session, known.epoch, known.duplicate, repeat_key(asking.repeat.imprint))
+                return await self._ledger.twins.ended(asking.session, known.epoch, known.duplicate, request_key(asking.repeat.imprint))
         except StoreError as why:
             log.warning("session %s: the reply of call %s is not waited for: %s", asking.session, duplicate, why)
             return Ended(())

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from tokencache.core.match import Hit
-from tokencache.core.turn import Prefix, Tokens, Turn, rebuild
+from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.store.base import BeginResult, Entry, OpenCall, StoreError
 from tokencache.store.encoding import Piece, pack, pack_tokens, text, unpack, unpack_tokens, untext
 
@@ -123,11 +123,11 @@ def unpack_prefix(turn: str, reply: Sequence[bytes]) -> Prefix:
         if at is not None:
             line[at] = (_lengths(at, piece), piece.tokens)
             at = piece.base
-    return rebuild(line, turn)
+    return rebuild_prefix(line, turn)
 
 
 def _lengths(turn: str, piece: Piece) -> Turn:
-    """As much of a turn as `rebuild` needs."""
+    """As much of a turn as `rebuild_prefix` needs."""
     return Turn(
         id=turn,
         call="",
