@@ -322,6 +322,10 @@ class Lab:
             raise TemplateRefusedError(str(why)) from why
         return ids.pack(self.words.encode(text))
 
+    async def read(self, model: str, packed: bytes) -> str:
+        """See `TextRenderer.read`."""
+        return str(self.words.decode(ids.unpack(packed)))
+
     async def found_stops(self, stops: Sequence[str]) -> set[int]:
         """The stop ids that the engine's probe would find: candidates at which the engine stops."""
         real = {self.words.id_of(token) for token in stops}

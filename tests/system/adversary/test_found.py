@@ -170,3 +170,14 @@ async def test_no_message_is_cut_or_lengthened_that_ends_in_what_it_repeats(text
         assert [anchor.place for anchor in called.turn.anchors] == [2, 4]
     for token in ("[/INST]", "[TOOL_CALLS]"):
         assert talk.written(called).count(token) == called.text().count(token)
+
+
+async def test_a_token_that_closes_a_conversation_only_at_its_end_is_not_kept_before_a_reply():
+    """DeepSeek-V3 closes tool results at the end of a conversation, and not before a reply with calls."""
+    talk = Talk("DeepSeek-V3", user("Look."))
+    await talk.ask("First this.", "chatcmpl-tool-11112222")
+    talk.history.insert(1, result("chatcmpl-tool-11112222", "early"))
+    talk.hear(result("chatcmpl-tool-11112222"), user("And now?"))
+    called = await talk.ask("Done.")
+    assert [anchor.place for anchor in called.turn.anchors] == [2]
+    assert talk.written(called).count("outputs▁end") == 0

@@ -41,6 +41,17 @@ class Renderer(Protocol):
         """
 
 
+class TextRenderer(Renderer, Protocol):
+    """A renderer that can also turn ids into text."""
+
+    async def read(self, model: str, packed: bytes) -> str:
+        """Return the text of packed ids, special tokens included.
+
+        Raises:
+            RenderError: the text is not available.
+        """
+
+
 class EngineRenderer:
     """Renders through the engine's `/tokenize`, whose answers also name the longest prompt (`max_model_len`, tokens; 0 if unknown)."""
 

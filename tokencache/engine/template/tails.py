@@ -49,7 +49,7 @@ from tokencache.core import ids
 from tokencache.core.messages import Message
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, Spot, answering, learn, reworded, stand_in
-from tokencache.engine.template.renderer import Renderer, RenderError, TemplateRefusedError
+from tokencache.engine.template.renderer import Renderer, RenderError, TemplateRefusedError, TextRenderer
 from tokencache.engine.template.shapes import MANY, Shape, TailAsk, TailRefusal, counted_twice, shape_of
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Tails:
     """
 
     def __init__(
-        self, renderer: Renderer, stop_ids: AbstractSet[int], *, small: Renderer | None = None, recheck_every: int = RECHECK_EVERY
+        self, renderer: TextRenderer, stop_ids: AbstractSet[int], *, small: Renderer | None = None, recheck_every: int = RECHECK_EVERY
     ) -> None:
         self._renderer = renderer
         self._local = small
@@ -466,14 +466,33 @@ class Tails:
         body, opener = await self._body(ask, place, last, boundaries)
         known.unprompted = known.unprompted and not opener
         bare = not any(self._openers.values())
-        piece, begins = _parted(body, front, self._stop_ids, bare=bare)
+        piece, begins = await self._checked(ask, body, front, _parted(body, front, self._stop_ids, bare=bare))
         if begins is None and (ask.systems or ask.args.tools is not None):  # which a template may write before the last message
             with suppress(BoundaryUnknownError, TemplateRefusedError):
                 body, _ = await self._body(ask, place, last, boundaries, args=msgspec.structs.replace(ask.args, tools=None))
-                piece, begins = _parted(body, front, self._stop_ids, bare=bare)
+                piece, begins = await self._checked(ask, body, front, _parted(body, front, self._stop_ids, bare=bare))
         if begins is not None and len(known.heads) < MOST_HEADS and front == piece + begins:
             known.heads.add(begins)
         return piece, begins, known.unprompted
+
+    async def _checked(self, ask: TailAsk, body: bytes, front: bytes, parted: tuple[bytes, bytes | None]) -> tuple[bytes, bytes | None]:
+        """Check that the last token of `body`, where `front` has another one, did grow into that.
+
+        Otherwise the template closes its last message with that token, and leaves it out where the reply follows (DeepSeek-V3 closes
+        results so, but not before a reply with calls): then the reply must follow a known generation prompt.
+        """
+        same = ids.common_head(body, front)
+        if parted[1] is None or same != ids.count(body) - 1:
+            return parted
+        rest = ids.tail(front, same)
+        try:
+            closing, grown = [await self._renderer.read(ask.model, ids.head(part, 1)) for part in (ids.tail(body, same), rest)]
+        except RenderError:
+            closing = grown = ""
+        if closing and grown.startswith(closing):
+            return parted
+        opened = any(opener and rest.startswith(opener) for opener in self._openers.values())
+        return (ids.head(front, same), rest) if opened else (front, None)
 
     async def _body(
         self, ask: TailAsk, place: int, last: int | None, boundaries: Mapping[int, Boundary], *, args: RenderArgs | None = None
