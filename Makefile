@@ -17,7 +17,7 @@ USUAL := claude-code codex hermes opencode openai-agents langgraph
 # Each test file runs in one worker, so that the servers and caches of a file start once. JOBS=4 sets the number of workers.
 JOBS ?= auto
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
-FAST_TESTS := tests/core tests/dialects tests/testing tests/trajectories/formats
+FAST_TESTS := tests/core tests/dialects tests/docs tests/testing tests/trajectories/formats
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV))
 E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
@@ -26,7 +26,7 @@ PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
 NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/system/nemo
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock audit demo lint lint-deploy check test coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers chaos fuzz adversary bench bench-quick bench-engine bench-others clean
+.PHONY: help install lock audit demo docs lint lint-deploy check test coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers chaos fuzz adversary bench bench-quick bench-engine bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -52,11 +52,14 @@ audit: $(STAMP) ## whether a vulnerability is known in what requirements.lock pi
 demo: $(STAMP) ## one agent, directly and through the proxy, on a simulated engine: seconds, no GPU
 	@$(BIN)/tokencache demo $(ARGS)
 
-lint: $(STAMP) ## ruff, its formatter, mypy and the import contracts
+lint: docs ## ruff, its formatter, mypy, the import contracts, and the links of the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP) ## build the documentation site into site/; a broken link fails the build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint-deploy: $(STAMP) ## the Dockerfile, the compose file, the manifests
 	$(BIN)/hadolint Dockerfile
@@ -129,5 +132,5 @@ bench-others: $(STAMP)
 	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs
 
 clean: ## remove .venv, caches and builds (the .venv-vllm*, .venv-miniswe, .venv-nemo-gym, .bench-venvs and .harnesses stay: gigabytes)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist bench/out
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist site bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

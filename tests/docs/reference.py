@@ -1,0 +1,103 @@
+"""Writes the parts of the documentation that are generated from code: `python -m tests.docs.reference`.
+
+A page marks such a part with `<!-- generated: NAME -->` and `<!-- end -->`; the function of that name in `BLOCKS` writes what is between.
+A test fails if a page is not up to date.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import typer
+
+from tokencache import metrics
+from tokencache.api.openapi import OPERATIONS, document
+from tokencache.cli import app
+from tokencache.config import PREFIX
+
+DOCS = Path(__file__).parents[2] / "docs"
+COMMANDS = typer.main.get_command(app).commands
+_BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(*rows: tuple[str, ...]) -> str:
+    """A Markdown table; the first row is its head."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
+
+
+def linked(text: str) -> str:
+    """Turn `docs/x.md`, as help texts name pages, into a link from a page in `docs`."""
+    return re.sub(r"\bdocs/(?:[\w-]+/)*([\w-]+)\.md", lambda page: f"[{page[1]}]({page[0].removeprefix('docs/')})", text)
+
+
+def settings(panel: str) -> str:
+    """The settings in a panel of `tokencache serve --help`."""
+    rows = [("option", "environment variable", "meaning")]
+    for param in COMMANDS["serve"].params:
+        if getattr(param, "rich_help_panel", None) == panel:
+            value = "" if param.is_flag else f" {param.metavar}"
+            rows.append((f"`{param.opts[0]}{value}`", f"`{PREFIX}{param.name.upper()}`", linked(param.help)))
+    return table(*rows)
+
+
+def command_line() -> str:
+    """The help of every command but `serve`, as a terminal of 80 columns shows it."""
+    parts = []
+    for name, command in COMMANDS.items():
+        if name != "serve":
+            with command.make_context(f"tokencache {name}", [], resilient_parsing=True, terminal_width=80) as context:
+                parts.append(f"## {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def routes() -> str:
+    """The operations of the trainer's API."""
+    rows = [("route", "what it does")]
+    for operation in OPERATIONS:
+        query = "".join(f" `{one.name}`: {one.description}" for one in operation.query)
+        body = f" Body: [`{operation.body.__name__}`](openapi.json)." if operation.body else ""
+        parameters = f" Parameters:{query}" if query else ""
+        rows.append((f"`{operation.method} {operation.path}`", f"{operation.summary} {operation.description}{body}{parameters}".strip()))
+    return table(*rows)
+
+
+def metric_families() -> str:
+    """The metrics at `/metrics`."""
+    rows = [("metric", "type", "labels", "meaning")]
+    for family in metrics.REGISTRY._collector_to_names:
+        name = family._name + ("_total" if family._type == "counter" else "")
+        rows.append((f"`{name}`", family._type, ", ".join(f"`{label}`" for label in family._labelnames), family._documentation))
+    return table(rows[0], *sorted(rows[1:]))
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "settings-basic": lambda: settings("Basic options"),
+    "settings-advanced": lambda: settings("Advanced options"),
+    "command-line": command_line,
+    "routes": routes,
+    "metrics": metric_families,
+}
+
+
+def updated(page: str) -> str:
+    """The text of a page with its generated parts written again.
+
+    Raises:
+        KeyError: a part has a name that no function writes.
+    """
+    return _BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]]()}{block[3]}", page)
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    """The files that contain something generated, each with the text that it should have."""
+    yield DOCS / "openapi.json", json.dumps(document(), indent=1, ensure_ascii=False) + "\n"
+    for path in sorted(DOCS.rglob("*.md")):
+        if "<!-- generated: " in (text := path.read_text()):
+            yield path, updated(text)
+
+
+if __name__ == "__main__":
+    for file, wanted in files():
+        file.write_text(wanted)
