@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.processes import ROOT, Process, running
+from tests.support.redis_server import find_binary
 from tokencache.config import Settings
-from tokencache.testing.redis_server import find_binary
 
 OTHERS = ROOT / ".bench-venvs"
 FLOOR, FLOOR_LOCAL, FLOOR_PROVEN = "floor", "floor local", "floor proven"

@@ -122,7 +122,7 @@ async def test_an_engine_without_books_is_tapped(tmp_path):
     assert figures["direct"]["contiguous_turns"] == ROLLOUTS
     assert figures["proxied"]["contiguous_turns"] == figures["proxied"]["turns"] == ROLLOUTS * TURNS
     assert figures["proxied"]["trainable_tokens"] == sum(
-        len(entry.completion_ids) for entry in engine.books if (entry.session or "").startswith("rollout-")
+        len(entry.completion_ids) for entry in engine.ground_truth if (entry.session or "").startswith("rollout-")
     )
     assert "on the wire" in said
 

@@ -61,9 +61,9 @@ def test_only_masked_in_tokens_of_the_first_sequence_count():
     assert measure_exported(exported).trainable_tokens == 2
 
 
-@pytest.mark.parametrize("books", [[A], [B], [A, A], [A, B, B], [A, B, C], []])
-def test_books_and_export_must_be_one_to_one(books):
-    assert disagreements(trajectory(), books, len(books))
+@pytest.mark.parametrize("ground_truth", [[A], [B], [A, A], [A, B, B], [A, B, C], []])
+def test_books_and_export_must_be_one_to_one(ground_truth):
+    assert disagreements(trajectory(), ground_truth, len(ground_truth))
 
 
 def test_incomplete_is_not_verified():

@@ -41,7 +41,7 @@ async def test_its_history_is_not_what_it_was_served(engine, streaming):
     issued = [call["id"] for reply in episode.replies for call in reply["tool_calls"]]
     assert [message["tool_call_id"] for message in episode.messages if message["role"] == "tool"] == issued
     assert [reply["finish_reason"] for reply in episode.replies] == ["tool_calls"] * 3 + ["stop"] * 2
-    assert [usage["completion_tokens"] for usage in episode.usage] == [len(entry.completion_ids) for entry in engine.books]
+    assert [usage["completion_tokens"] for usage in episode.usage] == [len(entry.completion_ids) for entry in engine.ground_truth]
 
 
 async def test_streamed_and_whole_replies_lead_to_one_history(engine):
@@ -57,8 +57,8 @@ async def test_streamed_and_whole_replies_lead_to_one_history(engine):
 
 async def test_directly_no_turn_extends_the_one_before(engine):
     await ScriptedHarness(engine.base, headers={"X-Session-ID": "d"}, tools=TOOLS).run("EPISODE:e", 5)
-    assert [entry.session for entry in engine.books] == ["d"] * 5
-    for before, after in pairwise(engine.books):
+    assert [entry.session for entry in engine.ground_truth] == ["d"] * 5
+    for before, after in pairwise(engine.ground_truth):
         prefix = before.prompt_ids + before.completion_ids
         assert after.prompt_ids[: len(prefix)] != prefix
 

@@ -22,10 +22,10 @@ import pytest
 from tests.deploy import reading
 from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, HEADER, echo, results, until, user
+from tests.support.redis_server import find_binary
 from tokencache.api.export_worker import LARGE
 from tokencache.store.redis import RedisStore
 from tokencache.testing import SimulatedEngine
-from tokencache.testing.redis_server import find_binary
 
 SECONDS = 30
 

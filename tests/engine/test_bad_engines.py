@@ -165,7 +165,7 @@ async def test_what_goes_wrong_with_every_call_is_not_asked_about_with_every_cal
     async with standing() as (rig, between):
         histories = {name: await rig.say(name, ASK, tools=TOOLS) for name in ("a", "b", "c")}
         asked = len(rig.engine.tokenizations)
-        old = [book.prompt_ids for book in rig.engine.books if book.session in histories]
+        old = [book.prompt_ids for book in rig.engine.ground_truth if book.session in histories]
         probes = []
 
         def refuse(route, body):

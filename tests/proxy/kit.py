@@ -159,7 +159,7 @@ class Rig:
         return await self.get(f"/tokencache/v1/sessions/{session}/trajectories")
 
     def book(self, session: str = "s") -> list[Any]:
-        return [entry for entry in self.engine.books if entry.session == session]
+        return [entry for entry in self.engine.ground_truth if entry.session == session]
 
     async def check(self, session: str = "s", *, aborted: int = 0) -> Any:
         """Hold what is exported of a session against the engine's books; returns the export.
@@ -169,10 +169,12 @@ class Rig:
         exported = await self.exported(session)
         known = await self.store.turns(session)
         tokens = await self.store.tokens(session, [turn.id for turn in known])
-        books = [entry for entry in self.book(session) if entry.completion_ids or entry.finish_reason != "abort"]
+        ground_truth = [entry for entry in self.book(session) if entry.completion_ids or entry.finish_reason != "abort"]
         assert not invariants.audit(known, tokens, session=session)
-        assert not invariants.engine_agrees(known, tokens, [(b.prompt_ids, b.completion_ids, b.logprobs) for b in books], session=session)
-        whole = Counter((tuple(b.prompt_ids), tuple(b.completion_ids), tuple(b.logprobs)) for b in books if not b.aborted)
+        assert not invariants.engine_agrees(
+            known, tokens, [(b.prompt_ids, b.completion_ids, b.logprobs) for b in ground_truth], session=session
+        )
+        whole = Counter((tuple(b.prompt_ids), tuple(b.completion_ids), tuple(b.logprobs)) for b in ground_truth if not b.aborted)
         cut = 0
         for sequence in exported["sequences"]:
             trained = 0

@@ -194,11 +194,11 @@ async def test_many_leave_at_random_points(linger):
 
 async def test_a_relayed_call_is_aborted_too():
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.01)) as rig:
-        before = len(rig.engine.books)
+        before = len(rig.engine.ground_truth)
         async with rig.http.post(rig.url + CHAT, json={**ASK, "stream": True}) as answer:
             await answer.content.readany()
             answer.close()
-        await rig.engine.until(lambda: rig.engine.books[before].aborted)
+        await rig.engine.until(lambda: rig.engine.ground_truth[before].aborted)
 
 
 async def test_what_was_heard_before_an_interrupt_is_no_known_reply(rig):

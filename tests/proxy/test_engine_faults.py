@@ -136,7 +136,7 @@ async def test_the_connection_breaks_behind_the_finish(rig):
     ) as answer:
         await answer.read()
     assert chunks
-    sent = len(rig.engine.books[-1].completion_ids) + 1  # role chunk and one per token: the finish chunk is the last of them
+    sent = len(rig.engine.ground_truth[-1].completion_ids) + 1  # role chunk and one per token: the finish chunk is the last of them
     late.after = sent
     rig.engine._calls = iter(range(1000, 2000))
     got, end = b"", "whole"

@@ -128,7 +128,7 @@ async def test_one_that_differs_is_not_used_beside_the_first():
         await until(told)
         for n in range(4):
             await play(rig, f"s{n}")
-        assert not [entry for entry in others[lesser].books if entry.session]
+        assert not [entry for entry in others[lesser].ground_truth if entry.session]
 
 
 # ---- draining and removing
@@ -150,7 +150,7 @@ async def test_a_drained_engine_finishes_its_calls_and_gets_no_new_ones():
         message = await running
         await rig.say("s", [*ASK, echo(message), *results(message)], tools=TOOLS)
         assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
-        assert [len([entry for entry in made[url].books if entry.session == "s"]) for url in (home, other)] == [1, 1]
+        assert [len([entry for entry in made[url].ground_truth if entry.session == "s"]) for url in (home, other)] == [1, 1]
         assert (await rig.info())["complete"]
         await until(lambda: _drained(rig, home))
         assert (await request(rig, "DELETE", url=home))["removed"]
@@ -224,7 +224,7 @@ async def test_replicas_learn_of_it_through_the_store():
         for n, rig in enumerate([one, other] * 4):
             messages = await play(rig, f"s{n}", 1)
             await (other if rig is one else one).say(f"s{n}", messages, tools=TOOLS)
-            homes[n] = {url for url in made for entry in made[url].books if entry.session == f"s{n}"}
+            homes[n] = {url for url in made for entry in made[url].ground_truth if entry.session == f"s{n}"}
         assert all(len(home) == 1 for home in homes.values())  # both replicas agree where a session is
 
         running = [asyncio.create_task(rig.say(f"r{n}", ASK, tools=TOOLS)) for n, rig in enumerate([one, other] * 4)]

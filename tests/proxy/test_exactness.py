@@ -69,7 +69,7 @@ async def let_loose(engine: SimulatedEngine, seed: int, sessions: int, steps: in
     async with proxied(engine, **settings) as rig:
         harnesses = [Harness(rig, f"s{i}", seed) for i in range(sessions)]
         await asyncio.gather(*(harness.run(steps) for harness in harnesses))
-        assert len(engine.books) - sum(len(rig.book(h.session)) for h in harnesses) < 40  # the probe's own; the rest is checked
+        assert len(engine.ground_truth) - sum(len(rig.book(h.session)) for h in harnesses) < 40  # the probe's own; the rest is checked
         for harness in harnesses:
             exported = await rig.check(harness.session)
             assert exported["complete"], exported["incidents"]
@@ -121,7 +121,7 @@ async def test_a_direct_conversation_drifts(rig):
         _, said = await rig.post(None, messages=messages, tools=TOOLS)
         message = said["choices"][0]["message"]
         messages += [echo(message), *results(message)]
-    entries = rig.engine.books[-4:]
+    entries = rig.engine.ground_truth[-4:]
     for before, after in itertools.pairwise(entries):
         prefix = before.prompt_ids + before.completion_ids
         drifted += after.prompt_ids[: len(prefix)] != prefix

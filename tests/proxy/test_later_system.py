@@ -4,7 +4,7 @@ import asyncio
 
 from tests.proxy.kit import HEADER, proxied, until
 from tokencache.testing import SimulatedEngine
-from tokencache.testing.refusals import RefusalResponse
+from tokencache.testing.errors import RefusalResponse
 
 FIRST = [{"role": "user", "content": "EPISODE:talk"}]
 REMINDER = {"role": "system", "content": [{"type": "text", "text": "The date has changed."}]}

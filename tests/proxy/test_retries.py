@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, events, proxied, results, until, user
+from tests.support.redis_server import RealRedis, find_binary
 from tokencache.config import Settings
 from tokencache.proxy.dedup import in_flight as twins
 from tokencache.proxy.dedup.fingerprint import repeat_of
@@ -17,7 +18,6 @@ from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.testing import Fault, SimulatedEngine
-from tokencache.testing.redis_server import RealRedis, find_binary
 
 ASK = {"model": "sim", "messages": [user("EPISODE:talk")]}
 RETRY, FIRST = {"x-stainless-retry-count": "1"}, {"x-stainless-retry-count": "0"}

@@ -55,7 +55,7 @@ async def test_each_turn_refers_to_its_file(path, tmp_path):
 async def test_the_harness_sees_what_an_engine_without_the_flag_says(kept, shown, tmp_path):
     async with proxied(engine(), **({"experts": str(tmp_path)} if kept else {})) as rig:
         _, said = await rig.post("s", messages=ASK, n=2, **shown)
-        rig.engine.extras.experts, rig.engine._calls = None, iter([50])
+        rig.engine.metadata.experts, rig.engine._calls = None, iter([50])
         _, plain = await rig.post("t", messages=ASK, n=2, **shown)
         assert [set(choice) for choice in said["choices"]] == [set(choice) for choice in plain["choices"]]
         assert all(choice["routed_experts"] is None for choice in said["choices"])

@@ -135,7 +135,7 @@ async def test_a_pinned_seed_answers_the_same_prompt_alike():
 async def test_a_pin_gives_way_where_the_prompt_leaves_less_room(more):
     """The engine gives what room is left, and the reply ends with `length`: it is no error."""
     async with proxied(SimulatedEngine(seed=1, max_model_len=60), sampling={"max_tokens": 50}) as rig:
-        rig.engine.speech.script = lambda _: ["one two three four five six seven " * 20]
+        rig.engine.replies.script = lambda _: ["one two three four five six seven " * 20]
         await rig.say("s", [user("Go on and on, please, as long as you can.")], **more)
         (turn,) = await rig.turns()
         assert (turn["finish_reason"], turn["prompt_tokens"] + turn["completion_tokens"]) == ("length", 60)

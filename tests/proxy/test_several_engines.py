@@ -29,8 +29,8 @@ class Fleet:
         self._ports, self._running = [], {}
 
     @property
-    def books(self):
-        return [entry for engine in self.engines for entry in engine.books]
+    def ground_truth(self):
+        return [entry for engine in self.engines for entry in engine.ground_truth]
 
     async def start(self, place):
         stack = self._running[place] = contextlib.AsyncExitStack()
@@ -55,7 +55,7 @@ class Fleet:
 
     def asked(self, session):
         """The places of the engines that were asked for this session, in order."""
-        return [place for place, engine in enumerate(self.engines) for entry in engine.books if entry.session == session]
+        return [place for place, engine in enumerate(self.engines) for entry in engine.ground_truth if entry.session == session]
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ async def test_a_session_whose_engine_goes_continues_elsewhere_on_the_same_ids(s
         await made.start(gone)
         await serving(rig, 3)
         await rig.say("s0", ASK["messages"], tools=TOOLS)
-        assert [e.session for e in made.engines[gone].books].count("s0") == 3  # it came back, and so does its session
+        assert [e.session for e in made.engines[gone].ground_truth].count("s0") == 3  # it came back, and so does its session
 
 
 async def test_all_go_and_one_comes_back():
@@ -150,7 +150,7 @@ async def test_all_go_and_one_comes_back():
         await made.start(other)
         await call
         assert [turn["match"] for turn in await rig.turns()] == ["root", "continue", "continue"]
-        assert "s" in {entry.session for entry in made.engines[other].books}
+        assert "s" in {entry.session for entry in made.engines[other].ground_truth}
         assert (await rig.check())["complete"]
 
 
@@ -179,7 +179,7 @@ async def test_an_engine_that_does_less_is_left_alone_and_named(caplog):
         for session in SESSIONS:
             await episode(rig, session, 2)
             await rig.check(session)
-        assert not [entry for entry in lesser.books if entry.session]
+        assert not [entry for entry in lesser.ground_truth if entry.session]
         for place in (1, 2):
             await made.stop(place)
         await serving(rig, 0)
@@ -187,7 +187,7 @@ async def test_an_engine_that_does_less_is_left_alone_and_named(caplog):
         await asyncio.sleep(0)
         await made.start(1)
         await call
-        assert not [entry for entry in lesser.books if entry.session]
+        assert not [entry for entry in lesser.ground_truth if entry.session]
 
 
 async def test_different_versions_of_one_kind_serve_together_and_are_named(caplog):
@@ -214,9 +214,9 @@ async def test_an_engine_that_comes_back_as_something_else_is_not_used():
             return [engine["error"] for engine in (await ready(rig))["engines"] if "NOT USED" in engine["error"]]
 
         await until(named)
-        asked = len(made.engines[home].books)
+        asked = len(made.engines[home].ground_truth)
         await episode(rig, "s", 2)
-        assert not [entry for entry in made.engines[home].books[asked:] if entry.session]
+        assert not [entry for entry in made.engines[home].ground_truth[asked:] if entry.session]
         await rig.check()
 
 

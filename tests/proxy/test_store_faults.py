@@ -246,7 +246,7 @@ async def test_a_session_deleted_while_a_call_is_open(store):
             assert answer.status == 404
         async with rig.http.delete(rig.url + "/tokencache/v1/sessions/s?reuse=true") as answer:
             assert answer.status == 200
-        rig.engine.books.clear()
+        rig.engine.ground_truth.clear()
         await rig.say("s", **ASK)
         await rig.say("s", **ASK)
         exported = await rig.check()

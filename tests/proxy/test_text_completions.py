@@ -22,7 +22,7 @@ ASKS = [
 
 async def answer(rig, url, body, session=None):
     """Status and body, with what is random or a time masked; the engine says the same both times."""
-    rig.engine.speech.seed = 5
+    rig.engine.replies.seed = 5
     async with rig.http.post(
         url + TEXT, json=body, headers={HEADER: session, "X-Request-Id": "r"} if session else {"X-Request-Id": "r"}
     ) as said:

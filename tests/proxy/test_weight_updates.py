@@ -94,8 +94,8 @@ async def test_an_engine_that_is_restarted_between_two_turns(port, stream):
             await call
             assert await matches(rig) == ["root", "continue", "continue"]
             assert (await rig.info())["complete"]
-            last = [entry for entry in old.books if entry.session == "s"][-1]
-            first = next(entry for entry in new.books if entry.session == "s")
+            last = [entry for entry in old.ground_truth if entry.session == "s"][-1]
+            first = next(entry for entry in new.ground_truth if entry.session == "s")
             seen = last.prompt_ids + last.completion_ids
             assert first.prompt_ids[: len(seen)] == seen
 

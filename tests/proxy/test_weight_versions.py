@@ -13,7 +13,7 @@ SHAPES = pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}], ids=[
 
 def engine(style):
     made = SimulatedEngine(episodes=EPISODES, seed=7, weight_versions=style)
-    made.extras.version = "step-3"
+    made.metadata.version = "step-3"
     return made
 
 
@@ -33,11 +33,11 @@ async def test_weights_that_change_in_mid_reply_are_two_spans():
 
     def script(_):
         yield "Said by the old ones, "
-        made.extras.version = "step-4"
+        made.metadata.version = "step-4"
         yield "and by the new."
 
     async with proxied(made) as rig:
-        made.speech.script = script
+        made.replies.script = script
         await rig.say("s", ASK, stream=True)
         ((turn,),) = [await rig.turns()]
     first, second = turn["weight_versions"]

@@ -16,11 +16,11 @@ import pytest
 
 from tests.proxy.kit import CHAT, HEADER, until, user
 from tests.proxy.serve import SECONDS, served
+from tests.support.redis_server import RealRedis, find_binary
 from tokencache.config import Settings
 from tokencache.server import listener as door
 from tokencache.server import workers
 from tokencache.testing import SimulatedEngine
-from tokencache.testing.redis_server import RealRedis, find_binary
 
 pytestmark = pytest.mark.redis
 REPLIES = {"talk": ["One, two, three, four, five, six, seven, eight, nine, ten."]}

@@ -3,9 +3,9 @@
 import fakeredis
 import pytest
 
+from tests.support.redis_server import RealRedis, find_binary
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
-from tokencache.testing.redis_server import RealRedis, find_binary
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ import logging
 import pytest
 from redis.asyncio import Redis
 
+from tests.support.redis_server import RealRedis
 from tokencache.store.base import Binding, Incident, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
 from tokencache.store.conformance import build, record
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
-from tokencache.testing.redis_server import RealRedis
 
 MEGABYTE = 2**20
 

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
+from tests.support.redis_server import RealRedis, find_binary
 from tokencache.core.turn import Prefix
 from tokencache.store import conformance
 from tokencache.store.base import BeginResult, OpenCall, SessionSealedError
 from tokencache.store.conformance import CHECKS, check_replicas
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
-from tokencache.testing.redis_server import RealRedis, find_binary
 
 NONE = MappingProxyType({})
 

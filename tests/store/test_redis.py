@@ -7,11 +7,11 @@ from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
+from tests.support.redis_server import RealRedis
 from tokencache.store.base import Binding, Incident, SessionDeletedError, SessionGoneError, SessionSealedError, StoreError
 from tokencache.store.conformance import build, record
 from tokencache.store.redis import RedisStore
 from tokencache.store.redis.store import HASHES
-from tokencache.testing.redis_server import RealRedis
 
 pytestmark = pytest.mark.redis
 WEEK = 7 * 86400 * 1000

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from redis import exceptions
 
+from tests.support.redis_server import RealRedis, find_binary
 from tokencache.store.base import Binding, Incident, SessionGoneError, StoreError
 from tokencache.store.conformance import build, record
 from tokencache.store.redis import RedisStore
-from tokencache.testing.redis_server import RealRedis, find_binary
 
 pytestmark = [pytest.mark.redis, pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")]
 LIMIT = 30  # far above every time limit in here: an operation that hangs fails, a slow machine does not

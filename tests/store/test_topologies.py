@@ -9,11 +9,11 @@ from urllib.parse import quote
 import pytest
 import trustme
 
+from tests.support.redis_groups import SERVICE, cluster, fingerprint, wait, watched_primary
+from tests.support.redis_server import RealRedis, find_binary, find_valkey
 from tokencache.store import open_store
 from tokencache.store.base import StoreError
 from tokencache.store.conformance import CHECKS, build, check_replicas, record
-from tokencache.testing.redis_groups import SERVICE, cluster, fingerprint, wait, watched_primary
-from tokencache.testing.redis_server import RealRedis, find_binary, find_valkey
 
 pytestmark = [pytest.mark.redis, pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")]
 LIMIT = 60

@@ -81,7 +81,7 @@ async def test_the_sdk_reads_a_whole_reply(sdk, engine):
     assert choice.message.content == "\n\nLet me look.\n"
     assert choice.message.model_extra["reasoning"] == "\nFirst I look — naïve café ☕.\n"
     assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [("bash", '{"cmd": "ls  -la"}')]
-    entry = engine.books[0]
+    entry = engine.ground_truth[0]
     assert choice.model_extra["token_ids"] == entry.completion_ids
     assert reply.model_extra["prompt_token_ids"] == entry.prompt_ids
     assert reply.usage.completion_tokens == len(entry.completion_ids)
@@ -110,17 +110,17 @@ async def test_a_stream_adds_up_to_the_whole_reply(sdk, engine, chunk_tokens):
     assert (reasoning, content) == (whole.message.model_extra["reasoning"], whole.message.content)
     assert (names, arguments) == (["bash"], whole.message.tool_calls[0].function.arguments)
     assert reason == whole.finish_reason
-    assert ids == engine.books[1].completion_ids
+    assert ids == engine.ground_truth[1].completion_ids
     assert usage.completion_tokens == len(ids)
 
 
 async def test_the_same_request_gives_the_same_text_in_other_ids(http, url, engine):
     for _ in range(2):
         await ask(http, url)
-    first, second = engine.books
+    first, second = engine.ground_truth
     assert first.prompt_ids == second.prompt_ids
     assert first.completion_ids != second.completion_ids
-    decoded = {engine.tokenizer.decode(entry.completion_ids) for entry in engine.books}
+    decoded = {engine.tokenizer.decode(entry.completion_ids) for entry in engine.ground_truth}
     assert decoded == {EPISODES["demo"][0] + "<|im_end|>"}
     assert engine.tokenizer.encode(decoded.pop()) not in (first.completion_ids, second.completion_ids)
 
@@ -130,8 +130,8 @@ async def test_another_engine_with_the_same_seed_says_the_same_ids(http, url, en
     twin = SimulatedEngine(episodes=EPISODES, seed=7)
     async with twin.serve() as twin_url:
         await ask(http, twin_url, messages=[{"role": "user", "content": "free"}])
-    assert twin.books[0].completion_ids == engine.books[0].completion_ids
-    assert twin.books[0].logprobs == engine.books[0].logprobs
+    assert twin.ground_truth[0].completion_ids == engine.ground_truth[0].completion_ids
+    assert twin.ground_truth[0].logprobs == engine.ground_truth[0].logprobs
 
 
 async def test_supplied_ids_are_the_prompt_and_the_messages_do_not_matter(http, url, engine):
@@ -143,10 +143,10 @@ async def test_supplied_ids_are_the_prompt_and_the_messages_do_not_matter(http, 
         http, url, messages=[{"role": "user", "content": "something else"}], kv_transfer_params={"prompt_token_ids": prompt}, **EVERYTHING
     )
     assert status == 200
-    assert reply["prompt_token_ids"] == prompt == engine.books[0].prompt_ids
+    assert reply["prompt_token_ids"] == prompt == engine.ground_truth[0].prompt_ids
     assert reply["usage"]["prompt_tokens"] == len(prompt)
     assert reply["choices"][0]["message"]["content"] == "\n\nAll done ☕, nothing more."
-    assert engine.books[0].ids_supplied
+    assert engine.ground_truth[0].ids_supplied
 
 
 async def test_an_old_engine_ignores_supplied_ids_without_a_word(http, url, engine):
@@ -154,7 +154,7 @@ async def test_an_old_engine_ignores_supplied_ids_without_a_word(http, url, engi
     status, reply = await ask(http, url, kv_transfer_params={"prompt_token_ids": [1, 2, 3]}, return_token_ids=True)
     assert status == 200
     assert reply["prompt_token_ids"] != [1, 2, 3]
-    assert not engine.books[0].ids_supplied
+    assert not engine.ground_truth[0].ids_supplied
 
 
 @pytest.mark.parametrize("ids", [[], "abc", [-1], [True], [1.5], ["a"], [10**9], {"a": 1}])
@@ -162,7 +162,7 @@ async def test_malformed_ids_are_refused(http, url, engine, ids):
     status, reply = await ask(http, url, kv_transfer_params={"prompt_token_ids": ids}, stream=True)
     assert status == 400
     assert reply["error"]["param"] == "kv_transfer_params.prompt_token_ids"
-    assert not engine.books
+    assert not engine.ground_truth
 
 
 async def test_tokenize_is_what_a_plain_request_is_rendered_to(http, url, engine):
@@ -206,7 +206,7 @@ async def test_books_hold_what_was_returned(http, url, engine, stream):
     else:
         _, reply = await ask(http, url, **EVERYTHING)
         ids, told = reply["choices"][0]["token_ids"], reply["choices"][0]["logprobs"]["content"]
-    entry = engine.books[0]
+    entry = engine.ground_truth[0]
     assert (ids, [item["logprob"] for item in told]) == (entry.completion_ids, entry.logprobs)
     assert "".join(item["token"] for item in told) == engine.tokenizer.decode(entry.completion_ids)
     assert all(-5 < value < 0 and struct.unpack("f", struct.pack("f", value))[0] == value for value in entry.logprobs)
@@ -257,7 +257,7 @@ async def test_a_stop_string_cuts_the_text_but_not_the_ids(http, url, engine, st
         last = reply["choices"][0]
         content = last["message"]["content"]
     assert (content, last["finish_reason"], last["stop_reason"]) == ("Only ", "stop", "text")
-    assert engine.tokenizer.decode(engine.books[0].completion_ids).startswith("Only text")
+    assert engine.tokenizer.decode(engine.ground_truth[0].completion_ids).startswith("Only text")
 
 
 async def test_stop_token_ids_and_allowed_token_ids(http, url, engine):
@@ -278,7 +278,7 @@ async def test_several_choices_each_with_its_own_ids(http, url, engine, stream):
     else:
         _, reply = await ask(http, url, n=2, return_token_ids=True)
         ids = [choice["token_ids"] for choice in reply["choices"]]
-    assert ids == [entry.completion_ids for entry in engine.books]
+    assert ids == [entry.completion_ids for entry in engine.ground_truth]
     assert ids[0] != ids[1]
 
 
@@ -302,11 +302,11 @@ async def test_invalid_history_is_mended_by_new_engines_and_refused_by_old_ones(
     history = [{"role": "user", "content": "EPISODE:demo"}, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "x"}]
     status, _ = await ask(http, url, messages=history)
     assert status == 200
-    assert '"arguments": {}}' in engine.tokenizer.decode(engine.books[0].prompt_ids)
+    assert '"arguments": {}}' in engine.tokenizer.decode(engine.ground_truth[0].prompt_ids)
     engine.strict_arguments = True
     status, reply = await ask(http, url, messages=history)
     assert (status, reply["error"]["code"]) == (400, 400)
-    status, _ = await ask(http, url, messages=history, kv_transfer_params={"prompt_token_ids": engine.books[0].prompt_ids})
+    status, _ = await ask(http, url, messages=history, kv_transfer_params={"prompt_token_ids": engine.ground_truth[0].prompt_ids})
     assert status == 200
 
 
@@ -331,7 +331,7 @@ async def test_refusals_have_the_shape_of_openais(http, url, engine, *, body, st
     got, reply = await ask(http, url, **body)
     assert (got, reply["error"]["code"], reply["error"]["param"]) == (status, status, param)
     assert list(reply["error"]) == ["message", "type", "param", "code"]
-    assert not engine.books
+    assert not engine.ground_truth
 
 
 @pytest.mark.parametrize("raw", [b'{"model": ', b"", b"[1]"])
@@ -363,19 +363,19 @@ async def test_the_other_routes(http, url, engine, sdk):
 async def test_sessions_and_requests_are_noted(http, url, engine):
     async with http.post(f"{url}/v1/chat/completions", json=ASK, headers={"X-Session-ID": "s1", "X-Request-Id": "r1"}) as response:
         assert (await response.json())["id"] == "chatcmpl-r1"
-    assert (engine.books[0].session, engine.books[0].request_id) == ("s1", "chatcmpl-r1")
+    assert (engine.ground_truth[0].session, engine.ground_truth[0].request_id) == ("s1", "chatcmpl-r1")
     assert engine.requests == [ASK]
     assert engine.headers[0]["X-Session-ID"] == "s1"
     async with http.get(f"{url}/books") as response:
-        assert [entry["completion_ids"] for entry in await response.json()] == [engine.books[0].completion_ids]
+        assert [entry["completion_ids"] for entry in await response.json()] == [engine.ground_truth[0].completion_ids]
 
 
 async def test_a_client_that_leaves_aborts_the_generation(http, url, engine):
     engine.token_delay = 0.01
     async with http.post(f"{url}/v1/chat/completions", json={**ASK, "stream": True}) as response:
         await response.content.readany()
-    await engine.until(lambda: engine.books[0].aborted)
-    entry = engine.books[0]
+    await engine.until(lambda: engine.ground_truth[0].aborted)
+    entry = engine.ground_truth[0]
     emitted = list(entry.completion_ids)
     assert entry.finish_reason == "abort"
     assert EPISODES["demo"][0].startswith(engine.tokenizer.decode(emitted).rstrip("\N{REPLACEMENT CHARACTER}"))

@@ -26,7 +26,7 @@ async def test_a_status_and_body_before_anything(engine, chat):
     engine.faults.append(Fault.answer(503, '{"error": "overloaded"}'))
     async with chat() as response:
         assert (response.status, await response.json()) == (503, {"error": "overloaded"})
-    assert not engine.books
+    assert not engine.ground_truth
     async with chat() as response:
         assert response.status == 200
     assert not engine.faults
@@ -65,7 +65,7 @@ async def test_truncated_json(engine, chat):
         assert response.status == 200
         with pytest.raises(json.JSONDecodeError):
             json.loads(await response.text())
-    assert engine.books[0].finish_reason == "stop"
+    assert engine.ground_truth[0].finish_reason == "stop"
 
 
 async def test_a_stream_cut_after_some_chunks(engine, chat):
@@ -74,8 +74,8 @@ async def test_a_stream_cut_after_some_chunks(engine, chat):
         text = await response.text()
     assert text.count("data: ") == 3
     assert "[DONE]" not in text
-    assert engine.books[0].aborted
-    assert engine.books[0].finish_reason == "abort"
+    assert engine.ground_truth[0].aborted
+    assert engine.ground_truth[0].finish_reason == "abort"
 
 
 async def test_an_error_event_within_a_stream(engine, chat):
@@ -92,8 +92,8 @@ async def test_a_connection_torn_down(engine, chat, after):
     engine.faults.append(Fault.close(after=after))
     with pytest.raises(aiohttp.ClientError):
         await _read(chat(stream=True, return_token_ids=True))
-    assert len(engine.books) == (1 if after else 0)
-    assert all(entry.aborted for entry in engine.books)
+    assert len(engine.ground_truth) == (1 if after else 0)
+    assert all(entry.aborted for entry in engine.ground_truth)
 
 
 async def test_a_fault_chosen_by_what_is_asked(engine, chat):

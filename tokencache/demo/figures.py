@@ -93,7 +93,7 @@ def measure_exported(trajectory: Mapping[str, Any]) -> DemoFigures:
     return DemoFigures(**(plain.as_json() | of_sequences))
 
 
-def disagreements(trajectory: Mapping[str, Any], books: Sequence[Generation], turns: int) -> list[str]:
+def disagreements(trajectory: Mapping[str, Any], ground_truth: Sequence[Generation], turns: int) -> list[str]:
     """Say where an exported trajectory differs from the engine's books of that session; an empty list is proof.
 
     Every exported turn must be one entry of the books, prompt ids, completion ids and log probabilities alike, and every
@@ -101,15 +101,15 @@ def disagreements(trajectory: Mapping[str, Any], books: Sequence[Generation], tu
     and 0 elsewhere; and the proxy must call the session complete.
     """
     session, found = trajectory["session"], []
-    left = list(books)
+    left = list(ground_truth)
     for place, turn in enumerate(exported_turns(trajectory)):
         if turn in left:
             left.remove(turn)
         else:
             found.append(f"session {session}: exported turn {place} is not in the engine's books")
     found += [f"session {session}: a call of {len(entry.prompt)} + {len(entry.completion)} tokens is not exported" for entry in left]
-    if len(books) != turns:
-        found.append(f"session {session}: the engine was called {len(books)} times, the harness made {turns} calls")
+    if len(ground_truth) != turns:
+        found.append(f"session {session}: the engine was called {len(ground_truth)} times, the harness made {turns} calls")
     for sequence in trajectory["sequences"]:
         sampled = [0] * len(sequence["token_ids"])
         for turn in sequence["turns"]:

@@ -85,7 +85,7 @@ class _Demo:
             level = (await proxy.engine.model(stage.model)).capability
             async with aiohttp.ClientSession() as client:
                 exports = [await _export(client, url, name) for name in self._names]
-        logs = [stage.books(f"direct-{name}") for name in self._names]
+        logs = [stage.ground_truth(f"direct-{name}") for name in self._names]
         if not all(turn.prompt and turn.completion for log in logs for turn in log):
             raise StageError(f"{stage.name} reports no token ids (return_token_ids): there is nothing to compare")
         direct = sum(map(measure, logs), DemoFigures())
@@ -104,7 +104,7 @@ class _Demo:
         return not wrong and (proxied.contiguous_turns == proxied.turns or not strict)
 
     def _check(self, name: str, export: dict[str, Any]) -> list[str]:
-        return disagreements(export, self._stage.books(name), self._turns)
+        return disagreements(export, self._stage.ground_truth(name), self._turns)
 
     async def _run(self, title: str, progress: Progress, play: Callable[[int, Callable[[], None]], Awaitable[Any]]) -> None:
         """Play all rollouts, some at a time."""

@@ -41,7 +41,7 @@ class Stage:
     name: str
     url: str
     model: str
-    books: Callable[[str], list[Generation]]
+    ground_truth: Callable[[str], list[Generation]]
     spell: Callable[[Sequence[int]], Awaitable[list[bytes]]]
     body: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -52,15 +52,15 @@ async def simulated(replies: Mapping[str, Sequence[str]]) -> AsyncIterator[Stage
     """Serve a simulated engine that says `replies`."""
     engine = SimulatedEngine(episodes=replies, chunk_tokens=4)
 
-    def books(session: str) -> list[Generation]:
-        mine = (entry for entry in engine.books if entry.session == session)
+    def ground_truth(session: str) -> list[Generation]:
+        mine = (entry for entry in engine.ground_truth if entry.session == session)
         return [Generation(entry.prompt_ids, entry.completion_ids, entry.logprobs) for entry in mine]
 
     async def spell(ids: Sequence[int]) -> list[bytes]:
         return [engine.tokenizer.token_bytes(token) for token in ids]
 
     async with engine.serve() as url:
-        yield Stage("a simulated engine (real tokenizer and chat template, scripted replies)", url, engine.model, books, spell)
+        yield Stage("a simulated engine (real tokenizer and chat template, scripted replies)", url, engine.model, ground_truth, spell)
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,7 @@
-"""A test kit for users: an engine to test against, whose books tell what truly happened.
+"""Test kit: a simulated engine to test against, which knows the true token ids of every call.
 
-`SimulatedEngine` speaks vLLM's HTTP API with a real tokenizer and chat template, says what a test tells it to say, and
-records every prompt and completion id. Needs the extra `testing`.
+`SimulatedEngine` serves vLLM's HTTP API with a real tokenizer and chat template. It gives the replies that a test defines, and records
+every prompt and completion id. Needs the extra `testing`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokencache.testing.books import BookEntry
     from tokencache.testing.engine import SimulatedEngine
     from tokencache.testing.faults import Fault
+    from tokencache.testing.ground_truth import GroundTruthEntry
     from tokencache.testing.tokenizer import SimTokenizer, build_tokenizer
 
-__all__ = ["BookEntry", "Fault", "SimTokenizer", "SimulatedEngine", "build_tokenizer"]
+__all__ = ["Fault", "GroundTruthEntry", "SimTokenizer", "SimulatedEngine", "build_tokenizer"]
 
-_HOMES = {"BookEntry": "books", "Fault": "faults", "SimTokenizer": "tokenizer", "SimulatedEngine": "engine", "build_tokenizer": "tokenizer"}
+_MODULES = {
+    "Fault": "faults",
+    "GroundTruthEntry": "ground_truth",
+    "SimTokenizer": "tokenizer",
+    "SimulatedEngine": "engine",
+    "build_tokenizer": "tokenizer",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `python -m tokencache.testing.engine` must not find its own module loaded already."""
-    if name not in _HOMES:
+    """Import on first use, so that `python -m tokencache.testing.engine` does not find its own module already imported."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib  # noqa: PLC0415
 
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

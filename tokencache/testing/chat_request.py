@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokencache.testing.refusals import RefusalResponse, schema_refusal, senseless, unknown_model
+from tokencache.testing.errors import RefusalResponse, schema_refusal, senseless, unknown_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,8 +10,8 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from tokencache.testing.control import Orders
 from tokencache.testing.engine import SimulatedEngine
+from tokencache.testing.faults import FaultOrders
 from tokencache.testing.generation import LogprobsMode
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         honours_ids=not options.ignore_ids,
         logprobs_mode=options.logprobs_mode,
         journal=options.journal,
-        orders=Orders() if options.control else None,
+        orders=FaultOrders() if options.control else None,
     )
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(engine, options.host, options.port))

@@ -1,129 +1,190 @@
-"""One chat completion from the prompt's ids to the last event: all its choices, whole or streamed, with the books kept."""
+"""Completions of the simulated engine, from the prompt's ids to the last event: chat and text completions, whole or streamed.
+
+A text completion (`/v1/completions`) has a prompt as text or ids, or several. It has no template and no parsers: the reply is the text.
+As in vLLM 0.32 (`completion/protocol.py`) its ids are in each choice, the prompt's too, and every step is a chunk, even without visible
+text. `echo`, `suffix`, beam search and embeddings are refused.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tokencache.testing import wire
-from tokencache.testing.extras import EngineExtras
-from tokencache.testing.generation import GenerationStep, LogprobsMode, generate
+from tokencache.testing.chat_request import ChatRequest, read_chat_request
+from tokencache.testing.errors import senseless
+from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
-    from tokencache.testing.books import BookEntry
-    from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.generation import Token
-    from tokencache.testing.speech import Speech
+    from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
+    from tokencache.testing.metadata import ReplyMetadata
+    from tokencache.testing.replies import ReplyGenerator
     from tokencache.testing.tokenizer import SimTokenizer
+
+_DEFAULT_TOKENS = 16
+"""vLLM's default of `max_tokens` for text completions."""
+_NOT_SIMULATED = ("echo", "suffix", "use_beam_search", "prompt_embeds")
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionSettings:
+    """Settings of the engine that all its completions share.
+
+    Attributes:
+        chunk_tokens: tokens in each chunk of a stream.
+        token_delay: seconds for each token.
+        log: file that receives every token before it is sent.
+    """
+
+    tokenizer: SimTokenizer
+    replies: ReplyGenerator
+    metadata: ReplyMetadata
+    chunk_tokens: int
+    token_delay: float
+    logprobs_mode: LogprobsMode
+    reasoning_parser: bool
+    log: GroundTruthLog | None
 
 
 @dataclass(slots=True)
 class Completion:
-    """A completion under way; create it, then run either `whole` or `stream`, once."""
+    """A completion in progress. Call either `whole` or `stream`, once.
+
+    Attributes:
+        request: the request.
+        prompts: ids of each prompt; a chat completion has one.
+        limits: largest number of tokens in a reply, for each prompt.
+        entries: ground truth of each choice: `n` for each prompt, in order. They grow while tokens are generated.
+        call: number of this completion among all of the engine.
+        settings: settings of the engine.
+        halted: receives the number of tokens so far; returns whether the engine aborts the reply there.
+        created: seconds since the epoch.
+        versions: for each choice, the weight version that sampled each token.
+    """
 
     request: ChatRequest
-    prompt_ids: list[int]
-    entries: list[BookEntry]
-    """One per choice, filled in as tokens are generated."""
-    tokenizer: SimTokenizer
-    speech: Speech
-    max_tokens: int
+    prompts: list[list[int]]
+    limits: list[int]
+    entries: list[GroundTruthEntry]
     call: int
-    """Number of this completion among all of the engine's."""
-    chunk_tokens: int = 1
-    token_delay: float = 0.0
-    """Seconds per token."""
-    created: int = field(default_factory=lambda: int(time.time()))
-    mode: LogprobsMode = "raw_logprobs"
-    extras: EngineExtras = field(default_factory=EngineExtras)
-    reasoning_parser: bool = True
+    settings: CompletionSettings
     halted: Callable[[int], bool] | None = None
-    """Asked with the number of tokens so far whether the engine aborts the reply here."""
-    versions: dict[int, list[str]] = field(default_factory=dict)
-    """Of each choice the weights that sampled each token."""
-    keep: Callable[[BookEntry], None] = lambda _: None
-    """Told of an entry whenever there is something new in it, before that goes out."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    versions: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    async def whole(self) -> dict[str, Any]:
+        """Generate everything. Returns the body of the reply."""
+        raise NotImplementedError
+
+    def stream(self) -> AsyncIterator[bytes]:
+        """Yield the events of the reply, without `[DONE]`. Choices take turns."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Mark the choices as not delivered to the end."""
+        for entry in self.entries:
+            entry.aborted = True
+            entry.finish_reason = entry.finish_reason or "abort"
+            self._log(entry)
+
+    def _log(self, entry: GroundTruthEntry) -> None:
+        if self.settings.log is not None:
+            self.settings.log.append(entry)
+
+    def _prompt(self, index: int) -> list[int]:
+        return self.prompts[index // self.request.n]
+
+    def _finish(self, entry: GroundTruthEntry, reason: str | None) -> None:
+        entry.finish_reason = reason
+        if reason is not None:
+            self._log(entry)
 
     def _steps(self, index: int) -> Iterator[GenerationStep]:
-        """Generate choice number `index`, each token entered in the books as it comes into being."""
-        request, entry = self.request, self.entries[index]
-        ids = self.speech.reply(request, self.prompt_ids, self.call, index)
-        seed = f"{self.speech.seed}:{self.call}:{index}"
-        chunk = max(self.chunk_tokens, request.stream_interval)
-        for step in generate(ids, request, self.tokenizer, max_tokens=self.max_tokens, seed=seed, chunk=chunk, mode=self.mode):
+        """Generate choice number `index`. Each token is in the ground truth before it is sent."""
+        request, settings, entry = self.request, self.settings, self.entries[index]
+        ids = settings.replies.reply(request, self._prompt(index), self.call, index)
+        seed = f"{settings.replies.seed}:{self.call}:{index}"
+        chunk = max(settings.chunk_tokens, request.stream_interval)
+        limit, mode = self.limits[index // request.n], settings.logprobs_mode
+        for step in generate(ids, request, settings.tokenizer, max_tokens=limit, seed=seed, chunk=chunk, mode=mode):
             if self.halted is not None and self.halted(len(entry.completion_ids)):
                 yield GenerationStep(finish_reason="abort")
                 return
-            self.versions.setdefault(index, []).extend([self.extras.version] * len(step.ids))
+            self.versions[index].extend([settings.metadata.version] * len(step.ids))
             entry.completion_ids.extend(step.ids)
             entry.logprobs.extend(token.logprob for token in step.tokens)
             entry.stop_reason = step.stop_reason
-            self.keep(entry)
+            self._log(entry)
             yield step
 
-    def abort(self) -> None:
-        """Mark the choices that have not been delivered to the end."""
-        for entry in self.entries:
-            entry.aborted = True
-            if entry.finish_reason is None:
-                entry.finish_reason = "abort"
-            self.keep(entry)
+    async def _all_steps(self, index: int) -> tuple[str, list[Token], GenerationStep]:
+        """Generate a whole choice: its text, its tokens and its last step."""
+        tokens: list[Token] = []
+        text, last = "", GenerationStep()
+        for step in self._steps(index):
+            tokens.extend(step.tokens)
+            text, last = text + step.text, step
+            await asyncio.sleep(self.settings.token_delay * len(step.tokens))
+        return text, tokens, last
+
+    async def _interleaved_steps(self) -> AsyncIterator[tuple[int, GenerationStep]]:
+        """Generate all choices, one step of each in turn."""
+        running = [(index, self._steps(index)) for index in range(len(self.entries))]
+        while running:
+            for index, steps in list(running):
+                step = next(steps)
+                await asyncio.sleep(self.settings.token_delay * len(step.tokens))
+                yield index, step
+                if step.finish_reason is not None:
+                    running.remove((index, steps))
+
+
+@dataclass(slots=True)
+class ChatCompletion(Completion):
+    """A chat completion in progress."""
 
     def _usage(self, *, whole: bool) -> dict[str, Any]:
         completion = sum(len(entry.completion_ids) for entry in self.entries)
         reasoning = sum(self._reasoning(entry) for entry in self.entries)
-        return wire.usage(len(self.prompt_ids), completion, reasoning, whole=whole)
+        return wire.usage(len(self.prompts[0]), completion, reasoning, whole=whole)
 
-    def _reasoning(self, entry: BookEntry) -> int:
-        return count_reasoning(entry.completion_ids, self.tokenizer, thinking=self._thinking)
+    def _reasoning(self, entry: GroundTruthEntry) -> int:
+        return count_reasoning(entry.completion_ids, self.settings.tokenizer, thinking=self._thinking)
 
     @property
     def _thinking(self) -> bool:
-        """Whether reasoning is looked for in the text."""
-        return self.reasoning_parser and self.request.thinking
+        """Whether the parser looks for reasoning in the text."""
+        return self.settings.reasoning_parser and self.request.thinking
 
     async def whole(self) -> dict[str, Any]:
-        """Generate everything; returns the body of the answer."""
-        choices = []
+        """See `Completion.whole`."""
+        choices, metadata = [], self.settings.metadata
         for index, entry in enumerate(self.entries):
-            tokens: list[Token] = []
-            text, last = "", GenerationStep()
-            for step in self._steps(index):
-                tokens.extend(step.tokens)
-                text += step.text
-                last = step
-                await asyncio.sleep(self.token_delay * len(step.tokens))
+            text, tokens, last = await self._all_steps(index)
             parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self._thinking)
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
-            entry.finish_reason = choice["finish_reason"]
-            self.keep(entry)
-            choice["routed_experts"] = self.extras.routed(len(self.prompt_ids) + len(tokens))
-            choices.append(choice | self.extras.of_choice(self.request, self.versions.get(index, ())))
-        reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompt_ids)
-        return reply | self.extras.of_reply()
+            self._finish(entry, choice["finish_reason"])
+            choice["routed_experts"] = metadata.routed(len(self.prompts[0]) + len(tokens))
+            choices.append(choice | metadata.of_choice(self.request, self.versions[index]))
+        return wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0]) | metadata.of_reply()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the events of the answer, `[DONE]` not among them; choices take turns."""
+        """See `Completion.stream`."""
         request = self.request
         for index in range(request.n):
-            yield wire.event(wire.role_chunk(request, self.created, index, self.prompt_ids))
-        over = reasoning_is_over(self.prompt_ids, self.tokenizer, thinking=self._thinking)
+            yield wire.event(wire.role_chunk(request, self.created, index, self.prompts[0]))
+        over = reasoning_is_over(self.prompts[0], self.settings.tokenizer, thinking=self._thinking)
         parsers = [StreamParser(tools=request.parse_tools, thinking=self._thinking, reasoning_done=over) for _ in self.entries]
-        running = [(index, self._steps(index)) for index in range(request.n)]
-        while running:
-            for index, steps in list(running):
-                step = next(steps)
-                await asyncio.sleep(self.token_delay * len(step.tokens))
-                chunk = self._chunk(index, step, parsers[index])
-                if chunk is not None:
-                    yield wire.event(chunk)
-                if step.finish_reason is not None:
-                    running.remove((index, steps))
+        async for index, step in self._interleaved_steps():
+            chunk = self._chunk(index, step, parsers[index])
+            if chunk is not None:
+                yield wire.event(chunk)
         if request.include_usage:
             yield wire.event(wire.usage_chunk(request, self.created, self._usage(whole=False)))
 
@@ -132,12 +193,112 @@ class Completion:
         delta = parser.feed(step.text, finished=step.finish_reason is not None)
         named = isinstance(request.body.get("tool_choice"), dict)
         reason = "tool_calls" if parser.called and step.finish_reason == "stop" and not named else step.finish_reason
-        entry.finish_reason = reason
-        if reason is not None:
-            self.keep(entry)
+        self._finish(entry, reason)
         chunk = wire.delta_chunk(request, self.created, index, delta, step, finish_reason=reason)
         if chunk is not None and reason is not None:
-            chunk["choices"][0] |= self.extras.of_choice(request, self.versions.get(index, ()))
+            chunk["choices"][0] |= self.settings.metadata.of_choice(request, self.versions[index])
         if chunk is not None and request.continuous_usage:
-            chunk["usage"] = wire.usage(len(self.prompt_ids), len(entry.completion_ids), self._reasoning(entry))
+            chunk["usage"] = wire.usage(len(self.prompts[0]), len(entry.completion_ids), self._reasoning(entry))
+        return chunk
+
+
+def read_text_request(
+    body: dict[str, Any], headers: Mapping[str, str], tokenizer: SimTokenizer, *, served: str
+) -> tuple[ChatRequest, list[list[int]]]:
+    """Check the body of a text completion. Returns its settings, as a chat request without messages, and the ids of its prompts.
+
+    Raises:
+        RefusalResponse: vLLM would refuse it, or it uses what is not simulated.
+    """
+    for name in _NOT_SIMULATED:
+        if body.get(name):
+            raise senseless(f"`{name}` is not simulated.", name)
+    prompt, wanted = body.get("prompt"), body.get("logprobs")
+    if prompt is None or prompt == "":
+        raise senseless("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    settings = {name: value for name, value in body.items() if name not in {"prompt", "logprobs"}}
+    settings |= {"messages": [], "logprobs": wanted is not None, "top_logprobs": wanted or 0}
+    settings.setdefault("max_tokens", _DEFAULT_TOKENS)
+    request = read_chat_request(settings, headers, served=served, vocabulary=tokenizer.vocabulary_size)
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    prompts = [tokenizer.encode(one) if isinstance(one, str) else list(one) for one in (prompt if several else [prompt])]
+    return replace(request, request_id=request.request_id.replace("chatcmpl-", "cmpl-", 1)), prompts
+
+
+@dataclass(slots=True)
+class TextCompletion(Completion):
+    """A text completion in progress."""
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, completion = sum(map(len, self.prompts)), sum(len(entry.completion_ids) for entry in self.entries)
+        return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
+    async def whole(self) -> dict[str, Any]:
+        """See `Completion.whole`."""
+        choices, metadata = [], self.settings.metadata
+        for index, entry in enumerate(self.entries):
+            text, tokens, last = await self._all_steps(index)
+            self._finish(entry, last.finish_reason)
+            choices.append(self._choice(index, text, tokens, last) | metadata.of_choice(self.request, self.versions[index]))
+        return {
+            **self._head(choices), "service_tier": None, "system_fingerprint": wire.FINGERPRINT,
+            "usage": {**self._usage(), "prompt_tokens_details": None, "completion_tokens_details": None},
+            "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None, **metadata.of_reply(),
+        }  # fmt: skip
+
+    def _choice(self, index: int, text: str, tokens: Sequence[Token], last: GenerationStep) -> dict[str, Any]:
+        shows, prompt = self.request.return_token_ids, self._prompt(index)
+        return {
+            "index": index, "text": text, "logprobs": self._logprobs(tokens, 0), "finish_reason": last.finish_reason,
+            "stop_reason": last.stop_reason, "token_ids": [token.id for token in tokens] if shows else None,
+            "prompt_logprobs": None, "prompt_token_ids": prompt if shows else None,
+            "routed_experts": self.settings.metadata.routed(len(prompt) + len(tokens)),
+        }  # fmt: skip
+
+    def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
+        """Return the `logprobs` of a choice or chunk. `offset` is the number of characters of the tokens before."""
+        if not self.request.logprobs:
+            return None
+        offsets, at = [], offset
+        for token in tokens:
+            offsets.append(at)
+            at += len(token.text)
+        neighbours = range(1, self.request.top_logprobs + 1)
+        top = [{token.text: token.logprob} | {f"~{i}": token.neighbour(i) for i in neighbours} for token in tokens]
+        values = [token.logprob for token in tokens]
+        return {"text_offset": offsets, "token_logprobs": values, "tokens": [token.text for token in tokens], "top_logprobs": top}
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """See `Completion.stream`."""
+        offsets = [0] * len(self.entries)
+        first = set(range(len(self.entries)))
+        async for index, step in self._interleaved_steps():
+            self._finish(self.entries[index], step.finish_reason)
+            yield wire.event(self._chunk(index, step, offsets[index], first=index in first))
+            first.discard(index)
+            offsets[index] += sum(len(token.text) for token in step.tokens)
+        if self.request.include_usage:
+            yield wire.event(self._head([]) | {"usage": self._usage(), "system_fingerprint": wire.FINGERPRINT})
+
+    def _head(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        request = self.request
+        return {
+            "id": request.request_id, "object": "text_completion", "created": self.created, "model": request.model, "choices": choices,
+        }  # fmt: skip
+
+    def _chunk(self, index: int, step: GenerationStep, offset: int, *, first: bool) -> dict[str, Any]:
+        request, shows = self.request, self.request.return_token_ids
+        choice = {
+            "index": index, "text": step.text, "logprobs": self._logprobs(step.tokens, offset), "finish_reason": step.finish_reason,
+            "stop_reason": step.stop_reason, "prompt_token_ids": self._prompt(index) if shows and first else None,
+            "token_ids": step.ids if shows else None,
+        }  # fmt: skip
+        if step.finish_reason is not None:
+            choice |= self.settings.metadata.of_choice(request, self.versions[index])
+        chunk = self._head([choice])
+        if step.finish_reason is not None and not request.include_usage:
+            chunk["system_fingerprint"] = wire.FINGERPRINT
+        if request.continuous_usage:
+            prompt, sampled = len(self._prompt(index)), len(self.entries[index].completion_ids)
+            chunk["usage"] = {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
         return chunk

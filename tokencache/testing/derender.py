@@ -11,8 +11,8 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from tokencache.testing.errors import senseless
 from tokencache.testing.parser import parse_reply
-from tokencache.testing.refusals import senseless
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,14 +1,14 @@
-r"""A vLLM server without a model: the real one's routes and bytes, scripted replies, and books of what truly happened.
+r"""Simulates a vLLM server without a model: the same routes and bytes, scripted replies, and a log of every token.
 
     async with SimulatedEngine(episodes={"demo": ["<think>\n\n</think>\n\nHello."]}).serve() as url:
         ...                       # any OpenAI client at f"{url}/v1"
-        engine.books              # the ids that went in and came out, whoever asked for them
+        engine.ground_truth       # the ids that went in and came out of every call
 
-It answers as vLLM 0.32 with `--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3` and a Qwen3-like
-template does, one process, no GPU, milliseconds per turn. What is different from a real engine is what makes tests hard
-there: replies are known beforehand, they always drift from the canonical tokenization, faults come to order.
+It replies as vLLM 0.32 does with `--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3` and a template like
+Qwen3's, in one process, without a GPU, in milliseconds per turn. What makes a real engine hard to test is under control: replies are
+known beforehand, their ids always differ from the canonical tokenization, and faults happen when a test asks for them.
 
-As a process of its own: `python -m tokencache.testing.engine --port 8000 --episodes episodes.json`.
+To run it as a process: `python -m tokencache.testing.engine --port 8000 --episodes episodes.json`.
 """
 
 from __future__ import annotations
@@ -23,34 +23,59 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from tokencache.testing import wire
-from tokencache.testing.books import BookEntry
 from tokencache.testing.chat_request import check_types, read_chat_request, read_json
-from tokencache.testing.completion import Completion
-from tokencache.testing.conversation import has_media, prompt_ids
-from tokencache.testing.delivery import empty_answer, fail_request, json_answer, refuse, stream_refusal, stream_reply
+from tokencache.testing.completion import ChatCompletion, Completion, CompletionSettings, TextCompletion, read_text_request
 from tokencache.testing.derender import derendered, rendered
-from tokencache.testing.extras import EngineExtras
-from tokencache.testing.faults import Fault, FaultKind
-from tokencache.testing.journal import Journal
-from tokencache.testing.refusals import RefusalResponse, room_for_reply, schema_refusal, senseless, unknown_model
-from tokencache.testing.speech import Speech
-from tokencache.testing.text_completion import TextCompletion, read_text_request
+from tokencache.testing.errors import RefusalResponse, room_for_reply, schema_refusal, senseless, unknown_model
+from tokencache.testing.faults import Fault, FaultKind, FaultOrders
+from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
+from tokencache.testing.metadata import ReplyMetadata
+from tokencache.testing.prompt import has_media, prompt_ids
+from tokencache.testing.replies import ReplyGenerator
+from tokencache.testing.responses import empty_response, fail_request, json_response, refuse, stream_refusal, stream_reply
 from tokencache.testing.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
-    from tokencache.testing.control import Orders
-    from tokencache.testing.extras import VersionStyle
+    from tokencache.testing.chat_request import ChatRequest
     from tokencache.testing.generation import LogprobsMode
+    from tokencache.testing.metadata import VersionStyle
 
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _MAX_BODY = 256 * 1024 * 1024
 
 
 class SimulatedEngine:
-    """One engine with its settings, faults and books; the attributes may be read and changed while it serves."""
+    """An engine with its settings, faults and ground truth. Attributes may be read and changed while it serves.
+
+    Args:
+        episodes: replies by name; see `replies`.
+        model: name of the model.
+        seed: of everything that is random.
+        drift: probability that a token is split into two.
+        max_model_len: tokens.
+        honours_ids: whether it uses supplied prompt ids. vLLM before 0.27 ignores them silently.
+        derenders: whether it serves `render` and `derender`, as vLLM does with `--enable-scale-out`.
+        strict_arguments: whether it refuses a history whose tool-call arguments are not JSON, as older releases did.
+        reasoning_parser: false for vLLM without `--reasoning-parser`, which leaves `<think>…</think>` in the text.
+        token_delay: seconds for each token.
+        chunk_tokens: tokens in each chunk of a stream.
+        version: of vLLM.
+        logprobs_mode: vLLM's option of that name.
+        weight_versions: how it reports weight versions; see `metadata`.
+        routed_experts: number of layers, and of experts chosen in each, which it then reports.
+        choose_fault: receives the route and body of each request and returns a fault. Comes before the queue `faults`.
+        journal: file that receives every token before it is sent; see `ground_truth`.
+        orders: faults that are ordered over HTTP, in place of `choose_fault`.
+
+    Attributes:
+        ground_truth: one entry for each generation.
+        requests, headers: bodies and headers of the chat completion requests received, including refused ones.
+        completions, derendered, tokenizations: bodies of the text completion, `derender` and `/tokenize` requests received.
+        faults: queue of faults. Each happens to one request; `None` lets one request pass.
+    """
 
     def __init__(
         self,
@@ -72,20 +97,8 @@ class SimulatedEngine:
         routed_experts: tuple[int, int] | None = None,
         choose_fault: Callable[[str, dict[str, Any]], Fault | None] | None = None,
         journal: Path | None = None,
-        orders: Orders | None = None,
+        orders: FaultOrders | None = None,
     ) -> None:
-        """Set up an engine that is not serving yet.
-
-        `episodes`: name to replies, see `speech`. `drift`: probability of each token to be said in two pieces.
-        `max_model_len`: tokens. `honours_ids`: false for vLLM before 0.27, which ignores supplied prompt ids without a
-        word. `derenders`: whether it answers `derender` and `render`, as vLLM does with `--enable-scale-out`.
-        `strict_arguments`: refuse history whose tool-call arguments are not JSON, as older releases did.
-        `reasoning_parser`: false for vLLM without `--reasoning-parser`, which leaves `<think>…</think>` in the text.
-        `token_delay`: seconds. `logprobs_mode`: as vLLM's option. `weight_versions`: how it says them, see `extras`;
-        `routed_experts`: its layers and the experts chosen in each, of which it then tells. `choose_fault`: asked with route and
-        body for each request, before the queue `faults`. `journal`: a file in which the books are kept, too (see `journal`).
-        `orders`: take faults over HTTP (see `control`), in place of `choose_fault`.
-        """
         self.tokenizer = build_tokenizer()
         self.model, self.version = model, version
         self.max_model_len = max_model_len
@@ -93,32 +106,37 @@ class SimulatedEngine:
         self.strict_arguments, self.reasoning_parser = strict_arguments, reasoning_parser
         self.token_delay, self.chunk_tokens = token_delay, chunk_tokens
         self.logprobs_mode: LogprobsMode = logprobs_mode
-        self.extras = EngineExtras(weight_versions, routed_experts)
-        self.speech = Speech(self.tokenizer, episodes or {}, seed, drift)
+        self.metadata = ReplyMetadata(weight_versions, routed_experts)
+        self.replies = ReplyGenerator(self.tokenizer, episodes or {}, seed, drift)
         self.choose_fault = orders or choose_fault
         self._orders = orders
-        self._journal = Journal(journal) if journal is not None else None
+        self._log = GroundTruthLog(journal) if journal is not None else None
         self.faults: deque[Fault | None] = deque()
-        self.books: list[BookEntry] = []
+        self.ground_truth: list[GroundTruthEntry] = []
         self.requests: list[dict[str, Any]] = []
-        """Bodies of the chat completion requests received, refused ones too."""
         self.headers: list[dict[str, str]] = []
-        """Headers of the same requests."""
         self.completions: list[dict[str, Any]] = []
-        """Bodies of the text completion requests received."""
         self.derendered: list[dict[str, Any]] = []
-        """Bodies of the derender requests received."""
         self.tokenizations: list[dict[str, Any]] = []
-        """Bodies of the /tokenize requests received."""
         self._paused = False
         self._pauses = 0
         self._calls = itertools.count()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._started = int(time.time())
+
+    @property
+    def books(self) -> list[GroundTruthEntry]:
+        """Old name of `ground_truth`, until 0.3."""
+        return self.ground_truth
+
+    @property
+    def speech(self) -> ReplyGenerator:
+        """Old name of `replies`, until 0.3."""
+        return self.replies
 
     @contextlib.asynccontextmanager
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Serve until the block is left; yields the base URL, without `/v1`. Port 0 takes a free one."""
+        """Serve while the context is open. Yields the base URL, without `/v1`. Port 0 picks a free port."""
         runner = web.AppRunner(self.app(), handler_cancellation=True, shutdown_timeout=0.05, access_log=None)
         await runner.setup()
         try:
@@ -128,32 +146,33 @@ class SimulatedEngine:
             await runner.cleanup()
 
     async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
-        """Wait until `condition` holds; it is asked again whenever a request came in, began to generate, or ended.
+        """Wait until `condition` returns true. It is checked whenever a request arrives, starts to generate, or ends.
 
-        Raises TimeoutError after `seconds`. For tests that would otherwise sleep and hope.
+        Raises:
+            TimeoutError: it is still false after `seconds`.
         """
         async with asyncio.timeout(seconds):
             while not condition():
-                await self._news.wait()
+                await self._changed.wait()
 
     def pause(self) -> None:
-        """As `/pause?mode=abort` of vLLM 0.33: what is being generated is aborted, and who asks gets 503 until `resume`."""
+        """Abort running generations and refuse requests with 503 until `resume`, as `/pause?mode=abort` of vLLM 0.33 does."""
         self._paused, self._pauses = True, self._pauses + 1
 
     def resume(self) -> None:
-        """Take calls again."""
+        """Accept requests again."""
         self._paused = False
 
-    def _tell(self) -> None:
-        """Wake up everyone who waits for news."""
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        """Wake up every `until`."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def app(self) -> web.Application:
         """Return an aiohttp application for this engine."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[refuse])
         app.add_routes([
-            web.get("/health", empty_answer), web.get("/ping", empty_answer), web.post("/ping", empty_answer),
+            web.get("/health", empty_response), web.get("/ping", empty_response), web.post("/ping", empty_response),
             web.get("/version", self._version), web.get("/v1/models", self._models), web.get("/books", self._books),
             web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
             web.post(_CHAT, self._chat), web.post(_TEXT, self._complete),
@@ -165,13 +184,13 @@ class SimulatedEngine:
         return app
 
     async def _version(self, _: web.Request) -> web.Response:
-        return json_answer({"version": self.version})
+        return json_response({"version": self.version})
 
     async def _models(self, _: web.Request) -> web.Response:
-        return json_answer(wire.model_list(self.model, self._started, self.max_model_len))
+        return json_response(wire.model_list(self.model, self._started, self.max_model_len))
 
     async def _books(self, _: web.Request) -> web.Response:
-        return json_answer(self.books)
+        return json_response(self.ground_truth)
 
     async def _tokenize(self, http: web.Request) -> web.StreamResponse:
         body = read_json(await http.read(), http.content_type)
@@ -191,7 +210,7 @@ class SimulatedEngine:
         else:
             ids = self.tokenizer.encode(str(body["prompt"]))
         strings = [self.tokenizer.token(token_id) for token_id in ids] if body.get("return_token_strs") else None
-        return json_answer({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": strings})
+        return json_response({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": strings})
 
     async def _detokenize(self, http: web.Request) -> web.Response:
         body = read_json(await http.read(), http.content_type)
@@ -204,17 +223,17 @@ class SimulatedEngine:
                 raise schema_refusal(
                     f"body.tokens.{i}", "greater_than_equal", "Input should be greater than or equal to 0", token, {"ge": 0}
                 )
-        return json_answer({"prompt": self.tokenizer.decode(tokens)})
+        return json_response({"prompt": self.tokenizer.decode(tokens)})
 
     async def _derender(self, http: web.Request) -> web.StreamResponse:
         body = read_json(await http.read(), http.content_type)
         self.derendered.append(body)
-        self._tell()
+        self._notify()
         if (fault := self._next_fault(f"{_CHAT}/derender", body)) is not None:
             return await fail_request(http, fault)
         self._check_model(body)
         request = read_chat_request(body["chat_request"], http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
-        return json_answer(derendered(request, body["generate_response"], self.tokenizer))
+        return json_response(derendered(request, body["generate_response"], self.tokenizer))
 
     async def _render_only(self, http: web.Request) -> web.StreamResponse:
         body = read_json(await http.read(), http.content_type)
@@ -222,7 +241,7 @@ class SimulatedEngine:
             return await fail_request(http, fault)
         self._check_model(body)
         request = read_chat_request(body, http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
-        return json_answer(rendered(request, self._render(body, request.template_arguments), self.max_model_len))
+        return json_response(rendered(request, self._render(body, request.template_arguments), self.max_model_len))
 
     def _check_model(self, body: Mapping[str, Any]) -> None:
         if body.get("model") not in (None, self.model):
@@ -232,7 +251,7 @@ class SimulatedEngine:
         return prompt_ids(self.tokenizer, body, arguments, model=self.model, strict_arguments=self.strict_arguments)
 
     def _supplied_ids(self, body: Mapping[str, Any]) -> list[int] | None:
-        """Return the prompt ids that come with the request, if this engine goes by them; 400 as from vLLM 0.32 on if malformed."""
+        """Return the prompt ids supplied with the request if this engine uses them. Malformed ones are refused as by vLLM 0.32."""
         ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         if ids is None or not self.honours_ids or body.get("echo") or has_media(body["messages"]):
             return None
@@ -264,11 +283,9 @@ class SimulatedEngine:
         self.completions.append(body)
         return await self._answer(http, _TEXT, body, self._begin_text)
 
-    async def _answer(
-        self, http: web.Request, route: str, body: dict[str, Any], begin: Callable[..., Completion | TextCompletion]
-    ) -> web.StreamResponse:
-        """Answer with what `begin` makes of the body and the headers, or as a fault has it."""
-        self._tell()
+    async def _answer(self, http: web.Request, route: str, body: dict[str, Any], begin: Callable[..., Completion]) -> web.StreamResponse:
+        """Send the completion that `begin` makes of body and headers, or let a fault happen."""
+        self._notify()
         fault = self._next_fault(route, body)
         if fault is not None and (fault.kind in (FaultKind.STATUS, FaultKind.HANG) or (fault.kind is FaultKind.CLOSE and not fault.after)):
             return await fail_request(http, fault)
@@ -280,7 +297,7 @@ class SimulatedEngine:
             if refusal.by_engine and body.get("stream"):
                 return await stream_refusal(http, refusal)
             raise
-        if isinstance(completion, Completion):
+        if isinstance(completion, ChatCompletion):
             completion.halted = self._halting(fault)
         try:
             if completion.request.stream:
@@ -290,50 +307,51 @@ class SimulatedEngine:
             completion.abort()
             raise
         finally:
-            self._tell()
+            self._notify()
         if fault is not None and fault.kind is FaultKind.TRUNCATED:
             raw = raw[: len(raw) // 2]
-        return web.Response(body=raw, content_type="application/json", headers=completion.extras.headers)
+        return web.Response(body=raw, content_type="application/json", headers=self.metadata.headers)
 
     def _halting(self, fault: Fault | None) -> Callable[[int], bool]:
         pauses = self._pauses
         after = fault.after if fault is not None and fault.kind is FaultKind.ABORT else None
         return lambda tokens: self._pauses > pauses or (after is not None and tokens >= after)
 
-    def _manner(self) -> dict[str, Any]:
-        """How a completion goes out."""
-        delay = {"chunk_tokens": self.chunk_tokens, "token_delay": self.token_delay}
-        kept = {"keep": self._journal.keep} if self._journal is not None else {}
-        return delay | kept | {"mode": self.logprobs_mode, "extras": self.extras}
+    def _settings(self) -> CompletionSettings:
+        return CompletionSettings(
+            tokenizer=self.tokenizer,
+            replies=self.replies,
+            metadata=self.metadata,
+            chunk_tokens=self.chunk_tokens,
+            token_delay=self.token_delay,
+            logprobs_mode=self.logprobs_mode,
+            reasoning_parser=self.reasoning_parser,
+            log=self._log,
+        )
 
-    def _begin_text(self, body: dict[str, Any], headers: Mapping[str, str]) -> TextCompletion:
-        """Tokenize the prompts, check that there is room, open the books: one entry for each choice of each prompt."""
+    def _begin_text(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         request, prompts = read_text_request(body, headers, self.tokenizer, served=self.model)
         limits = [room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=True) for ids in prompts]
-        entries = [
-            BookEntry(request.request_id, i, request.session, request.model, request.stream, True, list(prompts[i // request.n]))
-            for i in range(len(prompts) * request.n)
-        ]
-        self.books.extend(entries)
-        self._tell()
-        call = next(self._calls)
-        return TextCompletion(request, prompts, entries, self.tokenizer, self.speech, limits, call, **self._manner())
+        entries = self._new_entries(request, prompts, supplied=True)
+        return TextCompletion(request, prompts, limits, entries, next(self._calls), self._settings())
 
     def _begin_chat(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
-        """Find the prompt, check that there is room for a reply, open the books."""
         request = read_chat_request(body, headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
         supplied = self._supplied_ids(request.body)
         ids = self._render(request.body, request.template_arguments) if supplied is None else supplied
         limit = room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=supplied is None)
+        entries = self._new_entries(request, [ids], supplied=supplied is not None)
+        return ChatCompletion(request, [ids], [limit], entries, next(self._calls), self._settings())
+
+    def _new_entries(self, request: ChatRequest, prompts: Sequence[Sequence[int]], *, supplied: bool) -> list[GroundTruthEntry]:
+        """Add one entry to the ground truth for each choice of each prompt."""
         entries = [
-            BookEntry(request.request_id, i, request.session, request.model, request.stream, supplied is not None, list(ids))
-            for i in range(request.n)
+            GroundTruthEntry(request.request_id, i, request.session, request.model, request.stream, supplied, list(prompts[i // request.n]))
+            for i in range(len(prompts) * request.n)
         ]
-        self.books.extend(entries)
-        self._tell()
-        call = next(self._calls)
-        how = self._manner() | {"reasoning_parser": self.reasoning_parser}
-        return Completion(request, ids, entries, self.tokenizer, self.speech, limit, call, **how)
+        self.ground_truth.extend(entries)
+        self._notify()
+        return entries
 
 
 if __name__ == "__main__":

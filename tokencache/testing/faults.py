@@ -1,13 +1,28 @@
-"""Trouble to order: what an engine does on a bad day, one request at a time.
+"""Faults that a test asks for: what a simulated engine does wrong, one request at a time.
 
-A test says `engine.faults.append(Fault.cut(after=3))` and the next chat completion's stream ends after three chunks.
-Faults are taken from the front of the queue, each by one request; `None` in the queue lets one request through.
+    engine.faults.append(Fault.cut(after=3))       # the stream of the next chat completion ends after three chunks
+
+Each fault is taken from the front of the queue by one request. `None` in the queue lets one request pass.
+
+An engine that runs as a process of its own takes faults over HTTP (`FaultOrders`):
+
+    POST   /control/faults   [{"kind": "cut", "after": 3}, {"kind": "status", "status": 429, "body": "{}", "words": "session 7"}]
+    DELETE /control/faults   forget the faults that have not happened
+
+Each happens to the next request for its route whose body contains its `words`. This leaves out the requests that a proxy makes on its own.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+ROUTE = "/control/faults"
+_CHAT = "/v1/chat/completions"
 
 
 class FaultKind(enum.Enum):
@@ -16,75 +31,114 @@ class FaultKind(enum.Enum):
     STATUS = "status"
     """Another status code and body, before anything is generated."""
     HANG = "hang"
-    """No answer, ever: until the client gives up or the engine stops."""
+    """No response until the client disconnects or the engine stops."""
     TRUNCATED = "truncated"
-    """Status 200 and the first half of a JSON body, as if it were whole."""
+    """Status 200 and the first half of a JSON body, as if it were complete."""
     STALL = "stall"
-    """A stream that says everything but its end, and then nothing more: until the client gives up or the engine stops."""
+    """A stream that sends everything but its end, then nothing until the client disconnects or the engine stops."""
     CUT = "cut"
-    """A stream that ends, cleanly by HTTP's rules, without finish reason and `[DONE]`."""
+    """A stream that ends properly by HTTP's rules, but without finish reason and `[DONE]`."""
     ERROR_EVENT = "error_event"
-    """An error object within a stream, then `[DONE]`: how vLLM reports a failure after status 200 went out."""
+    """An error object within a stream, then `[DONE]`: how vLLM reports a failure after status 200 was sent."""
     CLOSE = "close"
-    """The connection is torn down."""
+    """The connection is closed."""
     ABORT = "abort"
-    """The engine ends the reply by itself (`finish_reason: "abort"`), as when its weights are replaced."""
+    """The engine ends the reply on its own (`finish_reason: "abort"`), as when its weights are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing to go wrong with one request; build it with the class methods."""
+    """A fault of one request. Use the class methods to make one.
+
+    Attributes:
+        after: chunks of the stream that are still sent; the role chunk is the first. For an abort, tokens that are sampled.
+        path: route that fails. The fault waits in the queue for a request to it.
+    """
 
     kind: FaultKind
     status: int = 500
     body: bytes = b""
     content_type: str = "application/json"
     after: int = 0
-    """Chunks of the stream that still go out: the role chunk is the first. Of an abort: tokens that were sampled."""
-    path: str = "/v1/chat/completions"
-    """The route that fails; a fault waits in the queue for a request to this route."""
+    path: str = _CHAT
 
     @classmethod
-    def answer(cls, status: int, body: bytes | str = b"", *, content_type: str = "application/json", path: str | None = None) -> Fault:
-        """Answer with `status` and `body` instead of generating."""
+    def answer(cls, status: int, body: bytes | str = b"", *, content_type: str = "application/json", path: str = _CHAT) -> Fault:
+        """Respond with `status` and `body` instead of generating."""
         raw = body.encode() if isinstance(body, str) else body
-        return cls(FaultKind.STATUS, status=status, body=raw, content_type=content_type, path=path or cls._chat())
+        return cls(FaultKind.STATUS, status=status, body=raw, content_type=content_type, path=path)
 
     @classmethod
-    def hang(cls, *, path: str | None = None) -> Fault:
-        """Never answer."""
-        return cls(FaultKind.HANG, path=path or cls._chat())
+    def hang(cls, *, path: str = _CHAT) -> Fault:
+        """Never respond."""
+        return cls(FaultKind.HANG, path=path)
 
     @classmethod
-    def truncated_json(cls, *, path: str | None = None) -> Fault:
-        """Answer 200 with half of the JSON (requests that do not stream)."""
-        return cls(FaultKind.TRUNCATED, path=path or cls._chat())
+    def truncated_json(cls, *, path: str = _CHAT) -> Fault:
+        """Respond 200 with half of the JSON. For requests that do not stream."""
+        return cls(FaultKind.TRUNCATED, path=path)
 
     @classmethod
     def stall(cls) -> Fault:
-        """Fall silent before the end of the stream."""
+        """Send nothing more before the end of the stream."""
         return cls(FaultKind.STALL)
 
     @classmethod
     def cut(cls, after: int) -> Fault:
-        """End the stream after so many chunks."""
+        """End the stream after this many chunks."""
         return cls(FaultKind.CUT, after=after)
 
     @classmethod
     def error_event(cls, after: int, message: str = "Internal server error", *, status: int = 500) -> Fault:
-        """Put an error event with this status into the stream after so many chunks."""
+        """Send an error event with this status after this many chunks of the stream."""
         return cls(FaultKind.ERROR_EVENT, status=status, after=after, body=message.encode())
 
     @classmethod
-    def close(cls, after: int = 0, *, path: str | None = None) -> Fault:
-        """Tear the connection down, before any answer or after so many chunks of a stream."""
-        return cls(FaultKind.CLOSE, after=after, path=path or cls._chat())
+    def close(cls, after: int = 0, *, path: str = _CHAT) -> Fault:
+        """Close the connection: before any response, or after this many chunks of a stream."""
+        return cls(FaultKind.CLOSE, after=after, path=path)
 
     @classmethod
     def abort(cls, after: int) -> Fault:
-        """Abort the reply after so many tokens."""
+        """Abort the reply after this many tokens."""
         return cls(FaultKind.ABORT, after=after)
 
-    @staticmethod
-    def _chat() -> str:
-        return "/v1/chat/completions"
+
+def read_order(order: dict[str, Any]) -> Fault:
+    """Read a fault from JSON: the fields of `Fault`, with its kind by name and its body as text.
+
+    Raises:
+        ValueError: there is no such kind.
+        TypeError: there is no such field.
+    """
+    fields = {name: value for name, value in order.items() if name != "words"}
+    return Fault(**fields | {"kind": FaultKind(order["kind"]), "body": order.get("body", "").encode()})
+
+
+class FaultOrders:
+    """Faults that were ordered over HTTP and have not happened yet. Serves as `SimulatedEngine.choose_fault`."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[str, Fault]] = []
+
+    def __call__(self, route: str, body: dict[str, Any]) -> Fault | None:
+        """Take the fault that happens to a request, if there is one."""
+        text = json.dumps(body, ensure_ascii=False) if self._waiting else ""
+        for at, (words, fault) in enumerate(self._waiting):
+            if fault.path == route and words in text:
+                del self._waiting[at]
+                return fault
+        return None
+
+    def routes(self) -> list[web.RouteDef]:
+        """Make the routes that receive orders."""
+
+        async def add(http: web.Request) -> web.Response:
+            self._waiting += [(order.get("words", ""), read_order(order)) for order in await http.json()]
+            return web.json_response({"waiting": len(self._waiting)})
+
+        async def clear(_: web.Request) -> web.Response:
+            self._waiting.clear()
+            return web.json_response({"waiting": 0})
+
+        return [web.post(ROUTE, add), web.delete(ROUTE, clear)]

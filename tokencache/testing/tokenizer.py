@@ -1,17 +1,22 @@
 """A real tokenizer that needs no download: byte-level BPE, trained in a second on text that Python ships.
 
-Why a real one? A text has many tokenizations. A model samples one of them; a server that tokenizes the text again gets
-the *canonical* one, and the two differ. A toy that maps words to numbers has one id sequence per text and could never
-show that. With byte-pair encoding the simulated engine can do what a model does: say `Paris` as `P` + `aris`.
+A text has many tokenizations. A model samples one of them; a server that tokenizes the text again gets the *canonical* one, and the two
+differ. A toy tokenizer that maps words to numbers cannot show that. With byte-pair encoding the simulated engine can do what a model does:
+write `Paris` as `P` + `aris`.
 
-The vocabulary has the added tokens of Qwen3 that matter here. *Special* ones (`<|im_start|>`, `<|im_end|>`,
-`<|endoftext|>`) vanish when text is decoded for a user; the others (`<think>`, `<tool_call>`, `<tool_response>` and
-their closers) are single ids, too, but stay in the text. Both kinds are recognised wherever they occur in a text.
+The vocabulary has the added tokens of Qwen3 that matter here. *Special* ones (`<|im_start|>`, `<|im_end|>`, `<|endoftext|>`) disappear
+when text is decoded for a user. The others (`<think>`, `<tool_call>`, `<tool_response>` and their closers) are single ids, too, but stay
+in the text. Both kinds are recognised anywhere in a text.
+
+The training text must contain whole English words, Python and JSON; otherwise words would split into letters. It is the source code of
+Python's standard library with its docstrings, and some lines of conversation as agents write them. It is the same for every run of one
+Python version. Another version gives other ids, so do not store them.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -19,28 +24,48 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tokencache.testing.corpus import corpus
 from tokencache.testing.template import CHAT_TEMPLATE, render
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+_MODULES = (
+    "argparse", "inspect", "json.decoder", "typing", "datetime", "subprocess", "tarfile", "difflib", "logging", "http.client",
+    "doctest", "pathlib", "optparse", "unittest.mock", "pydoc", "threading", "zipfile", "shutil", "statistics", "email.message",
+)  # fmt: skip
+"""Standard library modules whose source code is read, about a megabyte: written in Python, with long docstrings."""
+
+_SENTENCES = (
+    "I should list the files first, then read the one that fails.",
+    "Let me look at the test output. The function returns the wrong value when the list is empty.",
+    "The user wants me to fix the bug. I need to find where the session is opened and closed.",
+    "All done. I changed two files and the tests pass now. Is there anything else you would like me to do?",
+    "The assistant answers the user. The system prompt tells the assistant which tools it has.",
+    "Now I will write the new version, run the command again and check what it prints.",
+)
+_TOOL_CALLS = (
+    {"name": "bash", "arguments": {"command": "ls -la src && cat README.md", "timeout": 5000}},
+    {"name": "read_file", "arguments": {"path": "/workspace/src/main.py", "offset": 1, "limit": 200}},
+    {"name": "edit_file", "arguments": {"file_path": "tests/test_main.py", "old_string": "assert x == 1", "new_string": "assert x == 2"}},
+    {"name": "search", "arguments": {"query": "weather in Paris", "max_results": 10, "recursive": True}},
+)
 
 VOCABULARY = 6000
 """Size of the trained vocabulary, added tokens not counted."""
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Tokens that are left out of decoded text unless asked for."""
+"""Tokens that are omitted from decoded text by default."""
 
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 """Added tokens that are ordinary text to a reader: the tool and reasoning parsers look for them."""
 
 _WORDS = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-"""Where merges may not cross: the published pattern of the Qwen tokenizers (and, but for digits, of cl100k)."""
+"""Merges do not cross these boundaries: the published pattern of the Qwen tokenizers (and, except for digits, of cl100k)."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of byte-level BPE: itself where it can be printed, else moved up behind 255."""
+    """Map the characters of byte-level BPE to bytes: a printable byte is its own character, others start at 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
@@ -50,7 +75,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 class SimTokenizer:
-    """Text to token ids and back, with a chat template; the same for the simulated engine and, once saved, for a real vLLM."""
+    """Converts text to token ids and back, and renders a chat template. Saved to a folder, a real vLLM can load it."""
 
     def __init__(self, backend: Tokenizer, chat_template: str = CHAT_TEMPLATE) -> None:
         self.backend = backend
@@ -68,23 +93,23 @@ class SimTokenizer:
         return len(self._ids)
 
     def encode(self, text: str) -> list[int]:
-        """Return the canonical ids of `text`, added tokens recognised wherever they stand, nothing put around it."""
+        """Return the canonical ids of `text`. Added tokens are recognised anywhere; nothing is put around it."""
         return [token_id for part in self._split_at_added.split(text) for token_id in self._encoded(part)]
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - one tokenizer per process; the same histories come again and again
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - one tokenizer per process; the same histories are encoded many times
     def _encoded(self, part: str) -> tuple[int, ...]:
         return tuple(self.backend.encode(part, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. `skip_special` leaves the special tokens out."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD. `skip_special` omits special tokens."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
 
     def token(self, token_id: int) -> str:
-        """Return the vocabulary's own spelling of one id (byte-level alphabet: a space is `Ġ`), as `/tokenize` returns it."""
+        """Return the vocabulary's spelling of one id (byte-level alphabet: a space is `Ġ`), as `/tokenize` returns it."""
         return self._tokens[token_id]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one id stands for, which alone need not be valid UTF-8."""
+        """Return the bytes of one id. Alone they may be invalid UTF-8."""
         token = self._tokens[token_id]
         if token_id in self._added:
             return token.encode()
@@ -101,14 +126,14 @@ class SimTokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Prompt text of a conversation: the chat template run over OpenAI-style messages (arguments as string or object)."""
+        """Return the prompt text of a conversation: OpenAI messages (arguments as string or object) through the chat template."""
         return render(self.chat_template, messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
 
     def resample(self, text: str, rng: random.Random, rate: float = 0.3) -> list[int]:
-        """Ids that decode to `text`, but that `encode` would not choose.
+        """Return ids that decode to `text`, but that `encode` would not choose.
 
-        Each token that can be cut into two pieces of the vocabulary is cut with probability `rate` (0 to 1), at a place
-        drawn from `rng`; with a rate above 0 at least one is, if any can be. Added tokens stay whole.
+        Each token that can be split into two tokens of the vocabulary is split with probability `rate` (0 to 1), at a random position.
+        With a rate above 0 at least one is split, if possible. Added tokens stay whole.
         """
         pairs = [(token_id, self._cuts(token_id)) for token_id in self.encode(text)]
         chosen = {i for i, (_, cuts) in enumerate(pairs) if cuts and rng.random() < rate}
@@ -121,7 +146,7 @@ class SimTokenizer:
 
     @functools.cache  # noqa: B019 - one tokenizer per process
     def _cuts(self, token_id: int) -> tuple[tuple[int, int], ...]:
-        """Every pair of ids that together spell the token; none for an added token."""
+        """Return all pairs of ids that together spell the token; none for an added token."""
         if token_id in self._added:
             return ()
         token = self._tokens[token_id]
@@ -144,9 +169,20 @@ class SimTokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def training_text() -> Iterator[str]:
+    """Yield the training text of the tokenizer in pieces, always in the same order."""
+    for name in _MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+            yield Path(spec.origin).read_text(encoding="utf-8")
+    for _ in range(40):
+        yield from (f"{line}\n\n" for line in _SENTENCES)
+        yield from (f"\n{json.dumps(call)}\n" for call in _TOOL_CALLS)
+
+
 @functools.lru_cache(maxsize=1)
 def build_tokenizer() -> SimTokenizer:
-    """Train the tokenizer: about a second at the first call of a process, nothing afterwards; the same ids every time."""
+    """Train the tokenizer. The first call of a process takes about a second, later calls nothing. The ids are always the same."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -156,7 +192,7 @@ def build_tokenizer() -> SimTokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    backend.train_from_iterator(corpus(), trainer)
+    backend.train_from_iterator(training_text(), trainer)
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP_TOKENS])
     return SimTokenizer(backend)

@@ -47,9 +47,9 @@ async def test_an_agent_with_tools(dialect, stream):
         assert [turn["match"] for turn in await rig.turns()] == ["root"] + ["continue"] * 3
         assert [len(sequence["turns"]) for sequence in (await rig.check())["sequences"]] == [4]
         assert (await rig.info())["incidents"] == []
-        books = rig.book()
-        assert [call["prompt"] for call in rig.engine.completions] == [book.prompt_ids for book in books[1:]]
-        for earlier, later in itertools.pairwise(books):
+        ground_truth = rig.book()
+        assert [call["prompt"] for call in rig.engine.completions] == [book.prompt_ids for book in ground_truth[1:]]
+        for earlier, later in itertools.pairwise(ground_truth):
             prefix = earlier.prompt_ids + earlier.completion_ids
             assert later.prompt_ids[: len(prefix)] == prefix
 

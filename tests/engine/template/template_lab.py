@@ -33,7 +33,7 @@ from tokencache.dialects.chat.messages import with_reasoning
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.boundary import candidates
 from tokencache.engine.template.renderer import TemplateRefusedError
-from tokencache.testing.corpus import corpus
+from tokencache.testing.tokenizer import training_text
 
 HERE = Path(__file__).parent
 SHARED = HERE.parents[3] / "shared"
@@ -201,7 +201,7 @@ def _trained() -> str:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(list(corpus())[:60], trainer)
+    backend.train_from_iterator(list(training_text())[:60], trainer)
     return str(backend.to_str())
 
 

@@ -517,8 +517,8 @@ class Oracle:
             turns = await self.stack.store.turns(name)
             recorded += len(turns)
             tokens = await self.stack.store.tokens(name, [turn.id for turn in turns]) if turns else {}
-            books = [(e.prompt, e.completion, e.logprobs) for e in self.stack.engine.books if e.session == name]
-            for found in invariants.engine_agrees(turns, tokens, books):
+            ground_truth = [(e.prompt, e.completion, e.logprobs) for e in self.stack.engine.ground_truth if e.session == name]
+            for found in invariants.engine_agrees(turns, tokens, ground_truth):
                 self._find("lost" if "recorded by no turn" in found else "broken", found)
             for found in invariants.audit(turns, tokens):
                 self._find("trained twice" if " sequences" in found or "mask" in found else "broken", found)

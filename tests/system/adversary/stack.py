@@ -196,7 +196,7 @@ class Engine:
 
     def __init__(self, kind: Kind, renderer: Renderer, rng: random.Random) -> None:
         self.kind, self.renderer, self._rng = kind, renderer, rng
-        self.books: list[Entry] = []
+        self.ground_truth: list[Entry] = []
 
     def generate(self, session: str, body: dict[str, Any], exact: bytes | None, reply: Message) -> tuple[bytes, Entry]:
         """Answer a chat request.
@@ -214,8 +214,8 @@ class Engine:
         completion = self._sample(text, reply)
         chances = [_float32(-3 * self._rng.random()) for _ in completion]
         entry = Entry(session, prompt, completion, chances)
-        self.books.append(entry)
-        return _completion(entry, reply, len(self.books)), entry
+        self.ground_truth.append(entry)
+        return _completion(entry, reply, len(self.ground_truth)), entry
 
     def _sample(self, prompt: str, reply: Message) -> list[int]:
         """Ids that say the reply in the model's own format, behind this prompt, and then stop."""
@@ -308,7 +308,7 @@ class Stack:
     async def forget(self, session: str) -> None:
         """Forget a session, and what the engine's books say of it."""
         await self.ledger.delete(session, reuse=True)
-        self.engine.books = [entry for entry in self.engine.books if entry.session != session]
+        self.engine.ground_truth = [entry for entry in self.engine.ground_truth if entry.session != session]
 
     async def _read(self, session: str, body: bytes, dialect: str, handle: str) -> tuple[ChatCall, Speaker, str]:
         if dialect == "chat":

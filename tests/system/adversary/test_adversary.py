@@ -172,7 +172,7 @@ async def test_the_stack_serves_a_conversation_in_every_dialect(dialect):
         assert says(served, {"role": "assistant", **reply})
         assert bool(handle) == (dialect != "chat" and (dialect != "messages" or "reasoning" in reply))
         entries += [Entry(served, 0, handle=handle), Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"})]
-    first, second = stack.engine.books
+    first, second = stack.engine.ground_truth
     assert called.prompt[: len(first.prompt) + len(first.completion)] == first.prompt + first.completion
     assert called.rendered != called.prompt
     assert stack.renderer.words.decode(second.prompt).count("a.txt") == 1

@@ -97,7 +97,7 @@ def _members(said: str) -> tuple[str, str]:
 async def replayed(recording: Recording, tokenizer: SimTokenizer) -> dict[str, Any]:
     """Replay a session; its trajectory, measured at every turn."""
     engine = SimulatedEngine(model=recording.header.model, max_model_len=CONTEXT, drift=0.0, seed=11)
-    engine.tokenizer = engine.speech.tokenizer = tokenizer
+    engine.tokenizer = engine.replies.tokenizer = tokenizer
     _prepare(engine, recording.calls)
     async with proxied(engine) as rig:
         await _Session(recording, rig).run()

@@ -56,7 +56,7 @@ async def replay(recording: Recording, *, honours_ids: bool = True) -> Replayed:
     async with proxied(engine) as rig:
         await _Session(recording, rig).run()
         names = {_name(call) for call in recording.calls}
-        for entry in engine.books:
+        for entry in engine.ground_truth:
             if _named_in(entry.request_id) in names:
                 entry.session = SESSION  # some harnesses send an X-Session-ID of their own
         left = sum(call.ended == "left" for call in recording.calls)
@@ -72,7 +72,7 @@ def _prepare(engine: SimulatedEngine, calls: list[Call]) -> None:
         named = [value for name, value in engine.headers[-1].items() if name.lower() == "x-request-id"] if route == CHAT else []
         return Fault.stall() if any(_named_in(value) in left for value in named) else None
 
-    engine.speech.script = lambda request: lines.get(_named_in(request.request_id))
+    engine.replies.script = lambda request: lines.get(_named_in(request.request_id))
     engine.choose_fault = fault
 
 

@@ -57,7 +57,7 @@ def store(request):
     if request.param == "memory":
         yield MemoryStore()
         return
-    redis_server = pytest.importorskip("tokencache.testing.redis_server")
+    redis_server = pytest.importorskip("tests.support.redis_server")
     with redis_server.RealRedis() as server:
         yield open_store(server.url)
 

@@ -21,7 +21,7 @@ from rig.exported import assert_exported, generations, get_json, heard, trajecto
 from rig.harness import SESSION_HEADER, TOOLS
 from rig.server import MODEL
 
-from tokencache.testing.redis_server import RealRedis, find_binary
+from tests.support.redis_server import RealRedis, find_binary
 
 pytestmark = pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")
 

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from tests.support.redis_server import RealRedis
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.disasters import Disasters
 from tests.system.faults.harness import Agent, LeftError
 from tests.system.faults.pipe import Pipe
 from tests.system.faults.stack import Stack
-from tokencache.testing.redis_server import RealRedis
 
 if TYPE_CHECKING:
     from tests.system.faults.checker import Findings

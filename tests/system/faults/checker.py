@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tests.system.faults.harness import Asked
-    from tokencache.testing import BookEntry, SimTokenizer
+    from tokencache.testing import GroundTruthEntry, SimTokenizer
 
 _MARK = re.compile(r"#([\w.-]+-\d+)#")
 _CUT_SHORT = frozenset({"aborted", "upstream-broke", "engine-error", "engine-aborted"})
@@ -77,15 +77,19 @@ class _Recorded:
 
 
 def check(
-    asked: Iterable[Asked], books: Iterable[BookEntry], exports: Mapping[str, dict[str, Any] | None], *, memory_lost: bool = False
+    asked: Iterable[Asked],
+    ground_truth: Iterable[GroundTruthEntry],
+    exports: Mapping[str, dict[str, Any] | None],
+    *,
+    memory_lost: bool = False,
 ) -> Findings:
     """Hold the witnesses against each other; `exports` are native trajectories, `None` for a session that is not there."""
     found = Findings()
     calls: dict[str, list[Asked]] = defaultdict(list)
     for one in asked:
         calls[one.session].append(one)
-    entries: dict[str, list[BookEntry]] = defaultdict(list)
-    for entry in books:
+    entries: dict[str, list[GroundTruthEntry]] = defaultdict(list)
+    for entry in ground_truth:
         if entry.completion_ids:
             entries[entry.session or ""].append(entry)
     for session in {*calls, *exports}:
@@ -97,7 +101,7 @@ def check(
     return found
 
 
-def _missing(session: str, calls: Sequence[Asked], entries: Sequence[BookEntry], found: Findings, *, memory_lost: bool) -> None:
+def _missing(session: str, calls: Sequence[Asked], entries: Sequence[GroundTruthEntry], found: Findings, *, memory_lost: bool) -> None:
     """A session that the store does not know."""
     heard = [one for one in calls if one.heard is not None]
     found.turns += len(heard)
@@ -111,7 +115,9 @@ def _missing(session: str, calls: Sequence[Asked], entries: Sequence[BookEntry],
 class _Session:
     """One session that was exported."""
 
-    def __init__(self, name: str, calls: Sequence[Asked], entries: Sequence[BookEntry], export: Mapping[str, Any], found: Findings) -> None:
+    def __init__(
+        self, name: str, calls: Sequence[Asked], entries: Sequence[GroundTruthEntry], export: Mapping[str, Any], found: Findings
+    ) -> None:
         self._name, self._calls, self._found = name, calls, found
         self._left = list(entries)
         self._export = export

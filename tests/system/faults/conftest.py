@@ -3,8 +3,8 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
+from tests.support.redis_server import find_binary
 from tests.system.faults.stack import Stack
-from tokencache.testing.redis_server import find_binary
 
 QUICK = ("--store-timeout", "0.5", "--hold", "5", "--linger", "0.5")
 """What is waited for in operation is waited for here, too, and not for long."""

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from tests.support.redis_server import find_binary
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
 from tests.system.faults.processes import Engine, Process, until
 from tests.system.faults.stack import Stack
-from tokencache.testing.redis_server import find_binary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ class Apart(Stack):
         words = ["--bind", redis.address, "--protected-mode", "no", "--port", "6379", "--save", "", "--dir", str(folder)]
         self._server = Process("redis", [str(find_binary()), *words], folder, within=redis.within)
         pace = ("--token-delay", "0.01")
-        self.engines = [Engine("engine", folder, self.books, *pace, host=engine.address, port=8000, within=engine.within)]
+        self.engines = [Engine("engine", folder, self.ground_truth, *pace, host=engine.address, port=8000, within=engine.within)]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Apart]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 
+from tests.support.redis_server import RealRedis
 from tests.system.faults.processes import ask, until
 from tests.system.faults.stack import SESSIONS
-from tokencache.testing.redis_server import RealRedis
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -40,7 +40,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "engine-torn-down": {"kind": "close", "after": 4},
     "engine-torn-down-at-once": {"kind": "close"},
 }
-"""Faults of one request, as an engine takes them (`tokencache.testing.control`)."""
+"""Faults of one request, as an engine takes them (`tokencache.testing.faults`)."""
 
 
 class Disasters:

@@ -17,7 +17,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.ports import free_port
-from tokencache.testing.control import ROUTE
+from tokencache.testing.faults import ROUTE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -121,12 +121,12 @@ class Engine(Process):
     """A simulated engine whose books outlive it; several may share the file."""
 
     def __init__(
-        self, name: str, folder: Path, books: Path, *options: str, host: str = "127.0.0.1", port: int = 0, within: Sequence[str] = ()
+        self, name: str, folder: Path, ground_truth: Path, *options: str, host: str = "127.0.0.1", port: int = 0, within: Sequence[str] = ()
     ) -> None:
-        self.books = books
+        self.ground_truth = ground_truth
         self.url = f"http://{host}:{port or free_port(host)}"
         command = [sys.executable, "-m", "tokencache.testing.engine", "--host", host, "--port", self.url.rpartition(":")[2]]
-        super().__init__(name, [*command, "--journal", str(books), "--control", *options], folder, within=within)
+        super().__init__(name, [*command, "--journal", str(ground_truth), "--control", *options], folder, within=within)
 
     def ready(self) -> Self:
         self.wait(lambda: ask(f"{self.url}/v1/models")[0] == _OK, "it does not answer")

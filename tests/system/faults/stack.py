@@ -6,10 +6,10 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+from tests.support.redis_server import RealRedis
 from tests.system.faults.checker import Findings, check
 from tests.system.faults.processes import Engine, Proxy, ask
-from tokencache.testing.journal import read_journal
-from tokencache.testing.redis_server import RealRedis
+from tokencache.testing.ground_truth import read_ground_truth
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,10 +46,10 @@ class Stack:
         engine: Sequence[str] = (),
         engines: int = 1,
     ) -> None:
-        self.folder, self.books = folder, folder / "books.jsonl"
+        self.folder, self.ground_truth = folder, folder / "books.jsonl"
         self.redis = RealRedis(*redis)
         self._store, self._options, self._replicas = store, options, replicas
-        self.engines = [Engine(f"engine-{n}", folder, self.books, *engine, "--seed", str(n)) for n in range(engines)]
+        self.engines = [Engine(f"engine-{n}", folder, self.ground_truth, *engine, "--seed", str(n)) for n in range(engines)]
         self.proxies: list[Proxy] = []
 
     @property
@@ -104,7 +104,9 @@ class Stack:
         while time.monotonic() < deadline and any(self._unsettled(session) for session in sessions):
             time.sleep(0.02)
         exports = {session: self.export(session) for session in sessions}
-        return check([one for agent in agents for one in agent.asked], read_journal(self.books), exports, memory_lost=memory_lost)
+        return check(
+            [one for agent in agents for one in agent.asked], read_ground_truth(self.ground_truth), exports, memory_lost=memory_lost
+        )
 
     def _unsettled(self, session: str) -> bool:
         return bool((self.info(session) or {}).get("open_calls"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.redis_server import find_binary
 from tests.system.faults.chaos import Campaign, report, run_empty
-from tokencache.testing.redis_server import find_binary
 
 pytestmark = pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")
 KINDS = ("proxy-killed", "redis-killed", "redis-frozen", "redis-cut-off", "engine-killed", "engine-no-done")

@@ -19,8 +19,8 @@ HOLE = {"kind": "store-error", "detail": "", "hole": True, "call": "00c0ffee", "
 class Evidence:
     """What a run left behind: three sessions in three dialects, the first with a fork and a second conversation."""
 
-    def __init__(self, asked, books, exports):
-        self.asked, self.books, self.exports = asked, books, exports
+    def __init__(self, asked, ground_truth, exports):
+        self.asked, self.ground_truth, self.exports = asked, ground_truth, exports
 
     @property
     def export(self):
@@ -36,10 +36,10 @@ class Evidence:
 
     @property
     def entry(self):
-        return next(entry for entry in self.books if entry.session == "s-chat")
+        return next(entry for entry in self.ground_truth if entry.session == "s-chat")
 
     def found(self, **more):
-        return check(self.asked, self.books, self.exports, **more)
+        return check(self.asked, self.ground_truth, self.exports, **more)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def evidence():
         first.start_over()
         assert await first.turn("Another task.")
         exports = {agent.session: await rig.exported(agent.session) for agent in agents}
-        return Evidence([one for agent in agents for one in agent.asked], copy.deepcopy(rig.engine.books), exports)
+        return Evidence([one for agent in agents for one in agent.asked], copy.deepcopy(rig.engine.ground_truth), exports)
 
 
 async def test_a_good_run_is_clean(evidence):
@@ -124,7 +124,7 @@ def without_a_reason(evidence):
 
 
 def never_sampled(evidence):
-    evidence.books.remove(evidence.entry)
+    evidence.ground_truth.remove(evidence.entry)
 
 
 def sampled_otherwise(evidence):
@@ -147,7 +147,7 @@ def another_parent(evidence):
 def sampled_and_forgotten(evidence):
     forgotten = copy.deepcopy(evidence.entry)
     forgotten.request_id = "chatcmpl-somebody"
-    evidence.books.append(forgotten)
+    evidence.ground_truth.append(forgotten)
 
 
 def forgotten_behind_another_mark(evidence):
@@ -190,7 +190,7 @@ async def test_what_is_spoiled_is_found(evidence, spoil, kind):
 async def test_what_is_said_to_be_missing_is_not_lost(evidence):
     forgotten = copy.deepcopy(evidence.entry)
     forgotten.request_id = f"chatcmpl-{HOLE['call']}"
-    evidence.books.append(forgotten)
+    evidence.ground_truth.append(forgotten)
     evidence.heard.heard.text = "What no turn records."
     evidence.export["complete"] = False
     evidence.export["incidents"].append(HOLE)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tokencache.testing.redis_server import find_binary
+from tests.support.redis_server import find_binary
 
 ROOT = Path(__file__).parents[3]
 NEW = ["unshare", "--map-root-user", "--net", "--kill-child", "--fork"]

@@ -53,9 +53,9 @@ async def test_killed_while_a_whole_reply_is_sampled(stack, http):
     first, second = stack.proxies
     agent = Agent("whole", DIALECTS[0], http, [first.url], streams=False)
     assert await agent.turn()
-    before = stack.books.stat().st_size
+    before = stack.ground_truth.stat().st_size
     asking = asyncio.create_task(agent.turn())
-    await asyncio.to_thread(until, lambda: stack.books.stat().st_size > before, "nothing is sampled")
+    await asyncio.to_thread(until, lambda: stack.ground_truth.stat().st_size > before, "nothing is sampled")
     first.kill()
     assert await asking is None
     agent.replicas = [second.url]
@@ -92,9 +92,9 @@ async def test_told_to_stop_it_finishes_what_is_under_way(stack, http):
             first.signal(signal.SIGTERM)
 
     agents[0].watch = stop
-    before = stack.books.stat().st_size
+    before = stack.ground_truth.stat().st_size
     asking = [asyncio.create_task(agent.turn()) for agent in agents[1:]]
-    await asyncio.to_thread(until, lambda: stack.books.stat().st_size > before, "nothing is sampled")
+    await asyncio.to_thread(until, lambda: stack.ground_truth.stat().st_size > before, "nothing is sampled")
     heard = await asyncio.gather(agents[0].turn(), *asking)
     assert all(heard), [agent.asked[-1].ends for agent in agents]
     assert await asyncio.to_thread(first.ended) == 0

@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import redis
 
+from tests.support.redis_server import RealRedis
 from tests.system.faults.checker import UNKNOWN
 from tests.system.faults.conftest import QUICK
 from tests.system.faults.dialects import DIALECTS
@@ -15,7 +16,6 @@ from tests.system.faults.harness import Agent
 from tests.system.faults.pipe import Pipe
 from tests.system.faults.processes import until
 from tests.system.faults.stack import Stack
-from tokencache.testing.redis_server import RealRedis
 
 PACE = ("--token-delay", "0.005")
 LOGGED = {

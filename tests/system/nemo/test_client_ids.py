@@ -101,7 +101,7 @@ async def restarted(dialect, episode, *, turns=2, more=2, edit=None, **agent):
     async with proxied(engine, return_token_id_information=True) as rig:
         one = Agent(rig, dialect, history=[user(f"EPISODE:{episode}")], **agent)
         await one.run(turns)
-    engine.books.clear()
+    engine.ground_truth.clear()
     async with proxied(engine, return_token_id_information=True) as rig:
         one.rig = rig
         if edit is not None:
@@ -131,7 +131,7 @@ async def test_eight_rollouts_survive_a_restart():
     engine = engine_of()
     agents = rollouts(None)
     for turns in (2, 2):
-        engine.books.clear()
+        engine.ground_truth.clear()
         async with proxied(engine, return_token_id_information=True) as rig:
             for _ in range(turns):
                 for agent in agents:
@@ -147,7 +147,7 @@ async def test_a_retry_of_the_first_call_after_a_restart_is_the_same_again():
     async with proxied(engine, return_token_id_information=True) as rig:
         agent = Agent(rig, history=[user("EPISODE:same")])
         await agent.run(2)
-    engine.books.clear()
+    engine.ground_truth.clear()
     async with proxied(engine, return_token_id_information=True) as rig:
         for _ in range(2):
             await rig.say("s", agent.history, tools=TOOLS)

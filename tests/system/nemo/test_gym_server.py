@@ -76,8 +76,8 @@ async def test_so_it_is_before_nemo_rl_s_worker(dialect, stream, carries, monkey
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_the_ids_are_those_of_the_engine_s_books(rig, dialect):
     output = await Agent(rig, dialect).run()
-    books = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.book()]
-    assert [token_fields(entry) for entry in carrying(output)] == books
+    ground_truth = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.book()]
+    assert [token_fields(entry) for entry in carrying(output)] == ground_truth
 
 
 async def test_nemo_rl_refuses_what_was_tokenized_again(rig):

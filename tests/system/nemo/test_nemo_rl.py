@@ -41,8 +41,8 @@ async def test_an_agent_with_tools(dialect, stream):
         assert {turn["dialect"] for turn in turns} == {dialect}
         assert [len(sequence["turns"]) for sequence in (await rig.check())["sequences"]] == [4]
         assert (await rig.info())["incidents"] == []
-        asked, books = episodes(worker), rig.book()
-        prefixes = [book.prompt_ids + book.completion_ids for book in books]
+        asked, ground_truth = episodes(worker), rig.book()
+        prefixes = [book.prompt_ids + book.completion_ids for book in ground_truth]
         assert [call.get("required_prefix_token_ids") for call in asked] == [None, *prefixes[:-1]]
         assert not any("stream" in call or "stream_options" in call for call in asked)
         assert not any(message.keys() & set(TOKEN_FIELDS) for call in asked for message in call["messages"])

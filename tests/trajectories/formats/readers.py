@@ -147,14 +147,14 @@ def single(value):
     return struct.unpack("f", struct.pack("f", value))[0] == value
 
 
-def faults(rows, books):
+def faults(rows, ground_truth):
     """Say what is wrong with rows, given what was sampled: (prompt, completion, log probabilities) of each turn.
 
     A token is told from its like by all that stands before it. One whose log probability is not known is not trained.
     """
     sampled = Counter(
         (tuple(prompt + completion[:i]), completion[i], logprobs[i])
-        for prompt, completion, logprobs in books
+        for prompt, completion, logprobs in ground_truth
         for i in range(len(completion))
         if len(logprobs) == len(completion)
     )

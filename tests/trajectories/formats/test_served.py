@@ -20,13 +20,13 @@ async def test_every_format_trains_what_the_engine_sampled():
         messages = [{**system, "content": "You help, briefly."}, *messages[1:], echo(said), *results(said)]
         await rig.say("s", messages, tools=TOOLS)
         await rig.say("s", [user("a title")])
-        books = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.book("s")]
+        ground_truth = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.book("s")]
         native = await rig.exported("s")
-        assert len(books) == 6
+        assert len(ground_truth) == 6
         assert len(native["sequences"]) == 4
         for name in FORMATS:
             written = await rig.get(f"/tokencache/v1/sessions/s/trajectories?format={name}")
-            assert faults(READERS[name](written), books) == [], name
+            assert faults(READERS[name](written), ground_truth) == [], name
 
 
 @pytest.mark.parametrize("name", ["", "Verl", "parquet"])

@@ -49,7 +49,7 @@ _WORDS = ("src/main.py", "ls -la", "README.md", "weather in Paris", 'grep -n "de
 
 
 @dataclass(slots=True)
-class Speech:
+class ReplyGenerator:
     """Decides on replies; one per engine."""
 
     tokenizer: SimTokenizer

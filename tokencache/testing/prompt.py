@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from tokencache.testing.refusals import RefusalResponse, senseless
+from tokencache.testing.errors import RefusalResponse, senseless
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -96,7 +96,7 @@ class RealRedis:
         log = Path(self._folder.name, "log")
         settings = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder.name, "--logfile", str(log)]
         command = self._command(binary, settings)
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:

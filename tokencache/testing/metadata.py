@@ -1,8 +1,8 @@
-"""What engines for RL say beside tokens: weight versions, and the experts that were routed to.
+"""What engines for RL report beside tokens: weight versions and routed experts.
 
-Weight versions in the forms of three engines: `spans`, as vLLM 0.33 gives them to who asks (`return_weight_versions`, last chunk of a
-stream or whole reply); `metadata`, as SGLang gives one version with each whole reply; `header`, as a router might. Routed experts
-as vLLM 0.32 gives them with `--enable-return-routed-experts`: a `.npy` file in base64, whole replies only.
+Weight versions in the forms of three engines: `spans`, as vLLM 0.33 reports them on request (`return_weight_versions`, in the last chunk of
+a stream or in a whole reply); `metadata`, as SGLang reports one version with each whole reply; `header`, as a router might. Routed experts
+as vLLM 0.32 reports them with `--enable-return-routed-experts`: a `.npy` file in base64, only in whole replies.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 VersionStyle = Literal["", "spans", "metadata", "header"]
 
 
-class EngineExtras:
-    """How an engine says these things; the attributes may be changed while it serves.
+class ReplyMetadata:
+    """How an engine reports weight versions and routed experts. Attributes may be changed while it serves.
 
-    `version` are the weights that it samples with now; `experts` its layers and the experts chosen in each, `None` for no such model.
+    Attributes:
+        style: form of the weight versions; empty for none.
+        version: version of the weights that it samples with now.
+        experts: number of layers, and of experts chosen in each; `None` for a dense model.
     """
 
     def __init__(self, style: VersionStyle = "", experts: tuple[int, int] | None = None) -> None:
@@ -31,7 +34,7 @@ class EngineExtras:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of an answer."""
+        """Headers of a response."""
         return {"X-Weight-Version": self.version} if self.style == "header" else {}
 
     def of_reply(self) -> dict[str, Any]:
@@ -39,7 +42,7 @@ class EngineExtras:
         return {"metadata": {"weight_version": self.version}} if self.style == "metadata" else {}
 
     def of_choice(self, request: ChatRequest, versions: Sequence[str]) -> dict[str, Any]:
-        """Members of a choice that is finished; `versions` has one entry for each of its tokens."""
+        """Members of a finished choice. `versions` has one entry for each of its tokens."""
         if self.style != "spans" or not request.body.get("return_weight_versions"):
             return {}
         spans: list[dict[str, Any]] = []
@@ -50,7 +53,7 @@ class EngineExtras:
         return {"weight_versions": spans}
 
     def routed(self, tokens: int) -> str | None:
-        """The experts for a prompt and completion of so many tokens; the last one was sampled and not forwarded."""
+        """Experts for a prompt and completion of this many tokens. The last token was sampled, not forwarded."""
         if self.experts is None:
             return None
         layers, chosen = self.experts

@@ -11,9 +11,9 @@ import urllib.request
 import aiohttp
 import pytest
 
-from tokencache.testing import BookEntry, SimulatedEngine
-from tokencache.testing.control import Orders
-from tokencache.testing.journal import Journal, read_journal
+from tokencache.testing import GroundTruthEntry, SimulatedEngine
+from tokencache.testing.faults import FaultOrders
+from tokencache.testing.ground_truth import GroundTruthLog, read_ground_truth
 
 CHAT = "/v1/chat/completions"
 
@@ -31,23 +31,23 @@ async def test_the_file_says_what_the_books_say(tmp_path, stream):
                 await answer.read()
         async with http.post(f"{url}/v1/completions", json={"model": "sim", "prompt": "three", "stream": stream}) as answer:
             await answer.read()
-    assert len(engine.books) == 5
-    assert read_journal(tmp_path / "books.jsonl") == engine.books
+    assert len(engine.ground_truth) == 5
+    assert read_ground_truth(tmp_path / "books.jsonl") == engine.ground_truth
 
 
 def test_two_engines_share_a_file_and_a_torn_line_is_left_out(tmp_path):
     path = tmp_path / "books.jsonl"
-    entries = [BookEntry(f"r{n}", 0, "s", "sim", True, False, [1, 2]) for n in range(2)]
-    journal = Journal(path)
+    entries = [GroundTruthEntry(f"r{n}", 0, "s", "sim", True, False, [1, 2]) for n in range(2)]
+    journal = GroundTruthLog(path)
     for grown in range(3):
         for entry in entries:
             entry.completion_ids.append(grown)
             entry.logprobs.append(-0.5)
-            journal.keep(entry)
+            journal.append(entry)
     with path.open("ab") as file:
         file.write(b'{"entry": "torn", "ids": [')
-    assert read_journal(path) == entries
-    assert read_journal(tmp_path / "never written") == []
+    assert read_ground_truth(path) == entries
+    assert read_ground_truth(tmp_path / "never written") == []
 
 
 def test_what_went_out_is_in_the_file_of_an_engine_that_is_killed(tmp_path):
@@ -65,14 +65,14 @@ def test_what_went_out_is_in_the_file_of_an_engine_that_is_killed(tmp_path):
                     heard += json.loads(line[5:])["choices"][0].get("token_ids") or []
             engine.send_signal(signal.SIGKILL)
             engine.wait()
-    (entry,) = read_journal(path)
+    (entry,) = read_ground_truth(path)
     assert entry.completion_ids[: len(heard)] == heard
     assert entry.finish_reason is None
     assert len(entry.logprobs) == len(entry.completion_ids)
 
 
 async def test_faults_to_order(tmp_path):
-    async with SimulatedEngine(orders=Orders()).serve() as url, aiohttp.ClientSession() as http:
+    async with SimulatedEngine(orders=FaultOrders()).serve() as url, aiohttp.ClientSession() as http:
 
         async def ask(text):
             async with http.post(url + CHAT, json=body(text)) as answer:

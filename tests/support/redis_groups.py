@@ -9,7 +9,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from tokencache.testing.redis_server import START_SECONDS, RealRedis
+from tests.support.redis_server import START_SECONDS, RealRedis
 
 SLOTS = 16_384
 SERVICE = "tokencache"

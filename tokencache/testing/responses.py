@@ -1,4 +1,4 @@
-"""How answers leave, and how they fail to: JSON, server-sent events, refusals, and the faults of `faults` carried out."""
+"""Sends the simulated engine's responses: JSON, server-sent events and refusals, and carries out faults."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from tokencache.testing import wire
+from tokencache.testing.errors import RefusalResponse
 from tokencache.testing.faults import Fault, FaultKind
-from tokencache.testing.refusals import RefusalResponse
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tokencache.testing.completion import Completion
-    from tokencache.testing.text_completion import TextCompletion
 
 
 _FINISHES = b'"finish_reason":"'
 _SERVERS_FAULT = 500
 
 
-async def stream_reply(http: web.Request, completion: Completion | TextCompletion, fault: Fault | None) -> web.StreamResponse:
-    """Send a completion as server-sent events, up to where a fault ends it."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **completion.extras.headers})
+async def stream_reply(http: web.Request, completion: Completion, fault: Fault | None) -> web.StreamResponse:
+    """Send a completion as server-sent events, until a fault ends it."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **completion.settings.metadata.headers})
     await response.prepare(http)
     sent = 0
     async for data in completion.stream():
@@ -50,7 +49,7 @@ async def stream_reply(http: web.Request, completion: Completion | TextCompletio
 
 
 async def stream_refusal(http: web.Request, refusal: RefusalResponse) -> web.StreamResponse:
-    """Refuse within a stream that has begun."""
+    """Send a refusal as an event of a stream that has begun."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(http)
     await response.write(_error_event(refusal))
@@ -59,7 +58,7 @@ async def stream_refusal(http: web.Request, refusal: RefusalResponse) -> web.Str
 
 
 def _error_event(refusal: RefusalResponse) -> bytes:
-    """Write an error as the last event of a stream; vLLM's JSON has spaces here, and nowhere else."""
+    """Encode an error as the last event of a stream. vLLM's JSON has spaces here, and only here."""
     return b"data: " + json.dumps(refusal.body(), ensure_ascii=False).encode() + b"\n\n" + wire.DONE
 
 
@@ -78,27 +77,27 @@ async def fail_request(http: web.Request, fault: Fault) -> web.StreamResponse:
 
 
 def _hang_up(http: web.Request) -> None:
-    """Tear the connection down without a word."""
+    """Close the connection without a response."""
     if http.transport is not None:
         http.transport.abort()
 
 
 @web.middleware
 async def refuse(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-    """Turn refusals and unknown routes into the bodies that vLLM sends."""
+    """Send refusals and unknown routes with the bodies that vLLM sends."""
     try:
         return await handler(request)
     except RefusalResponse as refusal:
-        return json_answer(refusal.body(), status=refusal.status)
+        return json_response(refusal.body(), status=refusal.status)
     except web.HTTPException as error:
-        return json_answer({"detail": error.reason}, status=error.status)
+        return json_response({"detail": error.reason}, status=error.status)
 
 
-async def empty_answer(_: web.Request) -> web.Response:
-    """Answer 200 with nothing, as health checks do."""
+async def empty_response(_: web.Request) -> web.Response:
+    """Send an empty 200, as health checks do."""
     return web.Response()
 
 
-def json_answer(value: Any, status: int = 200) -> web.Response:
-    """Answer with a JSON body."""
+def json_response(value: Any, status: int = 200) -> web.Response:
+    """Make a response with a JSON body."""
     return web.Response(status=status, body=wire.encode(value), content_type="application/json")
