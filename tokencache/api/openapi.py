@@ -142,9 +142,10 @@ OPERATIONS = (
         BASE + "/keys",
         "Register an API key for a session.",
         RegisteredKey,
-        description="The answer holds the secret `key` and the `id` that revokes it. `harness` names the adapter whose rules apply; `models` maps "
-        "the names that the harness requests to the served model; `sampling` replaces the sampling parameters that it requests; `budget` limits "
-        "`calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache. A deleted session's name can be used again.",
+        description="The answer holds the secret `key` and the `id` that revokes it. `harness` names the adapter whose rules apply; "
+        "`models` maps the names that the harness requests to the served model; `sampling` replaces the sampling parameters that it "
+        "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache. The name of a deleted "
+        "session can be used again.",
         body=Binding,
         statuses=(201,),
     ),
