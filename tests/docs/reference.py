@@ -56,10 +56,10 @@ def routes() -> str:
     """The operations of the trainer's API."""
     rows = [("route", "what it does")]
     for operation in OPERATIONS:
-        query = "".join(f" `{one.name}`: {one.description}" for one in operation.query)
-        body = f" Body: [`{operation.body.__name__}`](openapi.json)." if operation.body else ""
-        parameters = f" Parameters:{query}" if query else ""
-        rows.append((f"`{operation.method} {operation.path}`", f"{operation.summary} {operation.description}{body}{parameters}".strip()))
+        parts = [operation.summary, operation.description]
+        parts += [f"Body: [`{operation.body.__name__}`](openapi.json)."] if operation.body else []
+        parts += [f"`?{parameter.name}=`: {parameter.description}" for parameter in operation.query]
+        rows.append((f"`{operation.method} {operation.path}`", " ".join(filter(None, parts))))
     return table(*rows)
 
 

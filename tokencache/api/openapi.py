@@ -158,7 +158,8 @@ OPERATIONS = (
         description="Harnesses that use the key receive 401 from their next call on. Calls in flight continue.",
         errors={404: "There is no such key."},
     ),
-    Operation("listEngines",
+    Operation(
+        "listEngines",
         "GET",
         BASE + "/engines",
         "List the engines.",
