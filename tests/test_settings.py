@@ -26,6 +26,7 @@ OWN = {
     "model_aliases": {"claude-*": "qwen3"},
     "sampling": {"temperature": 1.0, "top_p": 0.5},
     "store": "redis://user:secret@host:6379/1",
+    "engine": "nemo-rl",
 }
 """Values of settings that check what is in them."""
 

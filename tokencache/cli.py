@@ -62,7 +62,9 @@ class ServeCommand(TyperCommand):
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """Make the option of a setting. Values stay text: the settings check them, wherever they are given."""
     shown = next((mark for mark in field.metadata if isinstance(mark, Shown)), Shown())
-    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    choices = (
+        get_args(field.annotation) if get_origin(field.annotation) is Literal else shown.value.split("|") if "|" in shown.value else ()
+    )
     kind: Any = bool if field.annotation is bool else list[str] if NAMES in field.metadata else str
     metavars = {int: "N", float: "SECONDS"}
     default = f" [default: {field.default:g}]" if isinstance(field.default, float) else f" [default: {field.default}]"

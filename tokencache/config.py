@@ -15,8 +15,8 @@ from rapidfuzz import process
 from tokencache.core.budget import Budget
 from tokencache.core.rules import BY_NAME
 from tokencache.dialects.chat.sampling import check_policy
-from tokencache.engine.drivers.registry import EngineKind
-from tokencache.engine.standing import Level
+from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
+from tokencache.engine.probe import Level
 from tokencache.proxy.dedup.fingerprint import Policy
 from tokencache.proxy.sessions import SessionSources
 
@@ -118,7 +118,7 @@ class Settings(BaseSettings):
         "info", description="Least severe level to log. debug also logs text of requests and errors: keep such logs private."
     )
 
-    engine: EngineKind = Field(
+    engine: Annotated[EngineKind, Shown("|".join([AUTO, *DRIVERS]))] = Field(
         "auto",
         description="Type of the engine: vllm, NeMo RL's worker (nemo-rl), NeMo Gym's model server (nemo-gym), or token prompts whose "
         "replies derender parses (completions). auto tries them in this order (docs/drivers.md).",

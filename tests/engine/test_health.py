@@ -5,6 +5,7 @@ import contextlib
 import pytest
 from aiohttp import web
 
+from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.health import STRIKES, Watch
 from tokencache.engine.model import Engine
 from tokencache.engine.upstream import Upstream
@@ -32,7 +33,7 @@ async def watching(engine, **more):
     upstream = Upstream(f"http://{host}:{port}")
     await upstream.open()
     changes = []
-    watch = Watch(Engine(upstream), lambda: changes.append(watch.ready), alone=False, **more)
+    watch = Watch(Engine(upstream, [Vllm()]), lambda: changes.append(watch.ready), alone=False, **more)
     try:
         yield watch, said, runner, changes
     finally:

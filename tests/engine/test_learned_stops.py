@@ -3,6 +3,7 @@
 import pytest
 
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
+from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.model import Model
 from tokencache.engine.probe import Capability
 from tokencache.engine.reply import Choice
@@ -41,7 +42,7 @@ async def test_the_second_turn_continues_all_the_same(stream):
     ],
 )
 def test_what_a_reply_proves(last, finish, stop, learned):
-    model = Model(Capability("m", "exact", stop_candidates=(5, 7), turn_ends=(5,)), Upstream("http://127.0.0.1:1"))
+    model = Model(Capability("m", "exact", stop_candidates=(5, 7), turn_ends=(5,)), Upstream("http://127.0.0.1:1"), Vllm())
     choice = Choice()
     choice.ids, choice.finish_reason, choice.stop_reason = [1, last], finish, stop
     model.observe(choice)

@@ -10,8 +10,7 @@ from aiohttp import web
 from tests.engine.between import Between
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, until, user
 from tests.system.nemo.worker import Worker
-from tokencache.engine import questions, standing
-from tokencache.engine.drivers.registry import Ways, drivers
+from tokencache.engine.drivers.registry import DriverOptions, drivers
 from tokencache.engine.model import Engine
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError
@@ -22,9 +21,10 @@ ASK = [user("EPISODE:demo")]
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
-    monkeypatch.setattr(questions, "PAUSES", (0.001, 0.001, 0.001))
-    monkeypatch.setattr(standing, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(standing, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("tokencache.engine.upstream.FIRST_DELAY", 0.001)
+    monkeypatch.setattr("tokencache.engine.upstream.LONGEST_DELAY", 0.001)
+    monkeypatch.setattr("tokencache.engine.model.FIRST_DELAY", 0.01)
+    monkeypatch.setattr("tokencache.engine.model.LONGEST_DELAY", 0.02)
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.01)
 
 
@@ -62,7 +62,7 @@ async def engine_at(url, kind="auto", **more):
     upstream = Upstream(url)
     await upstream.open()
     try:
-        yield Engine(upstream, kinds=drivers(kind, Ways({})), **more)
+        yield Engine(upstream, drivers(kind, DriverOptions()), **more)
     finally:
         await upstream.close()
 
@@ -118,7 +118,7 @@ async def test_a_question_that_is_never_answered_is_no_verdict(path, worker, cap
 
 
 async def test_a_failed_probe_is_not_repeated_by_every_call(monkeypatch):
-    monkeypatch.setattr(standing, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr("tokencache.engine.model.FIRST_DELAY", 60.0)
     async with standing_behind(SimulatedEngine(episodes=EPISODES)) as between:
         between.resets = lambda _count, asked: asked == "/tokenize"
         async with engine_at(between.url) as engine:

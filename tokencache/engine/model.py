@@ -1,7 +1,19 @@
-"""One engine as the proxy sees it: probed per model, with what is learned of each model's template kept.
+"""Holds one engine and its models: each is probed on first use, and what is learned about its template is kept.
 
-A model is probed when it is first named (adapters share an engine but may differ in template), and again when the
-engine could not be reached in between: another process may stand there now. What became of the probe is its `ModelState`.
+A model is probed when a call first names it (adapters share an engine but may differ in template), and again after the engine could
+not be reached: another process may run there now. For each model the engine has a state:
+
+=============  ========================================================================  ===============================================
+state          last finding                                                              next probe
+=============  ========================================================================  ===============================================
+`unprobed`     none yet, or it was discarded because the engine went away                at the next call
+`failed`       none: the probe ended with an error                                       after a delay
+`lowered`      a level below the best ever found here, or below `--require`              after a delay; calls are served in the meantime
+`ready`        a sufficient level                                                        after it was discarded
+=============  ========================================================================  ===============================================
+
+Delays double up to a minute. A lower level is not taken as final: the engine may still be starting, or a router in front of it may
+have lost a route.
 """
 
 import asyncio
@@ -9,20 +21,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
 
 import msgspec
 
+from tokencache.backoff import delays
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.engine.drivers.base import Driver, DriverChat
-from tokencache.engine.drivers.vllm import Vllm
-from tokencache.engine.logprobs import NONE
-from tokencache.engine.probe import Capability, probe
-from tokencache.engine.questions import Questions
+from tokencache.engine.drivers.base import Driver
+from tokencache.engine.logprob_kind import NONE
+from tokencache.engine.probe import LEVELS, Capability, Level, ProbeRequests, higher, probe
 from tokencache.engine.reply import Choice
-from tokencache.engine.standing import Level, ModelState, State, higher
 from tokencache.engine.template.agreement import agrees
 from tokencache.engine.template.local import LocalRenderer
-from tokencache.engine.template.renderer import EngineRenderer, Renderer
+from tokencache.engine.template.renderer import Renderer
 from tokencache.engine.template.tails import Tails
 from tokencache.engine.template.trial import tried
 from tokencache.engine.upstream import Upstream
@@ -30,43 +42,47 @@ from tokencache.errors import EngineError
 
 log = logging.getLogger(__name__)
 
+ProbeState = Literal["unprobed", "failed", "lowered", "ready"]
+
+FIRST_DELAY, LONGEST_DELAY = 2.0, 60.0
+"""Seconds before an engine is probed again."""
 DOUBT_SECONDS = 10.0
-_SERVERS_FAULT = 500
+_SERVER_ERROR = 500
 
 
 class Model:
-    """A model on an engine: what was found, and what is learned while serving it."""
+    """A model on an engine: what the probe found, and what is learned while serving it."""
 
-    def __init__(self, capability: Capability, upstream: Upstream, small: Renderer | None = None, driver: Driver | None = None) -> None:
+    def __init__(self, capability: Capability, upstream: Upstream, driver: Driver, small: Renderer | None = None) -> None:
         self.capability = capability
-        self.driver = driver or Vllm()
+        self.driver = driver
         self.stop_ids: set[int] = set(capability.stop_ids)
-        self.renderer = EngineRenderer(upstream)
+        self.renderer = driver.renderer(upstream)
         self.tails = Tails(self.renderer, self.stop_ids, small=small)
-        self._asked = DriverChat(upstream, self.driver)
+        self._ask = partial(driver.ask, upstream)
         self._agreed: dict[bytes, bool] = {}
         self._lock = asyncio.Lock()
 
     async def renders_alike(self, args: RenderArgs) -> bool:
-        """Whether `/tokenize` renders under these arguments as chat completions do; asked once."""
+        """Whether `/tokenize` renders under these arguments as chat completions do; tested once."""
         known = self._agreed.get(args.digest)
         if known is None:
             async with self._lock:
                 known = self._agreed.get(args.digest)
                 if known is None:
-                    known = await agrees(self._asked, self.renderer, self.capability.model, args)
+                    known = await agrees(self._ask, self.renderer, self.capability.model, args)
                     if known is not None:
                         self._agreed[args.digest] = known
                     if not known:
-                        names = ", ".join(sorted({*args.members, *args.chat})) or "no arguments"  # what they say is the harness's
-                        log.warning("/tokenize is not seen to render as chat completions do under %s: no splicing", names)
+                        names = ", ".join(sorted({*args.members, *args.chat})) or "no arguments"  # their values are the harness's
+                        log.warning("no splicing under %s: /tokenize was not seen to render as chat completions do", names)
         return bool(known)
 
     def observe(self, choice: Choice) -> None:
-        """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids, and names none as the reason.
+        """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids, with no `stop_reason`.
 
-        The finish reason alone proves nothing (a call may be whole when the limit cuts the reply): only what can end a
-        turn counts. Needed where the probe could not find out: an engine without `allowed_token_ids`.
+        The finish reason alone proves nothing (a call may be complete when the limit cuts the reply), so only ids that can only
+        end a turn count. Needed where the probe could not find out: on an engine without `allowed_token_ids`.
         """
         if choice.finish_reason in {"stop", "tool_calls"} and choice.stop_reason is None and choice.ids:
             last = choice.ids[-1]
@@ -74,49 +90,89 @@ class Model:
                 self.stop_ids.add(last)
 
 
-class Engine:
-    """An engine and its models; `local` is a local tokenizer to be used for those whose renderings it knows.
+class ModelState:
+    """The state of one model on one engine, and when it is probed next.
 
-    `kinds` are the drivers to try, in order; `required` is the level below which the engine is not ready.
+    Attributes:
+        model: the result of the last probe that finished; `None` in the states `unprobed` and `failed`.
+        failure: why the last probe did not finish; `None` if it did.
+        wanted: the level below which the state is `lowered`.
+    """
+
+    def __init__(self) -> None:
+        self.model: Model | None = None
+        self.failure: EngineError | None = None
+        self.wanted: Level = "relay"
+        self._delays = delays(FIRST_DELAY, LONGEST_DELAY)
+        self._due = 0.0
+
+    @property
+    def state(self) -> ProbeState:
+        """See the table above."""
+        if self.model is not None:
+            return "ready" if LEVELS.index(self.model.capability.level) >= LEVELS.index(self.wanted) else "lowered"
+        return "unprobed" if self.failure is None else "failed"
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to probe."""
+        state = self.state
+        return state == "unprobed" or (state != "ready" and time.monotonic() >= self._due)
+
+    def found(self, model: Model, wanted: Level) -> None:
+        """Keep the result of a probe."""
+        self.model, self.failure, self.wanted = model, None, wanted
+        self._due = time.monotonic() + next(self._delays)
+
+    def failed(self, why: EngineError) -> None:
+        """Note that a probe did not finish; a known model stays."""
+        self.failure = why
+        self._due = time.monotonic() + next(self._delays)
+
+
+class Engine:
+    """An engine and its models.
+
+    `drivers` are tried in order. `local` is a local tokenizer, used for models that it renders as the engine does. `required` is the
+    level below which the engine is not ready. `on_probe` is called with every finding.
     """
 
     def __init__(
         self,
         upstream: Upstream,
+        drivers: Sequence[Driver],
         *,
         local: LocalRenderer | None = None,
         on_probe: Callable[[Capability], None] | None = None,
-        kinds: Sequence[Driver] = (Vllm(),),
         required: Level = "relay",
     ) -> None:
         self.upstream = upstream
-        self._kinds = {driver.name: driver for driver in kinds}
-        self.driver = kinds[0]
-        """The one that was found; the first to be tried while none was."""
+        self._drivers = {driver.name: driver for driver in drivers}
+        self.driver = drivers[0]
+        """The driver that the last probe chose; before a probe, the first to be tried."""
         self._local = local
         self._on_probe = on_probe
         self._required = required
-        self._standings: dict[str, ModelState] = {}
-        """By the name that the model was asked for by; `""` is the first that the engine serves."""
+        self._statuses: dict[str, ModelState] = {}
+        """By the name in the request; `""` is the first model that the engine serves."""
         self._best: dict[str, Level] = {}
-        """The highest level that was ever found, by the model's own name."""
+        """The highest level ever found, by the model's own name."""
         self._lock = asyncio.Lock()
-        self._away: EngineError | None = None
+        self._unreachable: EngineError | None = None
         self._doubted = -math.inf
-        self._said = ""
+        self._logged = ""
         self.error = "not probed yet"
 
     @property
     def capabilities(self) -> list[Capability]:
-        """What was found so far, per model."""
-        return [standing.model.capability for standing in self._standings.values() if standing.model is not None]
+        """What was found so far, per name of a model."""
+        return [status.model.capability for status in self._statuses.values() if status.model is not None]
 
     @property
-    def state(self) -> State:
-        """The state of the model that is furthest from ready, of those that were found; `unprobed` or `failed` while none was."""
-        states = {standing.state for standing in self._standings.values()}
-        found = [state for state in ("lowered", "ready", "failed") if state in states]
-        return found[0] if found else "unprobed"
+    def state(self) -> ProbeState:
+        """The state of the model that is furthest from ready, of those that were found; `unprobed` or `failed` if none was."""
+        states = {status.state for status in self._statuses.values()}
+        return next((state for state in ("lowered", "ready", "failed") if state in states), "unprobed")
 
     async def model(self, name: str = "") -> Model:
         """Return a model, probing it when it is named for the first time.
@@ -126,46 +182,43 @@ class Engine:
         """
         if (known := self._known(name)) is not None:
             return known
-        away = self._away
+        before = self._unreachable
         async with self._lock:
-            if self._away is not away and self._away is not None:
-                # Found out while this one waited: thousands of calls must not try one after another.
-                raise EngineError(self.error, reached=False) from self._away
+            if self._unreachable is not before and self._unreachable is not None:
+                # Another call found out while this one waited: thousands of calls must not try one after another.
+                raise EngineError(self.error, reached=False) from self._unreachable
             return self._known(name) or await self._probe(name)
 
     def _known(self, name: str) -> Model | None:
-        """The model of that name; `None` if it is to be probed now.
+        """Return the model of that name; `None` if it is to be probed now.
 
         Raises:
             EngineError: the probe failed a moment ago.
         """
-        standing = self._standings.get(name)
-        if standing is None:
+        status = self._statuses.get(name)
+        if status is None:
             return None
-        if standing.model is None and standing.failure is not None and not standing.due:
-            raise EngineError(str(standing.failure), status=standing.failure.status) from standing.failure
-        return standing.model
+        if status.model is None and status.failure is not None and not status.due:
+            raise EngineError(str(status.failure), status=status.failure.status) from status.failure
+        return status.model
 
     async def look_again(self) -> None:
-        """Probe those models anew whose level fell, if it is time; they go on being served as they are meanwhile."""
+        """Probe models with a lowered level again, if it is time; they are served as they are in the meantime."""
         async with self._lock:
-            for standing in set(self._standings.values()):
-                if standing.model is not None and standing.state == "lowered" and standing.due:
+            for status in set(self._statuses.values()):
+                if status.model is not None and status.state == "lowered" and status.due:
                     try:
-                        await self._probe(standing.model.capability.model)
+                        await self._probe(status.model.capability.model)
                     except EngineError as why:
-                        standing.failed(why)
+                        status.failed(why)
 
     def forget(self, why: str = "the engine went away") -> None:
-        """Probe anew at the next call: the engine went away. The levels that were found stay known."""
-        self._standings.clear()
+        """Discard all findings, so that the next call probes; the highest levels stay known."""
+        self._statuses.clear()
         self.error = why
 
     def doubt(self, why: str) -> None:
-        """Probe anew at the next call: the engine does other than was found.
-
-        Unless that was done a moment ago: what goes wrong with every call is not found out better by asking with every call.
-        """
+        """Discard all findings because the engine behaves differently; at most once in `DOUBT_SECONDS`, not with every call."""
         now = time.monotonic()
         if now - self._doubted > DOUBT_SECONDS:
             self._doubted = now
@@ -173,65 +226,65 @@ class Engine:
 
     async def _probe(self, name: str) -> Model:
         try:
-            found = await probe(self.upstream, name, list(self._kinds.values()))
-            small = await self._tried(found)
+            found = await probe(self.upstream, list(self._drivers.values()), name)
+            small = await self._agreeing_tokenizer(found)
         except EngineError as why:
-            self._away = None if why.reached else why
+            self._unreachable = None if why.reached else why
             if not self.capabilities:
                 self.error = str(why)
-            if not why.passing and (not name or why.status >= _SERVERS_FAULT):  # a name that is refused may be another's mistake
-                self._standings.setdefault(name, ModelState()).failed(why)
+            if not why.passing and (not name or why.status >= _SERVER_ERROR):  # a refused name may be another client's mistake
+                self._statuses.setdefault(name, ModelState()).failed(why)
             raise
         found = msgspec.structs.replace(found, local_tokenizer=small is not None)
         wanted = higher(self._required, self._best.get(found.model, "relay"))
         self._best[found.model] = higher(found.level, self._best.get(found.model, "relay"))
-        self._tell(found, wanted)
-        self.driver = self._kinds[found.driver]
+        self._log(found, wanted)
+        self.driver = self._drivers[found.driver]
         return self._keep(name, found, small, wanted)
 
-    async def _tried(self, found: Capability) -> Renderer | None:
-        """The local tokenizer, if there is one and it renders as the engine does.
+    async def _agreeing_tokenizer(self, found: Capability) -> Renderer | None:
+        """Return the local tokenizer if there is one and it renders as the engine does.
 
         Raises:
-            EngineError: the engine left a question unanswered.
+            EngineError: the engine left a request unanswered.
         """
         if self._local is None or found.level != "exact" or not found.tokenizes:
             return None
-        questions = Questions(self.upstream)
-        small = await tried(self._local, EngineRenderer(questions), found.model)
-        if questions.unanswered is not None:
-            raise questions.unanswered
+        requests = ProbeRequests(self.upstream)
+        small = await tried(self._local, self._drivers[found.driver].renderer(requests), found.model)
+        if requests.unanswered is not None:
+            raise requests.unanswered
         return small
 
     def _keep(self, name: str, found: Capability, small: Renderer | None, wanted: Level) -> Model:
-        """Keep what was found, under the name that was asked for and the model's own: both are one model."""
-        standing = self._standings.get(found.model)
-        if standing is None or standing.model is None or standing.state == "lowered":
-            standing = standing or ModelState()
-            standing.found(Model(found, self.upstream, small, self.driver), wanted)
-        self._standings[name] = self._standings[found.model] = standing
-        assert standing.model is not None  # noqa: S101 - it was found
+        """Keep a finding under the requested name and the model's own: both are one model."""
+        status = self._statuses.get(found.model)
+        if status is None or status.model is None or status.state == "lowered":
+            status = status or ModelState()
+            status.found(Model(found, self.upstream, self.driver, small), wanted)
+        self._statuses[name] = self._statuses[found.model] = status
+        assert status.model is not None  # noqa: S101 - it was found
         if self._on_probe is not None:
             self._on_probe(found)
-        return standing.model
+        return status.model
 
-    def _tell(self, found: Capability, wanted: Level) -> None:
-        """Log what was found, unless a probe said the same just before."""
+    def _log(self, found: Capability, wanted: Level) -> None:
+        """Log a finding, unless the probe before found the same."""
         self.error = ""
         if higher(found.level, wanted) != found.level:
             reason = f"--require asks for {wanted}" if wanted == self._required else f"it was {wanted} before"
             self.error = f"its level is {found.level} ({found.why}), and {reason}: it is probed again until it is"
-        said = f"{found.model}\0{found.level}\0{wanted}\0{found.why}\0{found.driver}"
-        if self.error and said == self._said:
+        seen = f"{found.model}\0{found.level}\0{wanted}\0{found.why}\0{found.driver}"
+        if self.error and seen == self._logged:
             return
-        self._said = said
+        self._logged = seen
         url = self.upstream.url
-        log.log(logging.INFO if found.level == "exact" else logging.WARNING, "engine %s: %s", url, found.line())
+        log.log(logging.INFO if found.level == "exact" else logging.WARNING, "engine %s: %s", url, found.summary())
         if found.level == "record":
-            log.warning("RECORD ONLY: no history will be continued token for token on %s: %s", url, found.why)
+            log.warning("engine %s: RECORD ONLY: no history will be continued token for token: %s", url, found.why)
         elif found.level == "relay":
-            log.error("NOTHING IS RECORDED of what is said on %s, and sessions are left incomplete: %s", url, found.why)
+            log.error("engine %s: NOTHING IS RECORDED, and its sessions are marked incomplete: %s", url, found.why)
         if self.error:
             log.warning("engine %s: not ready: %s", url, self.error)
         if found.logprobs_seen.startswith(NONE):
-            log.error("UNUSABLE LOG PROBABILITIES on %s: %s", url, found.logprobs_seen)
+            log.error("engine %s: UNUSABLE LOG PROBABILITIES: %s", url, found.logprobs_seen)

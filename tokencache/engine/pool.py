@@ -26,7 +26,7 @@ import xxhash
 from tokencache import metrics
 from tokencache.engine.health import Kind, Watch
 from tokencache.engine.model import Engine, Model
-from tokencache.engine.standing import LEVELS
+from tokencache.engine.probe import LEVELS
 from tokencache.errors import EngineError
 
 log = logging.getLogger(__name__)

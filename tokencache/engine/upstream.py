@@ -1,7 +1,7 @@
-"""The HTTP client towards the engine: one pool for everything, without a limit of its own.
+"""Sends HTTP requests to one engine: one connection pool, without a limit on connections or on the total time of a request.
 
-No total timeout: an agent's turn takes as long as it takes, and a proxy must not be the first to give up. Connections
-that lie idle are dropped before vLLM's server drops them (uvicorn: 5 s), else a call could meet a closed one.
+There is no total timeout: an agent's turn takes as long as it takes, and a proxy must not give up before its client does. Idle
+connections are closed before vLLM's server closes them (uvicorn: 5 s). Otherwise a call could meet a closed connection.
 """
 
 import asyncio
@@ -14,14 +14,18 @@ import math
 import socket
 import time
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import msgspec
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.payload import Payload
 from multidict import CIMultiDict
 from yarl import URL
 
+from tokencache.backoff import delays
 from tokencache.errors import EngineError
 from tokencache.net import keep_alive
 
@@ -30,28 +34,78 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 4.0
 READ_BUFFER = 256 * 1024
+FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0
+"""Seconds before a request is repeated by `retry_until_answered`."""
+_RETRIES = 3
 _LARGE = 2**20
+_SEGMENTED_FROM = 2**16
+"""A body up to this size is copied faster than its segments are written one by one (docs/performance.md)."""
 _REMIND_SECONDS = 60.0
 
 
 class EngineResponse(NamedTuple):
-    """A whole answer: status, body."""
+    """A complete answer of an engine: HTTP status and body."""
 
     status: int
     body: bytes
 
     def json(self) -> Any:
-        """Decode the body; `None` if it is no JSON."""
+        """Decode the body; `None` if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (ValueError, RecursionError):
             return None
 
 
-class _Request(aiohttp.ClientRequest):
-    """A request with the headers that it was given, and none that aiohttp would add.
+class EngineClient(Protocol):
+    """Posts small requests to an engine: an `Upstream`, or the probe's requests."""
 
-    It can be told so with each request (`skip_auto_headers`), and then takes twice as long to make one (3.14; 10 µs).
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
+        """See `Upstream.post`."""
+
+
+AskChat = Callable[[Mapping[str, Any]], Awaitable[EngineResponse]]
+"""Sends a small chat request of the proxy's own. The answer has token ids where vLLM puts them. Raises `EngineError`."""
+
+
+class SegmentedPayload(Payload):
+    """A JSON body in segments, each written to the socket without a copy; aiohttp joins the first with the head of the request.
+
+    The ids of a long history are hundreds of kilobytes of digits. As one body they would be copied twice for every call: when
+    they are joined with the messages, and with the head of the request (`aiohttp.http_writer`).
+    """
+
+    _autoclose = True  # there is nothing to close
+
+    def __init__(self, segments: Sequence[bytes | memoryview]) -> None:
+        super().__init__(segments, content_type="application/json")
+        self._segments = segments
+        self._size = sum(map(len, segments))
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """See `Payload.write`."""
+        for segment in self._segments:
+            await writer.write(segment)
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        """See `Payload.write_with_length`; the length is always that of all segments."""
+        del content_length
+        await self.write(writer)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """See `Payload.decode`."""
+        return b"".join(self._segments).decode(encoding, errors)
+
+
+def segmented_body(*segments: bytes | memoryview) -> bytes | SegmentedPayload:
+    """Make a request body of segments, joined if it is short. Keep the first segment short: it is copied in any case."""
+    return SegmentedPayload(segments) if sum(map(len, segments)) > _SEGMENTED_FROM else b"".join(segments)
+
+
+class _Request(aiohttp.ClientRequest):
+    """A request without the headers that aiohttp adds by itself.
+
+    aiohttp can be told so for each request (`skip_auto_headers`), which doubles the time to make one (3.14; 10 µs).
     """
 
     _skip_auto_headers = CIMultiDict[None]((name, None) for name in ("Accept", "Accept-Encoding", "Content-Type", "User-Agent"))
@@ -61,22 +115,22 @@ class _Request(aiohttp.ClientRequest):
 
 
 class Upstream:
-    """An engine's base URL (scheme, host, port, and perhaps a path in front of `/v1`) and a pool of connections to it.
+    """An engine's base URL (scheme, host, port, optional path before `/v1`) and a pool of connections to it.
 
-    `key` takes the place of what the harness sends as `Authorization`; so do a user and a password in the URL, which `url` is without.
+    `key` replaces the `Authorization` header that the harness sends. So do a user and a password in the URL; `url` is without them.
     """
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._authorization = f"Bearer {key}" if key else ""
         if (given := URL(self.url)).user is not None:
-            self.url = str(given.with_user(None)).rstrip("/")  # it is shown in logs and answers
+            self.url = str(given.with_user(None)).rstrip("/")  # it appears in logs and answers
             basic = base64.b64encode(f"{given.user}:{given.password or ''}".encode()).decode()
             self._authorization = self._authorization or f"Basic {basic}"
         self._session: aiohttp.ClientSession | None = None
         self._awaited = 0
         self._answering: weakref.WeakSet[aiohttp.ClientResponse] = weakref.WeakSet()
-        self._said_short = -math.inf
+        self._warned = -math.inf
 
     async def open(self) -> None:
         """Open the pool, in the running event loop."""
@@ -98,13 +152,13 @@ class Upstream:
 
     @property
     def under_way(self) -> int:
-        """How many requests of `send` have begun and not ended; those of `get` and `post`, which are our own, do not count."""
+        """Number of requests of `send` that have started and not ended. The proxy's own requests (`get`, `post`) do not count."""
         return self._awaited + sum(not answer.closed for answer in self._answering)
 
     async def send(self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: Any = None) -> aiohttp.ClientResponse:
-        """Send a request and return as soon as the answer's head is there; the caller releases or closes it.
+        """Send a request and return when the head of the answer has arrived; the caller releases or closes it.
 
-        `path` is taken as it is, percent-encoding and query included.
+        `path` is sent unchanged, with its percent-encoding and query.
 
         Raises:
             EngineError: the engine cannot be reached, or closed the connection without an answer.
@@ -128,35 +182,34 @@ class Upstream:
             sent.popall("Authorization", None)
             sent["Authorization"] = self._authorization
         if isinstance(body, bytes) and len(body) > _LARGE:
-            body = io.BytesIO(body)  # written in pieces, so that other calls get their turn
+            body = io.BytesIO(body)  # written in blocks, so that other calls can run in between
         try:
             return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as why:
-            said = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
-            self._look_whether_short(said)
-            raise EngineError(f"the engine at {self.url} cannot be reached: {said or why}", reached=False) from why
+            cause = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
+            raise self._unreachable(cause, str(cause or why)) from why
         except (aiohttp.ClientError, TimeoutError) as why:
-            raise EngineError(f"the engine at {self.url} gave no answer: {_said(why)}") from why
+            raise EngineError(f"the engine at {self.url} gave no answer: {_described(why)}") from why
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
-        """Post JSON (bytes as they are, anything else encoded) and read the whole answer.
+        """Post JSON (bytes unchanged, anything else encoded) and read the complete answer.
 
         Raises:
-            EngineError: the engine cannot be reached or broke off.
+            EngineError: the engine cannot be reached, or closed the connection before the end of its answer.
         """
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        return await self._whole(await self._send("POST", path, {**(headers or {}), "Content-Type": "application/json"}, data))
+        return await self._complete(await self._send("POST", path, {**(headers or {}), "Content-Type": "application/json"}, data))
 
     async def get(self, path: str) -> EngineResponse:
-        """Get and read the whole answer.
+        """Get and read the complete answer.
 
         Raises:
-            EngineError: the engine cannot be reached or broke off.
+            EngineError: the engine cannot be reached, or closed the connection before the end of its answer.
         """
-        return await self._whole(await self._send("GET", path, None, None))
+        return await self._complete(await self._send("GET", path, None, None))
 
     async def connect(self) -> None:
-        """Open a connection and close it, without a request: only that somebody listens is asked.
+        """Open a connection and close it without a request, to see whether a server is listening.
 
         Raises:
             EngineError: the engine cannot be reached.
@@ -166,24 +219,45 @@ class Upstream:
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, writer = await asyncio.open_connection(url.host, url.port)
         except (OSError, TimeoutError) as why:
-            self._look_whether_short(why)
-            raise EngineError(f"the engine at {self.url} cannot be reached: {why or 'no connection in time'}", reached=False) from why
+            raise self._unreachable(why, str(why) or "no connection in time") from why
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
 
-    def _look_whether_short(self, why: BaseException) -> None:
-        """Say, once a minute, that it is not the engine that is at fault."""
-        if isinstance(why, OSError) and why.errno in {errno.EMFILE, errno.ENFILE} and time.monotonic() - self._said_short > _REMIND_SECONDS:
-            self._said_short = time.monotonic()
-            log.error("OUT OF FILE DESCRIPTORS: no connection to the engine at %s can be made; raise the limit of open files", self.url)
+    def _unreachable(self, cause: BaseException, described: str) -> EngineError:
+        """Make the error; log, once a minute, if this process is at fault and not the engine."""
+        short = isinstance(cause, OSError) and cause.errno in {errno.EMFILE, errno.ENFILE}
+        if short and time.monotonic() - self._warned > _REMIND_SECONDS:
+            self._warned = time.monotonic()
+            log.error("OUT OF FILE DESCRIPTORS: cannot connect to the engine at %s; raise the limit of open files (ulimit -n)", self.url)
+        return EngineError(f"the engine at {self.url} cannot be reached: {described}", reached=False)
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> EngineResponse:
+    async def _complete(self, response: aiohttp.ClientResponse) -> EngineResponse:
         try:
             async with response:
                 return EngineResponse(response.status, await response.read())
         except (aiohttp.ClientError, TimeoutError) as why:
-            raise EngineError(f"the engine at {self.url} broke off its answer: {_said(why)}") from why
+            raise EngineError(f"the engine at {self.url} broke off its answer: {_described(why)}") from why
+
+
+async def retry_until_answered(send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:
+    """Send a request that is safe to repeat, up to four times, until it is answered.
+
+    A closed connection proves nothing about an engine: uvicorn closes one after each 500, and a request that is sent at that moment
+    meets the closed end.
+
+    Raises:
+        EngineError: the engine cannot be reached, or closed every connection without an answer.
+    """
+    for delay in islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES):
+        try:
+            return await send()
+        except EngineError as why:
+            if not why.reached:
+                raise
+            log.debug("a request of our own is sent again in %g s: %s", delay, why)
+            await asyncio.sleep(delay)
+    return await send()
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -192,6 +266,6 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-def _said(why: Exception) -> str:
-    """What an error says, without the URL that was asked for: its query may hold a harness's own key."""
+def _described(why: Exception) -> str:
+    """Describe an error without the requested URL: its query may hold a harness's own key."""
     return f"{type(why).__name__}: {why.message if isinstance(why, aiohttp.ClientResponseError) else why}"

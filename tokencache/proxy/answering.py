@@ -10,8 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from tokencache.dialects.dialect import EVENTS, refusal
-from tokencache.engine.drivers.base import Driver
-from tokencache.engine.drivers.text_prompts import ParsedCompletion
+from tokencache.engine.drivers.base import Driver, ParsedCompletion
 from tokencache.engine.reply import Reply
 from tokencache.errors import EngineError
 from tokencache.proxy.delivery import LEFT, Delivery
@@ -112,7 +111,7 @@ class Answering:
         """Make a chat completion of what came; if the harness leaves meanwhile, the tokens are there to be recorded."""
         if not self._sending.parses:
             return ParsedCompletion(body)
-        work = asyncio.ensure_future(self._sending.parsed(self._hold.engine, body))
+        work = asyncio.ensure_future(self._sending.parsed(body))
         try:
             async with self._hold.awake():
                 return await asyncio.shield(work)

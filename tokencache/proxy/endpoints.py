@@ -27,10 +27,8 @@ from tokencache.dialects.chat.sampling import pin
 from tokencache.dialects.dialect import Counting, Dialect, DialectRequest, DirectReply, ServedModel, Speaker, Spoken, refusal
 from tokencache.dialects.gym import prefix_of
 from tokencache.dialects.probes import model_list
-from tokencache.engine.drivers.base import Driver, Exact
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
-from tokencache.engine.segments import Written
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.call import Call
 from tokencache.proxy.client_ids import require_prefix
@@ -111,8 +109,7 @@ class Caller:
         call = read_chat(body, self._bodies, visit.session, served=self._served(visit), rewrite=self._rewrite_chat)
         call.harness, call.leniency = visit.harness, visit.leniency
         call.replaced = self._pin(visit, call.fields)
-        path, write = visit.origin.path, partial(_written, call)
-        exchange = Exchange(path, visit.headers, write, ChatPresenter(call), self._keep_alive, token_ids=self._token_ids)
+        exchange = Exchange(visit.origin.path, visit.headers, ChatPresenter(call), self._keep_alive, token_ids=self._token_ids)
         return await self._run(visit, call, exchange, body)
 
     async def complete(self, visit: Visit) -> web.StreamResponse:
@@ -133,7 +130,7 @@ class Caller:
             path = visit.origin.path
             return await relay_to(self._pool, visit.session, visit.request, path, headers=visit.headers, body=asked.for_engine())
         exchange = Exchange(
-            visit.origin.path, visit.headers, lambda *_: asked.for_engine(), completions.CompletionPresenter(asked), self._keep_alive
+            visit.origin.path, visit.headers, completions.CompletionPresenter(asked), self._keep_alive, body=asked.for_engine()
         )
         call = asked.as_chat()
         call.replaced = replaced
@@ -165,10 +162,7 @@ class Caller:
             again = await dialect.read(msgspec.structs.replace(asked, handle=handle))
             return again.speaker if isinstance(again, Spoken) else meant.speaker
 
-        write = partial(_written, call)
-        exchange = Exchange(
-            CHAT, visit.headers, write, meant.speaker, self._keep_alive, refuse, meant.media_type, self._token_ids, speaks_as
-        )
+        exchange = Exchange(CHAT, visit.headers, meant.speaker, self._keep_alive, refuse, meant.media_type, self._token_ids, speaks_as)
         return await self._run(visit, call, exchange, asked.body)
 
     async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
@@ -311,7 +305,3 @@ class Caller:
 def _served_by(engine: Engine) -> list[ServedModel]:
     """The models that were found on an engine."""
     return list({found.model: ServedModel(found.model, found.max_model_len) for found in engine.capabilities if found.model}.values())
-
-
-def _written(call: ChatCall, driver: Driver, exact: Exact | None) -> bytes | Written:
-    return driver.write(call, exact)

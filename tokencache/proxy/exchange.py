@@ -6,8 +6,6 @@ from typing import NamedTuple
 from multidict import CIMultiDict
 
 from tokencache.dialects.dialect import EVENTS, Speaker
-from tokencache.engine.drivers.base import Driver, Exact
-from tokencache.engine.segments import Written
 
 REQUEST_ID = "X-Request-Id"
 
@@ -15,7 +13,7 @@ REQUEST_ID = "X-Request-Id"
 class Exchange(NamedTuple):
     """How a call is sent, and how its reply is said.
 
-    `write` makes the engine's body, in a driver's words, around an exact prompt or none. `refuse` says an engine's refusal
+    `body` is the engine's request where no driver writes it. `refuse` says an engine's refusal
     (status, body) in a dialect; `None` where the harness sees the engine's own bytes. `keep_alive`: seconds that a
     stream may be silent. `token_ids` is whether the reply's ids are said on its messages (`dialects.gym`). `speaks_as` makes the speaker
     that gives out another handle, where the dialect has any.
@@ -23,13 +21,13 @@ class Exchange(NamedTuple):
 
     path: str
     headers: CIMultiDict[str]
-    write: Callable[[Driver, Exact | None], bytes | Written]
     speaker: Speaker
     keep_alive: float
     refuse: Callable[[int, bytes], bytes] | None = None
     media_type: str = EVENTS
     token_ids: bool = False
     speaks_as: Callable[[str], Awaitable[Speaker]] | None = None
+    body: bytes | None = None
 
 
 def request_id(headers: CIMultiDict[str], call: str, post: int) -> CIMultiDict[str]:

@@ -18,7 +18,7 @@ from tokencache.core.splice import REPLACED, fill, join, junction
 from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
 from tokencache.core.verdict import INTERRUPTED, DeliveredPrefix, is_unique
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.engine.drivers.base import Exact, Head
+from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.model import Model
 from tokencache.engine.template.renderer import RenderError
 from tokencache.engine.template.shapes import TailAsk
@@ -70,7 +70,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes | None = None
     fragment: ids.Pieces | None = None
     whole: bool = True
-    head: Head | None = None
+    head: LastReply | None = None
     parent: str | None = None
     origin: str | None = None
     anchors: tuple[Anchor, ...] = ()
@@ -83,11 +83,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     client: tuple[int, ...] = ()
 
     @property
-    def exact(self) -> Exact | None:
+    def exact(self) -> ExactPrompt | None:
         """The exact prompt, for a driver to say; `None` where the engine renders."""
         if self.prompt is None or self.fragment is None or self.head is None:
             return None
-        return Exact(self.prompt, self.fragment, self.head)
+        return ExactPrompt(self.prompt, self.fragment, self.head)
 
     @property
     def sent(self) -> ids.Pieces:
@@ -171,7 +171,7 @@ class Planner:
             reason=evidence.CLIENT_IDS,
             prompt=proven.ids,
             fragment=ids.extended((), proven.ids),
-            head=Head(proven.places[-1], proven.start, proven.end),
+            head=LastReply(proven.places[-1], proven.start, proven.end),
             client=proven.places,
         )
 
@@ -182,7 +182,7 @@ class Planner:
             return ""
         if 0 < model.capability.max_model_len <= ids.count(plan.prompt):
             return "context-full"  # with the template's own stripping it may still fit
-        return model.driver.unsayable(call, plan.head)
+        return model.driver.cannot_supply(call, plan.head)
 
     async def _proven(self, session: str, call: ChatCall, found: Match, known: _Known, model: Model) -> Plan:
         """Splice what was found, once it is proven how much of its parent the harness has heard."""
@@ -303,7 +303,7 @@ class Planner:
         )
 
     @staticmethod
-    def _open_ended(found: Match, held: CachedPrefix, head: Head, cut: bytes | None) -> Plan:
+    def _open_ended(found: Match, held: CachedPrefix, head: LastReply, cut: bytes | None) -> Plan:
         """Continue a turn on an engine that adds the tail itself, and whose rendering cannot be asked for."""
         assert found.parent is not None  # noqa: S101 - the caller looked
         if cut is not None:
@@ -324,12 +324,12 @@ class Planner:
             foreign=found.parent.foreign,
         )
 
-    async def _head(self, session: str, place: int, turn: Turn, base: bytes, model: Model) -> Head:
+    async def _head(self, session: str, place: int, turn: Turn, base: bytes, model: Model) -> LastReply:
         """Say where the reply stands with which a prefix ends."""
         logprobs = b""
-        if model.driver.says_logprobs:
+        if model.driver.sends_logprobs:
             logprobs = (await self._store.tokens(session, [turn.id]))[turn.id].logprobs
-        return Head(place, turn.prompt_tokens, ids.count(base), logprobs)
+        return LastReply(place, turn.prompt_tokens, ids.count(base), logprobs)
 
     async def _standing(self, session: str, turn: Turn) -> tuple[PlacedReply, ...]:
         """List the replies that stand in a turn's prompt.
@@ -373,7 +373,7 @@ class Planner:
             reason=found.reason or PAST_CHANGES,
             prompt=prompt,
             fragment=ids.extended((), prompt),
-            head=Head(last.place, last.start, last.end, stored[last.turn.id].logprobs),
+            head=LastReply(last.place, last.start, last.end, stored[last.turn.id].logprobs),
             origin=near.id,
             anchors=tuple(reply.anchor for reply in replies),
             forgiven=found.forgiven,

@@ -1,8 +1,7 @@
 """Sending: one call on its way to an engine, and what comes back made a chat completion.
 
 Nearly always that is one request. There are two more ways: a call whose exact ids the engine refuses is asked as the harness did (an engine
-that refuses has sampled nothing), and a driver may make a detour with exact prompts (`engine.drivers.text_prompts`), whose answer then
-has to be parsed.
+that refuses has sampled nothing), and the driver may need a second request to parse the answer (`EngineRequest.parse`).
 """
 
 import logging
@@ -10,8 +9,7 @@ import logging
 import aiohttp
 
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.engine.drivers.base import Driver, Exact
-from tokencache.engine.drivers.text_prompts import PATH, ParsedCompletion, TokenPrompts
+from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, ParsedCompletion, Target
 from tokencache.engine.model import Engine
 from tokencache.proxy.exchange import Exchange, request_id
 from tokencache.proxy.overflow import is_overflow
@@ -22,8 +20,6 @@ log = logging.getLogger(__name__)
 
 _OK = 200
 _REFUSED = frozenset({400, 422})
-NO_WAY = "not-for-completions"
-"""Text completions cannot be asked for what this call asks, or it cannot be found out: chat can."""
 
 
 class Sending:
@@ -33,7 +29,7 @@ class Sending:
         self._id, self._call, self._exchange = call_id, call, exchange
         self._posts = 0
         self.driver: Driver
-        self._detour: TokenPrompts | None = None  # the way on which the reply comes back
+        self._request: EngineRequest
 
     async def send(self, engine: Engine, outcome: Outcome) -> aiohttp.ClientResponse:
         """Send the call as it is planned; where that cannot be done, as a plain one, and then that is its plan.
@@ -42,14 +38,12 @@ class Sending:
             EngineError: the engine cannot be reached.
         """
         self.driver, plan = engine.driver, outcome.plan
-        detour, written = self.driver.detour, None
-        if detour is not None and plan.exact is not None:
-            longest = outcome.model.capability.max_model_len if outcome.model is not None else 0
-            written = await detour.body(engine.upstream, self._call, plan.exact, longest, self._exchange.headers)
-            if written is None:
-                plan = outcome.plan = Plan(match="plain", reason=NO_WAY, near=plan.near)
-        self._detour = detour if written is not None else None
-        answer = await self._post(engine, plan.exact, written)
+        longest = outcome.model.capability.max_model_len if outcome.model is not None else 0
+        target = Target(engine.upstream, self._exchange.path, self._exchange.headers, longest)
+        self._request = await self._written(plan.exact, target)
+        if self._request.not_exact:
+            plan = outcome.plan = Plan(match="plain", reason=self._request.not_exact, near=plan.near)
+        answer = await self._post(engine)
         if plan.exact is None or answer.status not in _REFUSED:
             return answer
         # An engine that refuses has sampled nothing. Perhaps it refuses the ids, which is our doing: ask as the harness did.
@@ -61,8 +55,8 @@ class Sending:
         log.warning("session %s call %s: the engine refused the spliced prompt with %d", outcome.session, self._id, answer.status)
         log.debug("session %s call %s: the engine's words: %s", outcome.session, self._id, why)
         outcome.plan = Plan(match="plain", reason="engine-refused-ids", near=plan.near)
-        self._detour = None
-        answer = await self._post(engine, None)
+        self._request = await self._written(None, target)
+        answer = await self._post(engine)
         if answer.status == _OK:  # so it was the ids: another vocabulary may stand there than was probed
             engine.doubt("it refused the ids that it was sent")
         return answer
@@ -70,18 +64,18 @@ class Sending:
     @property
     def parses(self) -> bool:
         """Whether what comes back is to be parsed."""
-        return self._detour is not None
+        return self._request.parse is not None
 
-    async def parsed(self, engine: Engine, body: bytes) -> ParsedCompletion:
+    async def parsed(self, body: bytes) -> ParsedCompletion:
         """Make a chat completion of what came back; and say why it has no words, if so."""
-        if self._detour is None:
-            return ParsedCompletion(body)
-        return await self._detour.parsed(engine.upstream, self._call.safe_fields(), body, self._exchange.headers)
+        return ParsedCompletion(body) if self._request.parse is None else await self._request.parse(body)
 
-    async def _post(self, engine: Engine, exact: Exact | None, detour: bytes | None = None) -> aiohttp.ClientResponse:
-        """Send the call, or what was written for the detour of its driver."""
+    async def _written(self, exact: ExactPrompt | None, target: Target) -> EngineRequest:
+        if self._exchange.body is not None:
+            return EngineRequest(self._exchange.path, self._exchange.body)
+        return await self.driver.request(self._call, exact, target)
+
+    async def _post(self, engine: Engine) -> aiohttp.ClientResponse:
         self._posts += 1
         headers = request_id(self._exchange.headers, self._id, self._posts)
-        if detour is not None:
-            return await engine.upstream.send("POST", PATH, headers=headers, body=detour)
-        return await engine.upstream.send("POST", self._exchange.path, headers=headers, body=self._exchange.write(self.driver, exact))
+        return await engine.upstream.send("POST", self._request.path, headers=headers, body=self._request.body)

@@ -27,7 +27,7 @@ from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.dialect import Dialect
 from tokencache.dialects.registry import dialect_of
-from tokencache.engine.drivers.registry import Ways, drivers
+from tokencache.engine.drivers.registry import DriverOptions, drivers
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
 from tokencache.engine.probe import Capability
@@ -86,12 +86,12 @@ class Proxy:
         )
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
         self._parser = Upstream(settings.derender) if settings.derender else None
-        kinds = drivers(settings.engine, Ways(settings.sampling, streams=not settings.whole_replies, parser=self._parser))
+        kinds = drivers(settings.engine, DriverOptions(settings.sampling, streams=not settings.whole_replies, parser=self._parser))
 
         def engine_at(url: str) -> Engine:
             upstream = Upstream(url, key=settings.upstream_key)
             noted = partial(_note_level, upstream.url)
-            return Engine(upstream, local=local, on_probe=noted, kinds=kinds, required=settings.require)
+            return Engine(upstream, kinds, local=local, on_probe=noted, required=settings.require)
 
         self.pool = Pool(engine_at, names_in(settings.upstream))
         prefixes = PrefixCache(self.store, max_bytes=settings.prefix_memory)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tokencache.engine.drivers.nemo_rl import lifted
+from tokencache.engine.drivers.nemo_rl import ids_from_messages
 from tokencache.engine.reply import Reply
 
 TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 4], "generation_log_probs": [-0.5, -1.0]}
@@ -17,12 +17,12 @@ def answer(message, **choice):
 
 def read(body):
     reply = Reply()
-    reply.take(lifted(body))
+    reply.take(ids_from_messages(body))
     return reply
 
 
 def test_they_stand_on_the_message_and_are_gone_from_there():
-    body = lifted(answer(TOKENS))
+    body = ids_from_messages(answer(TOKENS))
     reply = read(answer(TOKENS))
     assert (reply.prompt.raw, reply.choices[0].ids, reply.choices[0].logprobs) == (b"[1, 2]", [3, 4], [-0.5, -1.0])
     said = json.loads(body)["choices"][0]
@@ -32,16 +32,16 @@ def test_they_stand_on_the_message_and_are_gone_from_there():
 
 def test_log_probabilities_that_a_harness_asked_for_stay_as_they_are():
     shown = {"content": [{"token": "H", "logprob": -0.5, "bytes": [72], "top_logprobs": [{"token": "H", "logprob": -0.5}]}] * 2}
-    assert json.loads(lifted(answer(TOKENS, logprobs=shown)))["choices"][0]["logprobs"] == shown
+    assert json.loads(ids_from_messages(answer(TOKENS, logprobs=shown)))["choices"][0]["logprobs"] == shown
 
 
 def test_routed_experts_stand_on_the_message_too():
-    assert json.loads(lifted(answer({**TOKENS, "routed_experts": "=0"})))["choices"][0]["routed_experts"] == "=0"
+    assert json.loads(ids_from_messages(answer({**TOKENS, "routed_experts": "=0"})))["choices"][0]["routed_experts"] == "=0"
 
 
 @pytest.mark.parametrize("body", [b"", b"oops", b'{"error":{}}', answer({}), answer({}, token_ids=[3])])
 def test_an_answer_without_them_is_left_as_it_is(body):
-    assert lifted(body) is body
+    assert ids_from_messages(body) is body
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What is asked of the engine: renderings over HTTP, whether chat renders alike, which ids may end a turn."""
 
 import contextlib
+from functools import partial
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from tests.engine.template.shapes import TOOLS
 from tests.engine.template.template_lab import KINDS, NO_ARGS, Lab
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.probe import probe
 from tokencache.engine.template.agreement import agrees
 from tokencache.engine.template.boundary import ASK
@@ -27,7 +29,7 @@ class Chat:
         self.lab, self.change, self.refuse = Lab.of(kind), change, refuse
         self.calls = 0
 
-    async def post(self, path, body):
+    async def ask(self, body):
         self.calls += 1
         sent = msgspec.json.decode(msgspec.json.encode(body))
         if self.refuse is not None and len(sent["messages"]) > 1:
@@ -41,7 +43,7 @@ class Chat:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 async def test_one_template_agrees_with_itself(kind, args):
     engine = Chat(kind)
-    assert await agrees(engine, Lab.of(kind), "m", args)
+    assert await agrees(engine.ask, Lab.of(kind), "m", args)
     assert engine.calls == 2
 
 
@@ -52,26 +54,26 @@ async def test_a_result_written_otherwise_is_seen(args):
     def raw(messages):
         return [{**m, "content": "1"} if m["role"] == "tool" else m for m in messages]
 
-    assert not await agrees(Chat(KINDS["gpt-oss"], raw), Lab.of(KINDS["gpt-oss"]), "m", args)
+    assert not await agrees(Chat(KINDS["gpt-oss"], raw).ask, Lab.of(KINDS["gpt-oss"]), "m", args)
 
 
 @pytest.mark.parametrize(("status", "learned"), [(400, False), (422, False), (500, None)])
 async def test_no_answer_is_no_disagreement(status, learned):
     kind = KINDS["Qwen3"]
-    assert await agrees(Chat(kind, refuse=status), Lab.of(kind), "m", NO_ARGS) is learned
+    assert await agrees(Chat(kind, refuse=status).ask, Lab.of(kind), "m", NO_ARGS) is learned
 
     class Gone(Lab):
         async def render(self, model, messages, args, *, generation):
             raise RenderError("nobody there")
 
-    assert await agrees(Chat(kind), Gone(Lab.of(kind).template, Lab.of(kind).words), "m", NO_ARGS) is None
+    assert await agrees(Chat(kind).ask, Gone(Lab.of(kind).template, Lab.of(kind).words), "m", NO_ARGS) is None
 
 
 @pytest.mark.parametrize("status", [503, 429])
 async def test_an_engine_that_does_not_answer_now_is_asked_later(status):
     """Whoever asks waits: what is not known yet must not be taken for a difference."""
     with pytest.raises(EngineError) as why:
-        await agrees(Chat(KINDS["Qwen3"], refuse=status), Lab.of(KINDS["Qwen3"]), "m", NO_ARGS)
+        await agrees(Chat(KINDS["Qwen3"], refuse=status).ask, Lab.of(KINDS["Qwen3"]), "m", NO_ARGS)
     assert why.value.passing
 
 
@@ -84,8 +86,8 @@ async def test_an_episode_that_is_refused_by_both_is_let_pass_and_one_that_chat_
 
     kind = KINDS["Qwen3"]
     refusing = NoCalls(Lab.of(kind).template, Lab.of(kind).words)
-    assert await agrees(Chat(kind), refusing, "m", NO_ARGS)
-    assert not await agrees(Chat(kind, refuse=400), Lab.of(kind), "m", NO_ARGS)
+    assert await agrees(Chat(kind).ask, refusing, "m", NO_ARGS)
+    assert not await agrees(Chat(kind, refuse=400).ask, Lab.of(kind), "m", NO_ARGS)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ async def simulated(**settings):
 
 async def test_white_space_is_no_candidate_for_a_stop_id():
     async with simulated() as (engine, upstream):
-        found = await probe(upstream, "sim")
+        found = await probe(upstream, [Vllm()], "sim")
         newline = engine.tokenizer.encode("\n")
         assert len(newline) == 1
         assert found.level == "exact"
@@ -135,7 +137,7 @@ async def test_an_engine_that_cannot_detokenize_keeps_its_candidates():
             return EngineResponse(404, b"") if path == "/detokenize" else await real(path, body, headers)
 
         upstream.post = post
-        found = await probe(upstream, "sim")
+        found = await probe(upstream, [Vllm()], "sim")
         assert engine.tokenizer.encode("\n")[0] in found.stop_candidates
         assert found.stop_ids == (engine.tokenizer.stop_id,)
 
@@ -143,7 +145,7 @@ async def test_an_engine_that_cannot_detokenize_keeps_its_candidates():
 async def test_the_simulated_engine_agrees_with_itself():
     async with simulated() as (_, upstream):
         for args in (NO_ARGS, WITH_TOOLS):
-            assert await agrees(upstream, EngineRenderer(upstream), "sim", args)
+            assert await agrees(partial(Vllm().ask, upstream), EngineRenderer(upstream), "sim", args)
 
 
 async def test_ids_are_packed_as_they_come():

@@ -11,7 +11,7 @@ from tokencache.core.match import Hit, match
 from tokencache.core.turn import Tokens, Turn, hash_ids
 from tokencache.dialects.chat.call import read_chat
 from tokencache.dialects.chat.growth import Bodies
-from tokencache.engine.drivers.nemo_rl import lifted
+from tokencache.engine.drivers.nemo_rl import ids_from_messages
 from tokencache.engine.reply import Reply
 
 FILE = Path(__file__).parents[4] / "shared/data/gym/round_trip_test_data.json"
@@ -27,7 +27,7 @@ def reply_of(message):
     """What the driver reads of an answer with this message."""
     answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "model": "m"}
     reply = Reply()
-    reply.take(lifted(json.dumps(answer).encode()))
+    reply.take(ids_from_messages(json.dumps(answer).encode()))
     return reply
 
 

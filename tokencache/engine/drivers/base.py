@@ -1,42 +1,44 @@
-"""Drivers: how what is upstream is asked for a reply on an exact prompt, and where it says what it sampled.
+"""Defines what a driver does: everything in which kinds of engines differ.
 
-Every engine here speaks chat completions; they differ in how ids are handed in and where they come back:
+Every engine here answers chat completions. They differ in how a request supplies an exact prompt, and in where the reply has its
+token ids:
 
-============  ======================================================  ==========================================================
-driver        an exact prompt is said as                              ids and log probabilities are read from
-============  ======================================================  ==========================================================
-`vllm`        `kv_transfer_params.prompt_token_ids`, the whole of it  the members of the answer and its choices; may stream
-`nemo-rl`     `required_prefix_token_ids`, up to the last reply       the message of the answer
-`nemo-gym`    three members on the last reply in the history          the message of the answer
-`completions` the prompt of a text completion (`completions`)         its choices; the message is derender's
-============  ======================================================  ==========================================================
+============  ====================================================  ==========================================================
+driver        an exact prompt is supplied as                        ids and log probabilities are read from
+============  ====================================================  ==========================================================
+`vllm`        `kv_transfer_params.prompt_token_ids`, all of it      the members of the reply and its choices; may stream
+`nemo-rl`     `required_prefix_token_ids`, up to the last reply     the message of the reply
+`nemo-gym`    three members on the last reply of the history        the message of the reply
+`completions` the prompt of a text completion                       its choices; a second request, derender, makes the message
+============  ====================================================  ==========================================================
 
-The rest of the proxy knows one shape, vLLM's: a driver that finds the ids elsewhere puts them there (`read`) before
-anybody looks. A driver that says only a prompt's beginning, up to the last reply, leaves the *tail* to the engine; where
-we can render it, we know the whole prompt all the same, and the engine's echo is held against all of it.
+The rest of the proxy knows one format, vLLM's. A driver whose engine has the ids elsewhere moves them there (`Driver.read`). A
+driver that can supply only the beginning of a prompt, up to the end of the last reply, leaves the *tail* to the engine
+(`adds_tail`). Where the proxy can render that tail it knows the whole prompt, and compares all of it with the engine's echo.
+
+To add an engine: write one file with a subclass of `Driver`, and add one line to `registry`.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from multidict import CIMultiDict
 
 from tokencache.core.ids import Pieces
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.engine.questions import Answers
-from tokencache.engine.segments import Written
-from tokencache.engine.upstream import EngineResponse
-
-if TYPE_CHECKING:
-    from tokencache.engine.drivers.text_prompts import TokenPrompts
+from tokencache.engine.template.renderer import EngineRenderer
+from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPayload
 
 CHAT = "/v1/chat/completions"
 _OK = 200
 
 
-class Head(NamedTuple):
+class LastReply(NamedTuple):
     """The reply with which the known history in a prompt ends.
 
-    `place` is that of its message in the request; it stands in the prompt from token `start` up to token `end`. `logprobs`
-    are its packed log probabilities, read for drivers that must say them, else empty.
+    `place` is the index of its message in the request. In the prompt it reaches from token `start` up to token `end`. `logprobs`
+    are its packed log probabilities for drivers that send them (`Driver.sends_logprobs`), otherwise empty.
     """
 
     place: int
@@ -45,83 +47,127 @@ class Head(NamedTuple):
     logprobs: bytes = b""
 
 
-class Exact(NamedTuple):
-    """An exact prompt: packed ids, the same as a JSON fragment in pieces (`core.ids`), and where its last reply stands."""
+class ExactPrompt(NamedTuple):
+    """An exact prompt: its packed ids, the same as a JSON fragment in pieces (`core.ids`), and its last reply."""
 
     ids: bytes
     fragment: Pieces
-    head: Head
+    last_reply: LastReply
 
 
-class Driver(Protocol):
-    """How one kind of engine is spoken to.
+class Target(NamedTuple):
+    """Where a call goes: the engine, the path that the harness called, the headers.
 
-    Attributes:
-        name: as in the option `--engine`.
-        how: in words, how ids are handed in.
-        streams: whether it may be asked for a stream; if not, a whole reply is said as one.
-        adds_tail: whether the engine itself puts the tail behind a history that is known up to its last reply.
-        says_logprobs: whether it must say the log probabilities of that reply.
-        pinned: sampling parameters that the engine insists on, whatever a harness asks; the trainer's own policy wins.
-        detour: the way of a call with an exact prompt, where chat does not take one; `None` where it does.
+    `max_model_len` is the limit of prompt and reply together, in tokens; 0 if unknown.
     """
 
-    name: str
-    how: str
-    streams: bool
-    adds_tail: bool
-    says_logprobs: bool
-    pinned: Mapping[str, Any]
-    detour: "TokenPrompts | None"
+    upstream: EngineClient
+    path: str
+    headers: CIMultiDict[str]
+    max_model_len: int = 0
 
-    def write(self, call: ChatCall, exact: Exact | None) -> bytes | Written:
-        """Write the engine's request, around an exact prompt, or for the engine to render."""
+
+class ParsedCompletion(NamedTuple):
+    """A chat completion that a second request has made of an engine's answer.
+
+    `error` says why it has no messages, `""` if it has them; the tokens are there in any case. `temporary`: a later attempt may succeed.
+    """
+
+    body: bytes
+    error: str = ""
+    temporary: bool = False
+
+
+class EngineRequest(NamedTuple):
+    """A call in the format of an engine.
+
+    Attributes:
+        path: where to send it.
+        body: what to send.
+        parse: makes a chat completion of the body of an answer (status 200) with a second request; `None` if it is one already.
+        not_exact: why the exact prompt is not in the request, so that the engine renders; `""` if it is, or if there was none.
+    """
+
+    path: str
+    body: bytes | SegmentedPayload
+    parse: Callable[[bytes], Awaitable[ParsedCompletion]] | None = None
+    not_exact: str = ""
+
+
+class Driver(ABC):
+    """How to use one kind of engine. The defaults fit an engine with vLLM's routes and replies.
+
+    Attributes:
+        name: as in the option `--engine`, in metrics and in what the probe reports.
+        how: how it supplies an exact prompt, in words.
+        streams: whether it may ask for a stream. If not, a streaming harness gets a whole reply as a stream.
+        adds_tail: whether the engine adds the tail after a history that is known up to its last reply.
+        sends_logprobs: whether a request must contain the log probabilities of that reply.
+        pinned: sampling parameters that the engine requires whatever a harness requests. The trainer's own policy overrides them.
+        refusal_hint: what to check if the engine refuses the driver's requests with a 500 that says nothing; `""` if there is no advice.
+        renderer: renders conversations with an engine's chat template.
+    """
+
+    name: ClassVar[str]
+    how: ClassVar[str]
+    streams: bool = True
+    adds_tail: ClassVar[bool] = False
+    sends_logprobs: ClassVar[bool] = False
+    pinned: Mapping[str, Any] = {}
+    refusal_hint: ClassVar[str] = ""
+    renderer: ClassVar[type[EngineRenderer]] = EngineRenderer
+
+    @abstractmethod
+    def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
+        """Write the chat request around an exact prompt, or (`None`) for the engine to render."""
+
+    @abstractmethod
+    def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
+        """Return members of a chat request that supplies ids which no rendering of its messages would give.
+
+        Args:
+            question: a user's message, raw.
+            reply: an assistant's message, raw.
+            prompt: the ids: the whole prompt, or (`adds_tail`) its beginning up to the end of `reply`.
+        """
+
+    async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
+        """Make the request for a call, around an exact prompt or (`None`) for the engine to render."""
+        return EngineRequest(target.path, self.write(call, prompt))
 
     def read(self, body: bytes) -> bytes:
-        """Put ids and log probabilities of a whole answer where vLLM has them; what cannot be read stays as it is."""
+        """Move ids and log probabilities in the body of a whole reply to where vLLM has them; an unreadable body stays unchanged."""
+        return body
 
-    def unsayable(self, call: ChatCall, head: Head) -> str:
-        """Say why a prompt whose last reply is `head` cannot be handed to this engine; `""` if it can."""
+    def cannot_supply(self, call: ChatCall, last_reply: LastReply) -> str:
+        """Return the reason why a prompt with this last reply cannot be supplied to the engine; `""` if it can."""
+        del call, last_reply
+        return ""
 
-    def question(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Say a small question of our own, a chat request, as this engine takes it."""
+    def own_request(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Adapt a small chat request of the proxy's own to the engine."""
+        return body
 
-    def supplied(self, asked: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
-        """Hand in ids that nobody would render, in a question: raw messages for it to stand on, and the ids.
-
-        Either they are the whole prompt, or (`adds_tail`) its beginning, up to the end of `reply`.
-        """
-
-
-class Asks(Protocol):
-    """Whatever small questions can be put to."""
-
-    async def post(self, path: str, body: Any) -> EngineResponse:
-        """Post JSON and read the whole answer.
+    async def ask(self, upstream: EngineClient, body: Mapping[str, Any]) -> EngineResponse:
+        """Send a small chat request of the proxy's own; it may have `probe_members`.
 
         Raises:
-            EngineError: the engine cannot be reached or broke off.
+            EngineError: the engine cannot be reached, or closed the connection.
         """
+        members = {name: value for name, value in body.items() if name != "model" or value}
+        answer = await upstream.post(CHAT, self.own_request(members))
+        return answer._replace(body=self.read(answer.body)) if answer.status == _OK else answer
+
+    async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
+        """Try the second request that parses replies, if the driver uses one; return what is wrong with its result, `""` if nothing is.
+
+        Raises:
+            EngineError: the engine cannot be reached, or does not answer now.
+        """
+        del upstream, renderer, model
+        return ""
 
 
-class DriverChat:
-    """An engine as small questions of our own are put to it: chat in its driver's words, all else as it is."""
-
-    def __init__(self, upstream: Answers, driver: Driver) -> None:
-        self._upstream = upstream
-        self._driver = driver
-
-    async def post(self, path: str, body: Any) -> EngineResponse:
-        """See `Asks.post`."""
-        if path != CHAT:
-            return await self._upstream.post(path, body)
-        named = {name: value for name, value in body.items() if name != "model" or value}
-        if self._driver.detour is not None and "prompt_token_ids" in named:
-            return await self._driver.detour.question(self._upstream, named, named.pop("prompt_token_ids"))
-        answer = await self._upstream.post(path, self._driver.question(named))
-        return answer._replace(body=self._driver.read(answer.body)) if answer.status == _OK else answer
-
-
-def last_reply(call: ChatCall) -> int:
-    """The place of the last assistant's message in a request; -1 if there is none."""
+def last_reply_place(call: ChatCall) -> int:
+    """The index of the last assistant message in a request; -1 if there is none."""
     return next(call.conversation.replies(), -1) if call.conversation is not None else -1

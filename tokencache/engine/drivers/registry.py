@@ -1,37 +1,50 @@
-"""The drivers there are, in the order in which `auto` tries them."""
+"""Lists the drivers, in the order in which `--engine auto` tries them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator
 
 from tokencache.engine.drivers.base import Driver
-from tokencache.engine.drivers.nemo_rl import NemoGym, NemoRl
-from tokencache.engine.drivers.text_prompts import Completions
+from tokencache.engine.drivers.nemo_gym import NemoGym
+from tokencache.engine.drivers.nemo_rl import NemoRl
+from tokencache.engine.drivers.text_prompts import TextPrompts
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.upstream import Upstream
 
-EngineKind = Literal["auto", "vllm", "nemo-rl", "nemo-gym", "completions"]
+AUTO = "auto"
 
 
-class Ways(NamedTuple):
+class DriverOptions(NamedTuple):
     """What drivers are made with.
 
-    `sampling` is the policy for all sessions; `streams` whether streams may be asked for; `parser` who answers derender, the engine
-    itself if it is `None`.
+    `sampling` is the trainer's policy for all sessions. `streams` is whether a driver may ask for streams. `parser` answers
+    `/v1/chat/completions/derender`; if it is `None`, the engine does.
     """
 
-    sampling: Mapping[str, Any]
+    sampling: Mapping[str, Any] = {}
     streams: bool = True
     parser: Upstream | None = None
 
 
-DRIVERS: Mapping[str, Callable[[Ways], Driver]] = {
-    "vllm": lambda ways: Vllm(streams=ways.streams),
-    "nemo-rl": lambda ways: NemoRl(ways.sampling),
-    "nemo-gym": lambda ways: NemoGym(ways.sampling),
-    "completions": lambda ways: Completions(ways.parser),
+DRIVERS: dict[str, Callable[[DriverOptions], Driver]] = {
+    Vllm.name: lambda options: Vllm(streams=options.streams),
+    NemoRl.name: lambda options: NemoRl(options.sampling),
+    NemoGym.name: lambda options: NemoGym(options.sampling),
+    TextPrompts.name: lambda options: TextPrompts(options.parser),
 }
 
 
-def drivers(kind: EngineKind, ways: Ways) -> list[Driver]:
-    """The drivers to try for `--engine`, in order."""
-    return [make(ways) for name, make in DRIVERS.items() if kind in {"auto", name}]
+def _known(kind: str) -> str:
+    if kind not in {AUTO, *DRIVERS}:
+        raise ValueError(f"{kind[:80]!r} is not an engine; known are {', '.join([AUTO, *DRIVERS])}")
+    return kind
+
+
+EngineKind = Annotated[str, AfterValidator(_known)]
+"""The value of `--engine`: the name of a driver, or `auto`."""
+
+
+def drivers(kind: str, options: DriverOptions) -> list[Driver]:
+    """Return the drivers to try for `--engine`, in order."""
+    return [make(options) for name, make in DRIVERS.items() if kind in {AUTO, name}]

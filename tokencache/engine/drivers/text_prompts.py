@@ -1,54 +1,62 @@
-"""The driver for engines that take ids as text completions only: token prompts, parsed by `derender`.
+"""Drives a vLLM that takes exact prompts as text completions only, and parses its replies with `derender`.
 
-For a vLLM that ignores ids in chat (0.20 to 0.26) and on which the plugin cannot be installed. A call with an exact prompt makes a
-detour, in up to three steps; the rest of the proxy sees one chat completion:
+For a vLLM that ignores ids in chat requests (0.20 to 0.26) and on which the plugin cannot be installed. A call with an exact prompt
+takes up to three requests, and the rest of the proxy sees one chat completion:
 
-1. *Guidance.* What chat would constrain sampling with (a required or a strict tool, a format) its parsers make of the request, and
-   what limits a reply may be the server's own. `/v1/chat/completions/render` says both, asked with the call's tools and a question in
-   the place of its messages; once for each set of tools.
-2. *Tokens.* `/v1/completions` with `prompt: [ids]` samples. Ids and log probabilities are those of its answer.
-3. *Words.* `/v1/chat/completions/derender` (vLLM 0.24 and later; behind `--enable-scale-out` since 0.30; a `vllm launch render`
-   sidecar always answers) makes the message of them, with the same parsers as chat.
+1. *Guidance.* In a chat request, vLLM derives from tools and formats what constrains the sampling, and has a default limit for the
+   reply. `/v1/chat/completions/render` returns both. It is called with the tools of the call and a question in place of its
+   messages, once for each set of tools.
+2. *Tokens.* `/v1/completions` with `prompt: [ids]` samples. Its answer has the ids and log probabilities.
+3. *Message.* `/v1/chat/completions/derender` (vLLM 0.24 and later; behind `--enable-scale-out` since 0.30; a `vllm launch render`
+   sidecar always has it) parses the tokens with the same parsers as chat.
 
-What derender leaves to its caller is done here, as chat does it (vLLM 0.32, `entrypoints/openai/chat_completion/serving.py`): a last id
-that only ended the reply is not said; where a stop string cut the text, the text is what is parsed, read into ids again by `/tokenize`; the
-finish reason of tool calls; one call only without `parallel_tool_calls`.
+The driver does what derender leaves to its caller as vLLM's chat does it (0.32, `entrypoints/openai/chat_completion/serving.py`): it
+leaves out a last id that only ended the reply; where a stop string cut the text, it parses that text, tokenized again by
+`/tokenize`; it sets the finish reason of tool calls; it keeps only one call without `parallel_tool_calls`.
 
-A call without an exact prompt needs no detour: it is an ordinary chat completion, and vLLM renders it, media and all.
+A call without an exact prompt is an ordinary chat completion, which vLLM renders, media included.
 """
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+from cachetools import LRUCache
 from multidict import CIMultiDict
 
 from tokencache.core import ids
 from tokencache.dialects.chat.call import ChatCall
-from tokencache.engine.drivers.base import CHAT, Exact
-from tokencache.engine.drivers.vllm import NOT_WHOLE, Vllm, members_with_ids
-from tokencache.engine.questions import Answers, until_answered
+from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engine.drivers.base import CHAT, EngineRequest, ExactPrompt, ParsedCompletion, Target
+from tokencache.engine.drivers.vllm import STREAM_MEMBERS, Vllm, members_with_ids
+from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
-from tokencache.engine.upstream import EngineResponse, Upstream
-from tokencache.errors import EngineError
+from tokencache.engine.template.agreement import EPISODE, TOOL
+from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError
+from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream, retry_until_answered
+from tokencache.errors import NOT_NOW, EngineError
 
 Raw = msgspec.Raw
 
-PATH = "/v1/completions"
+COMPLETIONS = "/v1/completions"
 DERENDER = CHAT + "/derender"
 RENDER = CHAT + "/render"
+UNSUPPORTED = "not-for-completions"
+"""The reason of a call that needs something which text completions do not offer; chat does."""
 
 _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _NULL, _TRUE = Raw(b"null"), Raw(b"true")
-_NOTHING = frozenset({b"null", b"[]", b"{}"})
-_OF_CHAT = frozenset({
-    *NOT_WHOLE, "messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "echo",
+_EMPTY = frozenset({b"null", b"[]", b"{}"})
+_PROMPT = "prompt_token_ids"
+_NOT_FOR_COMPLETIONS = frozenset({
+    *STREAM_MEMBERS, "messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "echo",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template", "chat_template_kwargs", "documents",
     "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text", "logprobs", "top_logprobs", "max_tokens",
     "max_completion_tokens", "response_format", "structured_outputs", "functions", "function_call",
 })  # fmt: skip
-"""Members of a chat request that completions have not, or otherwise."""
+"""Members of a chat request that text completions do not have, or with another meaning."""
 _GUIDING = (
     "tools",
     "tool_choice",
@@ -60,9 +68,10 @@ _GUIDING = (
 )
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _NOT_EVERYWHERE = ("bad_words",)
-"""Members that vLLM's chat takes, and its completions took only later: silently ignored before (0.20 to 0.25)."""
-_ASK = Raw(b'[{"role":"user","content":"Hello."}]')
-_UNSAID: dict[str, Any] = {"role": "assistant", "content": None}
+"""Members of vLLM's chat that its text completions silently ignored in 0.20 to 0.25."""
+_QUESTION = Raw(b'[{"role":"user","content":"Hello."}]')
+_CHECK = Raw(b"[" + EPISODE[0] + b"]")
+_NO_MESSAGE: dict[str, Any] = {"role": "assistant", "content": None}
 _MOST_GUIDES = 256
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
@@ -70,16 +79,8 @@ _IDS = msgspec.json.Decoder(list[int])
 _ENCODER = msgspec.json.Encoder()
 
 
-class ParsedCompletion(NamedTuple):
-    """A chat completion's body; `why` it has no messages, `""` if it has; `passing`: it may have them later."""
-
-    body: bytes
-    why: str = ""
-    passing: bool = False
-
-
-class Guide(NamedTuple):
-    """What chat would sample with: `outputs` constrain it (`structured_outputs`), `limit` is the server's own for a reply, in tokens."""
+class Guidance(NamedTuple):
+    """What a chat request would sample with: constraints (`structured_outputs`), and the default limit for a reply, in tokens."""
 
     outputs: Mapping[str, Any] | None = None
     limit: int | None = None
@@ -91,270 +92,295 @@ class _Sampling(msgspec.Struct):
 
 
 class _Rendered(msgspec.Struct):
-    """vLLM's `GenerateRequest`, as `render` gives it."""
+    """vLLM's `GenerateRequest`, as `render` returns it."""
 
     sampling_params: _Sampling
 
-    def guide(self) -> Guide:
-        outputs = {name: value for name, value in (self.sampling_params.structured_outputs or {}).items() if value is not None}
-        shown = {name: value for name, value in outputs.items() if not name.startswith("_")}
-        return Guide(shown or None, self.sampling_params.max_tokens)
+    def guidance(self) -> Guidance:
+        outputs = self.sampling_params.structured_outputs or {}
+        public = {name: value for name, value in outputs.items() if value is not None and not name.startswith("_")}
+        return Guidance(public or None, self.sampling_params.max_tokens)
 
 
-class TokenPrompts:
-    """The detour: completions of an engine, and the parsers of `parser`, or of the engine itself if that is `None`."""
+class _ChatRequest(NamedTuple):
+    """The chat request that a text completion stands for: its engine, members and headers (`None` for a request of the proxy's own)."""
 
-    def __init__(self, parser: Upstream | None = None) -> None:
-        self._parser = parser
-        self._guides: dict[bytes, Guide] = {}
-
-    async def body(self, upstream: Answers, call: ChatCall, exact: Exact, longest: int, headers: CIMultiDict[str]) -> bytes | None:
-        """Write the request for completions; `None` if they cannot be asked for what this call asks: then chat can.
-
-        `longest` is how many tokens prompt and reply may have together.
-        """
-        fields = members_with_ids(call)
-        if bytes(fields.get("logprobs", _NULL)) != b"true" or any(_there(fields, name) for name in _NOT_EVERYWHERE):
-            return None
-        constrained = any(_there(fields, name) for name in ("tools", "response_format", "structured_outputs"))
-        limited = any(_there(fields, name) for name in _LIMITS)
-        if limited and not constrained:
-            return written(fields, exact.fragment, Guide())
-        guide = await self._guide(upstream, fields, headers)
-        if guide is None:
-            return None
-        room = longest - ids.count(exact.ids) if longest else guide.limit
-        return written(fields, exact.fragment, guide._replace(limit=min(filter(None, (guide.limit, room)), default=None)))
-
-    async def _guide(self, upstream: Answers, fields: Mapping[str, Raw], headers: CIMultiDict[str]) -> Guide | None:
-        """What chat would make of a call with these members; `None` if it cannot be found out."""
-        asked = {name: fields[name] for name in ("model", *_GUIDING) if name in fields} | {"messages": _ASK}
-        body = _ENCODER.encode(asked)
-        key = hashlib.blake2b(body, digest_size=16).digest()
-        if key not in self._guides:
-            try:
-                answer = await self._ask(upstream, RENDER, body, headers)
-                rendered = msgspec.json.decode(answer.body, type=_Rendered) if answer.status == _OK else None
-            except (EngineError, ValueError, RecursionError):
-                rendered = None
-            if rendered is None:
-                return None
-            while len(self._guides) >= _MOST_GUIDES:
-                self._guides.pop(next(iter(self._guides)))
-            self._guides[key] = rendered.guide()
-        return self._guides[key]
-
-    async def parsed(
-        self, upstream: Answers, fields: Mapping[str, Raw], body: bytes, headers: CIMultiDict[str] | None = None
-    ) -> ParsedCompletion:
-        """Make a chat completion of the answer of completions; `fields` are the members of the chat request.
-
-        Where the words cannot be had, ids and log probabilities are there all the same, and it is said why. A body that is no
-        completion is given back as it is.
-        """
-        try:
-            said = _FIELDS.decode(body)
-            choices = _CHOICES.decode(said["choices"])
-            sampled = [_IDS.decode(choice["token_ids"]) for choice in choices]
-        except (ValueError, KeyError, RecursionError):
-            return ParsedCompletion(body)
-        if not choices:
-            return ParsedCompletion(body)
-        messages: list[dict[str, Any]] = [dict(_UNSAID) for _ in choices]
-        why, passing = "", False
-        try:
-            heard = [await self._heard(upstream, fields, choice, tokens, headers) for choice, tokens in zip(choices, sampled, strict=True)]
-            messages = await self._messages(upstream, fields, choices, heard, headers)
-        except EngineError as failed:
-            why, passing = str(failed), failed.passing
-        return ParsedCompletion(_as_chat(said, choices, messages, fields, why), why, passing)
-
-    async def _messages(
-        self,
-        upstream: Answers,
-        fields: Mapping[str, Raw],
-        choices: list[dict[str, Raw]],
-        heard: list[list[int]],
-        headers: CIMultiDict[str] | None,
-    ) -> list[dict[str, Any]]:
-        """The messages of all choices, of which these ids are to be heard.
-
-        Raises:
-            EngineError: derender cannot be reached, or refuses.
-        """
-        given: list[dict[str, Any]] = [
-            {"index": index, "token_ids": tokens, "finish_reason": choice.get("finish_reason", _NULL)}
-            for index, (choice, tokens) in enumerate(zip(choices, heard, strict=True))
-            if tokens
-        ]
-        messages: list[dict[str, Any]] = [dict(_UNSAID) for _ in choices]
-        if not given:
-            return messages
-        prompt = choices[0].get("prompt_token_ids", _NULL)
-        asked = {name: value for name, value in fields.items() if name not in NOT_WHOLE} | {"include_reasoning": _TRUE}
-        answer = await self._ask(
-            upstream,
-            DERENDER,
-            _ENCODER.encode(
-                {
-                    "model": fields.get("model", _NULL),
-                    "generate_response": {"request_id": "derender", "choices": given, "prompt_token_ids": prompt},
-                    "prompt_token_ids": prompt,
-                    "chat_request": asked,
-                }
-            ),
-            headers,
-        )
-        found = answer.json()
-        told = found.get("choices") if answer.status == _OK and isinstance(found, dict) else None
-        if not isinstance(told, list) or len(told) != len(given):
-            words = answer.body[:300].decode(errors="replace")
-            raise EngineError(f"{DERENDER} answered {answer.status}: {words}; the tokens are recorded")
-        try:
-            for choice in told:
-                messages[choice["index"]] = dict(choice["message"])
-        except (KeyError, IndexError, TypeError, ValueError) as why:
-            raise EngineError(f"{DERENDER} gave no messages: {type(why).__name__}: {why}; the tokens are recorded") from why
-        return messages
-
-    async def _heard(
-        self, upstream: Answers, fields: Mapping[str, Raw], choice: dict[str, Raw], tokens: list[int], headers: CIMultiDict[str] | None
-    ) -> list[int]:
-        """The ids whose text a harness is to hear: the sampled ones, less what only ended the reply.
-
-        Raises:
-            EngineError: the engine cannot read the text that a stop string left.
-        """
-        reason, shown = bytes(choice.get("stop_reason", _NULL)), bytes(fields.get("include_stop_str_in_output", _NULL)) == b"true"
-        if reason.startswith(b'"') and bytes(choice.get("finish_reason", _NULL)) == b'"stop"':
-            asked = {"model": fields.get("model", _NULL), "prompt": choice.get("text", _NULL), "add_special_tokens": False}
-            if bytes(choice.get("text", _NULL)) in {b"null", b'""'}:
-                return []
-            read = (await upstream.post("/tokenize", _ENCODER.encode(asked), headers)).json()
-            if not isinstance(read, dict) or not isinstance(read.get("tokens"), list):
-                raise EngineError("/tokenize cannot read the text before the stop string; the tokens are recorded")
-            return list(read["tokens"])
-        ended = bytes(choice.get("finish_reason", _NULL)) == b'"stop"' and not shown
-        return tokens[:-1] if ended else tokens
-
-    async def _ask(self, upstream: Answers, path: str, body: bytes, headers: CIMultiDict[str] | None) -> EngineResponse:
-        """Ask who parses; a harness's own headers go to its engine only."""
-        if self._parser is None:
-            return await upstream.post(path, body, headers)
-        parser = self._parser
-        return await until_answered(lambda: parser.post(path, body))  # parsing twice does no harm
-
-    async def question(self, upstream: Answers, body: Mapping[str, Any], prompt: list[int]) -> EngineResponse:
-        """Put a small question of our own, a chat request, with the ids of its prompt.
-
-        Raises:
-            EngineError: nobody answers.
-        """
-        fields = {name: Raw(_ENCODER.encode(value)) for name, value in body.items()}
-        answer = await upstream.post(PATH, written(fields, ids.extended((), ids.pack(prompt)), Guide()))
-        if answer.status != _OK:
-            return answer
-        made, why, passing = await self.parsed(upstream, fields, answer.body)
-        return EngineResponse(_UNAVAILABLE if passing else _BAD_GATEWAY, why.encode()) if why else EngineResponse(answer.status, made)
-
-    async def says(self, upstream: Answers, asked: Mapping[str, Any], prompt: list[int], reply: list[int]) -> Reply:
-        """Have a reply of known ids parsed, as one that the limit ended.
-
-        Raises:
-            EngineError: nobody answers, or derender refuses.
-        """
-        fields = {name: Raw(_ENCODER.encode(value)) for name, value in asked.items()}
-        choice = {"index": 0, "text": "", "token_ids": reply, "prompt_token_ids": prompt, "finish_reason": "length"}
-        made, why, passing = await self.parsed(upstream, fields, _ENCODER.encode({"choices": [choice]}))
-        if why:
-            raise EngineError(why, reached=not passing)
-        said = Reply()
-        said.take(made)
-        return said
+    upstream: EngineClient
+    fields: Mapping[str, Raw]
+    headers: CIMultiDict[str] | None = None
 
 
-class Completions(Vllm):
-    """See `driver.Driver`."""
+class TextPrompts(Vllm):
+    """The driver `completions`. `parser` answers render and derender; if it is `None`, the engine does."""
 
     name = "completions"
     how = "prompts of /v1/completions, parsed by derender"
 
     def __init__(self, parser: Upstream | None = None) -> None:
-        """Set up a driver; `parser` answers derender, the engine itself if it is `None`."""
         super().__init__(streams=False)
-        self.detour = TokenPrompts(parser)
+        self._parser = parser
+        self._guidance: LRUCache[bytes, Guidance] = LRUCache(_MOST_GUIDES)
 
-    def supplied(self, asked: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
-        """See `Driver.supplied`."""
+    async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
+        """See `Driver.request`: a text completion for an exact prompt, a chat completion without one."""
+        if prompt is None:
+            return await super().request(call, prompt, target)
+        body = await self._completion(call, prompt, target)
+        if body is None:
+            return EngineRequest(target.path, self.write(call, None), not_exact=UNSUPPORTED)
+        return EngineRequest(COMPLETIONS, body, partial(self._parsed, _ChatRequest(target.upstream, call.safe_fields(), target.headers)))
+
+    async def _completion(self, call: ChatCall, prompt: ExactPrompt, target: Target) -> bytes | None:
+        """Write the text completion; `None` if it cannot express the call, or if the guidance cannot be had."""
+        fields = members_with_ids(call)
+        if bytes(fields.get("logprobs", _NULL)) != b"true" or any(_has(fields, name) for name in _NOT_EVERYWHERE):
+            return None
+        constrained = any(_has(fields, name) for name in ("tools", "response_format", "structured_outputs"))
+        if not constrained and any(_has(fields, name) for name in _LIMITS):
+            return text_completion(fields, prompt.fragment, Guidance())
+        guidance = await self._guidance_for(fields, target)
+        if guidance is None:
+            return None
+        room = target.max_model_len - ids.count(prompt.ids) if target.max_model_len else guidance.limit
+        limit = min(filter(None, (guidance.limit, room)), default=None)
+        return text_completion(fields, prompt.fragment, guidance._replace(limit=limit))
+
+    async def _guidance_for(self, fields: Mapping[str, Raw], target: Target) -> Guidance | None:
+        body = _ENCODER.encode({name: fields[name] for name in ("model", *_GUIDING) if name in fields} | {"messages": _QUESTION})
+        key = hashlib.blake2b(body, digest_size=16).digest()
+        found = self._guidance.get(key)
+        if found is None:
+            try:
+                answer = await self._ask_parser(target.upstream, RENDER, body, target.headers)
+                if answer.status != _OK:
+                    return None
+                found = self._guidance[key] = msgspec.json.decode(answer.body, type=_Rendered).guidance()
+            except (EngineError, ValueError, RecursionError):
+                return None
+        return found
+
+    async def _ask_parser(self, upstream: EngineClient, path: str, body: bytes, headers: CIMultiDict[str] | None) -> EngineResponse:
+        """Post to the parser, or to the engine if there is none; only the engine gets the harness's own headers."""
+        if self._parser is None:
+            return await upstream.post(path, body, headers)
+        return await retry_until_answered(partial(self._parser.post, path, body))
+
+    async def _parsed(self, request: _ChatRequest, body: bytes) -> ParsedCompletion:
+        """Make a chat completion of a text completion.
+
+        Without messages it has ids and log probabilities all the same. A body that is no completion is returned unchanged.
+        """
+        try:
+            completion = _FIELDS.decode(body)
+            choices = _CHOICES.decode(completion["choices"])
+            sampled = [_IDS.decode(choice["token_ids"]) for choice in choices]
+        except (ValueError, KeyError, RecursionError):
+            return ParsedCompletion(body)
+        if not choices:
+            return ParsedCompletion(body)
+        messages: list[dict[str, Any]] = [dict(_NO_MESSAGE) for _ in choices]
+        error, temporary = "", False
+        try:
+            visible = [await _visible(request, choice, own) for choice, own in zip(choices, sampled, strict=True)]
+            await self._fill(messages, request, choices, visible)
+        except EngineError as why:
+            messages = [dict(_NO_MESSAGE) for _ in choices]
+            error, temporary = str(why), why.passing
+        return ParsedCompletion(_chat_completion(completion, choices, messages, request.fields, error), error, temporary)
+
+    async def _fill(
+        self, messages: list[dict[str, Any]], request: _ChatRequest, choices: list[dict[str, Raw]], visible: list[list[int]]
+    ) -> None:
+        """Put derender's messages in place; a choice without visible ids keeps its empty one.
+
+        Raises:
+            EngineError: derender cannot be reached, or refuses.
+        """
+        wanted: list[dict[str, Any]] = [
+            {"index": index, "token_ids": tokens, "finish_reason": choice.get("finish_reason", _NULL)}
+            for index, (choice, tokens) in enumerate(zip(choices, visible, strict=True))
+            if tokens
+        ]
+        if not wanted:
+            return
+        prompt = choices[0].get(_PROMPT, _NULL)
+        fields = request.fields
+        body = {
+            "model": fields.get("model", _NULL),
+            "generate_response": {"request_id": "derender", "choices": wanted, _PROMPT: prompt},
+            _PROMPT: prompt,
+            "chat_request": {name: value for name, value in fields.items() if name not in STREAM_MEMBERS} | {"include_reasoning": _TRUE},
+        }
+        answer = await self._ask_parser(request.upstream, DERENDER, _ENCODER.encode(body), request.headers)
+        decoded = answer.json()
+        parsed = decoded.get("choices") if answer.status == _OK and isinstance(decoded, dict) else None
+        if not isinstance(parsed, list) or len(parsed) != len(wanted):
+            words = answer.body[:300].decode(errors="replace")
+            raise EngineError(f"{DERENDER} answered {answer.status}: {words}; the tokens are recorded")
+        try:
+            for choice in parsed:
+                messages[choice["index"]] = dict(choice["message"])
+        except (KeyError, IndexError, TypeError, ValueError) as why:
+            raise EngineError(f"{DERENDER} returned no messages: {type(why).__name__}: {why}; the tokens are recorded") from why
+
+    def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
+        """See `Driver.probe_members`."""
         del reply
-        return {"messages": [Raw(asked)], "prompt_token_ids": prompt}
+        return {"messages": [Raw(question)], _PROMPT: prompt}
+
+    async def ask(self, upstream: EngineClient, body: Mapping[str, Any]) -> EngineResponse:
+        """See `Driver.ask`."""
+        if _PROMPT not in body:
+            return await super().ask(upstream, body)
+        request = _ChatRequest(
+            upstream, _raw({name: value for name, value in body.items() if name != _PROMPT and (name != "model" or value)})
+        )
+        answer = await upstream.post(COMPLETIONS, text_completion(request.fields, ids.extended((), ids.pack(body[_PROMPT])), Guidance()))
+        if answer.status != _OK:
+            return answer
+        parsed = await self._parsed(request, answer.body)
+        if parsed.error:
+            return EngineResponse(_UNAVAILABLE if parsed.temporary else _BAD_GATEWAY, parsed.error.encode())
+        return EngineResponse(answer.status, parsed.body)
+
+    async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
+        """See `Driver.cannot_parse`: compare derender with chat for a reply of the model, and for a tool call of the template."""
+        request: dict[str, Any] = {"model": model, "messages": _CHECK, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+        answer = await self.ask(upstream, request)
+        chat = Reply()
+        chat.take(answer.body)
+        prompt = read_ids(chat.prompt.raw)
+        if answer.status in NOT_NOW or prompt is None or 0 not in chat.choices:
+            raise EngineError(f"the engine answered {answer.status}", status=answer.status)
+        try:
+            sampled = chat.choices[0].ids[:-1] if chat.choices[0].finish_reason == "stop" else chat.choices[0].ids
+            own = await self._derendered(upstream, request, ids.unpack(prompt), sampled)
+            theirs, ours = (reply.choices[0].message(with_reasoning=True) for reply in (chat, own))
+            if [_complete(theirs.content), _complete(theirs.reasoning)] != [_complete(ours.content), _complete(ours.reasoning)]:
+                return "derender divides a reply into reasoning and text otherwise than chat: it may have other parsers"
+            request |= {"tools": TOOL, "max_tokens": 1}
+            if (await self.ask(upstream, request)).status in REFUSALS:
+                return ""  # an engine without a parser for tool calls takes no tools
+            args = RenderArgs(b"", b"", {}, {}, {}, TOOL)
+            before = await renderer.render(model, EPISODE[:1], args, generation=True)
+            after = await renderer.render(model, EPISODE[:2], args, generation=False)
+            start = ids.common_head(before, after)
+            called = await self._derendered(upstream, request, ids.unpack(ids.head(before, start)), ids.unpack(ids.tail(after, start)))
+        except RenderError as why:
+            return f"derender cannot be tested with a tool call: {why}"
+        except EngineError as why:
+            if why.passing:
+                raise
+            return str(why)
+        calls = [(call.name, msgspec.json.decode(call.arguments)) for call in called.choices[0].message(with_reasoning=True).calls]
+        return "" if calls == [("f", {"a": "b"})] else "derender does not find the tool call that the template writes"
+
+    async def _derendered(self, upstream: EngineClient, request: Mapping[str, Any], prompt: list[int], reply: list[int]) -> Reply:
+        """Parse a reply of given ids, as one that the token limit ended.
+
+        Raises:
+            EngineError: derender cannot be reached, or refuses.
+        """
+        choice = {"index": 0, "text": "", "token_ids": reply, _PROMPT: prompt, "finish_reason": "length"}
+        parsed = await self._parsed(_ChatRequest(upstream, _raw(request)), _ENCODER.encode({"choices": [choice]}))
+        if parsed.error:
+            raise EngineError(parsed.error, reached=not parsed.temporary)
+        found = Reply()
+        found.take(parsed.body)
+        return found
 
 
-def written(fields: Mapping[str, Raw], fragment: ids.Pieces, guide: Guide) -> bytes:
-    """Write a chat request as one for completions on a prompt of these ids (`b"1,2,3"`).
+def text_completion(fields: Mapping[str, Raw], prompt: ids.Pieces, guidance: Guidance) -> bytes:
+    """Write a chat request as a text completion on a prompt of these ids (a JSON fragment in pieces).
 
-    A call that names no limit gets the guide's: of completions it would be 16 tokens, even for `null`.
+    A call without a limit gets that of the guidance: the default of text completions is 16 tokens, even for `null`.
     """
-    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in _OF_CHAT}
-    body["max_tokens"] = next((fields[name] for name in _LIMITS if _there(fields, name)), guide.limit)
+    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_COMPLETIONS}
+    body["max_tokens"] = next((fields[name] for name in _LIMITS if _has(fields, name)), guidance.limit)
     if bytes(fields.get("logprobs", _NULL)) == b"true":
         most = fields.get("top_logprobs", _NULL)
         body["logprobs"] = most if bytes(most) != b"null" else 0
-    if guide.outputs is not None:
-        body["structured_outputs"] = guide.outputs
+    if guidance.outputs is not None:
+        body["structured_outputs"] = guidance.outputs
     body |= {"return_token_ids": True, "skip_special_tokens": False}
-    return b"".join((memoryview(_ENCODER.encode(body))[:-1], b',"prompt":[', *fragment, b"]}"))
+    return b"".join((memoryview(_ENCODER.encode(body))[:-1], b',"prompt":[', *prompt, b"]}"))
 
 
-def _there(fields: Mapping[str, Raw], name: str) -> bool:
-    return bytes(fields.get(name, _NULL)) not in _NOTHING
+async def _visible(request: _ChatRequest, choice: dict[str, Raw], tokens: list[int]) -> list[int]:
+    """Return the ids whose text is shown to the harness: the sampled ones without a last one that only ended the reply.
+
+    Raises:
+        EngineError: the engine cannot tokenize the text that a stop string left.
+    """
+    fields, reason = request.fields, bytes(choice.get("stop_reason", _NULL))
+    shown = bytes(fields.get("include_stop_str_in_output", _NULL)) == b"true"
+    stopped = bytes(choice.get("finish_reason", _NULL)) == b'"stop"'
+    if stopped and reason.startswith(b'"'):
+        text = choice.get("text", _NULL)
+        if bytes(text) in {b"null", b'""'}:
+            return []
+        body = {"model": fields.get("model", _NULL), "prompt": text, "add_special_tokens": False}
+        decoded = (await request.upstream.post("/tokenize", _ENCODER.encode(body), request.headers)).json()
+        if not isinstance(decoded, dict) or not isinstance(decoded.get("tokens"), list):
+            raise EngineError("/tokenize cannot tokenize the text before the stop string; the tokens are recorded")
+        return list(decoded["tokens"])
+    return tokens[:-1] if stopped and not shown else tokens
 
 
-def _as_chat(
-    said: dict[str, Raw],
-    choices: list[dict[str, Raw]],
-    messages: list[dict[str, Any]],
-    fields: Mapping[str, Raw],
-    why: str,
+def _raw(members: Mapping[str, Any]) -> dict[str, Raw]:
+    return {name: Raw(_ENCODER.encode(value)) for name, value in members.items()}
+
+
+def _has(fields: Mapping[str, Raw], name: str) -> bool:
+    return bytes(fields.get(name, _NULL)) not in _EMPTY
+
+
+def _complete(text: str | None) -> str:
+    """Return a text without an incomplete character at its end."""
+    return (text or "").rstrip("\ufffd")
+
+
+def _chat_completion(
+    completion: dict[str, Raw], choices: list[dict[str, Raw]], messages: list[dict[str, Any]], fields: Mapping[str, Raw], error: str
 ) -> bytes:
-    """Write the answer of completions as a chat completion with these messages; with an error if there are none: `why`."""
+    """Write a text completion as a chat completion with these messages, and with an error if there is one."""
     several = bytes(fields.get("parallel_tool_calls", _TRUE)) not in {b"false", b"null"}
     named = bytes(fields.get("tool_choice", _NULL)).startswith(b"{")
     most = msgspec.json.decode(fields.get("top_logprobs", _NULL)) or 0
     made: list[dict[str, Any]] = []
     for choice, message in zip(choices, messages, strict=True):
-        others = {name: raw for name, raw in choice.items() if name not in {"text", "prompt_token_ids", "prompt_logprobs", "logprobs"}}
+        others = {name: raw for name, raw in choice.items() if name not in {"text", _PROMPT, "prompt_logprobs", "logprobs"}}
         if message.get("tool_calls"):
             if not several:
                 message["tool_calls"] = message["tool_calls"][:1]
             if not named and bytes(others.get("finish_reason", _NULL)) != b'"abort"':
                 others["finish_reason"] = Raw(b'"tool_calls"')
-        made.append({**others, "message": message, "logprobs": _logprobs(choice.get("logprobs", _NULL), most)})
+        made.append({**others, "message": message, "logprobs": _chat_logprobs(choice.get("logprobs", _NULL), most)})
     body: dict[str, Any] = {
-        **said,
+        **completion,
         "object": "chat.completion",
         "choices": made,
-        "prompt_token_ids": choices[0].get("prompt_token_ids", _NULL),
+        _PROMPT: choices[0].get(_PROMPT, _NULL),
     }
-    if bytes(said.get("id", _NULL)).startswith(b'"cmpl-'):
-        body["id"] = Raw(b'"chat' + bytes(said["id"])[1:])
+    if bytes(completion.get("id", _NULL)).startswith(b'"cmpl-'):
+        body["id"] = Raw(b'"chat' + bytes(completion["id"])[1:])
     if bytes(choices[0].get("prompt_logprobs", _NULL)) != b"null":
         body["prompt_logprobs"] = choices[0]["prompt_logprobs"]
-    if why:
-        body["error"] = {"message": why, "type": "upstream_error", "code": _BAD_GATEWAY}
+    if error:
+        body["error"] = {"message": error, "type": "upstream_error", "code": _BAD_GATEWAY}
     return _ENCODER.encode(body)
 
 
-def _logprobs(raw: Raw, most: int) -> dict[str, Any] | None:
-    """Write a text completion's log probabilities as those of a chat, with up to `most` others for each token (-1: all there are)."""
-    told = msgspec.json.decode(raw)
-    if not told:
+def _chat_logprobs(raw: Raw, most: int) -> dict[str, Any] | None:
+    """Write log probabilities of a text completion as those of a chat, with up to `most` alternatives for each token (-1: all)."""
+    found = msgspec.json.decode(raw)
+    if not found:
         return None
-    others = told.get("top_logprobs") or [None] * len(told["tokens"])
+    others = found.get("top_logprobs") or [None] * len(found["tokens"])
     return {
         "content": [
             {**_entry(token, value), "top_logprobs": [_entry(*one) for one in list((top or {}).items())[: most if most >= 0 else None]]}
-            for token, value, top in zip(told["tokens"], told["token_logprobs"], others, strict=False)
+            for token, value, top in zip(found["tokens"], found["token_logprobs"], others, strict=False)
         ]
     }
 

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.engine.drivers.base import CHAT, Asks
 from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.boundary import ASK
 from tokencache.engine.template.renderer import REFUSALS, Renderer, RenderError, TemplateRefusedError
+from tokencache.engine.upstream import AskChat
 from tokencache.errors import EngineError, passing_cause
 
 Raw = msgspec.Raw
@@ -40,7 +40,7 @@ EPISODE = (
 )
 
 
-async def echo_of_chat(asked: Asks, body: dict[str, Any], reply: Reply | None = None) -> bytes | None:
+async def echo_of_chat(ask: AskChat, body: dict[str, Any], reply: Reply | None = None) -> bytes | None:
     """Generate one token and return the packed prompt ids that the engine says it used; `None` if it does not say.
 
     `reply` is told what else it says.
@@ -48,7 +48,7 @@ async def echo_of_chat(asked: Asks, body: dict[str, Any], reply: Reply | None = 
     Raises:
         EngineError: the engine cannot be reached, or refuses.
     """
-    answer = await asked.post(CHAT, {"max_tokens": 1, "temperature": 0, "return_token_ids": True, **body})
+    answer = await ask({"max_tokens": 1, "temperature": 0, "return_token_ids": True, **body})
     if answer.status != 200:  # noqa: PLR2004
         raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
     said = Reply()
@@ -58,7 +58,7 @@ async def echo_of_chat(asked: Asks, body: dict[str, Any], reply: Reply | None = 
     return read_ids(said.prompt.raw)
 
 
-async def agrees(asked: Asks, renderer: Renderer, model: str, args: RenderArgs) -> bool | None:
+async def agrees(ask: AskChat, renderer: Renderer, model: str, args: RenderArgs) -> bool | None:
     """Compare both renderings of small conversations under `args`.
 
     Returns:
@@ -69,10 +69,10 @@ async def agrees(asked: Asks, renderer: Renderer, model: str, args: RenderArgs) 
         EngineError: the engine cannot be reached, or does not answer now.
     """
     try:
-        if not await _alike(asked, renderer, model, args, [ASK]):
+        if not await _alike(ask, renderer, model, args, [ASK]):
             return False
         try:
-            return await _alike(asked, renderer, model, args, EPISODE)
+            return await _alike(ask, renderer, model, args, EPISODE)
         except TemplateRefusedError:
             return True
     except TemplateRefusedError:
@@ -87,10 +87,10 @@ async def agrees(asked: Asks, renderer: Renderer, model: str, args: RenderArgs) 
         return False if why.status in REFUSALS else None
 
 
-async def _alike(asked: Asks, renderer: Renderer, model: str, args: RenderArgs, messages: Sequence[bytes]) -> bool:
+async def _alike(ask: AskChat, renderer: Renderer, model: str, args: RenderArgs, messages: Sequence[bytes]) -> bool:
     offered = msgspec.structs.replace(args, tools=TOOL) if args.tools is not None else args
     rendered = await renderer.render(model, messages, offered, generation=True)
     body: dict[str, Any] = {**args.members, **args.chat, "model": model, "messages": Raw(b"[" + b",".join(messages) + b"]")}
     if offered.tools is not None:
         body["tools"] = offered.tools
-    return await echo_of_chat(asked, body) == rendered
+    return await echo_of_chat(ask, body) == rendered

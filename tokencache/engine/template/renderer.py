@@ -11,7 +11,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.chat.messages import with_reasoning
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.engine.questions import Answers
+from tokencache.engine.upstream import EngineClient
 
 Raw = msgspec.Raw
 REFUSALS = frozenset({400, 422})
@@ -55,7 +55,7 @@ class TextRenderer(Renderer, Protocol):
 class EngineRenderer:
     """Renders through the engine's `/tokenize`, whose answers also name the longest prompt (`max_model_len`, tokens; 0 if unknown)."""
 
-    def __init__(self, upstream: Answers) -> None:
+    def __init__(self, upstream: EngineClient) -> None:
         self._upstream = upstream
         self.max_model_len = 0
 

@@ -7,12 +7,12 @@ import pytest
 from aiohttp import web
 
 from tests.proxy.kit import proxied
-from tokencache.engine.logprobs import NONE, _Chance, _Token, judge
+from tokencache.engine.logprob_kind import NONE, _Alternative, _Token, judge
 from tokencache.testing import SimulatedEngine
 
 
 def value(own, *others):
-    return _Token(own, [_Chance(chance) for chance in (own, *others)])
+    return _Token(own, [_Alternative(logprob) for logprob in (own, *others)])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""Drives NeMo Gym's model server, which passes requests on to NeMo RL's worker.
+
+A request supplies the beginning of a prompt as `nemo_rl` describes, in other members: `prompt_token_ids`, `generation_token_ids`
+and `generation_log_probs` on the last reply of the history. The worker uses the last message that has them, so no other
+message gets any. Gym's server looks for a message's reasoning as `<think>…</think>` in its text. It refuses members of a request
+that it does not know (422: `extra="forbid"` in `nemo_gym/openai_utils.py`), so these travel in `metadata.extra_body`, which
+it unpacks for the engine (`responses_api_models/vllm_model/app.py`).
+
+A reply has the same members on its message, given `return_token_id_information: true` in the server's configuration.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tokencache.core import ids
+from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
+from tokencache.dialects.gym_request import CHAT_MEMBERS
+from tokencache.dialects.thinking import in_text
+from tokencache.engine.drivers.base import ExactPrompt, LastReply
+from tokencache.engine.drivers.nemo_rl import NemoDriver
+from tokencache.engine.drivers.vllm import STREAM_MEMBERS
+
+Raw = msgspec.Raw
+
+_NEVER_SENT = frozenset({*STREAM_MEMBERS, PREFIX, "kv_transfer_params"})
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_ENCODER = msgspec.json.Encoder()
+
+
+class NemoGym(NemoDriver):
+    """The driver `nemo-gym`."""
+
+    name = "nemo-gym"
+    how = "the ids on the last assistant's message begin the prompt"
+    sends_logprobs = True
+
+    def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes:
+        """See `Driver.write`."""
+        messages = list(call.raw_messages if prompt is None else call.safe_messages())
+        if prompt is not None:
+            place, start, end, logprobs = prompt.last_reply
+            members = {
+                PROMPT: Raw(b"[" + ids.fragment(ids.head(prompt.ids, start)) + b"]"),
+                GENERATION: Raw(b"[" + ids.fragment(ids.tail(ids.head(prompt.ids, end), start)) + b"]"),
+                LOG_PROBS: Raw(_ENCODER.encode(ids.unpack_logprobs(logprobs)[: end - start])),
+            }
+            messages[place] = _ENCODER.encode(_FIELDS.decode(messages[place]) | members)
+        joined = Raw(b"[" + b",".join([in_text(message) for message in messages]) + b"]")
+        return _ENCODER.encode(_accepted(call.fields | {"messages": joined}))
+
+    def cannot_supply(self, call: ChatCall, last_reply: LastReply) -> str:
+        """See `Driver.cannot_supply`."""
+        return super().cannot_supply(call, last_reply) or ("" if last_reply.logprobs else "no-logprobs")
+
+    def own_request(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Driver.own_request`."""
+        return _accepted({name: Raw(_ENCODER.encode(value)) for name, value in {**body, **self.pinned}.items()})
+
+    def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
+        """See `Driver.probe_members`."""
+        with_ids = {**_FIELDS.decode(reply), PROMPT: prompt[:-1], GENERATION: prompt[-1:], LOG_PROBS: [-1.0]}
+        return {"messages": [Raw(question), with_ids, Raw(question)]}
+
+
+def _accepted(fields: dict[str, Raw]) -> dict[str, Any]:
+    """Move members that Gym's server does not know into `metadata`, from where it passes them on."""
+    unknown = {name: raw for name, raw in fields.items() if name not in CHAT_MEMBERS and name not in _NEVER_SENT and bytes(raw) != b"null"}
+    known: dict[str, Any] = {name: raw for name, raw in fields.items() if name in CHAT_MEMBERS}
+    if not unknown:
+        return known
+    metadata = dict(msgspec.json.decode(fields.get("metadata", Raw(b"{}"))) or {})
+    arguments = unknown.pop("chat_template_kwargs", None)
+    if arguments is not None:
+        metadata["chat_template_kwargs"] = bytes(arguments).decode()
+    if unknown:
+        own = metadata.get("extra_body")
+        metadata["extra_body"] = _ENCODER.encode({**(_FIELDS.decode(own) if isinstance(own, str) else {}), **unknown}).decode()
+    return {**known, "metadata": metadata}

@@ -1,0 +1,119 @@
+"""Identifies of which distribution an engine's log probabilities are, by testing it.
+
+vLLM's `--logprobs-mode` decides it for all requests, and no answer names it: `raw_logprobs` (the default: the model's own
+distribution, before temperature, top-p and masks), `processed_logprobs` (the distribution that was sampled from), or `raw_logits`
+and `processed_logits`, which are no log probabilities at all (0.32, `v1/sample/sampler.py`).
+
+The test is two requests of one token, each under a mask that allows a single id (`allowed_token_ids`, a different one each time),
+with the likeliest ids beside it (`top_logprobs`):
+
+* *processed* log probabilities: the allowed id has probability 1. Both values are exactly 0, and every other id is practically
+  impossible (vLLM writes -9999 for minus infinity).
+* *raw* ones: the mask does not show. Other ids have values, none is above 0, the probabilities add up to 1 at most, those of one
+  request and the two sampled ones together (hence two requests: one id alone could be certain), and the likeliest of all has
+  `1 / vocabulary` at least.
+* anything else is no log probability, or cannot be identified: the kind is `""`, with the reason.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from tokencache.engine.upstream import AskChat
+from tokencache.errors import EngineError
+
+Raw = msgspec.Raw
+LogprobKind = Literal["raw", "processed", ""]
+
+NONE = "no log probabilities"
+"""The beginning of every finding that the values are no logarithms of probabilities."""
+
+_ALTERNATIVES = 5
+_IMPOSSIBLE = -1000.0
+"""Log probability below which an id among the likeliest must be masked."""
+_FAINTEST = math.log(2**-22)
+"""The likeliest of four million ids has at least this log probability."""
+_EXACT, _ROUNDED = 1e-6, 1e-2
+"""Tolerance for a log probability of 0, and for a sum of probabilities from a 16-bit model."""
+
+
+class Finding(NamedTuple):
+    """The kind of log probabilities, and in words how it was identified."""
+
+    kind: LogprobKind
+    seen: str
+
+
+class _Alternative(msgspec.Struct):
+    logprob: float
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+    top_logprobs: list[_Alternative] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_BODY = msgspec.json.Decoder(_Body)
+
+
+async def find_logprob_kind(ask: AskChat, model: str, messages: Raw, tokens: tuple[int, int]) -> Finding:
+    """Identify an engine's log probabilities; `tokens` are two ids of its vocabulary, of any meaning."""
+    values = []
+    for token in tokens:
+        found = await _under_mask(ask, model, messages, token)
+        if found is None:
+            return Finding("", "no log probability of a token that was the only one allowed")
+        values.append(found)
+    return judge(values)
+
+
+async def _under_mask(ask: AskChat, model: str, messages: Raw, token: int) -> _Token | None:
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "allowed_token_ids": [token],
+        "logprobs": True,
+        "top_logprobs": _ALTERNATIVES,
+        "return_token_ids": True,
+    }
+    try:
+        choice = _BODY.decode((await ask(body)).body).choices[0]
+    except (EngineError, ValueError, IndexError):
+        return None
+    content = choice.logprobs.content if choice.logprobs is not None else None
+    return content[0] if choice.token_ids == [token] and content else None  # an ignored mask proves nothing
+
+
+def judge(values: "list[_Token]") -> Finding:
+    """Judge the values of two tokens, each sampled under a mask that allowed nothing else."""
+    if not all(value.top_logprobs for value in values):
+        return Finding("", "the engine does not report the likeliest ids beside the sampled one")
+    own = [value.logprob for value in values]
+    shown = " and ".join(f"{value:.6g}" for value in own)
+    likeliest = [[one.logprob for one in value.top_logprobs] for value in values]
+    possible = [[logprob for logprob in logprobs if logprob > _IMPOSSIBLE] for logprobs in likeliest]
+    if all(len(logprobs) <= 1 for logprobs in possible):
+        if all(abs(value) <= _EXACT for value in own):
+            return Finding("processed", f"under a mask that allows one id: {shown}, and every other id is impossible")
+        return Finding("", f"{NONE}: under a mask that allows one id: {shown}, where only 0 is right (--logprobs-mode?)")
+    sums = [sum(map(math.exp, own)), *(sum(map(math.exp, logprobs)) for logprobs in possible)]
+    if max(*own, *possible[0], *possible[1]) > _ROUNDED or max(sums) > 1 + _ROUNDED or min(map(max, possible)) < _FAINTEST:
+        top = f"{max(possible[0]):.6g}"
+        return Finding("", f"{NONE}: {shown}, the likeliest {top}: no distribution has these (--logprobs-mode?)")
+    return Finding("raw", f"under a mask that allows one id: {shown}, and other ids are as likely as without it")
