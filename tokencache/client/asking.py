@@ -9,14 +9,17 @@ of a key, which would make a second one.
 """
 
 from collections.abc import Generator
+from itertools import islice
 from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from tokencache.backoff import delays
 from tokencache.client.errors import AnswerError, UnreachableError, error_of
 
-_PAUSES = (0.1, 0.4, 1.5)
-"""Seconds before each further try."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.5
+"""Seconds before a request is sent again."""
+_RETRIES = 3
 
 _UNAVAILABLE, _REDIRECTION = 503, 300
 
@@ -68,7 +71,7 @@ def ask(request: Request, kind: type[T]) -> Exchange[T]:
 def send(request: Request) -> Exchange[tuple[ServerResponse, int]]:
     """Send a request until it is answered; returns the answer and how often it was sent."""
     answer, tries = (yield request), 1
-    for pause in _PAUSES if request.repeatable else ():
+    for pause in islice(delays(_FIRST_PAUSE, _LONGEST_PAUSE, factor=4.0), _RETRIES if request.repeatable else 0):
         if answer.status not in {0, _UNAVAILABLE}:
             break
         yield Pause(pause)

@@ -16,7 +16,6 @@ A harness that streams hears signs of life meanwhile. Longer than the limit noth
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -25,6 +24,7 @@ import aiohttp
 from aiohttp import web
 
 from tokencache import metrics
+from tokencache.backoff import delays
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
 from tokencache.errors import NOT_NOW, EngineError
@@ -105,13 +105,12 @@ class Hold:
     async def _until(
         self, ask: Callable[[Engine], Awaitable[aiohttp.ClientResponse]], refused: "_NotTakenError", began: float
     ) -> aiohttp.ClientResponse:
-        pause = FIRST_PAUSE
+        pauses = delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)
         while (left := self._seconds - (time.monotonic() - began)) > 0:
             self.why = str(refused)
             metrics.HELD.labels("busy" if refused.answer is not None else "down").inc()
             refused.close()
-            await asyncio.sleep(min(left, max(refused.retry_after, pause * random.uniform(0.5, 1.0))))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(min(left, max(refused.retry_after, next(pauses))))
             try:
                 answer = await self._first(ask)
             except _NotTakenError as why:
@@ -129,7 +128,7 @@ class Hold:
         self._again += 1
         metrics.HELD.labels("aborted").inc()
         async with self.awake():
-            await asyncio.sleep(FIRST_PAUSE * random.uniform(0.5, 1.0))
+            await asyncio.sleep(next(delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)))
 
     @property
     def may_repeat(self) -> bool:

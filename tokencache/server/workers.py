@@ -28,6 +28,7 @@ from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
+from tokencache.backoff import delays
 from tokencache.config import Settings
 from tokencache.server.drain import Stop
 from tokencache.server.listener import bind
@@ -129,7 +130,7 @@ class _Worker:
         Raises:
             WorkerError: the first one did not come as far as to serve.
         """
-        pause = FIRST_PAUSE
+        pauses = delays(FIRST_PAUSE, LONGEST_PAUSE)
         while not self._stop.asked.is_set():
             began = time.monotonic()
             code, why = await self._run()
@@ -137,7 +138,9 @@ class _Worker:
                 return
             if not self._has_served:
                 raise WorkerError(why or f"worker {self._number} ended before it served ({_said(code)}); what it wrote stands above")
-            pause = FIRST_PAUSE if time.monotonic() - began > WELL else pause
+            if time.monotonic() - began > WELL:
+                pauses = delays(FIRST_PAUSE, LONGEST_PAUSE)
+            pause = next(pauses)
             log.error(
                 "WORKER %d DIED (%s)%s: its calls are lost, and marked on their sessions; another one is started in %g s",
                 self._number,
@@ -148,7 +151,6 @@ class _Worker:
             mark_process_dead(self._number, self._folder)  # type: ignore[no-untyped-call]  # what it had in flight is not
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.asked.wait(), pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _run(self) -> tuple[int, str]:
         """Run one process to its end: its exit code, and why it did not serve, if it said so."""

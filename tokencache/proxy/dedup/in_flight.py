@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
+from tokencache.backoff import delays
 from tokencache.core.turn import Turn
 from tokencache.store.base import Incident, OpenCall, SessionGoneError, Store, StoreError
 
@@ -94,8 +95,8 @@ class Twins:
 
     async def _died(self, session: str, epoch: str, duplicate: OpenCall) -> bool:
         """Wait until a call is closed that is not open here; true if nobody was left to close it."""
-        pause, silent = FIRST_PAUSE, 0.0
-        while True:
+        silent = 0.0
+        for pause in delays(FIRST_PAUSE, LONGEST_PAUSE, factor=1.5):
             info = await self._store.session(session)
             if info is None or all(one.call != duplicate.call for one in info.open_calls):
                 return False
@@ -109,7 +110,7 @@ class Twins:
             else:
                 silent = 0.0
             await asyncio.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+        raise AssertionError("delays never end")
 
     async def _close(self, session: str, epoch: str, duplicate: OpenCall, incidents: list[Incident]) -> bool:
         log.warning("session %s call %s: closed for replica %s, which did not", session, duplicate.call, duplicate.replica)

@@ -12,11 +12,12 @@ served, and that they wait says nothing of the server; where it falls silent the
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from redis import exceptions
 
+from tokencache.backoff import delays
 from tokencache.store.base import StoreError
 from tokencache.store.redis.connecting import CONNECTIONS, Link, UnreachedError
 from tokencache.store.redis.timeouts import Patience
@@ -86,7 +87,7 @@ class Asker:
         started, lost, why = time.monotonic(), False, ""
         try:
             async with self._patience.limit(self.timeout):
-                for pause in _pauses(LONGEST_PAUSE):
+                for pause in delays(FIRST_PAUSE, LONGEST_PAUSE):
                     try:
                         answer = await send(lost)
                     except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
@@ -109,7 +110,7 @@ class Asker:
             self._fail(operation, str(error) or type(error).__name__)
 
     async def _until_it_answers(self) -> None:
-        for pause in _pauses(LONGEST_REST):
+        for pause in delays(FIRST_PAUSE, LONGEST_REST):
             try:
                 async with self._patience.limit(self.timeout):
                     await self._link.run(*self._command)
@@ -126,10 +127,3 @@ class Asker:
         for secret in self._secrets:
             why = why.replace(secret, "***")
         raise StoreError(f"redis: {operation}: {why}") from None
-
-
-def _pauses(longest: float) -> Iterator[float]:
-    pause = FIRST_PAUSE
-    while True:
-        yield pause
-        pause = min(2 * pause, longest)
