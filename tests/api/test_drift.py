@@ -1,4 +1,4 @@
-"""Drift as it is measured: on a real proxy, with the simulated engine's own renderings as the truth."""
+"""Measures drift on a real proxy. The renderings of the simulated engine are the truth."""
 
 import asyncio
 
@@ -6,8 +6,8 @@ import pytest
 
 from tests.proxy.kit import EPISODES, THOUGHT, TOOLS, echo, proxied, results, until, user
 from tokencache.api import routes
-from tokencache.api.drift import Meter
-from tokencache.api.export_worker import Press
+from tokencache.api.drift import DriftMeter
+from tokencache.api.export_worker import ExportWorker
 from tokencache.core.drift import Site, plain_rendering
 from tokencache.testing import Fault, SimulatedEngine
 from tokencache.trajectories.rollout import Records
@@ -16,7 +16,7 @@ DRIFT, ALL = "/tokencache/v1/sessions/s/drift", "/tokencache/v1/sessions/s/traje
 
 
 async def talk(rig, messages, turns=4, back=echo, **more):
-    """A conversation of some turns; returns for each the messages of its request."""
+    """Hold a conversation; returns the messages of each request."""
     asked = []
     for _ in range(turns):
         asked.append(list(messages))
@@ -26,7 +26,7 @@ async def talk(rig, messages, turns=4, back=echo, **more):
 
 
 def faithful(said):
-    """A harness that sends back what it was served."""
+    """Send back exactly what was served."""
     return {key: value for key, value in said.items() if value}
 
 
@@ -54,8 +54,8 @@ async def test_the_sites_are_where_the_engines_own_rendering_differs():
         await rig.check()
 
 
-async def test_every_cause_is_told_apart():
-    """Thinking that the harness drops, and that the template leaves out later; arguments; blanks; other tokens for the same text."""
+async def test_the_causes_are_distinguished():
+    """Thinking dropped by the harness or left out by the template, arguments, whitespace, other tokens for the same text."""
     async with proxied() as rig:
         await talk(rig, [user("EPISODE:demo")], tools=TOOLS)
         turns = (await rig.get(ALL))["sequences"][0]["turns"]
@@ -64,12 +64,12 @@ async def test_every_cause_is_told_apart():
             {"reasoning-dropped", "args-json", "template"},
             {"reasoning-dropped", "args-json", "template", "retokenized"},
         ]
-        # A new question: now the template itself leaves the thinking out, whatever the harness does.
+        # After a new question the template itself leaves the thinking out.
         assert causes_of(turns[3]) == {"args-json", "template", "retokenized", "whitespace"}
         assert {site["turn"] for turn in turns for site in turn["drift"]["sites"]} == {turn["turn"] for turn in turns[:3]}
 
 
-async def test_a_faithful_harness_leaves_only_the_tokenizer_to_blame():
+async def test_with_a_faithful_harness_only_tokenization_drifts():
     said = [f"{THOUGHT}First.", f"{THOUGHT}Second."]
     calls = [THOUGHT + '<tool_call>\n{"name": "bash", "arguments": {"cmd": "ls"}}\n</tool_call>', *said]
     for drift, causes in ((0.3, {"retokenized"}), (0.0, set())):
@@ -79,7 +79,7 @@ async def test_a_faithful_harness_leaves_only_the_tokenizer_to_blame():
             assert causes_of(turns[1]) == causes
 
 
-async def test_what_text_alone_would_have_cost_is_what_the_engines_renderings_would_have_broken():
+async def test_the_text_only_cost_matches_the_engine_renderings():
     async with proxied() as rig:
         asked = await talk(rig, [user("EPISODE:demo")], tools=TOOLS)
         exported = await rig.get(ALL)
@@ -116,7 +116,7 @@ async def test_the_default_measures_the_last_turn_of_each_sequence():
         assert exported["figures"]["drift"]["text_only_sequences"] is None
 
 
-async def test_what_the_engine_rendered_itself_is_not_asked_about():
+async def test_a_prompt_rendered_by_the_engine_costs_no_request():
     async with proxied() as rig:
         await rig.say("s", [user("EPISODE:talk")])
         before = len(rig.engine.tokenizations)
@@ -125,7 +125,7 @@ async def test_what_the_engine_rendered_itself_is_not_asked_about():
         assert len(rig.engine.tokenizations) == before
 
 
-async def test_a_turn_is_measured_once_and_not_at_all_if_nobody_wants_it():
+async def test_a_turn_is_measured_once_and_only_on_request():
     async with proxied() as rig:
         await talk(rig, [user("EPISODE:talk")], turns=3)
         before = len(rig.engine.tokenizations)
@@ -149,8 +149,8 @@ async def test_a_turn_is_measured_once_and_not_at_all_if_nobody_wants_it():
     ],
     ids=["500", "closed", "400", "hangs"],
 )
-async def test_an_engine_that_does_not_answer_is_a_reason_and_no_error(monkeypatch, fault, reason):
-    monkeypatch.setattr(routes, "DRIFT_LIMIT", 0.5)
+async def test_an_engine_that_does_not_answer_is_a_reason_not_an_error(monkeypatch, fault, reason):
+    monkeypatch.setattr(routes, "DRIFT_TIMEOUT", 0.5)
     async with proxied() as rig:
         await talk(rig, [user("EPISODE:talk")], turns=2)
         rig.engine.choose_fault = lambda route, _: fault if route == fault.path else None
@@ -163,7 +163,7 @@ async def test_an_engine_that_does_not_answer_is_a_reason_and_no_error(monkeypat
         assert not (await rig.get(DRIFT))["unmeasured"]
 
 
-async def test_a_rendering_that_hangs_is_in_no_calls_way():
+async def test_a_rendering_that_hangs_delays_no_call():
     async with proxied() as rig:
         messages = [user("EPISODE:talk")]
         await talk(rig, messages, turns=2)
@@ -186,11 +186,11 @@ async def test_messages_that_are_not_kept_cannot_be_measured():
         await talk(rig, [user("EPISODE:talk")], turns=2)
         info, turns = await rig.store.session("s"), await rig.store.turns("s")
         records = Records(info, turns, await rig.store.tokens("s", [turn.id for turn in turns]), {})
-        measured = await Meter(rig.proxy.engine, Press(), limit=5).measured(records, "turns")
+        measured = await DriftMeter(rig.proxy.engine, ExportWorker(), timeout=5).measure(records, "turns")
         assert measured.unmeasured == {turns[1].id: "not-kept"}
 
 
-async def test_a_call_with_broken_arguments_is_measured_with_what_an_engine_makes_of_it():
+async def test_a_call_with_broken_arguments_is_measured():
     broken = '<think>\n\n</think>\n\n<tool_call>\n{"name": "bash", "arguments": {"cmd": "ls'
     async with proxied(SimulatedEngine(episodes={"broken": [broken, *EPISODES["talk"]]})) as rig:
         await talk(rig, [user("EPISODE:broken")], turns=2, tools=TOOLS)
@@ -198,7 +198,7 @@ async def test_a_call_with_broken_arguments_is_measured_with_what_an_engine_make
         assert not told["unmeasured"]
 
 
-async def test_a_mode_that_is_none_is_named_with_those_that_are():
+async def test_an_unknown_mode_is_refused_with_the_known_ones():
     async with proxied() as rig:
         await rig.say("s", [user("EPISODE:talk")])
         async with rig.http.get(rig.url + DRIFT + "?drift=some") as answer:
@@ -206,7 +206,7 @@ async def test_a_mode_that_is_none_is_named_with_those_that_are():
             assert "off, sequences, turns" in await answer.text()
 
 
-async def test_only_the_trainer_may_ask():
+async def test_drift_needs_the_key():
     async with proxied(admin_key="secret") as rig:
         await rig.say("s", [user("EPISODE:talk")])
         async with rig.http.get(rig.url + DRIFT) as answer:

@@ -1,4 +1,4 @@
-"""The press: another process writes the same bytes, is replaced if it is killed, and is gone when the proxy is."""
+"""The export worker: another process writes the same bytes, is replaced if it is killed, and exits when the proxy does."""
 
 import asyncio
 import os
@@ -14,15 +14,16 @@ import pytest
 from tests.core.forest import Forest
 from tests.proxy.kit import proxied
 from tests.trajectories.rollouts import CREATED, SESSIONS
-from tokencache.api.export_worker import LARGE, Press, WorkerDiedError, write
+from tokencache.api.export_worker import LARGE, ExportWorker, WorkerDiedError
 from tokencache.core import ids
 from tokencache.store.base import Entry, SessionInfo
 from tokencache.store.memory import MemoryStore
+from tokencache.trajectories.formats.registry import FORMATS, export
 from tokencache.trajectories.rollout import Records
 
 
 def large(turns=20):
-    """A session of one line, of some more tokens than are laid out in this process."""
+    """A session of one sequence with more tokens than are exported in this process."""
     forest, chances, parent = Forest(), random.Random(5), None
     size = LARGE // turns + 1
     for _ in range(turns):
@@ -31,8 +32,12 @@ def large(turns=20):
     return Records(SessionInfo("large", CREATED, CREATED, True, turns, (), ()), forest.turns, forest.tokens, {})
 
 
-def process_of(press):
-    return press._worker._process if press._worker else None
+def written_by(worker, records):
+    return worker.run(records.token_count, export, records, FORMATS["native"])
+
+
+def process_of(worker):
+    return worker._process._popen if worker._process else None
 
 
 def gone(process):
@@ -40,110 +45,110 @@ def gone(process):
 
 
 @pytest.fixture
-async def press():
-    press = Press()
-    yield press
-    process = process_of(press)
-    await press.close()
+async def worker():
+    worker = ExportWorker()
+    yield worker
+    process = process_of(worker)
+    await worker.close()
     assert process is None or gone(process)
 
 
-async def test_a_large_rollout_is_written_elsewhere_to_the_same_bytes(press):
+async def test_a_large_rollout_is_written_in_another_process_to_the_same_bytes(worker):
     records = large()
-    assert await press.write(records, "native") == write(records, "native")
-    first = process_of(press)
+    assert await written_by(worker, records) == export(records, FORMATS["native"])
+    first = process_of(worker)
     assert first.pid != os.getpid()
-    assert await asyncio.gather(*(press.write(records, "native") for _ in range(3))) == [write(records, "native")] * 3
-    assert process_of(press) is first
+    assert await asyncio.gather(*(written_by(worker, records) for _ in range(3))) == [export(records, FORMATS["native"])] * 3
+    assert process_of(worker) is first
 
 
-async def test_a_small_one_is_written_here(press):
-    assert await press.write(SESSIONS["linear"], "native") == write(SESSIONS["linear"], "native")
-    assert process_of(press) is None
+async def test_a_small_rollout_is_written_in_this_process(worker):
+    assert await written_by(worker, SESSIONS["linear"]) == export(SESSIONS["linear"], FORMATS["native"])
+    assert process_of(worker) is None
 
 
-async def test_a_worker_that_was_killed_is_replaced(press):
+async def test_a_killed_process_is_replaced(worker):
     records = large()
-    await press.write(records, "native")
-    killed = process_of(press)
+    await written_by(worker, records)
+    killed = process_of(worker)
     killed.kill()
-    assert await press.write(records, "native") == write(records, "native")
+    assert await written_by(worker, records) == export(records, FORMATS["native"])
     assert gone(killed)
-    assert process_of(press) is not killed
+    assert process_of(worker) is not killed
 
 
-async def test_a_worker_that_is_dead_before_it_is_asked_is_replaced(press):
-    """What was written for it stands in the pipe's buffer when that is closed."""
-    await press.run(LARGE, int, "1")
-    dead = process_of(press)
+async def test_a_process_that_died_while_idle_is_replaced(worker):
+    """The task is still in the buffer of the pipe when the pipe is closed."""
+    await worker.run(LARGE, int, "1")
+    dead = process_of(worker)
     dead.kill()
     await asyncio.to_thread(dead.wait)
-    assert await press.run(LARGE, int, "2") == 2
-    assert process_of(press) is not dead
+    assert await worker.run(LARGE, int, "2") == 2
+    assert process_of(worker) is not dead
 
 
-async def test_what_kills_every_worker_is_given_up(press):
+async def test_a_task_that_kills_every_process_fails(worker):
     with pytest.raises(WorkerDiedError):
-        await press.run(LARGE, os.abort)
-    assert await press.run(LARGE, len, "abc") == 3
+        await worker.run(LARGE, os.abort)
+    assert await worker.run(LARGE, len, "abc") == 3
 
 
-async def test_an_error_of_the_work_is_raised_here_and_the_worker_lives_on(press):
-    assert await press.run(LARGE, int, "7") == 7
-    worker = process_of(press)
+async def test_an_exception_of_the_task_is_raised_here_and_the_process_continues(worker):
+    assert await worker.run(LARGE, int, "7") == 7
+    process = process_of(worker)
     with pytest.raises(ValueError, match="invalid literal"):
-        await press.run(LARGE, int, "seven")
-    assert await press.run(LARGE, int, "8") == 8
-    assert process_of(press) is worker
+        await worker.run(LARGE, int, "seven")
+    assert await worker.run(LARGE, int, "8") == 8
+    assert process_of(worker) is process
 
 
-async def test_work_that_prints_does_not_disturb_the_answers(press):
-    assert await press.run(LARGE, print, "this goes to standard error") is None
-    assert await press.run(LARGE, int, "8") == 8
+async def test_a_task_that_prints_does_not_disturb_the_results(worker):
+    assert await worker.run(LARGE, print, "this goes to standard error") is None
+    assert await worker.run(LARGE, int, "8") == 8
 
 
-async def test_who_leaves_stops_the_work_and_the_next_is_served(press):
-    await press.run(LARGE, int, "1")
-    worker = process_of(press)
-    endless = asyncio.create_task(press.run(LARGE, signal.pause))
-    waiting = asyncio.create_task(press.run(LARGE, int, "2"))
-    await asyncio.sleep(0)  # both have asked
+async def test_cancelling_stops_the_task_and_the_next_one_runs(worker):
+    await worker.run(LARGE, int, "1")
+    process = process_of(worker)
+    endless = asyncio.create_task(worker.run(LARGE, signal.pause))
+    waiting = asyncio.create_task(worker.run(LARGE, int, "2"))
+    await asyncio.sleep(0)  # both tasks have started
     endless.cancel()
     with pytest.raises(asyncio.CancelledError):
         await endless
     assert await waiting == 2
-    assert gone(worker)
+    assert gone(process)
 
 
-async def test_the_worker_ends_with_its_proxy_however_that_ends(press):
-    """A proxy that is killed closes nothing itself: the pipe does it."""
+async def test_the_process_exits_with_its_proxy_even_if_that_is_killed(worker):
+    """A killed proxy closes nothing itself; the pipe closes."""
     program = """
 import asyncio, os, signal
-from tokencache.api.export_worker import LARGE, Press
+from tokencache.api.export_worker import LARGE, ExportWorker
 
 async def main():
-    press = Press()
-    await press.run(LARGE, int, "1")
+    worker = ExportWorker()
+    await worker.run(LARGE, int, "1")
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
 """
-    # Its standard error is the worker's, too: it can be read to its end only once both are gone.
+    # Both processes share standard error, so it ends only when both have exited.
     killed = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], capture_output=True, timeout=30)
     assert (killed.returncode, killed.stderr) == (-signal.SIGKILL, b"")
 
 
-async def test_over_http_it_is_the_same_and_nothing_is_left_when_the_proxy_stops():
+async def test_an_export_over_http_is_the_same_and_no_process_is_left_when_the_proxy_stops():
     records, store, before = large(), MemoryStore(), children()
     async with proxied(store=store) as rig:
         begun = await store.begin("large", "call", [])
         await store.commit("large", begun.epoch, "call", [Entry(turn, records.tokens[turn.id]) for turn in records.turns])
         exported = await rig.get("/tokencache/v1/sessions/large/trajectories?drift=off")
-        assert exported["sequences"] == msgspec.json.decode(write(records, "native"))["sequences"]
+        assert exported["sequences"] == msgspec.json.decode(export(records, FORMATS["native"]))["sequences"]
         assert len(children() - before) == 1
     assert children() == before
 
 
 def children():
-    """The processes that this one started and that are still there."""
+    """The processes that this one started and that still run."""
     return {pid for told in Path("/proc/self/task").glob("*/children") for pid in told.read_text().split()}

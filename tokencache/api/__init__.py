@@ -1,13 +1,12 @@
-"""The trainer's side: sessions, turns and trajectories under `/tokencache/v1/`.
+"""The HTTP API of the trainer and of the viewer, under `/tokencache/v1/` and `/tokencache/ui/`.
 
-`api`       the routes
-`engines`   the routes by which engines are added, drained and removed
-`guard`     who may use them
-`reader`    a session's records, as they are stored
-`rollout`   records → what a trainer takes home: labelled sequences, weights, figures
-`formats`   a rollout as each trainer wants it
-`press`     the process in which large ones are laid out
-`drift`     what a plain rendering would have had otherwise: measured, reported, drawn
-`verify`    what must hold of an exported trajectory, checked with nothing but the export
-`browse`    what a person looks at, in the viewer (`tokencache.viewer`)
+`openapi`       the table of all routes, and the OpenAPI document
+`routes`        handlers for sessions, turns, trajectories and keys
+`engines`       handlers that add, drain and remove engines
+`viewer`        handlers and pages of the viewer
+`auth`          the check of the admin key
+`http`          JSON responses and query parameters
+`reader`        reads a session from the store
+`export_worker` a process for large exports, so that they do not delay calls
+`drift`         measures how spliced prompts differ from plain renderings
 """

@@ -1,8 +1,8 @@
-"""The guard: what is the trainer's is shown to who has the trainer's key, and to nobody else.
+"""Checks the admin key: lets a request pass to its handler, or answers 401.
 
-The key comes as `Authorization: Bearer <key>`. For looking, it may also come as the password of HTTP Basic, whatever the user's name:
-browsers ask for it by themselves, `curl -u :KEY` and Prometheus send it so. A browser adds what it was once told to every later request,
-even to one that a stranger's page makes it send; so nothing is changed for a key that comes that way.
+The key is sent as `Authorization: Bearer <key>`. GET and HEAD requests may also send it as the password of HTTP Basic, with any user name:
+browsers ask for it themselves, and `curl -u :KEY` and Prometheus send it that way. Requests that change something must use Bearer: a
+browser repeats a Basic password in every later request, even in one that a foreign page makes it send.
 """
 
 import base64
@@ -14,44 +14,44 @@ from aiohttp import web
 from tokencache.errors import HarnessError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_LOOKING = frozenset({"GET", "HEAD"})
 BEARER, BASIC = 'Bearer realm="tokencache"', 'Basic realm="tokencache: the admin key is the password", charset="UTF-8"'
+_READING = frozenset({"GET", "HEAD"})
 
 
-class Guard:
-    """Lets requests through to a handler; without an admin key, all of them."""
+class AdminAuth:
+    """Admits requests that have the admin key. Without an admin key it admits all requests."""
 
     def __init__(self, admin_key: str | None) -> None:
         self._key = admin_key.encode() if admin_key else None
 
     def admits(self, request: web.Request) -> bool:
-        """Whether a request brings the key, or none is needed. The time it takes does not tell how much of a key is right."""
-        return self._key is None or hmac.compare_digest(_given(request), self._key)
+        """Whether a request has the key, or none is set. Takes the same time for every wrong key."""
+        return self._key is None or hmac.compare_digest(_key_of(request), self._key)
 
     def __call__(self, handler: Handler) -> Handler:
-        """Guard a handler.
+        """Wrap a handler so that it is called only with the key.
 
-        The guarded one raises `HarnessError` (401) for who has not the key; its headers say how to bring it (RFC 9110 §11.6.1).
+        The wrapper raises `HarnessError` (401) otherwise. Its headers name the ways to send the key (RFC 9110 §11.6.1).
         """
 
-        async def guarded(request: web.Request) -> web.StreamResponse:
+        async def checked(request: web.Request) -> web.StreamResponse:
             if self.admits(request):
                 return await handler(request)
-            # A page that fetches asks for the key in its own form: no window of the browser's is to stand before it.
-            opened = request.method in _LOOKING and "text/html" in request.headers.get("Accept", "")
+            # Offer Basic only for a page that the browser itself opens: a page that fetches data asks for the key in its own form.
+            opened = request.method in _READING and "text/html" in request.headers.get("Accept", "")
             headers = {"WWW-Authenticate": f"{BASIC}, {BEARER}" if opened else BEARER}
-            said = "this needs the admin key: Authorization: Bearer …"
-            raise HarnessError(said, status=401, kind="authentication_error", headers=headers)
+            words = "this needs the admin key: Authorization: Bearer …"
+            raise HarnessError(words, status=401, kind="authentication_error", headers=headers)
 
-        return guarded
+        return checked
 
 
-def _given(request: web.Request) -> bytes:
-    """The key that a request brings; `b""` if it brings none that counts."""
+def _key_of(request: web.Request) -> bytes:
+    """Return the key that a request sends; `b""` if it sends none that counts."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip().encode("utf-8", "surrogateescape")
-    if scheme.lower() == "basic" and request.method in _LOOKING:
+    if scheme.lower() == "basic" and request.method in _READING:
         try:
             return base64.b64decode(token.strip(), validate=True).partition(b":")[2]
         except ValueError:

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from tokencache import __version__
-from tokencache.api.auth import Guard, Handler
+from tokencache.api.auth import AdminAuth, Handler
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
@@ -267,11 +267,11 @@ OPERATIONS = (
 _BY_ID = {operation.id: operation for operation in OPERATIONS}
 
 
-def register(app: web.Application, guard: Guard, handlers: Mapping[str, Handler]) -> None:
-    """Add handlers, by the ids of their operations, to an application. `guard` lets only the trainer pass."""
+def register(app: web.Application, auth: AdminAuth, handlers: Mapping[str, Handler]) -> None:
+    """Add handlers, by the ids of their operations, to an application. `auth` checks the admin key."""
     for name, handler in handlers.items():
         operation = _BY_ID[name]
-        app.router.add_route(operation.method, operation.path, guard(handler))
+        app.router.add_route(operation.method, operation.path, auth(handler))
 
 
 def document() -> dict[str, Any]:

@@ -18,11 +18,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tokencache import metrics
 from tokencache.adapters.load import load_all
-from tokencache.api.auth import Guard
-from tokencache.api.engines import engine_object, engine_routes
+from tokencache.api.auth import AdminAuth
+from tokencache.api.engines import add_engine_routes, engine_object
 from tokencache.api.openapi import BASE
-from tokencache.api.routes import trainer_routes
-from tokencache.api.viewer.pages import viewer_routes
+from tokencache.api.routes import add_trainer_routes
+from tokencache.api.viewer.routes import add_viewer_routes
 from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.dialect import Dialect
@@ -115,7 +115,7 @@ class Proxy:
         )
         own = (settings.adapters,) if settings.adapters is not None else ()
         self.profiles = HarnessProfiles(load_all(own), names_in(settings.rules_off))
-        self._guard = Guard(settings.admin_key)
+        self._auth = AdminAuth(settings.admin_key)
         self._sources = SessionSources.read(names_in(settings.session_from))
         self._session_headers = (settings.session_header, *self._sources.headers)
         own_headers = {*self._session_headers, HARNESS_HEADER, "Content-Length", "Accept-Encoding"}
@@ -151,10 +151,10 @@ class Proxy:
         app.cleanup_ctx.append(self._running)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
-        app.router.add_get("/metrics", self._guard(self._metrics))
-        viewer_routes(app, self.ledger, self.pool, admin_key=self.settings.admin_key or None)
-        engine_routes(app, self.roster, self.pool, admin_key=self.settings.admin_key or None)
-        trainer_routes(app, self.ledger, self.profiles, self.pool, admin_key=self.settings.admin_key or None)
+        app.router.add_get("/metrics", self._auth(self._metrics))
+        add_viewer_routes(app, self._auth, self.ledger, self.pool)
+        add_engine_routes(app, self._auth, self.roster, self.pool)
+        add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool)
         app.router.add_route("*", "/{path:.*}", self._any)
         return app
 
@@ -273,7 +273,7 @@ class Proxy:
             store = str(why)
         ready = self.pool.ready and store == "ok"
         status = 200 if ready else 503
-        if not self._guard.admits(request):
+        if not self._auth.admits(request):
             return web.json_response({"ready": ready}, status=status)
         engines = [engine_object(self.pool, watch) for watch in self.pool.watches]
         first = next((state for state in engines if state["serves"]), engines[0] if engines else None)

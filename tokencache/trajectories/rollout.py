@@ -11,6 +11,7 @@ import msgspec
 
 from tokencache.core.context import Context, whole_contexts
 from tokencache.core.drift import Drift, MeasuredTurn, break_points
+from tokencache.core.ids import ID_BYTES
 from tokencache.core.lineage import TokenSequence, sequences
 from tokencache.core.turn import Tokens, Turn
 from tokencache.store.base import Incident, SessionInfo
@@ -34,6 +35,11 @@ class Records(msgspec.Struct, frozen=True):
     owed: Sequence[Incident] = ()
     drift: Mapping[str, Drift] = {}
     unmeasured: Mapping[str, str] = {}
+
+    @property
+    def token_count(self) -> int:
+        """The number of stored tokens."""
+        return sum(len(own.delta) + len(own.completion) for own in self.tokens.values()) // ID_BYTES
 
 
 class Rollout(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The viewer's data over HTTP: what it says is what a trainer is given, a piece at a time, and only to who has the key."""
+"""The data of the viewer over HTTP equals that of an export, comes in bounded pieces, and needs the key."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ async def rig():
 
 
 async def whole(rig, session, sequence):
-    """All that the windows of a sequence say, put together from odd pieces."""
+    """Put the windows of a sequence together, read in pieces of 97 tokens."""
     described = await rig.get(f"{V1}/sessions/{session}/sequences/{sequence}")
     told = {"ids": [], "logprobs": [], "texts": []}
     at = 0
@@ -42,7 +42,7 @@ async def whole(rig, session, sequence):
     return described, told
 
 
-async def test_windows_say_what_the_trajectory_says(rig):
+async def test_windows_equal_the_trajectory(rig):
     await lively(rig)
     exported = await rig.exported("rollout-7")
     kinds = set()
@@ -94,7 +94,7 @@ async def test_a_sampled_reply_without_log_probabilities_is_unscored(rig):
     assert outline["figures"] == {k: v for k, v in (await rig.exported("bare"))["figures"].items() if k != "drift"}
 
 
-async def test_torn_records_are_said_not_shown(rig):
+async def test_torn_records_are_reported(rig):
     await rig.say("s", [user("EPISODE:talk")])
     (turn,) = await rig.store.turns("s")
     tokens = (await rig.store.tokens("s", [turn.id]))[turn.id]
@@ -105,7 +105,7 @@ async def test_torn_records_are_said_not_shown(rig):
         assert "torn" in (await answer.json())["error"]["message"]
 
 
-async def test_a_forgiven_rewriting_stands_beside_what_was_served(rig):
+async def test_a_recognised_rewriting_is_shown_next_to_what_was_served(rig):
     await lively(rig)
     turns = (await rig.get(f"{SESSION}/outline"))["turns"]
     told = await rig.get(f"{SESSION}/turns/{turns[2]['id']}")
@@ -122,8 +122,8 @@ async def test_a_forgiven_rewriting_stands_beside_what_was_served(rig):
     assert [(one["turn"], one["relied"]) for one in echoes] == [(turns[n]["id"], True) for n in (0, 2, 3, 4)]
 
 
-async def test_what_split_a_rollout_is_shown(rig):
-    """The words that were put in the model's mouth stand beside those it said in that place, and what follows keeps its tokens."""
+async def test_the_cause_of_a_split_is_shown(rig):
+    """A reply that the harness invented is compared with the one served there. The reply after it keeps its tokens."""
     await lively(rig)
     turns = (await rig.get(f"{SESSION}/outline"))["turns"]
     split = [turn for turn in turns if turn["match"] == "resplice"][-1]
@@ -133,7 +133,7 @@ async def test_what_split_a_rollout_is_shown(rig):
     assert (second["turn"], second["relied"], second["elsewhere"]) == (turns[6]["id"], True, False)
 
 
-async def test_sessions_come_a_page_at_a_time(rig):
+async def test_sessions_are_listed_in_pages(rig):
     await crowd(rig.store, 250)
     await lively(rig)
     first = await rig.get(f"{V1}/summaries?limit=100")
@@ -162,7 +162,7 @@ async def test_sessions_come_a_page_at_a_time(rig):
         (f"{SESSION}/texts?turn=none", 404, "no turn"),
     ],
 )
-async def test_bad_questions_have_clear_answers(rig, path, status, words):
+async def test_bad_requests_have_clear_errors(rig, path, status, words):
     await rig.say("rollout-7", [user("EPISODE:talk")])
     async with rig.http.get(rig.url + path) as answer:
         assert answer.status == status
@@ -180,7 +180,7 @@ async def test_a_window_is_bounded(rig):
             assert answer.status == 400
 
 
-async def test_ids_are_shown_where_the_engine_is_away(rig):
+async def test_ids_are_shown_without_an_engine(rig):
     await rig.say("s", [user("EPISODE:talk")])
     (sequence,) = (await rig.get(f"{V1}/sessions/s/outline"))["sequences"]
     rig.proxy.upstream.url = "http://127.0.0.1:9"
@@ -203,7 +203,7 @@ async def test_texts_of_ids_that_were_never_sent(rig):
             assert answer.status == 400
 
 
-async def test_what_the_session_grew_by_is_seen_at_once(rig):
+async def test_new_turns_are_visible_at_once(rig):
     history = [user("EPISODE:demo")]
     said = await rig.say("s", history, tools=TOOLS)
     (sequence,) = (await rig.get(f"{V1}/sessions/s/outline"))["sequences"]
@@ -217,7 +217,7 @@ async def test_what_the_session_grew_by_is_seen_at_once(rig):
 KEY = "the-trainers-own"
 
 
-async def test_nothing_of_a_session_is_shown_without_the_key():
+async def test_the_data_needs_the_key():
     """Every route under `/tokencache/` that can be read, with no key, a wrong one and the right one."""
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3), admin_key=KEY) as rig:
         await lively(rig, "hidden-name")
@@ -238,7 +238,7 @@ async def test_nothing_of_a_session_is_shown_without_the_key():
                     assert not any(word in body for word in ("hidden-name", turn.id, "failing test", KEY)), path
 
 
-async def test_the_page_runs_nothing_but_its_own(rig):
+async def test_the_page_runs_only_its_own_scripts(rig):
     async with rig.http.get(f"{rig.url}/tokencache/ui", allow_redirects=True) as answer:
         assert answer.url.path == "/tokencache/ui/"
         policy = answer.headers["Content-Security-Policy"]
@@ -257,13 +257,13 @@ def test_an_installed_package_has_the_page(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
-    static = ROOT / "tokencache/viewer/static"
+    static = ROOT / "tokencache/api/viewer/static"
     with zipfile.ZipFile(wheel) as archive:
-        assert {f"tokencache/viewer/static/{path.name}" for path in static.iterdir()} <= set(archive.namelist())
+        assert {f"tokencache/api/viewer/static/{path.name}" for path in static.iterdir()} <= set(archive.namelist())
 
 
-async def test_a_store_of_its_own_needs_no_engine_to_be_looked_at():
-    """Ids and figures are there while no engine ever was."""
+async def test_a_store_can_be_viewed_without_an_engine():
+    """Ids and figures are shown although no engine was ever reachable."""
     store = MemoryStore()
     await long(store, turns=4, tokens=400, branch_at=2)
     async with proxied(store=store, upstream="http://127.0.0.1:9") as rig:

@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--exports", type=Path, help="write the measured trajectories to this folder")
     parser.add_argument("--samples", type=Path, help="a JSON file with token ids that a real Qwen3 sampled")
     given = parser.parse_args()
-    routes.DRIFT_LIMIT = 600.0
+    routes.DRIFT_TIMEOUT = 600.0
     tokenizer, console = qwen3(), Console(width=140)
     console.print(f"tokenizer and template: {'Qwen3' if tokenizer is not None else 'simulated'}")
     for tidily in (False, True):

@@ -1,9 +1,11 @@
-"""Browsing: what a person looks at of a session, in pieces small enough to be asked for while calls go on.
+"""The viewer: a page at `/tokencache/ui/` that shows recorded sessions and why a rollout split.
 
-`routes`     the JSON that the viewer (`tokencache.viewer`) shows, each route behind the trainer's key
-`summaries`  all sessions, a page at a time
-`outline`    a session's turns as a tree of sequences, with its figures; from the turns alone, without a token
-`window`     a sequence's tokens, some thousand at a time
-`texts`      what a token says, by the engine's `/detokenize`
-`echoes`     what was served and what came back, side by side
+`routes`     serves the page and the JSON that it shows
+`sessions`   the list of sessions, and the outline of one session
+`tokens`     the tokens of a sequence: ids, kinds, log probabilities and texts
+`comparison` each reply as it was served and as the harness sent it back
+`static`     the page: HTML, style sheets and JavaScript modules, written by hand, without a build step or external parts
+
+The page holds no data. It fetches data with the trainer's key. Everything that a model, a harness or a user wrote is untrusted: it becomes
+text nodes, never markup, and the content security policy runs no script but the page's own.
 """

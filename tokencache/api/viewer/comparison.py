@@ -1,12 +1,11 @@
-"""Echoes: what was served and what the harness sent back, side by side.
+"""Compares each reply in the history of a turn: as it was served, and as the harness sent it back.
 
-A turn's request holds what the model said before, as the harness remembers it. Here each such message is put beside the reply
-that it is, or seems to be, with the rules that explain the difference and the places where the two texts differ. So a person
-sees what was forgiven, and of a rollout that split, why: a `continue` or `branch` is judged by its last reply, all else by every
-reply in its history.
+Each assistant message of a request is put next to the recorded reply that it is, or resembles, with the rules that explain the difference
+and the places where the two texts differ. This shows which rules were applied, and why a rollout split: a `continue` or `branch` depends on
+its last reply, every other match on all replies of its history.
 
-A verdict is `same`, `equivalent`, `rewritten` or `foreign` (`core.verdict`), under all rules that exist, whoever vouches for
-them; or `unknown` where no turn is recorded that answers in this place, or said the same in another.
+A verdict is `same`, `equivalent`, `rewritten` or `foreign` (`core.verdict`), with all existing rules allowed for every harness. It is
+`unknown` if no recorded turn answered at this place or has the same reply at another place.
 """
 
 import re
@@ -23,33 +22,33 @@ from tokencache.core.turn import Turn
 from tokencache.core.verdict import Verdict, judge
 from tokencache.dialects.chat.messages import UnreadableError, read_message
 
-MOST = 64
-"""Replies of one history that are compared, the last ones first."""
+MAX_REPLIES = 64
+"""Replies of one history that are compared: the last ones."""
 
-_GENEROUS = Leniency(vouched=frozenset(rule.name for rule in RULES))
+_ALL_RULES = Leniency(vouched=frozenset(rule.name for rule in RULES))
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 _DIFFABLE = 16_000_000
-"""Words of the one text times those of the other, up to which they are compared one by one: some 10 ms."""
-_WORTH = 3
-"""Characters that two words must share at an end for it not to be chance."""
+"""Product of the word counts of two texts up to which words are compared one by one, which takes about 10 ms."""
+_MIN_SHARED = 3
+"""Characters that two words must share at one end; fewer are a coincidence."""
 _SHOWN = 400
-"""Characters at either end of a long equal stretch that are shown."""
+"""Characters that are shown at both ends of a long equal part."""
 _RANK = {"same": 0, "equivalent": 1, "rewritten": 2, "foreign": 3}
 
 Segment = tuple[str, str, str]
-"""(`same` | `differs` | `left-out`, what was served, what came back); of `left-out` both are how many characters it were."""
+"""(kind, served text, text that came back). The kind is `same`, `differs`, or `left-out`, for which both texts are a character count."""
 
 
 class ReplyComparison(msgspec.Struct, frozen=True):
-    """A reply in a history beside what was served.
+    """A reply of a history, next to the recorded turn that served it.
 
     Attributes:
-        at: its place among the request's messages.
-        turn: the turn that was served; `""` if none is known.
-        verdict, rules: what it is, and what explains the difference.
-        relied: the request relies on it: the prompt holds that turn's exact ids here.
-        elsewhere: that turn said it behind other messages than these.
-        parts: the fields that are there on either side: (name, segments).
+        at: its index among the messages of the request.
+        turn: the turn that served it; `""` if none is known.
+        verdict, rules: how it compares, and the rules that explain the difference.
+        relied: the prompt holds the exact ids of that turn here.
+        elsewhere: that turn answered other messages than those before this reply.
+        parts: the fields that either side has: (name, segments).
     """
 
     at: int
@@ -66,13 +65,13 @@ class _Reply(NamedTuple):
     message: Message
 
 
-def echoes(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, bytes]) -> list[ReplyComparison]:
-    """Compare the replies in a turn's history with what was served, in the order of the history.
+def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, bytes]) -> list[ReplyComparison]:
+    """Compare the replies in the history of a turn with what was served, in the order of the history.
 
     Args:
-        turn: whose history.
-        turns: all turns of the session, in the order they were recorded.
-        contexts: their contexts, packed.
+        turn: the turn.
+        turns: all turns of the session, in the order in which they were recorded.
+        contexts: their packed contexts, by turn id.
 
     Raises:
         KeyError, ValueError: the records are torn.
@@ -83,25 +82,32 @@ def echoes(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, bytes]) -> 
     parent = lookup.get(turn.parent or "")
     if parent is not None:
         replies = [reply for reply in replies if reply.at >= parent.messages]
-    replies = replies[-MOST:]
+    replies = replies[-MAX_REPLIES:]
     relied = _relied(turn, parent, replies, lookup)
     earlier = [one for one in turns if one.created < turn.created]
     found = []
     for reply in replies:
         by = relied.get(reply.at)
         here = by or _in_place(reply, messages, earlier, lookup, contexts)
-        whose = here or _by_words(reply, earlier)
-        verdict = judge(whose.served, reply.message, _GENEROUS) if whose is not None else Verdict("foreign")
-        parts = _parts(whose.served if whose is not None else None, reply.message)
-        kind = verdict.kind if whose is not None else "unknown"
+        source = here or _with_same_text(reply, earlier)
+        served = source.served if source is not None else None
+        verdict = judge(served, reply.message, _ALL_RULES) if served is not None else Verdict("foreign")
         found.append(
-            ReplyComparison(reply.at, whose.id if whose is not None else "", kind, verdict.rules, by is not None, here is not whose, parts)
+            ReplyComparison(
+                at=reply.at,
+                turn=source.id if source is not None else "",
+                verdict=verdict.kind if source is not None else "unknown",
+                rules=verdict.rules,
+                relied=by is not None,
+                elsewhere=here is not source,
+                parts=_parts(served, reply.message),
+            )
         )
     return found
 
 
 def _messages(turn: str, lookup: Mapping[str, Turn], contexts: Mapping[str, bytes]) -> list[Message | None]:
-    """The messages of a turn's request; `None` for one that cannot be read."""
+    """Read the messages of a request; `None` for one that cannot be read."""
     if not contexts.get(turn):
         return []
     read: list[Message | None] = []
@@ -114,17 +120,17 @@ def _messages(turn: str, lookup: Mapping[str, Turn], contexts: Mapping[str, byte
 
 
 def _relied(turn: Turn, parent: Turn | None, replies: Sequence[_Reply], lookup: Mapping[str, Turn]) -> dict[int, Turn]:
-    """Which replies the prompt holds with their exact ids, by their place."""
+    """Find the replies that the prompt holds with their exact ids: message index → turn."""
     if parent is not None:
         return {reply.at: parent for reply in replies if reply.at == parent.messages}
     relied: dict[int, Turn] = {}
     left = list(replies)
-    for anchor in reversed(turn.anchors):  # both stand in the order of the history
-        whose = lookup.get(anchor.turn)
-        while left and whose is not None:
+    for anchor in reversed(turn.anchors):  # anchors and replies are both in the order of the history
+        source = lookup.get(anchor.turn)
+        while left and source is not None:
             reply = left.pop()
-            if judge(whose.served, reply.message, _GENEROUS).kind != "foreign":
-                relied[reply.at] = whose
+            if judge(source.served, reply.message, _ALL_RULES).kind != "foreign":
+                relied[reply.at] = source
                 break
     return relied
 
@@ -132,7 +138,7 @@ def _relied(turn: Turn, parent: Turn | None, replies: Sequence[_Reply], lookup: 
 def _in_place(
     reply: _Reply, messages: Sequence[Message | None], earlier: Sequence[Turn], lookup: Mapping[str, Turn], contexts: Mapping[str, bytes]
 ) -> Turn | None:
-    """The recorded turn that answered just what stands before this reply; of several, the one that it is most like."""
+    """Find the recorded turn that answered exactly the messages before this reply; of several, the most similar one."""
     before = [_digest(message) for message in messages[: reply.at]]
     best: tuple[int, Turn] | None = None
     for one in earlier:
@@ -140,14 +146,14 @@ def _in_place(
             continue
         if [_digest(message) for message in _messages(one.id, lookup, contexts)] != before:
             continue
-        rank = _RANK[judge(one.served, reply.message, _GENEROUS).kind]
+        rank = _RANK[judge(one.served, reply.message, _ALL_RULES).kind]
         if best is None or rank < best[0]:
             best = (rank, one)
     return best[1] if best else None
 
 
-def _by_words(reply: _Reply, earlier: Sequence[Turn]) -> Turn | None:
-    """The last turn that said the very same, whatever stood before it."""
+def _with_same_text(reply: _Reply, earlier: Sequence[Turn]) -> Turn | None:
+    """Find the last turn with an equal reply, whatever messages came before it."""
     own = digest(reply.message)
     return next((one for one in reversed(earlier) if digest(one.served) == own), None)
 
@@ -169,9 +175,9 @@ def _fields(message: Message) -> list[tuple[str, str]]:
 
 
 def segments(served: str, echoed: str) -> tuple[Segment, ...]:
-    """Part two texts into what is the same and what differs; long stretches that are the same are cut in their middle.
+    """Split two texts into equal and different parts. Long equal parts are cut in the middle.
 
-    Words are compared with words, then the characters at their ends.
+    Words are compared with words first, then the characters at the ends of different words.
     """
     ours, theirs = _WORD.findall(served), _WORD.findall(echoed)
     if len(ours) * len(theirs) > _DIFFABLE:
@@ -187,7 +193,7 @@ def segments(served: str, echoed: str) -> tuple[Segment, ...]:
 
 
 def _joined(found: Sequence[Segment]) -> list[Segment]:
-    """Segments of a kind that stand beside each other are one."""
+    """Join neighbouring segments of the same kind."""
     joined: list[Segment] = []
     for kind, ours, theirs in found:
         if joined and joined[-1][0] == kind != "left-out":
@@ -198,17 +204,17 @@ def _joined(found: Sequence[Segment]) -> list[Segment]:
 
 
 def _ends(served: str, echoed: str) -> tuple[Segment, ...]:
-    """Part two texts into a common beginning, a common end, and what is between."""
+    """Split two texts into a common beginning, a common end, and the part between them."""
     shortest = min(len(served), len(echoed))
-    head = _worth(next((i for i in range(shortest) if served[i] != echoed[i]), shortest))
-    tail = _worth(next((i for i in range(shortest - head) if served[-1 - i] != echoed[-1 - i]), shortest - head))
+    head = _if_enough(next((i for i in range(shortest) if served[i] != echoed[i]), shortest))
+    tail = _if_enough(next((i for i in range(shortest - head) if served[-1 - i] != echoed[-1 - i]), shortest - head))
     ours, theirs = served[head : len(served) - tail], echoed[head : len(echoed) - tail]
     between: list[Segment] = [("differs", ours, theirs)] if ours or theirs else []
     return (*_same(served[:head]), *between, *_same(served[len(served) - tail :]))
 
 
-def _worth(shared: int) -> int:
-    return shared if shared >= _WORTH else 0
+def _if_enough(shared: int) -> int:
+    return shared if shared >= _MIN_SHARED else 0
 
 
 def _same(text: str) -> list[Segment]:

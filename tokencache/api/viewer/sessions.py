@@ -1,0 +1,224 @@
+"""The list of all sessions, and the outline of one session: its turns as a tree of sequences, with figures and incidents.
+
+A store lists sessions in no order, and there may be tens of thousands. So one listing is shared by all viewers and kept for a while, and
+listing pauses now and then so that calls can proceed. An outline is made from the turns alone, without reading a token.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import msgspec
+
+from tokencache.api.openapi import SESSION_STATES
+from tokencache.core.lineage import lineages
+from tokencache.core.turn import Turn
+from tokencache.proxy.ledger import Ledger
+from tokencache.store.base import Incident, SessionInfo
+from tokencache.trajectories.formats.native import incident_object
+from tokencache.trajectories.rollout import count_incidents, figures_of, incidents_of, is_complete
+
+_FRESH_SECONDS = 1.0
+_KEPT_FACTOR = 20
+"""A listing is kept for so many times as long as it took, so that viewing costs at most a twentieth of the time."""
+_PAUSE_EVERY = 200
+_PREVIEW = 160
+"""Characters of a reply that are shown next to its turn."""
+
+
+class SessionSummary(msgspec.Struct, frozen=True):
+    """A session in one line.
+
+    Attributes:
+        since: start of the oldest open call in seconds since the epoch, or `None`.
+        incidents: number of incidents of each kind.
+    """
+
+    session: str
+    created: float
+    used: float
+    sealed: bool
+    complete: bool
+    turns: int
+    open_calls: int
+    since: float | None
+    incidents: dict[str, int]
+
+    def is_in(self, state: str) -> bool:
+        """Whether the session is in a state of `openapi.SESSION_STATES`."""
+        match state:
+            case "live":
+                return self.open_calls > 0
+            case "incomplete":
+                return not self.complete
+            case "complete":
+                return self.complete
+            case "incidents":
+                return bool(self.incidents)
+            case "sealed":
+                return self.sealed
+            case _:
+                return True
+
+
+class SessionList:
+    """Lists sessions, the last used first, and limits how often the store is asked."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._lock = asyncio.Lock()
+        self._listing: list[SessionSummary] = []
+        self._expires = 0.0
+
+    async def page(self, *, contains: str, state: str, offset: int, limit: int) -> dict[str, Any]:
+        """Return one page of the sessions whose names contain a text, and how many there are in each state.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        listing = await self._listed()
+        named = [one for one in listing if contains in one.session.lower()] if (contains := contains.lower()) else listing
+        found = [one for one in named if one.is_in(state)]
+        return {
+            "total": len(listing),
+            "found": len(found),
+            "offset": offset,
+            "states": {name: sum(one.is_in(name) for one in named) for name in SESSION_STATES},
+            "now": time.time(),
+            "sessions": found[offset : offset + limit],
+        }
+
+    async def _listed(self) -> list[SessionSummary]:
+        async with self._lock:
+            if time.monotonic() >= self._expires:
+                began = time.monotonic()
+                listing = []
+                async for info in self._ledger.store.sessions():
+                    listing.append(self._summary(info))
+                    if not len(listing) % _PAUSE_EVERY:
+                        await asyncio.sleep(0)
+                listing.sort(key=lambda one: (-one.used, one.session))
+                ended = time.monotonic()
+                self._listing, self._expires = listing, ended + max(_FRESH_SECONDS, _KEPT_FACTOR * (ended - began))
+            return self._listing
+
+    def _summary(self, info: SessionInfo) -> SessionSummary:
+        owed = self._ledger.owed(info.id)
+        return SessionSummary(
+            session=info.id,
+            created=info.created,
+            used=info.used,
+            sealed=info.sealed,
+            complete=is_complete(incidents_of(info, owed)),
+            turns=info.turns,
+            open_calls=len(info.open_calls),
+            since=min((call.since for call in info.open_calls), default=None),
+            incidents=count_incidents((*info.incidents, *owed)),
+        )
+
+
+def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) -> dict[str, Any]:
+    """Write the outline of a session as JSON values.
+
+    The sequences and the figures (except drift) are those of an export.
+
+    Args:
+        info: the state of the session.
+        turns: its turns, in the order in which they were recorded.
+        owed: incidents that the store could not save yet.
+    """
+    incidents = incidents_of(info, owed)
+    found = lineages(turns)
+    sequence_of = {turn.id: number for number, line in enumerate(found) for turn in line}
+    parents = {turn.parent for turn in turns}
+    figures = figures_of(
+        turns,
+        incidents,
+        sequences=len(found),
+        tokens=sum(line[-1].prompt_tokens + line[-1].completion_tokens for line in found),
+        sampled=sum(turn.completion_tokens for turn in turns),
+        trainable=sum(turn.completion_tokens for turn in turns if is_scored(turn)),
+    )
+    return {
+        "session": info.id,
+        "created": info.created,
+        "used": info.used,
+        "sealed": info.sealed,
+        "complete": is_complete(incidents),
+        "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
+        "incidents": [incident_object(incident) for incident in incidents],
+        "figures": {name: value for name, value in msgspec.to_builtins(figures).items() if name != "drift"},
+        "sequences": [_sequence(number, line, sequence_of, parents) for number, line in enumerate(found)],
+        "turns": _turns(turns, sequence_of, parents),
+    }
+
+
+def is_scored(turn: Turn) -> bool:
+    """Whether the sampled tokens of a turn have log probabilities, so that they can be trained."""
+    return "no-logprobs" not in turn.marks
+
+
+def _sequence(number: int, line: Sequence[Turn], sequence_of: Mapping[str, int], parents: AbstractSet[str | None]) -> dict[str, Any]:
+    first, last = line[0], line[-1]
+    from_turn = first.parent or first.origin
+    return {
+        "number": number,
+        "id": first.id,
+        "parent": sequence_of.get(from_turn) if from_turn else None,
+        "from_turn": from_turn if from_turn in sequence_of else None,
+        "start": "branch" if first.match == "continue" else first.match,
+        "reason": first.reason,
+        "continued": any(turn.id in parents for turn in line),
+        "tools": first.tools,
+        "turns": len(line),
+        "tokens": last.prompt_tokens + last.completion_tokens,
+        "trainable_tokens": sum(turn.completion_tokens for turn in line if is_scored(turn)),
+    }
+
+
+def _turns(turns: Sequence[Turn], sequence_of: Mapping[str, int], parents: AbstractSet[str | None]) -> list[dict[str, Any]]:
+    continued_places = {turn.place for turn in turns if turn.id in parents and turn.place}
+    return [
+        {
+            "number": number,
+            "id": turn.id,
+            "call": turn.call,
+            "sequence": sequence_of[turn.id],
+            "match": turn.match,
+            "reason": turn.reason,
+            "parent": turn.parent,
+            "origin": turn.origin,
+            "forgiven": turn.forgiven,
+            "anchors": len(turn.anchors),
+            "prompt_tokens": turn.prompt_tokens,
+            "completion_tokens": turn.completion_tokens,
+            "finish_reason": turn.finish_reason,
+            "marks": turn.marks,
+            "replaced": sorted(turn.replaced),
+            "model": turn.model,
+            "harness": turn.harness,
+            "dialect": turn.dialect,
+            "stream": turn.stream,
+            "choice": turn.choice,
+            "messages": turn.messages,
+            "tools": turn.tools,
+            "created": turn.created,
+            "seconds": turn.seconds,
+            "continued": turn.id in parents,
+            # the harness continued with another answer to the same conversation
+            "thrown_away": turn.id not in parents and turn.place in continued_places,
+            "says": preview(turn),
+        }
+        for number, turn in enumerate(turns)
+    ]
+
+
+def preview(turn: Turn) -> str:
+    """Return the beginning of a reply: its text and calls, or else its reasoning."""
+    served = turn.served
+    text = " ".join((served.content or "").split())
+    calls = " ".join(f"{call.name}({' '.join(call.arguments.split())})" for call in served.calls)
+    shown = " ".join(filter(None, (text, calls))) or " ".join((served.reasoning or "").split())
+    return shown if len(shown) <= _PREVIEW else shown[:_PREVIEW] + "…"
