@@ -33,13 +33,15 @@ def linked(text: str) -> str:
 
 
 def settings(panel: str) -> str:
-    """The settings in a panel of `tokencache serve --help`."""
-    rows = [("option", "environment variable", "meaning")]
+    """The settings in a panel of `tokencache serve --help`, each under its key in the configuration file."""
+    parts = []
     for param in COMMANDS["serve"].params:
         if getattr(param, "rich_help_panel", None) == panel:
+            text, _, default = param.help.removesuffix("]").partition(" [default: ")
             value = "" if param.is_flag else f" {param.metavar}"
-            rows.append((f"`{param.opts[0]}{value}`", f"`{PREFIX}{param.name.upper()}`", linked(param.help)))
-    return table(*rows)
+            names = [f"`{param.opts[0]}{value}`", f"`{PREFIX}{param.name.upper()}`", *([f"default `{default}`"] if default else [])]
+            parts.append(f"### {param.name}\n\n{' · '.join(names)}\n\n{linked(text)}\n")
+    return "\n" + "\n".join(parts) + "\n"
 
 
 def command_line() -> str:
