@@ -1,19 +1,42 @@
-"""Quiet connections: what keeps one alive on which nothing is said.
+"""Helpers for connections: TCP keep-alive, and the HTTP headers that are passed on from one connection to the next.
 
-While a reply that is not streamed is sampled, nothing can be said over HTTP, for minutes. TCP itself can ask now and then whether the other
-side is there. That keeps the address tables between (NAT, load balancers) from forgetting the connection, and finds out that the other
-machine is gone, where nothing else would. A slow process is not taken for a dead one: it is its kernel that answers.
+While a reply that is not streamed is sampled, nothing is sent over HTTP for minutes. TCP itself probes the other side now and then. That
+keeps the address tables in between (NAT, load balancers) from dropping the connection, and detects a machine that is gone. A slow process
+is not mistaken for a dead one, because its kernel answers.
 """
 
 import socket
+from collections.abc import Mapping
+
+from multidict import CIMultiDict
 
 _PROBES = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
-"""Linux's tcp(7): seconds of quiet before the first probe, seconds between probes, probes without an answer: two minutes in all."""
+"""Linux's tcp(7): seconds of silence before the first probe, seconds between probes, probes without an answer: two minutes in all."""
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Have TCP probe a quiet connection; those that a listening socket accepts inherit it."""
+    """Let TCP probe a silent connection; connections that a listening socket accepts inherit it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES:
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def end_to_end_headers(headers: Mapping[str, str], *, drop: frozenset[str] = frozenset()) -> CIMultiDict[str]:
+    """Copy headers, without those of one connection (RFC 9110 §7.6.1) and those in `drop` (lower case)."""
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    left_out = _HOP_BY_HOP | named | drop
+    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in left_out])

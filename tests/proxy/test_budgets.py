@@ -9,8 +9,8 @@ import pytest
 from google import genai
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
-from tokencache.proxy.budget import LAST_WORDS, SPENT
-from tokencache.proxy.latecomers import ONE_BY_ONE
+from tokencache.proxy.generated_replies import LAST_WORDS, SPENT
+from tokencache.proxy.ledger import ONE_BY_ONE
 from tokencache.testing import Fault
 from tokencache.testing.harness import ScriptedHarness
 

@@ -10,9 +10,9 @@ import pytest
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, events, proxied, results, until, user
 from tests.support.redis_server import RealRedis, find_binary
 from tokencache.config import Settings
-from tokencache.proxy.dedup import in_flight as twins
-from tokencache.proxy.dedup.fingerprint import repeat_of
-from tokencache.proxy.latecomers import ONE_BY_ONE
+from tokencache.proxy.dedup import in_flight
+from tokencache.proxy.dedup.fingerprint import fingerprint_of
+from tokencache.proxy.ledger import ONE_BY_ONE
 from tokencache.server.serve import serving
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
@@ -287,9 +287,9 @@ async def test_the_twin_is_elsewhere(store):
 
 async def test_the_twins_replica_is_gone(store, monkeypatch):
     """A proxy that was killed ends nothing: its call is closed with a hole, once, and those who waited are served."""
-    monkeypatch.setattr(twins, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(in_flight, "HEARTBEAT_SECONDS", 0.05)
     async with proxied(store=store) as rig:
-        fingerprint = repeat_of("join", CHAT, {}, json.dumps(ASK).encode(), "").imprint
+        fingerprint = fingerprint_of("join", CHAT, {}, json.dumps(ASK).encode(), "").digest
         await rig.store.begin("s", "lost", [], fingerprint=fingerprint, replica="killed")
         async with asyncio.timeout(20):
             answers = await asyncio.gather(*(send(rig) for _ in range(3)))

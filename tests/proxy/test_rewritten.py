@@ -10,8 +10,8 @@ from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
 from tests.proxy.test_client_gone import settled
 from tokencache.core.rules import RULES, Leniency
 from tokencache.proxy import endpoints as caller
-from tokencache.proxy.delivery import Delivery
 from tokencache.proxy.harness_profile import HarnessProfiles
+from tokencache.proxy.response import Delivery
 from tokencache.testing import SimulatedEngine
 
 CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "cd /w && ls", "timeout": "5"}}\n</tool_call>'
@@ -163,7 +163,7 @@ async def test_who_leaves_before_the_last_words_has_not_heard_the_whole(monkeypa
     async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         asked = {"messages": [user("EPISODE:long")]}
         with monkeypatch.context() as gone:
-            gone.setattr(Delivery, "left", True)
+            gone.setattr(Delivery, "client_left", True)
             async with rig.http.post(rig.url + CHAT, json={"model": "sim", "stream": True, **asked}, headers={HEADER: "s"}) as answer:
                 got = b""
                 with contextlib.suppress(aiohttp.ClientError):

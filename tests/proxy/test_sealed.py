@@ -10,7 +10,7 @@ from google import genai
 from google.genai import errors as gemini_errors
 
 from tests.proxy.kit import CHAT, proxied, user
-from tokencache.proxy.latecomers import ONE_BY_ONE
+from tokencache.proxy.ledger import ONE_BY_ONE
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 

@@ -8,6 +8,7 @@ import pytest
 from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, events, proxied, results, until, user
 from tokencache.proxy import engine_retry
+from tokencache.proxy.dedup import in_flight
 from tokencache.testing import Fault, SimulatedEngine
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -234,11 +235,11 @@ async def test_what_a_harness_was_shown_of_an_abort_is_continued(held):
 
 async def test_aborts_without_end_are_passed_on(held):
     """Weights that change faster than a reply is sampled: after some attempts it is as the engine says."""
-    held.engine.faults.extend([Fault.abort(3)] * (engine_retry.RESAMPLES + 1))
+    held.engine.faults.extend([Fault.abort(3)] * (engine_retry.MAX_RESAMPLES + 1))
     status, said = await held.post("s", **ASK)
     assert (status, said["choices"][0]["finish_reason"]) == (200, "abort")
     turns = await held.turns()
-    assert [turn["marks"] for turn in turns] == [["engine-aborted"]] * (engine_retry.RESAMPLES + 1)
+    assert [turn["marks"] for turn in turns] == [["engine-aborted"]] * (engine_retry.MAX_RESAMPLES + 1)
     await held.check()
 
 
@@ -269,14 +270,14 @@ async def test_a_session_sealed_while_its_call_waits_takes_no_second_attempt(hel
     """The attempt that was under way may still be recorded; another one is a late call."""
     held.engine.faults.append(Fault.abort(5))
     sealed = asyncio.Event()
-    waited = engine_retry.Hold.before_next
+    waited = in_flight.pause_before_resample
 
-    async def seal(self):
+    async def seal():
         await held.store.seal("s")
         sealed.set()
-        await waited(self)
+        await waited()
 
-    monkeypatch.setattr(engine_retry.Hold, "before_next", seal)
+    monkeypatch.setattr(in_flight, "pause_before_resample", seal)
     status, _ = await held.post("s", **ASK)
     assert (status, sealed.is_set()) == (409, True)
     assert [turn["marks"] for turn in await held.turns()] == [["engine-aborted"]]

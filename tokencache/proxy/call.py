@@ -1,253 +1,737 @@
-"""One model call within a session, from its body to its last byte.
+"""Runs one model call of a session as a state machine: open it in the store, plan, send, deliver, record.
 
-    read → begin (store) → plan → send → stream through as it comes → record → the last byte
+`TRANSITIONS` lists every legal transition. The usual path is
 
-The turn is stored before the reply's last byte leaves: of a stream everything is passed on at once up to the event
-with which the last choice is finished; that one waits until the turn stands in the store. So a harness that has seen
-the end of a reply can send the next call to any replica.
+    NEW → OPENING → OPEN → SAMPLING → STREAMING (or not) → STORING → STORED
 
-A harness that leaves ends its call, by cancelling the task that serves it: unless it is let go on unheard (`repeats`), because who
-asked may ask again.
+The turn is stored before the last byte of the reply leaves. So a client that has seen the end of a reply can send its next call to any
+replica of the proxy.
+
+A client that disconnects cancels its call (`ModelCall.cancel`). While the store is being written to, the cancellation is deferred until
+the store has answered: otherwise it would be unknown what is stored. (A shielded task of its own for each write does the same, and costs
+about 50 µs per call.) A call of which the client has received nothing may instead go on as an *orphaned generation* (`dedup.in_flight`).
+
+An illegal transition raises `IllegalTransitionError`, in production as in tests. It can only come from a mistake in this package, so
+nothing is known about what would be recorded. `ModelCall.__aexit__` then closes the call in the store like after any other internal error:
+without a turn, and with the incident `internal-error`, so that the trainer does not take the session for complete.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import StrEnum
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 
 from tokencache import metrics
 from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
+from tokencache.core.match import DISAGREED
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.dialect import EVENTS, refusal
+from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, ParsedCompletion, Target
 from tokencache.engine.model import Engine, Model
+from tokencache.engine.pool import Pool
 from tokencache.engine.reply import Reply
 from tokencache.engine.weights import HEADER as WEIGHT_VERSION
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy import echoes
-from tokencache.proxy.answering import Answering
-from tokencache.proxy.budget import SPENT, last_reply
 from tokencache.proxy.client_ids import require_prefix
-from tokencache.proxy.dedup.fingerprint import Repeat, passed_over
-from tokencache.proxy.delivery import LEFT, Delivery
-from tokencache.proxy.ending import Ending
-from tokencache.proxy.engine_retry import Hold
-from tokencache.proxy.exchange import Exchange
+from tokencache.proxy.engine_retry import NotTakenError, until_taken
+from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, SPENT, budget_reply, is_overflow, overflow_reply
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, keys_wanted
-from tokencache.proxy.recorder import ABORTED, BROKE, Outcome
-from tokencache.proxy.sending import Sending
-from tokencache.proxy.undisturbed import Undisturbed
+from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, NO_IDS, Outcome, Recorded
+from tokencache.proxy.response import CLIENT_LEFT, Delivery, Response, whole_response
 from tokencache.store.base import BeginResult, Incident, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
 
-PlanFor = Callable[[Engine, str, ChatCall, Sequence[bytes], BeginResult | None], Awaitable[tuple[Plan, Model | None]]]
+REQUEST_ID = "X-Request-Id"
+_OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
+_REFUSED = frozenset({400, 422})
+_ENDED_EARLY = "the engine's stream ended before the reply did"
+_UNREADABLE = "the engine's reply cannot be read"
 
 
-class Beginning(NamedTuple):
-    """What is known of other calls of this life of the session that asked for the same: one in flight, recorded turns in order."""
+class State(StrEnum):
+    """The state of one model call."""
+
+    NEW = "new"
+    """The store was not asked yet."""
+    OPENING = "opening"
+    """The store is opening the call."""
+    OPENING_CANCELLED = "opening, cancelled"
+    """The same, and the client has left: the call is closed as soon as the store has answered."""
+    OPEN = "open"
+    """Open in the store. Its prompt is being planned; no engine has it."""
+    QUEUED = "queued"
+    """No engine took it. It waits to be planned and sent again."""
+    SAMPLING = "sampling"
+    """An engine may be sampling. The client has received nothing of the reply."""
+    STREAMING = "streaming"
+    """The client has received the beginning of the reply."""
+    ORPHANED = "orphaned"
+    """The client left before it received anything, and the engine goes on for a grace period."""
+    ORPHANED_QUEUED = "orphaned, queued"
+    """The same, and no engine has taken the call yet."""
+    ABANDONED = "abandoned"
+    """Cancelled before an engine may have sampled: to be closed without a turn."""
+    CANCELLED = "cancelled"
+    """Cancelled after an engine may have sampled: what was received is to be recorded."""
+    STORING = "storing"
+    """The end of the call is being written to the store."""
+    STORING_CANCELLED = "storing, cancelled"
+    """The same, and the client has left: the call stops as soon as the store has answered."""
+    UNOPENED = "unopened"
+    """Terminal: never opened. A duplicate is in flight, the store refused, or the client left at once."""
+    STORED = "stored"
+    """Terminal: the store (or, while it fails, the ledger) has what the call came to."""
+    LOST = "lost"
+    """Terminal: the store failed, and the policy is strict."""
+
+
+class Event(StrEnum):
+    """What happens to a call."""
+
+    OPEN = "open"
+    OPENED = "opened"
+    NOT_OPENED = "not opened"
+    SEND = "send"
+    NOT_TAKEN = "not taken"
+    SHOW = "show"
+    ORPHAN = "orphan"
+    CANCEL = "cancel"
+    STORE = "store"
+    WRITTEN = "written"
+    FAILED = "failed"
+
+
+TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
+    State.NEW: {Event.OPEN: State.OPENING, Event.CANCEL: State.UNOPENED},
+    State.OPENING: {
+        Event.OPENED: State.OPEN,
+        Event.NOT_OPENED: State.UNOPENED,
+        Event.CANCEL: State.OPENING_CANCELLED,
+    },
+    State.OPENING_CANCELLED: {
+        Event.OPENED: State.ABANDONED,
+        Event.NOT_OPENED: State.UNOPENED,
+        Event.CANCEL: State.OPENING_CANCELLED,
+    },
+    State.OPEN: {
+        Event.SEND: State.SAMPLING,
+        Event.NOT_TAKEN: State.QUEUED,  # the engine went away while the prompt was planned
+        Event.CANCEL: State.ABANDONED,
+        Event.STORE: State.STORING,
+    },
+    State.QUEUED: {
+        Event.SEND: State.SAMPLING,
+        Event.NOT_TAKEN: State.QUEUED,
+        Event.CANCEL: State.ABANDONED,
+        Event.STORE: State.STORING,
+    },
+    State.SAMPLING: {
+        Event.NOT_TAKEN: State.QUEUED,
+        Event.SHOW: State.STREAMING,
+        Event.ORPHAN: State.ORPHANED,
+        Event.CANCEL: State.CANCELLED,
+        Event.STORE: State.STORING,
+    },
+    State.STREAMING: {Event.CANCEL: State.CANCELLED, Event.STORE: State.STORING},
+    State.ORPHANED: {
+        Event.NOT_TAKEN: State.ORPHANED_QUEUED,
+        Event.SHOW: State.ORPHANED,  # to a client that is gone
+        Event.ORPHAN: State.ORPHANED,  # another call waits for the reply: the grace period begins again
+        Event.CANCEL: State.CANCELLED,
+        Event.STORE: State.STORING,
+    },
+    State.ORPHANED_QUEUED: {
+        Event.SEND: State.ORPHANED,
+        Event.NOT_TAKEN: State.ORPHANED_QUEUED,
+        Event.ORPHAN: State.ORPHANED_QUEUED,
+        Event.CANCEL: State.ABANDONED,
+        Event.STORE: State.STORING,
+    },
+    State.ABANDONED: {Event.CANCEL: State.ABANDONED, Event.STORE: State.STORING},
+    State.CANCELLED: {Event.CANCEL: State.CANCELLED, Event.STORE: State.STORING},
+    State.STORING: {Event.WRITTEN: State.STORED, Event.FAILED: State.LOST, Event.CANCEL: State.STORING_CANCELLED},
+    State.STORING_CANCELLED: {
+        Event.WRITTEN: State.STORED,
+        Event.FAILED: State.LOST,
+        Event.CANCEL: State.STORING_CANCELLED,
+    },
+    # The client may leave while the last bytes are sent to it, or while it waits for a duplicate.
+    State.UNOPENED: {Event.CANCEL: State.UNOPENED},
+    State.STORED: {Event.CANCEL: State.STORED},
+    State.LOST: {Event.CANCEL: State.LOST},
+}
+"""Every legal transition."""
+
+TERMINAL = frozenset({State.UNOPENED, State.STORED, State.LOST})
+DEFERRED = frozenset({State.OPENING_CANCELLED, State.STORING_CANCELLED})
+"""States in which a cancellation waits for the store."""
+_ENDING = TERMINAL | {State.STORING, State.STORING_CANCELLED}
+_SENT = frozenset({State.SAMPLING, State.STREAMING, State.ORPHANED, State.CANCELLED})
+"""States in which an engine may have sampled."""
+
+
+class IllegalTransitionError(RuntimeError):
+    """An event that `TRANSITIONS` does not allow in the current state."""
+
+
+def next_state(state: State, event: Event) -> State:
+    """Return the state that follows.
+
+    Raises:
+        IllegalTransitionError: the event is not allowed in this state.
+    """
+    try:
+        return TRANSITIONS[state][event]
+    except KeyError:
+        raise IllegalTransitionError(f"a call that is {state} cannot {event}") from None
+
+
+class CallRequest(NamedTuple):
+    """A client request for a model's reply.
+
+    Attributes:
+        session: the session's name.
+        chat: the request, as a chat completion.
+        response: the response to the client.
+        fingerprint: of everything that the client sent to be answered (16 bytes); `b""` if duplicates are not looked for.
+    """
+
+    session: str
+    chat: ChatCall
+    response: Response
+    fingerprint: bytes
+
+
+class Services(NamedTuple):
+    """What serves the calls of all sessions.
+
+    Attributes:
+        pool: the engines.
+        ledger: the store, as calls use it.
+        plan: plans a call for an engine (`planner`).
+        hold: seconds for which a call may wait for an engine.
+    """
+
+    pool: Pool
+    ledger: Ledger
+    plan: Callable[[Engine, str, ChatCall, Sequence[bytes], BeginResult | None], Awaitable[tuple[Plan, Model | None]]]
+    hold: float
+
+
+class Opening(NamedTuple):
+    """What the store knows of other calls with the same fingerprint: one in flight, and recorded turns in order."""
 
     epoch: str = ""
     duplicate: OpenCall | None = None
     earlier: tuple[Turn, ...] = ()
 
 
-class Call:
-    """A model call of one session, under way: `begin`, and then, unless it has a twin, `run` or `close`.
+class ModelCall:
+    """One attempt at a model call. Used as a context, which ends it in the store exactly once, whatever happens.
 
-    `run` raises `EngineError` where no engine takes it in time, or breaks off, and nothing was answered yet,
-    and under a strict policy `StoreError`; `HarnessError` where the prompt would not begin as the client requires.
+    Within the context: `open`, and then, unless there is a duplicate, `run` or `close`.
+
+    Attributes:
+        id: 16 hexadecimal digits; the turns and the engine's request have it too.
+        state: the state of the call; only `_advance` changes it.
     """
 
-    def __init__(
-        self,
-        request: web.Request,
-        session: str,
-        call: ChatCall,
-        exchange: Exchange,
-        *,
-        plan: PlanFor,
-        hold: Hold,
-        ledger: Ledger,
-        budget: Budget,
-        repeat: Repeat,
-    ) -> None:
-        self._budget, self._repeat = budget, repeat
-        self._plan, self._hold, self._ledger = plan, hold, ledger
-        self._session = session
-        self._call = call
-        self._exchange = exchange
-        self._sent = False  # an engine may have begun to sample
-        self._keys = keys_wanted(call)
-        self._id = os.urandom(8).hex()
-        self._undisturbed = Undisturbed()
-        self._ending = Ending(session, self._id, ledger, exchange.speaker, hold, undisturbed=self._undisturbed)
-        self._reply = Reply(call.n)
-        self._delivery = Delivery(request, call, exchange, self._reply, hold)
+    def __init__(self, asked: CallRequest, services: Services, budget: Budget, *, may_resample: bool) -> None:
+        self.id = os.urandom(8).hex()
+        self.state = State.NEW
+        self._session, self._chat, self._response, self._fingerprint = asked
+        self._exchange = asked.response.exchange
+        self._services, self._ledger = services, services.ledger
+        self._budget, self._may_resample = budget, may_resample
+        self._keys = keys_wanted(asked.chat)
+        self._reply = Reply(asked.chat.n)
+        self._begun: BeginResult | None = None
         self._outcome: Outcome
-        self._sending = Sending(self._id, call, exchange)
-        self._started = self._asking = time.time()
+        self._engine: Engine
+        self._driver: Driver
+        self._request: EngineRequest
+        self._posts = 0
+        self._documents: dict[str, bytes] = {}
+        self._started = time.time()
+        self._ended: asyncio.Event | None = None
 
-    async def begin(self, join: Join) -> Beginning:
-        """Open the call in the store; not where there is a twin that it may `join`.
+    def _advance(self, event: Event) -> None:
+        self.state = next_state(self.state, event)
+
+    async def __aenter__(self) -> Self:
+        """Do nothing: `open` opens the call."""
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, why: BaseException | None, trace: TracebackType | None) -> None:
+        """End the call in the store, unless that was done.
+
+        Raises:
+            StoreError: the store failed and the policy is strict.
+        """
+        if self.state in _ENDING or self.state is State.NEW:
+            return
+        match why:
+            case asyncio.CancelledError():
+                if self.state not in {State.ABANDONED, State.CANCELLED}:  # cancelled by the event loop, not by `cancel`
+                    self._advance(Event.CANCEL)
+                if self.state is State.CANCELLED:
+                    await self._record_cancelled()
+                else:
+                    await self.close()
+            case HarnessError():
+                await self.close()
+            case EngineError():
+                await self._settle(BROKE if why.reached else "upstream-down", str(why), hole=why.reached)
+            case _:  # our own mistake; calls that wait for this one must not wait for ever
+                await self._settle("internal-error", f"{type(why).__name__}: {why}", hole=self.state in _SENT)
+
+    # Open and end
+
+    async def open(self, join: Join) -> Opening:
+        """Open the call in the store, unless there is a duplicate in flight that it may `join`.
 
         Raises:
             SessionSealedError: and what else `Store.begin` raises.
             StoreError: the store failed and the policy is strict.
+            CancelledError: the client left meanwhile.
         """
-        return await self._undisturbed.work(self._begun(join))
-
-    async def _begun(self, join: Join) -> Beginning:
-        imprint = self._repeat.imprint
-        first = [request_key(imprint)] if imprint else []  # behind a known `c` key nothing is looked up
-        begun = await self._ledger.begin(self._session, self._id, [*first, *self._keys], fingerprint=imprint, join=join)
-        if begun is not None and begun.duplicate is None:
-            self._ending.begun = msgspec.structs.replace(begun, hits=begun.hits[len(first) :])
-        self._outcome = self._nothing_yet()
-        if begun is None:
-            return Beginning()
-        return Beginning(begun.epoch, begun.duplicate, tuple(hit.turn for hits in begun.hits[: len(first)] for hit in hits))
-
-    async def close(self, incidents: Sequence[Incident]) -> None:
-        """End a call that has begun, and that no engine is asked for.
-
-        Raises:
-            StoreError: the store failed and the policy is strict.
-        """
-        await self._ending.close(incidents)
-
-    async def run(self, *, second: str = "") -> web.StreamResponse | None:
-        """Serve the call to its last byte; `None` if the engine aborted it before anything was shown: to be made again.
-
-        `second` is the call that asked the same before and was answered, `""` if there is none: then this is another sample.
-        """
-        self._outcome.second = second
-        if second:
-            self._ending.left_behind = {passed_over(self._repeat.imprint): second.encode()}
+        first = [request_key(self._fingerprint)] if self._fingerprint else []  # the look-up ends at the first known `c` key
+        self._advance(Event.OPEN)
+        begun = None
+        opened = False
         try:
-            return await self._served()
-        except Exception as why:
-            if not self._ending.under_way:  # ours, and whoever waits for this call must not wait for ever
-                await self._ending.settle(self._outcome, "internal-error", f"{type(why).__name__}: {why}", hole=self._sent)
-            raise
-
-    async def _served(self) -> web.StreamResponse | None:
-        try:
-            if spent := self._spent():
-                return await self._stop(spent)
-            async with self._hold.awake():  # while it is planned, and an engine queues it before it says a first byte
-                answer = await self._hold.taken(self._ask)
-        except asyncio.CancelledError:
-            # The harness left. What it was given is recorded all the same: this task outlives its.
-            if self._sent:
-                await self._gone()
-            elif not self._ending.under_way:
-                await self._ending.close()
-            raise
-        except HarnessError:
-            await self._ending.close()
-            raise
-        except EngineError as why:
-            await self._ending.settle(self._outcome, BROKE if why.reached else "upstream-down", str(why), hole=why.reached)
-            raise
-        try:
-            return await self._answered(answer)
-        except asyncio.CancelledError:
-            if not self._ending.under_way:
-                await self._gone()
-            raise
-
-    def _nothing_yet(self) -> Outcome:
-        return Outcome(
+            begun = await self._ledger.begin(self._session, self.id, [*first, *self._keys], fingerprint=self._fingerprint, join=join)
+            opened = begun is None or begun.duplicate is None
+        finally:
+            self._advance(Event.OPENED if opened else Event.NOT_OPENED)
+        if begun is not None and opened:
+            self._begun = msgspec.structs.replace(begun, hits=begun.hits[len(first) :])
+        self._outcome = Outcome(
             session=self._session,
-            epoch=self._ending.begun.epoch if self._ending.begun is not None else "",
-            call_id=self._id,
-            call=self._call,
+            epoch=begun.epoch if begun is not None else "",
+            call_id=self.id,
+            call=self._chat,
             plan=Plan(match="plain"),
             reply=self._reply,
             model=None,
             started=self._started,
-            asked=self._repeat.imprint,
+            asked=self._fingerprint,
         )
+        if self.state is State.ABANDONED:
+            raise asyncio.CancelledError
+        if begun is None:
+            return Opening()
+        return Opening(begun.epoch, begun.duplicate, tuple(hit.turn for hits in begun.hits[: len(first)] for hit in hits))
 
-    def _spent(self) -> str:
-        """What of the session's budget is used up, in words; without the store nobody knows."""
-        begun = self._ending.begun
-        if begun is None or not self._budget:
+    async def close(self, incidents: Sequence[Incident] = ()) -> None:
+        """End a call without a turn.
+
+        Raises:
+            StoreError: the store failed and the policy is strict.
+        """
+        await self._store(self._ledger.settle(self._begun, self._session, self.id, incidents, documents=self._documents))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the call is in the store, or was lost."""
+        return self.state in TERMINAL
+
+    async def until_ended(self) -> None:
+        """Wait until the end of the call is in the store, or was lost."""
+        self._ended = self._ended or asyncio.Event()
+        if not self.ended:
+            await self._ended.wait()
+
+    def cancel(self, task: "asyncio.Task[Any]") -> None:
+        """Cancel the task that serves the call; while the store is written to, as soon as that is done."""
+        self._advance(Event.CANCEL)
+        if self.state not in DEFERRED:
+            task.cancel()
+
+    @property
+    def may_be_orphaned(self) -> bool:
+        """Whether it makes sense to go on without the client: an engine samples, and nothing of the reply was sent."""
+        return self.state is State.SAMPLING and self._begun is not None
+
+    def orphan(self) -> None:
+        """Go on without the client, or for another grace period."""
+        self._advance(Event.ORPHAN)
+        self._outcome.unanswered = True
+
+    @property
+    def orphaned(self) -> bool:
+        """See `response.Progress`."""
+        return self.state is State.ORPHANED
+
+    def show(self) -> None:
+        """See `response.Progress`."""
+        if self.state is not State.STREAMING:
+            self._advance(Event.SHOW)
+
+    async def _store(self, work: Awaitable[None]) -> None:
+        """Write the end of the call. It is written to its end even if the client leaves meanwhile.
+
+        Raises:
+            StoreError: the store failed and the policy is strict.
+            CancelledError: the client left meanwhile.
+        """
+        self._advance(Event.STORE)
+        written = cancelled = False
+        try:
+            await work
+            written = True
+        finally:
+            cancelled = self.state is State.STORING_CANCELLED
+            self._advance(Event.WRITTEN if written else Event.FAILED)
+            if self._ended is not None:
+                self._ended.set()
+        if cancelled:
+            raise asyncio.CancelledError
+
+    async def _settle(self, kind: str, detail: str, *, hole: bool = False) -> None:
+        """End a call without a turn, and record why; raises as `close` does."""
+        metrics.CALLS.labels(self._chat.dialect, kind).inc()
+        incident = self._outcome.incident(kind, detail, hole=hole)
+        self._log(incident)
+        await self.close([incident])
+
+    async def _record(self) -> None:
+        """End a call with the turns that its reply makes; raises as `close` does."""
+        await self._store(self._write_turns())
+
+    async def _record_cancelled(self) -> None:
+        self._outcome.broke, self._outcome.detail = ABORTED, CLIENT_LEFT
+        await self._record()
+
+    async def _write_turns(self) -> None:
+        outcome, ended = self._outcome, time.time()
+        await self._ledger.keep_experts(outcome)
+        try:
+            recorded = outcome.record(self._ledger.prefixes)
+        except Exception as why:  # our own mistake: the client gets its reply, and the trainer an incident
+            log.exception("session %s call %s: no turn could be made of the reply", self._session, self.id)
+            recorded = Recorded([], [], [outcome.incident("internal-error", f"{type(why).__name__}: {why}", hole=True)])
+        self._doubt_engine({incident.kind for incident in recorded.incidents})
+        documents = self._exchange.speaker.documents() if outcome.whole else {}
+        if outcome.whole and outcome.unanswered:
+            documents |= {undelivered(self.id): b"1"}
+        await self._ledger.end(self._begun, outcome, recorded, documents)
+        metrics.AFTER.observe(time.time() - ended)
+        metrics.counter(metrics.CALLS, outcome.call.dialect, outcome.broke or ("error" if outcome.reply.error else "answered")).inc()
+        if log.isEnabledFor(logging.DEBUG):
+            for turn in (entry.turn for entry in recorded.entries):
+                counts = f"{turn.prompt_tokens} + {turn.completion_tokens} tokens"
+                log.debug("session %s turn %s: %s %s, %s, %s", self._session, turn.id, turn.match, turn.reason, counts, turn.finish_reason)
+        for incident in recorded.incidents:
+            self._log(incident)
+
+    def _log(self, incident: Incident) -> None:
+        """Log an incident; its detail may quote the client, so it is logged at debug level only."""
+        log.warning("session %s call %s: %s", self._session, self.id, incident.kind)
+        log.debug("session %s call %s: %s: %s", self._session, self.id, incident.kind, incident.detail)
+
+    def _doubt_engine(self, kinds: set[str]) -> None:
+        """Probe the engine again if it behaves in another way than the probe found: another one may be at its URL now."""
+        model = self._outcome.model
+        if DISAGREED in kinds:
+            self._engine.doubt("it used other ids than were sent")
+        elif NO_IDS in kinds and model is not None and model.capability.level != "relay":
+            self._engine.doubt("it no longer says which ids it used")
+
+    # Plan and send
+
+    async def run(self, *, second: str = "", documents: Mapping[str, bytes] = MappingProxyType({})) -> web.StreamResponse | None:
+        """Serve the call to its last byte.
+
+        Args:
+            second: the earlier call with the same fingerprint of which this is another sample; `""` if there is none.
+            documents: stored if the call ends without a turn.
+
+        Returns:
+            The response; `None` if the engine aborted the reply before the client received any of it: the call is to be made again.
+
+        Raises:
+            EngineError: no engine took the call in time, or it broke off, and nothing was sent to the client.
+            HarnessError: the prompt would not begin as the client requires.
+            StoreError: the store failed and the policy is strict.
+        """
+        self._outcome.second = second
+        self._documents = dict(documents)
+        if spent := self._budget_spent():
+            return await self._stop(spent)
+        async with self._response.keep_alive():
+            answer = await self._send_to_engines()
+        try:
+            self._reply.prompt.sent = self._outcome.plan.sent
+            self._reply.version = answer.headers.get(WEIGHT_VERSION, "")
+            if self._chat.echoes:
+                wrong = await echoes.compared(self._session, self._chat, self._outcome.plan, self._ledger)
+                self._outcome.noted += [self._outcome.incident(kind, detail) for kind, detail in wrong]
+            if answer.status != _OK:
+                return await self._pass_refusal(answer)
+            delivery = Delivery(self._response, self._reply, self, may_resample=self._may_resample)
+            if answer.content_type == EVENTS:
+                return await self._pass_stream(answer, delivery)
+            return await self._pass_whole(answer, delivery)
+        finally:
+            answer.close()
+
+    def _budget_spent(self) -> str:
+        """Name what of the session's budget is used up; `""` if nothing is, or if the store failed."""
+        if self._begun is None or not self._budget:
             return ""
+        begun = self._begun
         return self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=time.time() - begun.created)
 
     async def _stop(self, spent: str) -> web.StreamResponse:
         """End the episode: no engine is asked."""
-        metrics.CALLS.labels(self._call.dialect, SPENT).inc()
+        metrics.CALLS.labels(self._chat.dialect, SPENT).inc()
         number = self._ledger.count_spent(self._session)
-        log.info("session %s call %s: %s: %s", self._session, self._id, SPENT, spent)
-        incidents = [self._outcome.incident(SPENT, f"{spent}: stopped call no. {number}")] if number else []
-        await self._ending.close(incidents)
-        return await self._delivery.say(last_reply(self._call, self._id))
+        log.info("session %s call %s: %s: %s", self._session, self.id, SPENT, spent)
+        await self.close([self._outcome.incident(SPENT, f"{spent}: stopped call no. {number}")] if number else [])
+        return await self._response.send(budget_reply(self._chat, self.id), self._reply)
 
-    async def _gone(self) -> None:
-        self._outcome.broke, self._outcome.detail = ABORTED, LEFT
-        await self._ending.record(self._outcome)
+    async def _send_to_engines(self) -> aiohttp.ClientResponse:
+        """Send the call to the session's engines until one takes it.
 
-    def stop(self, task: "asyncio.Task[Any]") -> None:
-        """Cancel the task that serves it; if that is just writing to the store, as soon as this is done."""
-        self._undisturbed.cancel(task)
-
-    async def stopped(self) -> None:
-        """End it if its task was cancelled between `begin` and `run`: then nobody else does."""
-        if self._ending.begun is not None and not self._ending.under_way:
-            await self._ending.close()
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether it makes sense to go on although the harness has left: something is being sampled, and nothing of it was shown."""
-        return self._sent and not self._ending.under_way and self._ending.begun is not None and not self._delivery.shown
-
-    async def leave(self) -> bool:
-        """Go on unheard; true if another call waits for the reply by now."""
-        self._delivery.unheard = self._outcome.unanswered = True
+        Raises:
+            EngineError: an engine failed after it may have begun to sample, or time is up.
+            HarnessError: the prompt would not begin as the client requires.
+        """
         try:
-            return await self._ledger.store.mark_orphaned(self._session, self._id)
-        except StoreError:
-            return False
+            return await self._ask_each_engine(self._started)
+        except NotTakenError as refused:
+            taken = await until_taken(self._ask_each_engine, refused, self._services.hold)
+        if taken.waited:
+            self._outcome.noted.append(self._outcome.incident("held", f"{taken.waited:.1f} s: {taken.why}"))
+        return taken.answer
 
-    async def _ask(self, engine: Engine) -> aiohttp.ClientResponse:
+    async def _ask_each_engine(self, started: float = 0.0) -> aiohttp.ClientResponse:
+        """Ask each engine once, in the session's order; `started` is when the call came, or 0 if it waited meanwhile.
+
+        Raises:
+            NotTakenError: no engine took the call.
+            EngineError: an engine failed after it may have begun to sample.
+        """
+        refused: NotTakenError | None = None
+        for engine in self._services.pool.order(self._session):
+            if refused is not None:
+                refused.close()
+            self._engine = engine
+            try:
+                answer = await self._ask(engine, started or time.time())
+            except EngineError as why:
+                if not why.passing:
+                    raise
+                if not why.reached:
+                    self._services.pool.lost(engine, why)
+                refused = NotTakenError(str(why), error=why)
+            else:
+                metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).inc()
+                if answer.status not in NOT_NOW:
+                    return answer
+                refused = NotTakenError(f"the engine at {engine.upstream.url} answered {answer.status}", answer=answer)
+            started = 0.0
+            self._advance(Event.NOT_TAKEN)
+            log.info("session %s call %s: not taken: %s", self._session, self.id, refused)
+        assert refused is not None  # noqa: S101 - `order` is never empty
+        raise refused
+
+    async def _ask(self, engine: Engine, started: float) -> aiohttp.ClientResponse:
         """Plan the call for an engine, and send it there.
 
         Raises:
-            EngineError: the engine cannot be reached, or not now.
-            HarnessError: the client requires a beginning of the prompt that it will not have.
+            EngineError: the engine cannot be reached, or does not serve now.
+            HarnessError: the prompt would not begin as the client requires.
         """
-        self._sent = False
-        began, self._asking = self._asking or time.time(), 0.0  # what it waited for another engine is not what planning costs
-        self._outcome.plan, self._outcome.model = await self._plan(engine, self._session, self._call, self._keys, self._ending.begun)
-        metrics.BEFORE.observe(time.time() - began)
-        require_prefix(self._session, self._call, self._outcome.plan.prompt, self._outcome.plan.reason)
-        self._sent = True
+        outcome = self._outcome
+        outcome.plan, outcome.model = await self._services.plan(engine, self._session, self._chat, self._keys, self._begun)
+        metrics.BEFORE.observe(time.time() - started)
+        if self._chat.required_prefix:
+            require_prefix(self._session, self._chat, outcome.plan.prompt, outcome.plan.reason)
+        self._advance(Event.SEND)
         try:
-            answer = await self._sending.send(engine, self._outcome)
+            return await self._send(engine)
         except EngineError as why:
-            self._sent = why.reached
             engine.forget(str(why))
             raise
-        self._sent = answer.status not in NOT_NOW
+
+    async def _send(self, engine: Engine) -> aiohttp.ClientResponse:
+        """Send the call as it is planned; if the engine refuses that, send it again as the client wrote it.
+
+        Raises:
+            EngineError: the engine cannot be reached.
+        """
+        outcome, plan, driver = self._outcome, self._outcome.plan, engine.driver
+        self._driver = driver
+        longest = outcome.model.capability.max_model_len if outcome.model is not None else 0
+        target = Target(engine.upstream, self._exchange.path, self._exchange.headers, longest)
+        self._request = await self._write_request(plan.exact, target)
+        if self._request.not_exact:
+            plan = outcome.plan = Plan(match="plain", reason=self._request.not_exact, near=plan.near)
+        answer = await self._post(engine)
+        if plan.exact is None or answer.status not in _REFUSED:
+            return answer
+        # An engine that refuses has sampled nothing. It may refuse the ids, which are ours: send what the client wrote.
+        words = await answer.read()
+        if self._exchange.token_ids and is_overflow(answer.status, words):
+            return answer  # a rendering of the history may be shorter, but its ids would not continue the rollout's
+        answer.close()
+        log.warning("session %s call %s: the engine refused the spliced prompt with %d", self._session, self.id, answer.status)
+        log.debug("session %s call %s: the engine answered: %s", self._session, self.id, words[:300].decode(errors="replace"))
+        outcome.plan = Plan(match="plain", reason="engine-refused-ids", near=plan.near)
+        self._request = await self._write_request(None, target)
+        answer = await self._post(engine)
+        if answer.status == _OK:  # so it was the ids: the engine's vocabulary may have changed since the probe
+            engine.doubt("it refused the ids that it was sent")
         return answer
 
-    async def _answered(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
-        if self._hold.waited:
-            self._outcome.noted.append(self._outcome.incident("held", f"{self._hold.waited:.1f} s: {self._hold.why}"))
-        if self._call.echoes:
-            wrong = await echoes.compared(self._session, self._call, self._outcome.plan, self._ledger)
-            self._outcome.noted += [self._outcome.incident(kind, detail) for kind, detail in wrong]
-        self._reply.prompt.sent = self._outcome.plan.sent
-        self._reply.version = answer.headers.get(WEIGHT_VERSION, "")
-        answering = Answering(self._exchange, self._hold, self._delivery, self._ending, self._sending)
-        return await answering.answer(answer, self._sending.driver, self._reply, self._outcome)
+    async def _write_request(self, exact: ExactPrompt | None, target: Target) -> EngineRequest:
+        if self._exchange.body is not None:
+            return EngineRequest(self._exchange.path, self._exchange.body)
+        return await self._driver.request(self._chat, exact, target)
+
+    async def _post(self, engine: Engine) -> aiohttp.ClientResponse:
+        self._posts += 1
+        headers = with_request_id(self._exchange.headers, self.id, self._posts)
+        return await engine.upstream.send("POST", self._request.path, headers=headers, body=self._request.body)
+
+    # Pass the engine's answer on
+
+    async def _pass_refusal(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Send an engine's error to the client; nothing was sampled."""
+        body = await self._read(answer)
+        if body is None:
+            return web.Response()
+        if self._exchange.token_ids and is_overflow(answer.status, body):
+            return await self._answer_overflow(answer.status, body)
+        await self._settle("engine-refused", f"{answer.status}: {body[:300].decode(errors='replace')}")
+        if self._response.opened is not None:
+            return await self._response.fail(answer.status, refusal(answer.status, body)[0])
+        return whole_response(answer, body if self._exchange.refuse is None else self._exchange.refuse(answer.status, body))
+
+    async def _answer_overflow(self, status: int, words: bytes) -> web.StreamResponse:
+        """Answer a prompt that is too long with an empty reply; nothing was sampled."""
+        await self._settle("engine-refused", f"{status}: {words[:300].decode(errors='replace')}; {OVERFLOW_DETAIL}")
+        return await self._response.send(overflow_reply(self._chat, self.id), self._reply)
+
+    async def _pass_whole(self, answer: aiohttp.ClientResponse, delivery: Delivery) -> web.StreamResponse | None:
+        """Send a whole reply to the client, after its turn is stored.
+
+        Raises:
+            EngineError: tokens were sampled, and there is no text for them.
+        """
+        body = await self._read(answer)
+        if body is None:
+            return web.Response()
+        no_text = ""
+        if self._request.parse is not None:
+            body, no_text, _ = await self._parse(self._request.parse(body), delivery)
+        body = delivery.take(body, self._driver)
+        if delivery.withheld == "aborted":
+            await self._drop()
+            return None
+        if no_text:
+            self._engine.doubt(no_text)
+            await self._record()
+            raise EngineError(no_text)
+        if self._reply.unreadable and self._exchange.refuse is not None:  # half a body cannot be translated
+            await self._record()
+            raise EngineError(_UNREADABLE)
+        as_stream = delivery.sends_as_stream(self._driver)
+        try:
+            written = self._response.as_events(body, self._reply) if as_stream else self._response.as_body(body, self._reply)
+        finally:  # what cannot be written for the client was sampled all the same
+            async with self._response.keep_alive():
+                await self._record()
+        if as_stream:
+            return await self._response.finish(written)
+        if self._response.opened is not None:
+            return await self._response.fail(_BAD_GATEWAY, "the engine did not stream its reply")
+        return whole_response(answer, written)
+
+    async def _read(self, answer: aiohttp.ClientResponse) -> bytes | None:
+        """Read a whole answer; `None` if the engine broke it off, and then the client's connection is closed too."""
+        try:
+            async with self._response.keep_alive():
+                return await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as why:
+            await self._settle(BROKE, f"{type(why).__name__}: {why}", hole=True)
+            self._response.break_off()
+            return None
+
+    async def _parse(self, parsing: Awaitable[ParsedCompletion], delivery: Delivery) -> ParsedCompletion:
+        """Wait for the second request that parses a reply. If the client leaves meanwhile, the tokens are recorded all the same."""
+        work = asyncio.ensure_future(parsing)
+        try:
+            async with self._response.keep_alive():
+                return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await self._store(self._write_parsed_turns(work, delivery))
+            raise
+
+    async def _write_parsed_turns(self, work: "asyncio.Future[ParsedCompletion]", delivery: Delivery) -> None:
+        delivery.take((await work).body, self._driver)
+        self._outcome.broke, self._outcome.detail = ABORTED, CLIENT_LEFT
+        await self._write_turns()
+
+    async def _pass_stream(self, answer: aiohttp.ClientResponse, delivery: Delivery) -> web.StreamResponse | None:
+        """Pass a stream on, and store its turn before its last event leaves."""
+        reply, outcome = self._reply, self._outcome
+        held, broke = await delivery.follow(answer)
+        if delivery.withheld == "overflow":
+            return await self._answer_overflow(reply.refusal, reply.error)
+        if delivery.withheld == "aborted" and not delivery.client_left:
+            await self._drop()
+            return None
+        if broke is None and delivery.client_left:  # it will not receive what waits for the store
+            broke = ABORTED, CLIENT_LEFT
+        cut = broke is not None
+        if broke is None and not reply.finished and not reply.error:
+            broke = BROKE, _ENDED_EARLY
+            if self._exchange.refuse is not None and not delivery.ended:  # a translated stream must not look complete
+                held += self._exchange.speaker.failed(_BAD_GATEWAY, _ENDED_EARLY)
+        if broke is not None:
+            outcome.broke, outcome.detail = broke
+        try:
+            async with self._response.keep_alive():
+                await self._record()
+        except StoreError as why:  # the head was sent: the error goes into the stream, as an engine would send it
+            held, cut = self._exchange.speaker.failed(_UNAVAILABLE, f"the store failed: {why}"), False
+        return await self._response.finish(held, cut=cut)
+
+    async def _drop(self) -> None:
+        """Record a reply that the engine aborted before the client received any of it: the call is made again."""
+        self._outcome.broke, self._outcome.detail = DROPPED, "the engine aborted the reply before anything was shown; asked again"
+        await self._record()
+
+
+def with_request_id(headers: CIMultiDict[str], call: str, post: int = 1) -> CIMultiDict[str]:
+    """Give a request to an engine an id of its own: two requests with one id disturb each other in vLLM.
+
+    The id ends with the call's id, which the turn has too. A client's own id comes before it, to be found in the engine's log.
+    """
+    own = headers.get(REQUEST_ID)
+    unique = f"{call}-{post}" if post > 1 else call
+    headers = headers.copy()
+    headers[REQUEST_ID] = f"{own}-{unique}" if own else unique
+    return headers
+
+
+def undelivered(call: str) -> str:
+    """Name the document which says that no client has received a call's reply yet. Whoever removes it may send the reply."""
+    return f"unheard:{call}"

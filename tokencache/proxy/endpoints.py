@@ -30,16 +30,16 @@ from tokencache.dialects.probes import model_list
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
 from tokencache.errors import EngineError, HarnessError
-from tokencache.proxy.call import Call
+from tokencache.proxy.call import CallRequest
 from tokencache.proxy.client_ids import require_prefix
-from tokencache.proxy.dedup.retries import Asking, Repeats
-from tokencache.proxy.engine_retry import Hold
-from tokencache.proxy.exchange import Exchange
+from tokencache.proxy.dedup.fingerprint import Policy, fingerprint_of
+from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.harness_profile import ModelAliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.prompts import Prompts, tokenized
 from tokencache.proxy.request_body import body_of
+from tokencache.proxy.response import Exchange, Response
 from tokencache.proxy.sessions import Origin
 from tokencache.store.base import Incident, SessionDeletedError, SessionSealedError, StoreError, StoreFullError
 
@@ -63,9 +63,9 @@ class Caller:
     """Serves the model calls of all sessions through the engines and one ledger.
 
     `keep_alive` is how many seconds a stream may be silent; `sampling` are the parameters that are pinned for all sessions;
-    `hold` how many seconds a call may wait for an engine; `token_ids` is whether replies carry their ids
+    `token_ids` is whether replies carry their ids
     as NeMo Gym's do (`dialects.gym`), and requests are sent as it sends them (`dialects.gym_request`);
-    `budget` holds for every session, as far as it has no own; `repeats` is what serves each call as one.
+    `budget` holds for every session, as far as it has no own; `calls` serves each call once.
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class Caller:
         aliases: ModelAliases,
         *,
         keep_alive: float,
-        hold: float,
         sampling: Mapping[str, Any],
         budget: Budget,
-        repeats: Repeats,
+        prompts: Prompts,
+        calls: CallsInFlight,
+        retry_policy: Policy,
         token_ids: bool = False,
     ) -> None:
         self._pool = pool
@@ -87,14 +88,13 @@ class Caller:
         self._bodies = bodies
         self._aliases = aliases
         self._keep_alive = keep_alive
-        self._hold = hold
         self._sampling = sampling
         self._token_ids = token_ids
         self._rewrite_chat = gym_request.chat_members if token_ids else None
         self._rewrite_translated = gym_request.translated_members if token_ids else None
         self._budget = budget
-        self._repeats = repeats
-        self._prompts = Prompts(pool, ledger)
+        self._calls, self._retry_policy = calls, retry_policy
+        self._prompts = prompts
 
     async def chat(self, visit: Visit) -> web.StreamResponse:
         """Serve a chat completion.
@@ -214,33 +214,19 @@ class Caller:
         return self._pool.order(session)[0]
 
     async def _run(self, visit: Visit, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        hold = Hold(self._pool, visit.session, visit.request, exchange, stream=call.stream, seconds=self._hold)
-        repeat = self._repeats.look(visit.request, visit.origin.path, body, visit.harness)
-        asking = Asking(visit.request, visit.session, call, exchange, hold, repeat, visit.origin.budget.over(self._budget))
-
-        def attempt(limits: Budget) -> Call:
-            return Call(
-                visit.request,
-                visit.session,
-                call,
-                exchange,
-                plan=self._prompts.plan,
-                hold=hold,
-                ledger=self._ledger,
-                budget=limits,
-                repeat=repeat,
-            )
-
+        response = Response(visit.request, call, exchange)
+        fingerprint = fingerprint_of(self._retry_policy, visit.origin.path, visit.request.headers, body, visit.harness)
+        asked = CallRequest(visit.session, call, response, fingerprint.digest)
         with metrics.IN_FLIGHT.track_inprogress():
             try:
-                return await self._repeats.serve(asking, attempt)
+                return await self._calls.serve(asked, fingerprint, visit.origin.budget.over(self._budget))
             except (SessionSealedError, SessionDeletedError, StoreFullError, EngineError, StoreError, HarnessError) as why:
                 if isinstance(why, SessionSealedError):
                     await self._ledger.turn_away(visit.session, f"{call.dialect}, {visit.route}")
-                if hold.opened is None:
+                if response.opened is None:
                     raise
                 status = why.status if isinstance(why, EngineError | HarnessError) else _UNAVAILABLE
-                return await hold.fail(status, f"the call was given up: {why}")
+                return await response.fail(status, f"the call was given up: {why}")
 
     async def admit(self, visit: Visit, dialect: str) -> None:
         """Let a request pass that samples and is only relayed, unless its session is sealed or has a budget.

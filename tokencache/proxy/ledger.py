@@ -8,15 +8,16 @@ the store is back, so that the trainer sees a session that is incomplete, and wh
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from cachetools import LRUCache
+
 from tokencache import metrics
-from tokencache.proxy.dedup.in_flight import Twins
-from tokencache.proxy.latecomers import Latecomers
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome, Recorded
 from tokencache.proxy.routed_experts import RoutedExperts
@@ -25,6 +26,30 @@ from tokencache.store.base import BeginResult, Incident, Join, SessionGoneError,
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
+ONE_BY_ONE = 16
+"""So many events of a session are noted one by one (`SampledCounter`)."""
+_MOST_SESSIONS = 4096
+"""Sessions that a counter knows at a time; for a session that it dropped it starts again."""
+
+
+class SampledCounter:
+    """Counts events of each session in this process, and selects those that become incidents.
+
+    A harness may repeat a refused call for ever, and a session's incidents must not grow with that. So the first `ONE_BY_ONE` events are
+    noted, and after those the 32nd, the 64th and so on, each with the number of all so far.
+    """
+
+    def __init__(self) -> None:
+        self._counts: LRUCache[str, int] = LRUCache(_MOST_SESSIONS)
+
+    def count(self, session: str) -> int:
+        """Count one more event. Returns its number if it is to be noted, else 0."""
+        number = self._counts[session] = self._counts.get(session, 0) + 1
+        return number if number <= ONE_BY_ONE or number.bit_count() == 1 else 0
+
+    def forget(self, session: str) -> None:
+        """Start again for a session that was deleted."""
+        self._counts.pop(session, None)
 
 
 class Ledger:
@@ -36,11 +61,11 @@ class Ledger:
     def __init__(self, store: Store, prefixes: PrefixCache, *, strict: bool = False, experts: RoutedExperts | None = None) -> None:
         self.store = store
         self.prefixes = prefixes
-        self.twins = Twins(store)
+        self.replica = secrets.token_hex(8)
         self._strict = strict
         self._experts = experts
-        self._late = Latecomers()
-        self._spent = Latecomers()
+        self._late = SampledCounter()
+        self._spent = SampledCounter()
         self._owed: dict[str, list[Incident]] = {}
         self._unended: list[tuple[str, str, str]] = []  # session, life and name of calls that are over, and stand open in the store
         self._payer: asyncio.Task[None] | None = None
@@ -56,13 +81,10 @@ class Ledger:
             StoreError: the store failed and the policy is strict.
         """
         try:
-            begun = await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=self.twins.replica, join=join)
+            return await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=self.replica, join=join)
         except StoreError as why:
             self._failed("begin", session, call, why)
             return None
-        if fingerprint and begun.duplicate is None:
-            self.twins.opened(call)
-        return begun
 
     async def end(self, begun: BeginResult | None, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
         """Store what a call came to, and the documents that its reply is to be found by again, before the last byte leaves.

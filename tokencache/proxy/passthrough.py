@@ -1,10 +1,8 @@
-"""Relay: a request and its answer passed on byte for byte, with streaming and back-pressure both ways.
+"""Passes a request on to an engine byte for byte, and its answer back, with streaming and back-pressure both ways.
 
-Used for everything outside a session and for every route that is not ours. Only what belongs to a single connection
-(hop-by-hop headers, RFC 9110 §7.6.1) is not passed on.
+Used for all requests without a session, and for the engine's routes that the proxy does not serve itself. Only headers that belong to a
+single connection are left out.
 """
-
-from collections.abc import Iterable
 
 import aiohttp
 from aiohttp import web
@@ -14,84 +12,11 @@ from tokencache import metrics
 from tokencache.engine.pool import Pool
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError
+from tokencache.net import end_to_end_headers
 from tokencache.proxy.request_body import KEPT, arriving
+from tokencache.proxy.response import open_response
 
-_HOP_BY_HOP = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
-
-
-def forwarded(headers: Iterable[tuple[str, str]], connection: str, *, drop: frozenset[str] = frozenset()) -> CIMultiDict[str]:
-    """Copy headers without those of one connection (named by RFC 9110 or by `connection`) and those in `drop` (lower case)."""
-    named = {name.strip().lower() for name in connection.split(",")}
-    gone = _HOP_BY_HOP | named | drop
-    return CIMultiDict([(name, value) for name, value in headers if name.lower() not in gone])
-
-
-def request_headers(request: web.Request, *, drop: frozenset[str] = frozenset()) -> CIMultiDict[str]:
-    """The headers of a request as they go on to the engine."""
-    return forwarded(request.headers.items(), request.headers.get("Connection", ""), drop=drop | {"host", "expect"})
-
-
-class _Relayed(web.StreamResponse):
-    """An answer that leaves with the headers it came with, and no others."""
-
-    given: frozenset[str] = frozenset()
-
-
-def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = frozenset()) -> web.StreamResponse:
-    """Begin a response with the status, reason and headers of the engine's."""
-    headers = forwarded(answer.headers.items(), answer.headers.get("Connection", ""), drop=drop)
-    response = _Relayed(status=answer.status, reason=answer.reason, headers=headers)
-    response.given = frozenset(name.lower() for name in headers)
-    return response
-
-
-class _RelayedWhole(_Relayed, web.Response):
-    """The same with a whole body: head and body leave in one write, and wake the harness once."""
-
-
-def whole_response(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
-    """Answer with the status, reason and headers of the engine's, and this body."""
-    headers = forwarded(answer.headers.items(), answer.headers.get("Connection", ""), drop=frozenset({"content-length"}))
-    response = _RelayedWhole(status=answer.status, reason=answer.reason, headers=headers, body=body)
-    response.given = frozenset(name.lower() for name in headers)
-    return response
-
-
-async def keep_headers(_request: web.Request, response: web.StreamResponse) -> None:
-    """Take back the headers that aiohttp gives to a relayed answer that came without them (on_response_prepare)."""
-    if isinstance(response, _Relayed):
-        for name in ("Content-Type", "Server"):
-            if name.lower() not in response.given:
-                response.headers.popall(name, None)
-
-
-async def relay(
-    request: web.Request, upstream: Upstream, path: str, *, headers: CIMultiDict[str] | None = None, body: bytes | None = None
-) -> web.StreamResponse:
-    """Pass a request on and its answer back; `body` if it was read already.
-
-    Raises:
-        EngineError: the engine cannot be reached; nothing was answered yet.
-    """
-    sent = request_headers(request) if headers is None else headers
-    if body is None and KEPT in request:
-        body = request[KEPT]
-    streamed = arriving(request) if body is None and request.body_exists else None
-    answer = await upstream.send(request.method, path, headers=sent, body=streamed if body is None else body)
-    metrics.RELAYED.labels(str(answer.status)).inc()
-    return await pass_on(request, answer)
+_FIRST_HOP = frozenset({"host", "expect"})
 
 
 async def relay_to(
@@ -103,24 +28,44 @@ async def relay_to(
     headers: CIMultiDict[str] | None = None,
     body: bytes | None = None,
 ) -> web.StreamResponse:
-    """Relay to the first of a session's engines that can be connected to; without a session they take turns.
+    """Relay a request to the first of a session's engines that accepts a connection; without a session the engines take turns.
+
+    Args:
+        pool: the engines.
+        session: the session's name.
+        request: the request.
+        path: path and query at the engine.
+        headers: sent instead of the request's own.
+        body: sent instead of the request's own, if it was read already.
 
     Raises:
-        EngineError: none can, or one failed where it may have been heard; nothing was answered yet.
+        EngineError: no engine can be reached, or one failed after the request was sent. Nothing was sent to the client.
     """
     *others, last = pool.order(session)
     for engine in others:
         try:
-            return await relay(request, engine.upstream, path, headers=headers, body=body)
+            return await _relay(request, engine.upstream, path, headers, body)
         except EngineError as why:
             if why.reached:
                 raise
             pool.lost(engine, why)
-    return await relay(request, last.upstream, path, headers=headers, body=body)
+    return await _relay(request, last.upstream, path, headers, body)
 
 
-async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Pass an answer back as it comes; where it breaks off, break off too."""
+async def _relay(
+    request: web.Request, upstream: Upstream, path: str, headers: CIMultiDict[str] | None, body: bytes | None
+) -> web.StreamResponse:
+    sent = end_to_end_headers(request.headers, drop=_FIRST_HOP) if headers is None else headers
+    if body is None and KEPT in request:
+        body = request[KEPT]
+    streamed = arriving(request) if body is None and request.body_exists else None
+    answer = await upstream.send(request.method, path, headers=sent, body=streamed if body is None else body)
+    metrics.RELAYED.labels(str(answer.status)).inc()
+    return await _pass_back(request, answer)
+
+
+async def _pass_back(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Pass an answer back as it arrives; if it breaks off, close the client's connection too."""
     response = open_response(answer)
     try:
         await response.prepare(request)

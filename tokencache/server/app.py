@@ -35,15 +35,18 @@ from tokencache.engine.roster import Roster
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
-from tokencache.proxy.dedup.in_flight import BEAT_SECONDS
-from tokencache.proxy.dedup.retries import Repeats
+from tokencache.net import end_to_end_headers
+from tokencache.proxy.call import Services
+from tokencache.proxy.dedup.in_flight import HEARTBEAT_SECONDS, CallsInFlight
 from tokencache.proxy.endpoints import CHAT, COMPLETIONS, Caller, Visit
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.passthrough import keep_headers, relay_to, request_headers
+from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.prefix_cache import PrefixCache
+from tokencache.proxy.prompts import Prompts
 from tokencache.proxy.request_body import KEPT, body_of
+from tokencache.proxy.response import keep_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
 from tokencache.proxy.sessions import Origin, SessionFinder, SessionInBody, SessionSources
 from tokencache.server.http_guard import check_head, check_path
@@ -97,28 +100,31 @@ class Proxy:
         prefixes = PrefixCache(self.store, max_bytes=settings.prefix_memory)
         experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
         self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
-        self.roster = Roster(self.pool, self.store, self.ledger.twins.replica)
+        self.roster = Roster(self.pool, self.store, self.ledger.replica)
         aliases = ModelAliases(settings.model_aliases)
         self._bodies = Bodies()
-        self._repeats = Repeats(self.ledger, policy=settings.repeats, linger=settings.linger)
+        prompts = Prompts(self.pool, self.ledger)
+        services = Services(self.pool, self.ledger, prompts.plan, settings.hold)
+        self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
         self.caller = Caller(
             self.pool,
             self.ledger,
             self._bodies,
             aliases,
             keep_alive=settings.keep_alive,
-            hold=settings.hold,
             sampling=settings.sampling,
             token_ids=settings.return_token_id_information,
             budget=settings.budget,
-            repeats=self._repeats,
+            prompts=prompts,
+            calls=self._calls,
+            retry_policy=settings.repeats,
         )
         own = (settings.adapters,) if settings.adapters is not None else ()
         self.profiles = HarnessProfiles(load_all(own), names_in(settings.rules_off))
         self._auth = AdminAuth(settings.admin_key)
         self._sources = SessionSources.read(names_in(settings.session_from))
         self._session_headers = (settings.session_header, *self._sources.headers)
-        own_headers = {*self._session_headers, HARNESS_HEADER, "Content-Length", "Accept-Encoding"}
+        own_headers = {*self._session_headers, HARNESS_HEADER, "Content-Length", "Accept-Encoding", "Host", "Expect"}
         self._dropped = frozenset(name.lower() for name in own_headers)
         self._affinity = names_in(settings.affinity_headers)
         self._no_session_logged = False
@@ -163,11 +169,11 @@ class Proxy:
         await self._agree_on_secret()
         if self._parser is not None:
             await self._parser.open()
-        async with self.pool.open(), self.roster.following(), self.ledger.twins.beating():
+        async with self.pool.open(), self.roster.following(), self._calls.heartbeats():
             agreeing = asyncio.create_task(self._keep_agreeing())
             yield
             agreeing.cancel()
-            await self._repeats.close()
+            await self._calls.close()
             await self.ledger.close()
         if self._parser is not None:
             await self._parser.close()
@@ -179,7 +185,7 @@ class Proxy:
 
     async def _keep_agreeing(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             with contextlib.suppress(StoreError):
                 await self._agree_on_secret()
 
@@ -250,7 +256,7 @@ class Proxy:
 
     def _headers(self, request: web.Request, origin: Origin, *, translated: bool) -> CIMultiDict[str]:
         """The headers of a call within a session, as they go to the engine; one that is `translated` goes as OpenAI's clients send it."""
-        headers = request_headers(request, drop=self._dropped | _KEYS if origin.own_key else self._dropped)
+        headers = end_to_end_headers(request.headers, drop=self._dropped | _KEYS if origin.own_key else self._dropped)
         if translated:
             keys = [headers.pop(name) for name in ("x-api-key", "x-goog-api-key") if name in headers]
             if keys:

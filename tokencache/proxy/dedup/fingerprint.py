@@ -1,17 +1,19 @@
-"""Imprint: is this call a repetition of one that was made already?
+"""Recognises requests that may repeat an earlier call of their session.
 
-SDKs and harnesses repeat a call after a time-out or a broken connection. What they say of it differs (docs/retries.md has the versions):
+SDKs and harnesses repeat a call after a time-out or a broken connection. They mark that in different ways (docs/retries.md has the
+versions):
 
-=============================  =====================================================================  ============
-a call that brings             is                                                                     joins
-=============================  =====================================================================  ============
-`x-stainless-retry-count` ≥ 1  a repetition: OpenAI's and Anthropic's SDKs say so                     any
-`Idempotency-Key`              the same call as another with that key, and another than any without   any
-`x-stainless-retry-count: 0`   a first attempt, as far as its SDK knows; a harness may repeat above   one that was left
-neither                        a repetition while another one like it is unanswered                   any
-=============================  =====================================================================  ============
+=============================  =======================================================================  ====================
+a request with                 is                                                                       joins
+=============================  =======================================================================  ====================
+`x-stainless-retry-count` ≥ 1  a retry: OpenAI's and Anthropic's SDKs set it                            any call
+`Idempotency-Key`              the same call as another with that key, and another than any without     any call
+`x-stainless-retry-count: 0`   a first attempt for its SDK; the harness around it may still retry       an orphaned call
+neither                        a retry while another call like it is unanswered                         any call
+=============================  =======================================================================  ====================
 
-"Like it" means: the same *imprint*, a hash of everything that the harness sent to be answered. It is looked up within a session only.
+Two calls are alike if they have the same *request fingerprint*, a hash of everything that the client sent to be answered. It is looked up
+within a session only.
 """
 
 from collections.abc import Mapping
@@ -24,40 +26,41 @@ from tokencache.store.base import Join
 RETRY_COUNT, IDEMPOTENCY_KEY = "x-stainless-retry-count", "Idempotency-Key"
 
 Policy = Literal["join", "marked", "off"]
-"""Which calls are taken for repetitions: all that may be, those that say so, none."""
+"""Which requests are treated as retries: all that may be, those that are marked as such, none."""
 
 
-class Repeat(NamedTuple):
-    """What a call says of its being a repetition.
+class Fingerprint(NamedTuple):
+    """What a request shows about being a retry.
 
-    `imprint` are 16 bytes, `b""` where nobody looks; `join` is which call in flight it may join; `marked`: it says itself that it is one.
+    Attributes:
+        digest: the request fingerprint, 16 bytes; `b""` if retries are not deduplicated.
+        join: which calls in flight the request may join.
+        marked: whether the request itself says that it is a retry.
     """
 
-    imprint: bytes = b""
+    digest: bytes = b""
     join: Join = "never"
     marked: bool = False
 
 
-def repeat_of(policy: Policy, path: str, headers: Mapping[str, str], body: bytes, harness: str) -> Repeat:
-    """Look at a request: its path with the query, its headers (case-insensitive), its body as received, and who asks."""
+def fingerprint_of(policy: Policy, path: str, headers: Mapping[str, str], body: bytes, harness: str) -> Fingerprint:
+    """Make the fingerprint of a request.
+
+    Args:
+        policy: which requests are treated as retries.
+        path: the path with its query.
+        headers: case-insensitive.
+        body: as received.
+        harness: name of the harness, `""` if unknown.
+    """
     if policy == "off":
-        return Repeat()
+        return Fingerprint()
     key, count = headers.get(IDEMPOTENCY_KEY, ""), headers.get(RETRY_COUNT, "")
     head = f"{len(path)} {len(harness)} {len(key)} {path}{harness}{key}"
-    imprint = xxhash.xxh3_128(head.encode("utf-8", "surrogateescape"))
-    imprint.update(body)
+    hashed = xxhash.xxh3_128(head.encode("utf-8", "surrogateescape"))
+    hashed.update(body)
     if key or (count.isdecimal() and int(count[:9]) > 0):
-        return Repeat(imprint.digest(), "any", marked=True)
+        return Fingerprint(hashed.digest(), "any", marked=True)
     if policy == "marked":
-        return Repeat(imprint.digest())
-    return Repeat(imprint.digest(), "orphaned" if count == "0" else "any")
-
-
-def claim(call: str) -> str:
-    """Name the document that says of a call that nobody has heard its reply yet: whoever drops it is the one who may say it."""
-    return f"unheard:{call}"
-
-
-def passed_over(imprint: bytes) -> str:
-    """Name the document that names a call whose reply is not to be said again: what is repeated is a later one, which came to nothing."""
-    return f"passed-over:{imprint.hex()}"
+        return Fingerprint(hashed.digest())
+    return Fingerprint(hashed.digest(), "orphaned" if count == "0" else "any")

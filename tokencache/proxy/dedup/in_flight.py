@@ -1,74 +1,183 @@
-"""Twins: calls in flight that ask for the same. The later one waits for the earlier one's reply instead of asking the engine.
+"""Serves each call once: lets duplicates wait for the call in flight, and lets an orphaned generation finish.
 
-Where the earlier one is served by this process its end is an event. Elsewhere the store is asked, with growing pauses, whether it is
-still open; and whether the replica that serves it is still alive, for one that was killed ends nothing. Replicas *beat*: each says
-every few seconds that it will live for a few more. A call whose replica is gone is closed here, with an incident that says that what
-the engine told it is missing.
+*Duplicates.* While a call with the same fingerprint is in flight, a retry waits for its reply; when the reply is recorded already, the
+retry receives that (`replay`). So the engine samples once. If the earlier call is served by this process, its end is awaited. If it is
+served by another replica, the store is asked with growing pauses whether it is still open, and whether that replica is alive: a replica
+that was killed closes nothing. Each replica writes a heartbeat to the store every few seconds. A call of a replica without one is closed
+here, with an incident: what the engine said to it is missing.
+
+*Orphaned generations.* A client that leaves before it received anything may have lost patience with a slow engine, and may come back.
+Its call goes on for a grace period, and for as long as a retry waits for it. A reply that is whole although its client had left is
+recorded with the mark `unanswered`. A stream of which the client received something ends at once.
+
+A call for which a retry waited in vain is joined by no further retry: the engine may hang on just this call, and a retry must not be
+worse off than without a proxy.
 """
 
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, NamedTuple
 
+from aiohttp import web
+
+from tokencache import metrics
 from tokencache.backoff import delays
+from tokencache.core.budget import Budget
+from tokencache.core.chain import request_key
 from tokencache.core.turn import Turn
-from tokencache.store.base import Incident, OpenCall, SessionGoneError, Store, StoreError
+from tokencache.errors import EngineError
+from tokencache.proxy.call import CallRequest, ModelCall, Opening, Services
+from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
+from tokencache.proxy.dedup.replay import can_be_replayed, claim, is_due, refused_second_sample, send_again, whole_reply_of
+from tokencache.proxy.engine_retry import MAX_RESAMPLES, pause_before_resample
+from tokencache.proxy.ledger import SampledCounter
+from tokencache.store.base import Incident, Join, OpenCall, SessionGoneError, StoreError
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS, LIFE_SECONDS = 3.0, 10.0
-"""How often a replica says that it lives, and for how long that holds."""
+HEARTBEAT_SECONDS, LIVE_SECONDS = 3.0, 10.0
+"""How often a replica writes its heartbeat, and for how long that is valid."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-"""Seconds between two looks at a call that is served elsewhere."""
-LOST = "replica-lost"
+"""Seconds between two looks at a call that another replica serves."""
+REPLICA_LOST, JOINED, REPLAYED = "replica-lost", "retry-joined", "retry-replayed"
+
+_Task = asyncio.Task[web.StreamResponse | Opening | None]
 
 
-class Ended(NamedTuple):
-    """What came of a call: its turns, none if it came to nothing; `died`: because its replica is gone."""
+class _Ended(NamedTuple):
+    """How a call in flight ended: its turns, none if it came to nothing; `died`: its replica is gone."""
 
     turns: tuple[Turn, ...]
     died: bool = False
 
 
-class Twins:
-    """Knows which calls are open in this process, waits for those that are open elsewhere, and beats for its replica."""
+class CallsInFlight:
+    """Serves the model calls of all sessions.
 
-    def __init__(self, store: Store) -> None:
-        self.replica = secrets.token_hex(8)
-        self._store = store
-        self._open: dict[str, asyncio.Event] = {}
-        self._watched: dict[str, asyncio.Task[Ended]] = {}
+    Args:
+        services: engines, ledger and planner.
+        policy: which requests are treated as retries.
+        grace: seconds for which a call goes on after its client left; 0: it does not.
+    """
 
-    @contextlib.asynccontextmanager
-    async def beating(self) -> AsyncIterator[None]:
-        """Say that this replica lives, while the context is open."""
-        with contextlib.suppress(StoreError):
-            await self._store.heartbeat(self.replica, LIFE_SECONDS)
-        beats = asyncio.create_task(self._beat())
+    def __init__(self, services: Services, *, policy: Policy, grace: float) -> None:
+        self._services, self._ledger, self._store = services, services.ledger, services.ledger.store
+        self._policy, self._grace = policy, grace
+        self._retries = SampledCounter()
+        self._calls: dict[str, ModelCall] = {}
+        self._watched: dict[str, asyncio.Task[_Ended]] = {}
+        self._orphans: dict[_Task, ModelCall] = {}
+
+    async def serve(self, asked: CallRequest, fingerprint: Fingerprint, budget: Budget) -> web.StreamResponse:
+        """Answer a request, with as many attempts as it takes.
+
+        Raises:
+            EngineError: and what else `ModelCall.open` and `ModelCall.run` raise.
+        """
+        replayable = bool(fingerprint.digest) and can_be_replayed(asked.response)
+        join: Join = fingerprint.join if replayable else "never"
+        resamples = 0
+        while True:
+            may_resample = self._services.hold > 0 and resamples < MAX_RESAMPLES
+            call = ModelCall(asked, self._services, budget, may_resample=may_resample)
+            result = await self._outlive_client(asked.session, call, self._attempt(call, asked, fingerprint, join, replayable=replayable))
+            if isinstance(result, Opening):
+                ended = await self._end_of_duplicate(asked, result)
+                if turns := whole_reply_of(ended.turns, asked.chat.n):
+                    return await self._join(asked, turns)
+                join = join if ended.died else "never"
+            elif result is not None:
+                return result
+            else:
+                budget = Budget()  # a call that was let in is not stopped because the engine aborted its reply
+                resamples += 1
+                async with asked.response.keep_alive():
+                    await pause_before_resample()
+
+    async def _attempt(
+        self, call: ModelCall, asked: CallRequest, fingerprint: Fingerprint, join: Join, *, replayable: bool
+    ) -> web.StreamResponse | Opening | None:
+        """Make one attempt at a call.
+
+        Returns:
+            The response; or what is known of a duplicate in flight; `None` if the call is to be made again.
+        """
+        if fingerprint.digest:
+            self._calls[call.id] = call
         try:
-            yield
+            async with call:
+                async with asked.response.keep_alive():
+                    opening = await call.open(join)
+                if opening.duplicate is not None:
+                    return opening
+                turns = whole_reply_of(opening.earlier, asked.chat.n) if opening.earlier else ()
+                if not turns:
+                    return await call.run()
+                if replayable and await is_due(self._store, self._policy, asked.session, fingerprint, turns):
+                    with contextlib.suppress(StoreError):  # the reply is recorded either way
+                        await call.close(self._incidents(REPLAYED, asked.session, turns))
+                    return await self._send_again(REPLAYED, asked, turns)
+                metrics.REPEATS.labels("sampled").inc()
+                earlier = turns[0].call
+                return await call.run(second=earlier, documents={refused_second_sample(fingerprint.digest): earlier.encode()})
         finally:
-            tasks = [beats, *self._watched.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._calls.pop(call.id, None)
 
-    def opened(self, call: str) -> None:
-        """Take note that a call is open in this process."""
-        self._open[call] = asyncio.Event()
+    # Duplicates
 
-    def closed(self, call: str) -> None:
-        """Take note that it has ended, and that what it came to is in the store, unless that failed."""
-        event = self._open.pop(call, None)
-        if event is not None:
-            event.set()
+    async def _join(self, asked: CallRequest, turns: tuple[Turn, ...]) -> web.StreamResponse:
+        """Send the reply of a call that was in flight."""
+        await claim(self._store, asked.session, turns)
+        with contextlib.suppress(StoreError):  # the reply is recorded either way
+            if incidents := self._incidents(JOINED, asked.session, turns):
+                await self._ledger.add_incidents(asked.session, incidents)
+        return await self._send_again(JOINED, asked, turns)
 
-    async def ended(self, session: str, epoch: str, duplicate: OpenCall, key: bytes) -> Ended:
-        """Wait until a call has ended; its turns are found under `key`. However many wait for it, it is watched once.
+    async def _send_again(self, kind: str, asked: CallRequest, turns: tuple[Turn, ...]) -> web.StreamResponse:
+        metrics.REPEATS.labels(kind.removeprefix("retry-")).inc()
+        metrics.CALLS.labels(asked.chat.dialect, kind).inc()
+        return await send_again(asked.response, turns)
+
+    def _incidents(self, kind: str, session: str, turns: tuple[Turn, ...]) -> list[Incident]:
+        """Return the incident for a retry, if it is to be noted: a harness may retry for ever, and a session must not grow with that."""
+        number = self._retries.count(session)
+        if not number:
+            return []
+        detail = f"a repeated call got the recorded reply: repetition no. {number}"
+        return [Incident(kind, detail, False, turns[0].call, turns[0].id, time.time())]
+
+    async def _end_of_duplicate(self, asked: CallRequest, opening: Opening) -> _Ended:
+        """Wait until the call in flight has ended, and tell the store meanwhile that its reply is wanted."""
+        assert opening.duplicate is not None  # noqa: S101 - the caller looked
+        session, duplicate = asked.session, opening.duplicate
+        wanting = asyncio.create_task(self._keep_wanting(session, duplicate.call))
+        try:
+            async with asked.response.keep_alive():
+                return await self._watched_end(session, opening.epoch, duplicate, request_key(asked.fingerprint))
+        except StoreError as why:
+            log.warning("session %s: cannot wait for the reply of call %s: %s", session, duplicate.call, why)
+            return _Ended(())
+        except asyncio.CancelledError:
+            self._ledger.detach(asyncio.create_task(self._give_up(session, duplicate.call)))
+            raise
+        finally:
+            wanting.cancel()
+
+    async def _keep_wanting(self, session: str, call: str) -> None:
+        while self._grace:
+            await asyncio.sleep(self._grace / 3)  # well within the grace period
+            with contextlib.suppress(StoreError):
+                await self._store.mark_wanted(session, call)
+
+    async def _give_up(self, session: str, call: str) -> None:
+        with contextlib.suppress(StoreError):
+            await self._store.mark_wanted(session, call, given_up=True)
+
+    async def _watched_end(self, session: str, epoch: str, duplicate: OpenCall, key: bytes) -> _Ended:
+        """Wait until a call has ended; its turns are found under `key`. It is watched once, however many retries wait for it.
 
         Raises:
             StoreError: the store failed.
@@ -76,36 +185,37 @@ class Twins:
         task = self._watched.get(duplicate.call)
         if task is None:
             task = self._watched[duplicate.call] = asyncio.create_task(self._watch(session, epoch, duplicate, key))
-            task.add_done_callback(lambda done: self._forget(duplicate.call, done))
+            task.add_done_callback(lambda done: self._unwatch(duplicate.call, done))
         return await asyncio.shield(task)
 
-    def _forget(self, call: str, done: "asyncio.Task[Ended]") -> None:
+    def _unwatch(self, call: str, done: asyncio.Task[_Ended]) -> None:
         del self._watched[call]
         if not done.cancelled() and (why := done.exception()) is not None:
-            log.info("call %s is not waited for: %s", call, why)
+            log.info("call %s is no longer watched: %s", call, why)
 
-    async def _watch(self, session: str, epoch: str, duplicate: OpenCall, key: bytes) -> Ended:
-        ours, died = self._open.get(duplicate.call), False
-        if ours is not None:
-            await ours.wait()
+    async def _watch(self, session: str, epoch: str, duplicate: OpenCall, key: bytes) -> _Ended:
+        local, died = self._calls.get(duplicate.call), False
+        if local is not None and not local.ended:
+            await local.until_ended()
         else:
-            died = await self._died(session, epoch, duplicate)
+            died = await self._closed_for_lost_replica(session, epoch, duplicate)
         found = (await self._store.find(session, [key]))[0]
-        return Ended(tuple(hit.turn for hit in found if hit.turn.call == duplicate.call), died)
+        return _Ended(tuple(hit.turn for hit in found if hit.turn.call == duplicate.call), died)
 
-    async def _died(self, session: str, epoch: str, duplicate: OpenCall) -> bool:
-        """Wait until a call is closed that is not open here; true if nobody was left to close it."""
+    async def _closed_for_lost_replica(self, session: str, epoch: str, duplicate: OpenCall) -> bool:
+        """Wait until a call that is not served here is closed; true if it was closed here, because its replica is gone."""
         silent = 0.0
         for pause in delays(FIRST_PAUSE, LONGEST_PAUSE, factor=1.5):
             info = await self._store.session(session)
             if info is None or all(one.call != duplicate.call for one in info.open_calls):
                 return False
-            if duplicate.replica == self.replica:  # the store failed when it ended here, and the session says so
+            if duplicate.replica == self._ledger.replica:  # the store failed when it ended here, and an incident says so
                 return await self._close(session, epoch, duplicate, [])
             if not await self._store.live_replicas([duplicate.replica]):
-                if silent >= BEAT_SECONDS:  # a store that was restarted has forgotten who lives, but hears it again within a beat
+                if silent >= HEARTBEAT_SECONDS:  # a store that was restarted has lost the heartbeats, and receives the next ones by now
                     detail = "the proxy that served this call is gone: what the engine said to it is not recorded"
-                    return await self._close(session, epoch, duplicate, [Incident(LOST, detail, True, duplicate.call, at=time.time())])
+                    lost = Incident(REPLICA_LOST, detail, True, duplicate.call, at=time.time())
+                    return await self._close(session, epoch, duplicate, [lost])
                 silent += pause
             else:
                 silent = 0.0
@@ -113,15 +223,80 @@ class Twins:
         raise AssertionError("delays never end")
 
     async def _close(self, session: str, epoch: str, duplicate: OpenCall, incidents: list[Incident]) -> bool:
-        log.warning("session %s call %s: closed for replica %s, which did not", session, duplicate.call, duplicate.replica)
+        log.warning("session %s call %s: closed in place of replica %s, which did not close it", session, duplicate.call, duplicate.replica)
         with contextlib.suppress(SessionGoneError):
             await self._store.settle(session, epoch, duplicate.call, incidents)
         return True
 
-    async def _beat(self) -> None:
+    # Orphaned generations
+
+    async def _outlive_client(
+        self, session: str, call: ModelCall, attempt: Coroutine[Any, Any, web.StreamResponse | Opening | None]
+    ) -> web.StreamResponse | Opening | None:
+        """Run an attempt in a task of its own, which may outlive the client."""
+        task = asyncio.create_task(attempt)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.done():
+                task.cancelled() or task.exception()  # marks the exception as retrieved
+            elif self._grace and call.may_be_orphaned:
+                call.orphan()
+                self._orphans[task] = call
+                self._ledger.detach(asyncio.create_task(self._wait_for_orphan(session, call, task)))
+            else:
+                call.cancel(task)
+                self._ledger.detach(asyncio.create_task(_log_failure(task)))
+            raise
+
+    async def _wait_for_orphan(self, session: str, call: ModelCall, task: _Task) -> None:
+        """Let an orphaned generation go on for the grace period, and for as long as a retry waits for it."""
+        await self._is_wanted(session, call)
+        while (await asyncio.wait({task}, timeout=self._grace))[1]:
+            if not await self._is_wanted(session, call):
+                call.cancel(task)
+                break
+        await _log_failure(task)
+        del self._orphans[task]
+
+    async def _is_wanted(self, session: str, call: ModelCall) -> bool:
+        """Note in the store that the call is orphaned; true if a retry waits for it."""
+        try:
+            return await self._store.mark_orphaned(session, call.id)
+        except StoreError:
+            return False
+
+    async def close(self) -> None:
+        """Cancel the orphaned generations."""
+        for task, call in self._orphans.items():
+            call.cancel(task)
+        await asyncio.gather(*self._orphans, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def heartbeats(self) -> AsyncIterator[None]:
+        """Write this replica's heartbeat while the context is open."""
+        with contextlib.suppress(StoreError):
+            await self._store.heartbeat(self._ledger.replica, LIVE_SECONDS)
+        heartbeat = asyncio.create_task(self._keep_beating())
+        try:
+            yield
+        finally:
+            tasks = [heartbeat, *self._watched.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_beating(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             try:
-                await self._store.heartbeat(self.replica, LIFE_SECONDS)
+                await self._store.heartbeat(self._ledger.replica, LIVE_SECONDS)
             except StoreError as why:
-                log.debug("no beat: %s", why)
+                log.debug("replica %s: no heartbeat written: %s", self._ledger.replica, why)
+
+
+async def _log_failure(task: _Task) -> None:
+    """Wait for a task that has no client any more, and log an unexpected failure; its call is recorded either way."""
+    await asyncio.wait({task})
+    if not task.cancelled() and (why := task.exception()) is not None and not isinstance(why, (EngineError, StoreError)):
+        log.error("a call without a client failed", exc_info=why)

@@ -1,8 +1,11 @@
-"""Again: a recorded reply is said once more, to a call that asks for the same.
+"""Sends a recorded reply again to a retry, and decides which requests receive one.
 
-What the harness hears is made of the turns: the words, the calls with their ids, how it ended, and the handle that was given out the first
-time, so that whatever it echoes leads to the same turn. Not kept, and so not said again, are the log probabilities, the token ids
-as the engine wrote them, and what else a request may ask for beside the words: a call that wants those is sampled anew.
+The reply is made of the recorded turns: the text, the tool calls with their ids, the finish reason, and the handle of the first time, so
+that whatever the client sends back leads to the same turn. Log probabilities, the token ids as the engine wrote them, and other extras
+are not recorded in that form, so they cannot be sent again: a request for them is sampled anew.
+
+A marked retry receives the recorded reply every time. Any other request receives it once, and only if no client has received it yet.
+Otherwise it is a second sample: a sibling of the first, and marked as such.
 """
 
 from collections.abc import Sequence
@@ -11,47 +14,79 @@ from aiohttp import web
 
 from tokencache.core.turn import Turn
 from tokencache.dialects.body import member
-from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.whole import WholeChoice, whole_reply
 from tokencache.dialects.completions import whole_text
 from tokencache.engine.reply import Reply
-from tokencache.proxy.delivery import Delivery
-from tokencache.proxy.engine_retry import Hold
-from tokencache.proxy.exchange import REQUEST_ID, Exchange, request_id
-from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED
+from tokencache.proxy.call import REQUEST_ID, undelivered, with_request_id
+from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
+from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, UNANSWERED
+from tokencache.proxy.response import Response
+from tokencache.store.base import Store, StoreError
 
 _NOT_WHOLE = frozenset({ABORTED, BROKE, DROPPED, "engine-error"})
-_NOT_KEPT = ("prompt_logprobs", "echo", "return_weight_versions", "return_prompt_text")
-_NOT_ASKED = frozenset({b"null", b"false"})
+_NOT_RECORDED = ("prompt_logprobs", "echo", "return_weight_versions", "return_prompt_text")
+_OFF = frozenset({b"null", b"false"})
 
 
-def can_be_said(call: ChatCall, exchange: Exchange) -> bool:
-    """Whether all that a call asks for is kept of its reply."""
-    more = any(bytes(call.fields[name]) not in _NOT_ASKED for name in _NOT_KEPT if name in call.fields)
-    return not (call.shows_ids or call.shows_logprobs or exchange.token_ids or more)
+def can_be_replayed(response: Response) -> bool:
+    """Whether everything that the client asks for is recorded with a turn."""
+    chat = response.chat
+    more = any(bytes(chat.fields[name]) not in _OFF for name in _NOT_RECORDED if name in chat.fields)
+    return not (chat.shows_ids or chat.shows_logprobs or response.exchange.token_ids or more)
 
 
-def whole(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
-    """The reply of the last call among these turns, choice by choice; empty if it was not whole."""
+def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
+    """Return the turns of the last call among these, one per choice; empty if its reply was not whole."""
+    if not turns:
+        return ()
     reply = tuple(sorted((turn for turn in turns if turn.call == turns[-1].call), key=lambda turn: turn.choice))
     sound = all(turn.finish_reason and _NOT_WHOLE.isdisjoint(turn.marks) for turn in reply)
     return reply if sound and len(reply) == choices else ()
 
 
-async def say_again(request: web.Request, call: ChatCall, exchange: Exchange, hold: Hold, turns: Sequence[Turn]) -> web.StreamResponse:
-    """Say a whole reply once more, in the form that was asked for; `turns` are its choices."""
-    first = turns[0]
+def refused_second_sample(fingerprint: bytes) -> str:
+    """Name the document with the call whose reply a retry must not receive, because it repeats a later call that ended without a turn."""
+    return f"passed-over:{fingerprint.hex()}"
+
+
+async def is_due(store: Store, policy: Policy, session: str, fingerprint: Fingerprint, turns: Sequence[Turn]) -> bool:
+    """Decide whether a request receives the recorded reply `turns`, and claim the reply for it."""
+    if not fingerprint.marked:
+        return policy == "join" and await claim(store, session, turns)
+    try:
+        (later,) = await store.documents(session, [refused_second_sample(fingerprint.digest)])
+    except StoreError:
+        return False
+    if later == turns[0].call.encode():
+        return False
+    await claim(store, session, turns)
+    return True
+
+
+async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool:
+    """Claim a reply that no client has received; false if there is nothing to claim."""
+    if UNANSWERED not in turns[0].marks:
+        return False
+    try:
+        return await store.delete_document(session, undelivered(turns[0].call))
+    except StoreError:
+        return False
+
+
+async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamResponse:
+    """Send a recorded reply in the form that the client asked for; `turns` are its choices."""
+    first, chat, exchange = turns[0], response.chat, response.exchange
     if exchange.speaks_as is not None:
-        exchange = exchange._replace(speaker=await exchange.speaks_as(first.handle))
-    per_prompt = max(1, member(call.fields, "n", (int,), 1))
-    prompt = sum(turn.prompt_tokens for turn in turns if turn.choice % per_prompt == 0)  # a text completion may have several
-    write = whole_text if call.dialect == "completions" else whole_reply
+        response.exchange = exchange._replace(speaker=await exchange.speaks_as(first.handle))
+    per_prompt = max(1, member(chat.fields, "n", (int,), 1))
+    prompt = sum(turn.prompt_tokens for turn in turns if turn.choice % per_prompt == 0)  # a text completion may have several prompts
+    write = whole_text if chat.dialect == "completions" else whole_reply
     body = write(
-        call=request_id(exchange.headers, first.call, 1)[REQUEST_ID],
+        call=with_request_id(exchange.headers, first.call)[REQUEST_ID],
         created=first.created,
         model=first.model,
         choices=[WholeChoice(turn.choice, turn.served, turn.finish_reason, turn.stop_reason) for turn in turns],
         prompt_tokens=prompt,
         completion_tokens=sum(turn.completion_tokens for turn in turns),
     )
-    return await Delivery(request, call, exchange, Reply(call.n), hold).say(body, first.prompt_tokens)
+    return await response.send(body, Reply(chat.n), first.prompt_tokens)

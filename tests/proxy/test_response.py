@@ -4,7 +4,7 @@ import asyncio
 import gc
 import weakref
 
-from tokencache.proxy.keepalive import SignsOfLife
+from tokencache.proxy.response import KeepAlive
 
 
 async def test_signs_come_again_and_again_and_end_with_the_context():
@@ -13,12 +13,12 @@ async def test_signs_come_again_and_again_and_end_with_the_context():
     async def sign() -> None:
         given.release()
 
-    signs = SignsOfLife(0.001, sign)
+    signs = KeepAlive(0.001, sign)
     async with signs:
-        assert signs.open
+        assert signs.active
         for _ in range(3):
             await asyncio.wait_for(given.acquire(), 5)
-    assert not signs.open
+    assert not signs.active
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -32,7 +32,7 @@ async def test_a_sign_that_nobody_takes_is_broken_off_with_the_context():
         finally:
             broken.set()
 
-    async with SignsOfLife(0.001, sign):
+    async with KeepAlive(0.001, sign):
         await asyncio.wait_for(begun.wait(), 5)
     assert broken.is_set()
 
@@ -44,7 +44,7 @@ async def test_who_has_gone_is_given_no_further_sign():
         asked.put_nowait(asyncio.current_task())
         raise ConnectionResetError
 
-    async with SignsOfLife(0.001, sign):
+    async with KeepAlive(0.001, sign):
         await asyncio.wait_for(await asyncio.wait_for(asked.get(), 5), 5)  # it ends, and as no failure of ours
     assert asked.empty()
 
@@ -52,7 +52,7 @@ async def test_who_has_gone_is_given_no_further_sign():
 async def test_who_speaks_is_forgotten_at_once():
     class Speaker:
         def __init__(self) -> None:
-            self.signs = SignsOfLife(60, self.sign)
+            self.signs = KeepAlive(60, self.sign)
 
         async def sign(self) -> None:
             """Say nothing."""

@@ -1,0 +1,44 @@
+"""Writes the replies that no engine made: for a session whose budget is used up, and for a prompt that is too long.
+
+No turn is recorded for them, because the model did not say them.
+
+An agent ends its loop when the model stops without a tool call. So a call above the budget gets a text reply, in the client's dialect
+and form. An error would do worse: harnesses retry errors, or fail.
+
+NeMo Gym's model server answers a prompt that is too long with an empty completion and the finish reason `length`: an agent ends its
+episode there, where an error would end Gym's whole collection of rollouts. The proxy does the same where it takes that server's place
+(`--return-token-id-information`). The engine's message is kept in an incident (`engine-refused`).
+Source: nemo-gym 0.7.0, `responses_api_models/vllm_model/app.py` (`chat_completions`, `_create_empty_chat_completion`).
+"""
+
+import time
+
+from tokencache.core.messages import Message
+from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.whole import alike, whole_reply
+from tokencache.dialects.completions import whole_text
+
+SPENT = "budget-spent"
+LAST_WORDS = "The budget of this session is used up."
+OVERFLOW_DETAIL = "answered with an empty completion, finish reason 'length'"
+_REFUSED = 400
+_OVERFLOW_WORDS = (b"context length", b"max_tokens", b"maximum model length")
+"""The first two are those that Gym's server looks for; the last is vLLM's own check of ids (0.32, `v1/engine/input_processor.py`)."""
+
+
+def budget_reply(call: ChatCall, call_id: str) -> bytes:
+    """Write the chat or text completion (JSON) that ends an episode; all choices are alike."""
+    write = whole_text if call.dialect == "completions" else whole_reply
+    choices = alike(call.n, Message("assistant", LAST_WORDS), "stop")
+    return write(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)
+
+
+def is_overflow(status: int, refusal: bytes) -> bool:
+    """Whether an engine's error says that the prompt leaves no room for a reply."""
+    return status == _REFUSED and any(words in refusal for words in _OVERFLOW_WORDS)
+
+
+def overflow_reply(call: ChatCall, call_id: str) -> bytes:
+    """Write the chat completion (JSON) that answers a prompt which is too long."""
+    choices = alike(call.n, Message("assistant"), "length")
+    return whole_reply(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)

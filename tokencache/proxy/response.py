@@ -1,0 +1,412 @@
+"""Sends the reply to a model call to its client: as a stream, as a whole body, or as an error.
+
+Three classes share the work:
+
+`Exchange`  how one call is written for the engine and its reply for the client (a value without behaviour)
+`Response`  the HTTP response to one client request; it may begin before any engine has answered, with keep-alive events
+`Delivery`  decides which parts of one engine reply the client receives, and when
+
+A stream is passed on as it arrives, up to the event that finishes its last choice. That event and everything after it wait until the
+turn is stored. Nothing is sent before the first sampled token: until then the call can still be made again. When an engine does not
+stream and the client asked for a stream, the whole reply is sent in the chunks in which it would have been streamed.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, NamedTuple, Protocol
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from tokencache.dialects import gym
+from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.dialect import EVENTS, Speaker
+from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
+from tokencache.engine.chunks import as_chunks
+from tokencache.engine.drivers.base import Driver
+from tokencache.engine.reply import Reply
+from tokencache.engine.wire import StreamProtocol
+from tokencache.net import end_to_end_headers
+from tokencache.proxy.generated_replies import is_overflow
+from tokencache.proxy.recorder import ABORTED, BROKE
+
+log = logging.getLogger(__name__)
+
+CLIENT_LEFT = "the client closed the connection"
+_BAD_GATEWAY = 502
+_MAX_UNSENT = 64 * 1024
+"""Bytes that may wait for a slow client before the engine has to wait too; aiohttp allows as many."""
+_DATA = slice(len(b"data: "), -len(b"\n\n"))
+"""The JSON in an event that holds nothing else."""
+_NO_KEEP_ALIVE = contextlib.nullcontext()
+
+Broken = tuple[str, str]
+"""Why a reply was cut off: a mark of the recorder, and the detail in words."""
+
+
+class Exchange(NamedTuple):
+    """How one call is written for the engine, and how its reply is written for the client.
+
+    Attributes:
+        path: path and query of the engine's route.
+        headers: headers for the engine.
+        speaker: writes the reply in the client's dialect.
+        keep_alive: seconds for which a stream may be silent.
+        refuse: writes an engine's error (status, body) in the client's dialect; `None` if the client receives the engine's own bytes.
+        media_type: content type of a streamed reply.
+        token_ids: whether messages of the reply carry their token ids (`dialects.gym`).
+        speaks_as: makes a speaker that gives out another handle; `None` if the dialect has no handles.
+        body: the engine's request body; `None` if the driver writes it.
+    """
+
+    path: str
+    headers: CIMultiDict[str]
+    speaker: Speaker
+    keep_alive: float
+    refuse: Callable[[int, bytes], bytes] | None = None
+    media_type: str = EVENTS
+    token_ids: bool = False
+    speaks_as: Callable[[str], Awaitable[Speaker]] | None = None
+    body: bytes | None = None
+
+
+class KeepAlive:
+    """Calls `send` every `seconds` while the context is open, until it raises `ConnectionError`. A context is entered once.
+
+    Clients and the proxies in front of them close silent connections. Nearly every wait ends before the first interval, so until then
+    there is only a timer: a task that is created and cancelled costs about 20 µs per streamed call.
+    """
+
+    def __init__(self, seconds: float, send: Callable[[], Awaitable[Any]]) -> None:
+        self._seconds, self._send = seconds, send
+        self._timer: asyncio.TimerHandle
+        self._task: asyncio.Task[None] | None = None
+        self.active = False
+
+    async def __aenter__(self) -> None:
+        """Start the timer."""
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._start)
+        self.active = True
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop, and cancel an event that is just being sent."""
+        self.active = False
+        self._timer.cancel()
+        del self._send  # usually a bound method of this object's owner: the reference cycle would keep a request in memory
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _start(self) -> None:
+        self._task = asyncio.create_task(self._repeat(self._send))
+
+    async def _repeat(self, send: Callable[[], Awaitable[Any]]) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await send()
+                await asyncio.sleep(self._seconds)
+
+
+class RelayedResponse(web.StreamResponse):
+    """A response that leaves with the engine's headers and no others."""
+
+    given: frozenset[str] = frozenset()
+
+
+class WholeRelayedResponse(RelayedResponse, web.Response):
+    """The same with a whole body: head and body leave in one write, so the client wakes up once."""
+
+
+def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = frozenset()) -> RelayedResponse:
+    """Make a response with the engine's status, reason and headers; `drop` names headers to leave out, in lower case."""
+    headers = end_to_end_headers(answer.headers, drop=drop)
+    response = RelayedResponse(status=answer.status, reason=answer.reason, headers=headers)
+    response.given = frozenset(name.lower() for name in headers)
+    return response
+
+
+def whole_response(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
+    """Make a response with the engine's status, reason and headers, and this body."""
+    headers = end_to_end_headers(answer.headers, drop=frozenset({"content-length"}))
+    response = WholeRelayedResponse(status=answer.status, reason=answer.reason, headers=headers, body=body)
+    response.given = frozenset(name.lower() for name in headers)
+    return response
+
+
+async def keep_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    """Remove headers that aiohttp adds to an engine's response (a handler for `on_response_prepare`)."""
+    if isinstance(response, RelayedResponse):
+        for name in ("Content-Type", "Server"):
+            if name.lower() not in response.given:
+                response.headers.popall(name, None)
+
+
+class Response:
+    """The response to one client request.
+
+    Attributes:
+        opened: the response, once its head was sent; errors after that are sent within the stream.
+    """
+
+    def __init__(self, request: web.Request, chat: ChatCall, exchange: Exchange) -> None:
+        self.request, self.chat, self.exchange = request, chat, exchange
+        self.opened: web.StreamResponse | None = None
+        self._keep_alive: KeepAlive | None = None
+
+    @property
+    def disconnected(self) -> bool:
+        """Whether the client has closed the connection."""
+        transport = self.request.transport
+        return transport is None or transport.is_closing()
+
+    def keep_alive(self) -> AbstractAsyncContextManager[None]:
+        """Send keep-alive events to a client that wants a stream, while the context is open."""
+        if not self.chat.stream or (self._keep_alive is not None and self._keep_alive.active):
+            return _NO_KEEP_ALIVE
+        self._keep_alive = KeepAlive(self.exchange.keep_alive, self._send_keep_alive)
+        return self._keep_alive
+
+    async def _send_keep_alive(self) -> None:
+        await (await self.open()).write(self.exchange.speaker.keep_alive())
+
+    async def open(self) -> web.StreamResponse:
+        """Send the head of a streamed response, unless it was sent."""
+        if self.opened is None:
+            headers = {"Content-Type": self.exchange.media_type, "Cache-Control": "no-cache"}
+            await self._send_head(web.StreamResponse(headers=headers))
+        assert self.opened is not None  # noqa: S101 - `_send_head` sets it
+        return self.opened
+
+    async def open_like(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Send the engine's head, unless a head was sent."""
+        if self.opened is None:
+            response = open_response(answer, drop=frozenset({"content-length"}))
+            if self.exchange.media_type != EVENTS:
+                response.headers["Content-Type"] = self.exchange.media_type
+            await self._send_head(response)
+        assert self.opened is not None  # noqa: S101 - `_send_head` sets it
+        return self.opened
+
+    async def _send_head(self, response: web.StreamResponse) -> None:
+        with contextlib.suppress(ConnectionError):  # the client may have left: the next write finds out
+            await response.prepare(self.request)
+        self.opened = response
+
+    async def fail(self, status: int, message: str) -> web.StreamResponse:
+        """End an opened response with an error, in the client's dialect."""
+        return await self.finish(self.exchange.speaker.failed(status, message))
+
+    async def finish(self, rest: bytes, *, cut: bool = False) -> web.StreamResponse:
+        """Send the rest of a stream and end it; with `cut`, close the connection instead of ending it properly."""
+        response = await self.open()
+        with contextlib.suppress(ConnectionError):  # the client may leave even now; its turn is recorded
+            if cut:
+                await response.write(rest)
+            else:
+                await response.write_eof(rest)  # one write, so the client wakes up once
+        if cut:
+            self.break_off()
+        return response
+
+    def break_off(self) -> None:
+        """Close the connection, as the engine did: a direct client would see the same."""
+        if self.request.transport is not None:
+            self.request.transport.abort()
+
+    async def send(self, body: bytes, reply: Reply, prompt_tokens: int = 0) -> web.StreamResponse:
+        """Send a whole chat completion that no engine has just made, as a body or as a stream.
+
+        Args:
+            body: the chat completion, JSON.
+            reply: the engine's reply, for its token ids; empty if there is none.
+            prompt_tokens: tokens of the prompt, for dialects that state them.
+        """
+        if self.chat.stream:
+            return await self.finish(self.as_events(body, reply, prompt_tokens))
+        return web.Response(body=self.as_body(body, reply), content_type="application/json")
+
+    def as_body(self, body: bytes, reply: Reply) -> bytes:
+        """Write a whole chat completion as a body in the client's dialect."""
+        return self.exchange.speaker.body(self.with_token_ids(body, reply))
+
+    def as_events(self, body: bytes, reply: Reply, prompt_tokens: int = 0) -> bytes:
+        """Write a whole chat completion as a stream in the client's dialect; if it is not one, as an error."""
+        speaker, counted = self.exchange.speaker, prompt_tokens or self.prompt_tokens(reply)
+        try:
+            chunks = [self.with_token_ids(chunk, reply) for chunk in as_chunks(body, self.chat.fields)]
+        except ValueError as why:
+            return speaker.failed(_BAD_GATEWAY, str(why))
+        return b"".join([*[speaker.chunk(event_of(chunk), chunk, counted) for chunk in chunks], speaker.end()])
+
+    def with_token_ids(self, data: bytes, reply: Reply) -> bytes:
+        """Add token ids to the messages of a chunk or a body, if this client receives them there."""
+        return gym.with_tokens(data, reply.prompt.raw, reply.choices) if self.exchange.token_ids else data
+
+    def prompt_tokens(self, reply: Reply) -> int:
+        """Count the prompt's tokens, for dialects that state them; 0 for chat, where the engine's own bytes do."""
+        return 0 if self.exchange.refuse is None else reply.prompt.tokens
+
+
+class Progress(Protocol):
+    """What a delivery must know and report about the state of its call."""
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the client has left and the reply is read to its end all the same."""
+
+    def show(self) -> None:
+        """Report that the client now receives a part of the reply: from now on the call cannot be made again."""
+
+
+class Delivery:
+    """Passes one engine reply on to the client.
+
+    Attributes:
+        ended: the engine sent the end of its stream.
+        withheld: why the client receives nothing of this reply: the engine aborted it before any of it was sent, and the call may be made
+            again (`aborted`); or it is an error about a prompt that is too long, and the client receives an empty reply (`overflow`).
+    """
+
+    def __init__(self, response: Response, reply: Reply, progress: Progress, *, may_resample: bool) -> None:
+        self._response, self._reply, self._progress = response, reply, progress
+        self._chat, self._speaker, self._token_ids = response.chat, response.exchange.speaker, response.exchange.token_ids
+        self._may_resample = may_resample
+        self._as_is = response.exchange.refuse is None
+        self.ended = False
+        self.withheld: Literal["", "aborted", "overflow"] = ""
+        self._finished = False  # the last choice is complete: what follows waits for the store
+        self._silent = True  # since the last keep-alive interval
+        self._pending: list[tuple[bytes, bytes, int]] | None = []  # chunks that wait for the first sampled token; `None`: it has come
+        self._unread = None if self._token_ids else self._speaker.unread
+        self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
+
+    @property
+    def client_left(self) -> bool:
+        """Whether the client has left, and with it the call."""
+        return self._response.disconnected and not self._progress.orphaned
+
+    def sends_as_stream(self, driver: Driver) -> bool:
+        """Whether a whole reply must be sent as a stream: the client asked for one, and the engine has none."""
+        return self._chat.stream and not driver.streams and self._chat.dialect != "completions" and not self._progress.orphaned
+
+    def take(self, body: bytes, driver: Driver) -> bytes:
+        """Read a whole reply.
+
+        Returns:
+            The parts that the client may see: without long arrays, unless it asked for them.
+        """
+        body = driver.read(self._reply.without_experts(body))
+        brief = self._reply.take(body, unseen=not self._chat.shows_logprobs)
+        self._decide_whether_withheld()
+        return body if self._chat.shows_ids else brief
+
+    async def follow(self, answer: aiohttp.ClientResponse) -> tuple[bytes, Broken | None]:
+        """Pass a stream on as it comes.
+
+        Returns:
+            The part that must wait for the store; and why the stream was cut off, `None` if it was not.
+        """
+        response = await self._response.open_like(answer)
+        async with KeepAlive(self._response.exchange.keep_alive, lambda: self._break_silence(response)):
+            return await self._pass_on(answer, response)
+
+    async def _pass_on(self, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> tuple[bytes, Broken | None]:
+        splitter, held = EventSplitter(), bytearray()
+        try:
+            writer = await response.prepare(self._response.request)  # prepared already: this returns the writer
+            assert writer is not None  # noqa: S101 - only a response that has ended has none
+            chunked = response.headers.get("Transfer-Encoding") == "chunked"
+            with StreamProtocol(answer, self._pass_directly) as stream:
+                while data := await stream.next():
+                    shown = self._read_events(splitter.feed(data), held)
+                    if shown and not self._progress.orphaned:
+                        self._silent = False
+                        await writer.write(shown)
+                        self._direct = self._response.request.transport if chunked else None
+        except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
+            # aiohttp raises the same errors for a failed read and a failed write.
+            broke = (ABORTED, CLIENT_LEFT) if self.client_left else (BROKE, f"{type(why).__name__}: {why}")
+        except Exception as why:  # a codec cannot write it: what was sampled is recorded all the same
+            log.exception("the reply cannot be written in the client's dialect")
+            broke = ("internal-error", f"{type(why).__name__}: {why}")
+        else:
+            return self._release() + bytes(held) + (splitter.rest if self._as_is else b""), None
+        return self._release() + bytes(held), broke
+
+    def _pass_directly(self, event: bytes) -> bool:
+        """Pass on an event that need not be read now; false if it must be read, or if the client is slow."""
+        direct = self._direct
+        if direct is None or direct.is_closing() or direct.get_write_buffer_size() > _MAX_UNSENT:
+            return False
+        shown = self._without_reading(event)
+        if shown and not self._progress.orphaned:
+            self._silent = False
+            direct.write(b"%x\r\n%b\r\n" % (len(shown), shown))  # as `StreamResponse.write` would
+        return shown is not None
+
+    def _read_events(self, events: Iterable[bytes], held: bytearray) -> bytes:
+        """Return what the client receives of some events now, and add to `held` what must wait."""
+        shown = bytearray()
+        for event in events:
+            written = self._without_reading(event)
+            written = self._read_event(event) if written is None else written
+            (held if self._finished else shown).extend(written)
+        return bytes(shown)
+
+    def _without_reading(self, event: bytes) -> bytes | None:
+        """Return what the client receives of an event that can be read later; `None` if it must be read now."""
+        if self._unread is None or self._finished or self._pending is not None:
+            return None
+        shown = self._unread(event)
+        if shown is not None:
+            self._reply.later(event[_DATA])
+        return shown
+
+    def _read_event(self, event: bytes) -> bytes:
+        """Read one event, and return what the client receives of it."""
+        data = data_of(event)
+        if self.withheld:
+            return b""
+        if data is None:
+            return event if self._as_is else b""  # a comment of the engine, meant for clients that speak to it directly
+        if data == DONE:
+            self._finished = self.ended = True
+            return self._release() + self._speaker.end()
+        data = self._reply.without_experts(data)
+        brief = self._reply.take(data)
+        self._finished = self._finished or self._reply.finished or bool(self._reply.error)
+        allowed = data if self._chat.shows_ids else brief
+        shown = self._response.with_token_ids(allowed, self._reply)
+        chunk = (event if shown is allowed else event_of(shown), shown, self._response.prompt_tokens(self._reply))
+        if self._pending is None:
+            return self._speaker.chunk(*chunk)
+        self._pending.append(chunk)
+        if not (self._reply.begun or self._reply.error):
+            return b""  # nothing was sampled yet: the call can still be made again
+        self._decide_whether_withheld()
+        return self._release()
+
+    def _release(self) -> bytes:
+        """Return the chunks that waited for the first sampled token; none of a reply that is withheld."""
+        if self.withheld or self._pending is None:
+            return b""
+        self._progress.show()
+        pending, self._pending = self._pending, None
+        return b"".join([self._speaker.chunk(*chunk) for chunk in pending])
+
+    def _decide_whether_withheld(self) -> None:
+        if self._pending is not None:
+            if self._reply.aborted and self._may_resample:
+                self.withheld = "aborted"
+            elif self._token_ids and is_overflow(self._reply.refusal, self._reply.error):
+                self.withheld = "overflow"
+
+    async def _break_silence(self, response: web.StreamResponse) -> None:
+        if self._silent:
+            await response.write(self._speaker.keep_alive())
+        self._silent = True
