@@ -598,6 +598,6 @@ def test_where_replies_stand_in_a_client_s_ids_is_not_recorded():
     index = _Index()
     one = index.add(_turn("a", OK), U1)
     two = index.add(_turn("b", Message("assistant", "No")), U1, OK, U2, parent=one)
-    client = msgspec.structs.replace(two, match="resplice", parent=None, reason=evidence.CLIENT_IDS)
+    client = msgspec.structs.replace(two, match="resplice", parent=None, reason="client-ids")
     assert evidence.placed_replies(client, {}) is None
     assert evidence.placed_replies(two, index.turns) is not None

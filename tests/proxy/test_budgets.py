@@ -9,7 +9,7 @@ import pytest
 from google import genai
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
-from tokencache.proxy.generated_replies import LAST_WORDS, SPENT
+from tokencache.proxy.generated_replies import LAST_WORDS
 from tokencache.proxy.ledger import ONE_BY_ONE
 from tokencache.testing import Fault
 from tokencache.testing.harness import ScriptedHarness
@@ -29,7 +29,7 @@ CALLS = {
 
 
 async def spent(rig, session="s"):
-    found = [incident for incident in (await rig.info(session))["incidents"] if incident["kind"] == SPENT]
+    found = [incident for incident in (await rig.info(session))["incidents"] if incident["kind"] == "budget-spent"]
     assert not any(incident["hole"] for incident in found)
     return [incident["detail"] for incident in found]
 

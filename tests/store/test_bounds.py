@@ -6,7 +6,8 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.support.redis_server import RealRedis
-from tokencache.store.base import Binding, Incident, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
+from tokencache.core.incidents import Incident
+from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
 from tokencache.store.conformance import build, record
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore

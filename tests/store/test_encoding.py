@@ -2,9 +2,9 @@
 
 import pytest
 
+from tokencache.core.incidents import Incident
 from tokencache.core.messages import Message
 from tokencache.core.turn import Tokens, Turn
-from tokencache.store.base import Incident
 from tokencache.store.encoding import Piece, pack, pack_keys, pack_tokens, unpack, unpack_tokens
 
 TURN = Turn(

@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tokencache.core.incidents import Incident
 from tokencache.core.invariants import audit
 from tokencache.core.lineage import sequences
-from tokencache.store.base import Entry, Incident, SessionDeletedError, SessionGoneError, SessionSealedError
+from tokencache.store.base import Entry, SessionDeletedError, SessionGoneError, SessionSealedError
 from tokencache.store.conformance import build
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore

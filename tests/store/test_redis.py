@@ -8,7 +8,8 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
 from tests.support.redis_server import RealRedis
-from tokencache.store.base import Binding, Incident, SessionDeletedError, SessionGoneError, SessionSealedError, StoreError
+from tokencache.core.incidents import Incident
+from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, SessionSealedError, StoreError
 from tokencache.store.conformance import build, record
 from tokencache.store.redis import RedisStore
 from tokencache.store.redis.store import HASHES

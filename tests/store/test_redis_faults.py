@@ -6,7 +6,8 @@ import pytest
 from redis import exceptions
 
 from tests.support.redis_server import RealRedis, find_binary
-from tokencache.store.base import Binding, Incident, SessionGoneError, StoreError
+from tokencache.core.incidents import Incident
+from tokencache.store.base import Binding, SessionGoneError, StoreError
 from tokencache.store.conformance import build, record
 from tokencache.store.redis import RedisStore
 

@@ -17,9 +17,10 @@ from tests.core.forest import Forest
 from tokencache.core import ids
 from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.drift import Drift, Site
+from tokencache.core.incidents import Incident
 from tokencache.core.messages import Message, ToolCall
 from tokencache.core.turn import Anchor, Turn
-from tokencache.store.base import Incident, OpenCall, SessionInfo
+from tokencache.store.base import OpenCall, SessionInfo
 from tokencache.trajectories.rollout import Records, Rollout, rollout
 
 PAIR = 0x40000

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.core.forest import Forest, grow, line
 from tests.core.settings import MANY
 from tokencache.core.drift import Drift, Site
-from tokencache.store.base import Incident, OpenCall, SessionInfo
+from tokencache.core.incidents import Incident
+from tokencache.store.base import OpenCall, SessionInfo
 from tokencache.trajectories.rollout import Records, rollout
 from tokencache.trajectories.values import DriftFigures
 

@@ -20,7 +20,9 @@ from tokencache.core import ids
 from tokencache.core.context import Context, whole_context
 from tokencache.core.drift import Drift, Site, differences, no_drift
 from tokencache.core.lineage import lineages
-from tokencache.core.turn import Turn, rebuild_prefix
+from tokencache.core.reasons import Reason
+from tokencache.core.turn import Turn, TurnMark, rebuild_prefix
+from tokencache.core.verdict import INTERRUPTED
 from tokencache.dialects.chat.messages import read_message, with_stand_ins
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.model import Model
@@ -81,15 +83,15 @@ class DriftMeter:
     async def _turn(self, turn: Turn, records: Records) -> Drift | str:
         """Measure one turn; returns the reason if that is not possible."""
         if turn.match not in _SPLICED:
-            return "engine-disagrees" if "engine-disagrees" in turn.marks else no_drift(turn.prompt_tokens)
+            return TurnMark.ENGINE_DISAGREES if TurnMark.ENGINE_DISAGREES in turn.marks else no_drift(turn.prompt_tokens)
         if not records.contexts.get(turn.id):
             return "not-kept"
         try:
             return await self._spliced(turn, records)
         except (EngineError, RenderError) as error:
-            return "template-refuses" if isinstance(error, TemplateRefusedError) else "engine-away"
+            return Reason.TEMPLATE_REFUSES if isinstance(error, TemplateRefusedError) else "engine-away"
         except (KeyError, ValueError):
-            return "torn-record"
+            return Reason.TORN_RECORD
 
     async def _spliced(self, turn: Turn, records: Records) -> Drift:
         model = await self._pool.model(turn.model)
@@ -155,7 +157,7 @@ class _SentPrompt:
         names: dict[str, str] = {}
         members = causes.MEMBERS[: causes.MEMBERS.index(member) + 1]  # a call may have come back as text
         for turn, reply in self._replies.items():
-            if causes.INTERRUPTED not in reply.rules:
+            if INTERRUPTED not in reply.rules:
                 before = after = self._entries[reply.place]
                 for each in members:
                     after = causes.restore_member(after, self._turns[turn].served, each)

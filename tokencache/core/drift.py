@@ -32,8 +32,8 @@ from rapidfuzz.distance import Levenshtein
 from tokencache.core import ids
 from tokencache.core.messages import Message
 from tokencache.core.rules import BY_NAME, RULES, Leniency
-from tokencache.core.turn import Anchor, Turn
-from tokencache.core.verdict import judge
+from tokencache.core.turn import Anchor, Turn, TurnMark
+from tokencache.core.verdict import INTERRUPTED, judge
 
 
 class Site(msgspec.Struct, frozen=True):
@@ -181,7 +181,6 @@ def break_points(token_ids: Sequence[int], steps: Sequence[MeasuredTurn]) -> lis
 
 
 RETOKENIZED, TEMPLATE = "retokenized", "template"
-INTERRUPTED = "interrupted"
 
 Member = Literal["calls", "text", "reasoning"]
 MEMBERS: tuple[Member, ...] = ("calls", "text", "reasoning")
@@ -250,7 +249,7 @@ def find_replies(spans: Sequence[Anchor], turns: Mapping[str, Turn], messages: S
             if messages[place].role != "assistant":
                 continue
             verdict = judge(turn.served, messages[place], _EVERYONE)
-            partly = verdict.kind == "foreign" and "aborted" in turn.marks
+            partly = verdict.kind == "foreign" and TurnMark.ABORTED in turn.marks
             if verdict.kind != "foreign" or partly:
                 found[turn.id] = FoundReply(place, (INTERRUPTED,) if partly else verdict.rules)
                 at = place + 1

@@ -22,6 +22,7 @@ import msgspec
 import xxhash
 
 from tokencache.core.chain import Conversation, keyed_hash
+from tokencache.core.reasons import Reason
 from tokencache.core.rules import Leniency
 from tokencache.core.turn import Anchor, Turn
 
@@ -43,10 +44,6 @@ class PlacedReply(msgspec.Struct, frozen=True):
 def whole_reply(place: int, turn: Turn) -> PlacedReply:
     """A turn's reply at the end of its own prefix."""
     return PlacedReply(place, turn, turn.prompt_tokens, turn.prompt_tokens + turn.completion_tokens)
-
-
-CLIENT_IDS = "client-ids"
-"""The reason of a turn whose prompt begins with ids that the client sent back and that are not recorded here."""
 
 
 class ReturnedIdHashes(NamedTuple):
@@ -130,7 +127,7 @@ def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, 
             return None
         line.append(whole_reply(parent.messages, parent))
         at = parent
-    if at.reason == CLIENT_IDS:  # which of its messages stand in the client's ids is not recorded
+    if at.reason == Reason.CLIENT_IDS:  # which of its messages stand in the client's ids is not recorded
         return None
     if any(anchor.place < 0 or anchor.turn not in turns for anchor in at.anchors):
         return None

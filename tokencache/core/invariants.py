@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tokencache.core import ids
 from tokencache.core.lineage import SequenceTurn, TokenSequence, sequences
-from tokencache.core.turn import Tokens, Turn
+from tokencache.core.turn import Tokens, Turn, TurnMark
 
 GroundTruthEntry = tuple[Sequence[int], Sequence[int], Sequence[float]]
 """One generation as the engine kept it: prompt ids, completion ids, log probabilities of the completion."""
@@ -58,7 +58,7 @@ def engine_agrees(
     prompts, found = _prompts(turns, tokens)
     entries = [(ids.pack(p), ids.pack(c), list(lp)) for p, c, lp in books]
     left = list(range(len(entries)))
-    whole_first = sorted((t for t in turns if t.id in prompts), key=lambda t: bool({"aborted", "no-logprobs"} & set(t.marks)))
+    whole_first = sorted((t for t in turns if t.id in prompts), key=lambda t: bool({TurnMark.ABORTED, TurnMark.NO_LOGPROBS} & set(t.marks)))
     unmade = []
     for turn in whole_first:
         entry = next((n for n in left if _is_entry(turn, prompts[turn.id], tokens[turn.id], entries[n])), None)
@@ -78,7 +78,7 @@ def _is_entry(turn: Turn, prompt: bytes, own: Tokens, entry: tuple[bytes, bytes,
     if prompt != entry[0]:
         return False
     n = ids.count(own.completion)
-    aborted, bare = "aborted" in turn.marks, "no-logprobs" in turn.marks
+    aborted, bare = TurnMark.ABORTED in turn.marks, TurnMark.NO_LOGPROBS in turn.marks
     if not (entry[1].startswith(own.completion) if aborted else entry[1] == own.completion):
         return False
     return (bare and not own.logprobs) or ids.unpack_logprobs(own.logprobs) == entry[2][:n]
@@ -173,7 +173,7 @@ def _span(sequence: TokenSequence, span: SequenceTurn, prompt: bytes, own: Token
     n = ids.count(own.completion)
     values = ids.unpack_logprobs(own.logprobs)
     trained = len(values) == n
-    if not trained and "no-logprobs" not in span.turn.marks:
+    if not trained and TurnMark.NO_LOGPROBS not in span.turn.marks:
         found.append(f"{where}: {len(values)} log probabilities for {n} tokens, and the turn is not marked")
     if sequence.loss_mask[start:end] != [int(trained)] * n:
         found.append(f"{where}: mask is not {int(trained)} throughout")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tokencache.core import ids
-from tokencache.core.turn import Tokens, Turn, extend_prefix, rebuild_prefix
+from tokencache.core.turn import Tokens, Turn, TurnMark, extend_prefix, rebuild_prefix
 
 
 class SequenceTurn(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ def _heirs(turns: Sequence[Turn]) -> dict[str, str]:
     for turn in reversed(turns):  # children are recorded after their parents
         depth[turn.id] = 1 + best[turn.id][0][0] if turn.id in best else 0
         if turn.parent is not None:
-            rank = (depth[turn.id], "aborted" not in turn.marks)
+            rank = (depth[turn.id], TurnMark.ABORTED not in turn.marks)
             if turn.parent not in best or rank >= best[turn.parent][0]:  # of equals, the first recorded comes last here
                 best[turn.parent] = (rank, turn.id)
     return {parent: child for parent, (_, child) in best.items()}

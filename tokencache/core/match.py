@@ -39,8 +39,9 @@ from tokencache.core import evidence
 from tokencache.core.chain import Conversation, aborted_key, call_key, chain_key, handle_key, position_key, reply_key
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.messages import Message
+from tokencache.core.reasons import Reason
 from tokencache.core.rules import STRICT, Leniency
-from tokencache.core.turn import MatchKind, Turn
+from tokencache.core.turn import MatchKind, Turn, TurnMark
 from tokencache.core.verdict import DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, may_be_delivered, safe_id
 
 
@@ -50,18 +51,6 @@ class Hit(msgspec.Struct, frozen=True):
     turn: Turn
     continued: bool = False
 
-
-DISAGREED = "engine-disagrees"
-"""The mark of a turn whose prompt was not what was sent: nothing may continue it."""
-
-UNRECOGNISED = "unrecognised-reply"
-"""Nothing is known of a reply in the history."""
-
-AMBIGUOUS = "ambiguous-reply"
-"""Several recorded turns may be meant, and their tokens differ."""
-
-FOREIGN = "foreign-reply"
-"""The model did not say this, or only its words say that it did."""
 
 Hits = Mapping[bytes, Sequence[Hit]]
 
@@ -102,7 +91,7 @@ def match(
     hashes of these; a place is looked up only where it decides something.
     """
     if not any(hits.values()):  # as for a session's first call: no reply of a long history needs looking at
-        return Match("root") if next(conversation.replies(), None) is None else Match("plain", UNRECOGNISED)
+        return Match("root") if next(conversation.replies(), None) is None else Match("plain", Reason.UNRECOGNISED_REPLY)
     found = _Finder(conversation, hits, leniency, handles, turns or {}, echoed)
     claims: list[_Claim] = []
     parent: tuple[int, _Found] | None = None
@@ -113,17 +102,17 @@ def match(
                 parent = (i, chosen)
                 break
             if turns is None:
-                return Match("plain", UNRECOGNISED, turns_wanted=True)
+                return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
             if found.holds(chosen.hit.turn):
                 parent = (i, chosen)
                 break
             chosen = None
-        claims.append(found.elsewhere(i) if chosen in {None, FOREIGN} else _Claim(i, (), chosen or ""))
+        claims.append(found.elsewhere(i) if chosen in {None, Reason.FOREIGN_REPLY} else _Claim(i, (), chosen or ""))
     if parent is None and not claims:
         return Match("root")
     some = any(len(claim.candidates) > (parent is None) for claim in claims)
     if turns is None and some:  # which of them, and whether they stand in the parent's prompt, is known by the line of turns
-        return Match("plain", UNRECOGNISED, turns_wanted=True)
+        return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
     return _result(conversation, found, claims, parent)
 
 
@@ -158,15 +147,15 @@ def _result(conversation: Conversation, finder: "_Finder", claims: list[_Claim],
     unsure = _unsure(conversation, anchors)
     if parent is None:
         if hits:
-            return Match("resplice", "context-edited", None, 0, hits, tuple(sorted(rules)), unsure=unsure)
-        return Match("plain", reasons[-1] if reasons else AMBIGUOUS)
+            return Match("resplice", Reason.CONTEXT_EDITED, None, 0, hits, tuple(sorted(rules)), unsure=unsure)
+        return Match("plain", reasons[-1] if reasons else Reason.AMBIGUOUS_REPLY)
     i, by = parent
     rules.update(by.verdict.rules)
     forgiven = tuple(sorted(rules))
     if not by.verdict.ids_kept:
         unsure = (*unsure, call_key(conversation, i))
     if hits:
-        return Match("resplice", "context-edited", by.hit.turn, i + 1, hits, forgiven, by.delivered, unsure)
+        return Match("resplice", Reason.CONTEXT_EDITED, by.hit.turn, i + 1, hits, forgiven, by.delivered, unsure)
     kind: MatchKind = "branch" if by.hit.continued else "continue"
     return Match(kind, reasons[-1] if reasons else "", by.hit.turn, i + 1, (), forgiven, by.delivered, unsure)
 
@@ -224,7 +213,7 @@ def _certain(
         if certain:
             said.append((claim.place, able))
         else:
-            reasons.append(claim.reason or AMBIGUOUS)
+            reasons.append(claim.reason or Reason.AMBIGUOUS_REPLY)
     return said, reasons
 
 
@@ -305,9 +294,9 @@ class _Finder(NamedTuple):
         by_tokens = self._by_tokens(i, judged) if len(judged) + len(parts) > 1 else []
         chosen = _choose(echoed, by_tokens or judged)
         if isinstance(chosen, _Found) and not by_tokens and any(part is None for _, part in parts):
-            return AMBIGUOUS
+            return Reason.AMBIGUOUS_REPLY
         if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
-            return "rewritten-reply"
+            return Reason.REWRITTEN_REPLY
         return chosen
 
     def was_judged(self, turn: Turn, i: int) -> bool:
@@ -321,7 +310,7 @@ class _Finder(NamedTuple):
 
     def _came_back(self, turn: Turn, place: int) -> bool:
         echoed = self.conversation.messages[place]
-        if "aborted" in turn.marks and delivered_prefix(turn, echoed, self.leniency) is not None:
+        if TurnMark.ABORTED in turn.marks and delivered_prefix(turn, echoed, self.leniency) is not None:
             return True
         return self._judged(place, [Hit(turn)])[0].verdict.supplied
 
@@ -337,21 +326,21 @@ class _Finder(NamedTuple):
         hits = [*self.hits.get(reply_key(self.conversation.digests[i], self.conversation.voice), ()), *self._by_name(i)]
         judged = self._judged(i, _once(hits))
         if not judged:
-            return _Claim(i, (), UNRECOGNISED)
+            return _Claim(i, (), Reason.UNRECOGNISED_REPLY)
         genuine = [found for found in judged if found.verdict.supplied]
         evident = self._evident(i, genuine)
         by_number = [found for found in genuine if found.verdict.ids_kept and any(call.id for call in found.hit.turn.served.calls)]
         known = evident or by_number
         if not known:
-            return _Claim(i, (), _why_not(judged) if not genuine else FOREIGN)
-        if any(DISAGREED in found.hit.turn.marks for found in known):
-            return _Claim(i, (), DISAGREED)
+            return _Claim(i, (), _why_not(judged) if not genuine else Reason.FOREIGN_REPLY)
+        if any(TurnMark.ENGINE_DISAGREES in found.hit.turn.marks for found in known):
+            return _Claim(i, (), Reason.ENGINE_DISAGREES)
         by_handle = handle and all(found.hit.turn.handle == handle for found in known)
         left = () if by_handle else self.hits.get(aborted_key(self.conversation.voice), ())
         in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in left)
         if in_doubt and not self._by_tokens(i, known):
-            return _Claim(i, (), AMBIGUOUS)
-        return _Claim(i, tuple(known), "" if evident else FOREIGN, in_order=not evident)
+            return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
+        return _Claim(i, tuple(known), "" if evident else Reason.FOREIGN_REPLY, in_order=not evident)
 
     def _may_be_barred(self, i: int, judged: Sequence[_Found], known: Sequence[_Found]) -> bool:
         """Whether another turn fits as well, but for a rule that may not be relied on: that leaves the others in doubt."""
@@ -406,7 +395,7 @@ def _once(hits: Iterable[Hit]) -> list[Hit]:
 
 
 def _why_not(judged: Sequence[_Found]) -> str:
-    return "rewritten-reply" if any(found.verdict.kind == "rewritten" for found in judged) else FOREIGN
+    return Reason.REWRITTEN_REPLY if any(found.verdict.kind == "rewritten" for found in judged) else Reason.FOREIGN_REPLY
 
 
 def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
@@ -418,11 +407,11 @@ def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
         genuine = [found for found in genuine if found.verdict.ids_kept] or genuine
     if not genuine:
         return _why_not(judged)
-    if any(DISAGREED in found.hit.turn.marks for found in genuine):
-        return DISAGREED
+    if any(TurnMark.ENGINE_DISAGREES in found.hit.turn.marks for found in genuine):
+        return Reason.ENGINE_DISAGREES
     if len(genuine) > 1 and any(found.delivered is not None for found in genuine):
-        return AMBIGUOUS  # a beginning is known by its words alone
-    return genuine[0] if _interchangeable([found.hit.turn for found in genuine], in_place=True) else AMBIGUOUS
+        return Reason.AMBIGUOUS_REPLY  # a beginning is known by its words alone
+    return genuine[0] if _interchangeable([found.hit.turn for found in genuine], in_place=True) else Reason.AMBIGUOUS_REPLY
 
 
 def _interchangeable(turns: list[Turn], *, in_place: bool) -> bool:

@@ -12,8 +12,24 @@ import xxhash
 
 from tokencache.core import ids
 from tokencache.core.messages import Message
+from tokencache.core.reasons import Described
 
 MatchKind = Literal["root", "continue", "branch", "resplice", "plain"]
+
+
+class TurnMark(Described):
+    """What a trainer must know about a turn."""
+
+    ABORTED = "aborted", "the harness disconnected during the reply"
+    ENGINE_ABORTED = "engine-aborted", "the engine ended the reply by itself"
+    UPSTREAM_BROKE = "upstream-broke", "the engine closed the connection during the reply"
+    ENGINE_ERROR = "engine-error", "the engine reported an error within the reply"
+    ENGINE_DISAGREES = "engine-disagrees", "the engine used other prompt ids than were sent; no turn continues this one"
+    INTERNAL_ERROR = "internal-error", "tokencache failed to pass the reply on"
+    NO_LOGPROBS = "no-logprobs", "the engine returned no log probabilities"
+    MEDIA = "media", "the request contains images or other media"
+    SECOND_SAMPLE = "second-sample", "the same call had been made and answered before"
+    UNANSWERED = "unanswered", "the harness disconnected before the reply was complete"
 
 
 class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):

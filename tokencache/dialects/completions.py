@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tokencache.core.reasons import Reason
 from tokencache.dialects.body import fields_of, member, model_of
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.rendering import render_args
@@ -65,7 +66,7 @@ class CompletionCall(msgspec.Struct, frozen=True):
             shows_ids=self.shows_ids,
             shows_logprobs=self.shows_logprobs,
             shows_reasoning=True,
-            plain="text-completion",
+            plain=Reason.TEXT_COMPLETION,
             dialect="completions",
         )
 

@@ -33,7 +33,8 @@ from multidict import CIMultiDict
 from tokencache import metrics
 from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
-from tokencache.core.match import DISAGREED
+from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.dialect import EVENTS, refusal
@@ -46,12 +47,12 @@ from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy import echoes
 from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
-from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, SPENT, budget_reply, is_overflow, overflow_reply
+from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, is_overflow, overflow_reply
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, keys_wanted
-from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, NO_IDS, Outcome, Recorded
+from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
 from tokencache.proxy.response import CLIENT_LEFT, Delivery, Response, whole_response
-from tokencache.store.base import BeginResult, Incident, Join, OpenCall, StoreError
+from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -295,9 +296,9 @@ class ModelCall:
             case HarnessError():
                 await self.close()
             case EngineError():
-                await self._settle(BROKE if why.reached else "upstream-down", str(why), hole=why.reached)
+                await self._settle(IncidentKind.UPSTREAM_BROKE if why.reached else IncidentKind.UPSTREAM_DOWN, str(why))
             case _:  # our own mistake; calls that wait for this one must not wait for ever
-                await self._settle("internal-error", f"{type(why).__name__}: {why}", hole=self.state in _SENT)
+                await self._settle(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}", hole=self.state in _SENT)
 
     # Open and end
 
@@ -402,7 +403,7 @@ class ModelCall:
         if cancelled:
             raise asyncio.CancelledError
 
-    async def _settle(self, kind: str, detail: str, *, hole: bool = False) -> None:
+    async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None) -> None:
         """End a call without a turn, and record why; raises as `close` does."""
         metrics.CALLS.labels(self._chat.dialect, kind).inc()
         incident = self._outcome.incident(kind, detail, hole=hole)
@@ -424,7 +425,7 @@ class ModelCall:
             recorded = outcome.record(self._ledger.prefixes)
         except Exception as why:  # our own mistake: the client gets its reply, and the trainer an incident
             log.exception("session %s call %s: no turn could be made of the reply", self._session, self.id)
-            recorded = Recorded([], [], [outcome.incident("internal-error", f"{type(why).__name__}: {why}", hole=True)])
+            recorded = Recorded([], [], [outcome.incident(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}")])
         self._doubt_engine({incident.kind for incident in recorded.incidents})
         documents = self._exchange.speaker.documents() if outcome.whole else {}
         if outcome.whole and outcome.unanswered:
@@ -447,9 +448,9 @@ class ModelCall:
     def _doubt_engine(self, kinds: set[str]) -> None:
         """Probe the engine again if it behaves in another way than the probe found: another one may be at its URL now."""
         model = self._outcome.model
-        if DISAGREED in kinds:
+        if IncidentKind.ENGINE_DISAGREES in kinds:
             self._engine.doubt("it used other ids than were sent")
-        elif NO_IDS in kinds and model is not None and model.capability.level != "relay":
+        elif IncidentKind.NO_TOKEN_IDS in kinds and model is not None and model.capability.level != "relay":
             self._engine.doubt("it no longer says which ids it used")
 
     # Plan and send
@@ -499,10 +500,10 @@ class ModelCall:
 
     async def _stop(self, spent: str) -> web.StreamResponse:
         """End the episode: no engine is asked."""
-        metrics.CALLS.labels(self._chat.dialect, SPENT).inc()
+        metrics.CALLS.labels(self._chat.dialect, IncidentKind.BUDGET_SPENT).inc()
         number = self._ledger.count_spent(self._session)
-        log.info("session %s call %s: %s: %s", self._session, self.id, SPENT, spent)
-        await self.close([self._outcome.incident(SPENT, f"{spent}: stopped call no. {number}")] if number else [])
+        log.info("session %s call %s: %s: %s", self._session, self.id, IncidentKind.BUDGET_SPENT, spent)
+        await self.close([self._outcome.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
         return await self._response.send(budget_reply(self._chat, self.id), self._reply)
 
     async def _send_to_engines(self) -> aiohttp.ClientResponse:
@@ -517,7 +518,7 @@ class ModelCall:
         except NotTakenError as refused:
             taken = await until_taken(self._ask_each_engine, refused, self._services.hold)
         if taken.waited:
-            self._outcome.noted.append(self._outcome.incident("held", f"{taken.waited:.1f} s: {taken.why}"))
+            self._outcome.noted.append(self._outcome.incident(IncidentKind.HELD, f"{taken.waited:.1f} s: {taken.why}"))
         return taken.answer
 
     async def _ask_each_engine(self, started: float = 0.0) -> aiohttp.ClientResponse:
@@ -593,7 +594,7 @@ class ModelCall:
         answer.close()
         log.warning("session %s call %s: the engine refused the spliced prompt with %d", self._session, self.id, answer.status)
         log.debug("session %s call %s: the engine answered: %s", self._session, self.id, words[:300].decode(errors="replace"))
-        outcome.plan = Plan(match="plain", reason="engine-refused-ids", near=plan.near)
+        outcome.plan = Plan(match="plain", reason=Reason.ENGINE_REFUSED_IDS, near=plan.near)
         self._request = await self._write_request(None, target)
         answer = await self._post(engine)
         if answer.status == _OK:  # so it was the ids: the engine's vocabulary may have changed since the probe
@@ -619,14 +620,14 @@ class ModelCall:
             return web.Response()
         if self._exchange.token_ids and is_overflow(answer.status, body):
             return await self._answer_overflow(answer.status, body)
-        await self._settle("engine-refused", f"{answer.status}: {body[:300].decode(errors='replace')}")
+        await self._settle(IncidentKind.ENGINE_REFUSED, f"{answer.status}: {body[:300].decode(errors='replace')}")
         if self._response.opened is not None:
             return await self._response.fail(answer.status, refusal(answer.status, body)[0])
         return whole_response(answer, body if self._exchange.refuse is None else self._exchange.refuse(answer.status, body))
 
     async def _answer_overflow(self, status: int, words: bytes) -> web.StreamResponse:
         """Answer a prompt that is too long with an empty reply; nothing was sampled."""
-        await self._settle("engine-refused", f"{status}: {words[:300].decode(errors='replace')}; {OVERFLOW_DETAIL}")
+        await self._settle(IncidentKind.ENGINE_REFUSED, f"{status}: {words[:300].decode(errors='replace')}; {OVERFLOW_DETAIL}")
         return await self._response.send(overflow_reply(self._chat, self.id), self._reply)
 
     async def _pass_whole(self, answer: aiohttp.ClientResponse, delivery: Delivery) -> web.StreamResponse | None:
@@ -670,7 +671,7 @@ class ModelCall:
             async with self._response.keep_alive():
                 return await answer.read()
         except (aiohttp.ClientError, TimeoutError) as why:
-            await self._settle(BROKE, f"{type(why).__name__}: {why}", hole=True)
+            await self._settle(IncidentKind.UPSTREAM_BROKE, f"{type(why).__name__}: {why}")
             self._response.break_off()
             return None
 

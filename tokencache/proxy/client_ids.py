@@ -29,6 +29,7 @@ from typing import NamedTuple
 from tokencache.core import ids
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, canonical_json, split_think
+from tokencache.core.reasons import Reason
 from tokencache.core.splice import fill
 from tokencache.core.turn import hash_ids
 from tokencache.dialects.chat.call import ChatCall
@@ -41,9 +42,6 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.prefix_cache import CachedPrefix
 
 log = logging.getLogger(__name__)
-
-UNPROVEN = "client-ids-unproven"
-"""Ids came back that are not recorded here, and it is not proven that they are these messages."""
 
 
 _JSON = json.JSONDecoder()
@@ -152,7 +150,7 @@ async def prove(session: str, call: ChatCall, returned: ReturnedIds, model: Mode
     replies = returned.line()
     ended_early = any(not model.stop_ids.isdisjoint(ids.unpack(reply.generation)[:-1]) for reply in replies)
     if not replies or ended_early or not model.capability.tokenizes:
-        raise TailRefusedError(UNPROVEN)
+        raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     last = replies[-1]
     assert call.conversation is not None  # noqa: S101 - messages came back
     ask = TailAsk(call.model, call.args, call.conversation, call.safe_messages(), last.place + 1, None, session)
@@ -160,11 +158,11 @@ async def prove(session: str, call: ChatCall, returned: ReturnedIds, model: Mode
     openers = [around.opener(n, reply.prompt, alike=True) for n, reply in enumerate(replies)]
     known = [opener for opener in openers if opener is not None]
     if len(known) < len(openers):
-        raise TailRefusedError(UNPROVEN)
+        raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     prompt, spans = fill(around.pieces, known, [reply.generation for reply in replies], model.stop_ids)
     apart = any(start != ids.count(reply.prompt) for reply, (start, _) in zip(replies, spans, strict=True))
     if apart or not prompt.startswith(last.prompt + last.generation):
-        raise TailRefusedError(UNPROVEN)
+        raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     await _prove_words(call, replies, (around, known), model)
     return ClientPrompt(prompt, tuple(reply.place for reply in replies), *spans[-1])
 
@@ -208,9 +206,9 @@ async def _prove_words(call: ChatCall, replies: Sequence[_Reply], stands: tuple[
         sampled = await read(opener + _unstopped(reply.generation, model))
         message = call.messages[reply.place]
         if not all(_is_shown(call, sampled) for call in message.calls):
-            raise TailRefusedError(UNPROVEN)
+            raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
         if not own.startswith(header) or not _same_words(sampled.removeprefix(header), own.removeprefix(header), message):
-            raise TailRefusedError(UNPROVEN)
+            raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
 
 
 def _is_shown(call: ToolCall, sampled: str) -> bool:
@@ -239,13 +237,13 @@ def _between(rendered: str, pieces: Sequence[str]) -> list[str]:
     """
     first, *inner, last = pieces
     if not rendered.startswith(first) or not rendered.endswith(last) or len(rendered) < len(first) + len(last):
-        raise TailRefusedError(UNPROVEN)
+        raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     rest = rendered[len(first) : len(rendered) - len(last)]
     found = []
     for piece in inner:
         own, there, rest = rest.partition(piece)
         if not there:
-            raise TailRefusedError(UNPROVEN)
+            raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
         found.append(own)
     return [*found, rest]
 

@@ -13,6 +13,7 @@ prefix that the call continues, which is at hand; only what is no beginning of i
 import logging
 from collections.abc import Sequence
 
+from tokencache.core.incidents import IncidentKind
 from tokencache.core.messages import digest
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.call import ChatCall
@@ -24,11 +25,10 @@ from tokencache.store.base import StoreError
 
 log = logging.getLogger(__name__)
 
-DIFFERS, UNRECORDED = "echo-differs", "echo-unrecorded"
 _SHOWN = 8
 
 
-async def compared(session: str, call: ChatCall, plan: Plan, ledger: Ledger) -> list[tuple[str, str]]:
+async def compared(session: str, call: ChatCall, plan: Plan, ledger: Ledger) -> list[tuple[IncidentKind, str]]:
     """Say what is wrong with the ids that came back with a call, as kinds of incidents and details; nothing if that cannot be told."""
     echoes = {place: echo for place, echo in call.echoes.items() if call.messages and call.messages[place].role == "assistant"}
     if not echoes or call.conversation is None:
@@ -55,11 +55,12 @@ async def compared(session: str, call: ChatCall, plan: Plan, ledger: Ledger) -> 
     unrecorded = [place for place in wrong if place not in differs]
     found = []
     if differs:
-        found.append((DIFFERS, f"{_listed(differs)}: these words and these token ids were not recorded together; the ids are not used"))
+        detail = f"{_listed(differs)}: these words and these token ids were not recorded together; the ids are not used"
+        found.append((IncidentKind.ECHO_DIFFERS, detail))
     if unrecorded:
         used = "the prompt begins with them" if plan.client else "they are not used"
         words = "token ids came back that are not recorded here (the store was restarted, or another proxy recorded them)"
-        found.append((UNRECORDED, f"{_listed(unrecorded)}: {words}; {used}"))
+        found.append((IncidentKind.ECHO_UNRECORDED, f"{_listed(unrecorded)}: {words}; {used}"))
     return found
 
 

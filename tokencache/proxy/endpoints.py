@@ -17,6 +17,7 @@ from multidict import CIMultiDict
 from tokencache import metrics
 from tokencache.core.budget import Budget
 from tokencache.core.chain import keyed_hash
+from tokencache.core.incidents import IncidentKind
 from tokencache.core.rules import Leniency
 from tokencache.dialects import completions, gym_request
 from tokencache.dialects.chat.call import ChatCall, read_chat, read_tokenize, with_messages
@@ -41,7 +42,7 @@ from tokencache.proxy.prompts import Prompts, tokenized
 from tokencache.proxy.request_body import body_of
 from tokencache.proxy.response import Exchange, Response
 from tokencache.proxy.sessions import Origin
-from tokencache.store.base import Incident, SessionDeletedError, SessionSealedError, StoreError, StoreFullError
+from tokencache.store.base import SessionDeletedError, SessionSealedError, StoreError, StoreFullError
 
 _UNAVAILABLE = 503
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -123,9 +124,8 @@ class Caller:
         replaced = self._pin(visit, asked.fields)
         if asked.unrecorded:
             await self.admit(visit, "completions")
-            hole = Incident(
-                "unrecorded-route", f"a text completion with {asked.unrecorded} is relayed, not recorded", hole=True, at=time.time()
-            )
+            detail = f"a text completion with {asked.unrecorded} is relayed, not recorded"
+            hole = IncidentKind.UNRECORDED_ROUTE.incident(detail, at=time.time())
             await self._ledger.add_incidents(visit.session, [hole])
             path = visit.origin.path
             return await relay_to(self._pool, visit.session, visit.request, path, headers=visit.headers, body=asked.for_engine())

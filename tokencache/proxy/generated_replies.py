@@ -18,7 +18,6 @@ from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.whole import alike, whole_reply
 from tokencache.dialects.completions import whole_text
 
-SPENT = "budget-spent"
 LAST_WORDS = "The budget of this session is used up."
 OVERFLOW_DETAIL = "answered with an empty completion, finish reason 'length'"
 _REFUSED = 400

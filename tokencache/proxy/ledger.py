@@ -18,10 +18,11 @@ from typing import Any
 from cachetools import LRUCache
 
 from tokencache import metrics
+from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome, Recorded
 from tokencache.proxy.routed_experts import RoutedExperts
-from tokencache.store.base import BeginResult, Incident, Join, SessionGoneError, SessionSealedError, Store, StoreError
+from tokencache.store.base import BeginResult, Join, SessionGoneError, SessionSealedError, Store, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class Ledger:
         log.warning("session %s is sealed: %s is refused", session, detail)
         if number:
             with contextlib.suppress(StoreError):  # it is refused either way
-                await self.add_incidents(session, [Incident("late-call", f"{detail}: late call no. {number}", at=time.time())])
+                await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
     def count_spent(self, session: str) -> int:
         """Count a call that came when the session's budget was used up; its number if it is to be noted, else 0."""
@@ -248,9 +249,8 @@ class Ledger:
     async def _gone(self, session: str, call: str) -> None:
         """A session ended under a call. If it was deleted, the store drops what is said of it now; if not, the store lost it."""
         log.warning("session %s call %s: the session ended meanwhile; what was recorded is dropped", session, call)
-        lost = Incident(
-            "session-lost", "the store had lost the session when this call ended, and all its turns before", True, call, at=time.time()
-        )
+        detail = "the store had lost the session when this call ended, and all its turns before"
+        lost = IncidentKind.SESSION_LOST.incident(detail, call=call, at=time.time())
         await self.add_incidents(session, [lost])
 
     def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
@@ -261,7 +261,8 @@ class Ledger:
 
     def _lose(self, outcome: Outcome, recorded: Recorded) -> None:
         """The store could not take what a call came to: the trainer is told when it can."""
-        lost = Incident("store-error", "the store failed; the turn of this call may not be recorded", True, outcome.call_id, at=time.time())
+        detail = "the store failed; the turn of this call may not be recorded"
+        lost = IncidentKind.STORE_ERROR.incident(detail, call=outcome.call_id, at=time.time())
         _tally([lost])
         self._owe(outcome.session, [*recorded.incidents, lost])
 

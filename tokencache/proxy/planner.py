@@ -14,9 +14,10 @@ from tokencache.core.chain import chain_key, lookup_keys
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.messages import Message
+from tokencache.core.reasons import Reason
 from tokencache.core.splice import REPLACED, fill, join, junction
 from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
-from tokencache.core.verdict import INTERRUPTED, DeliveredPrefix, is_unique
+from tokencache.core.verdict import DeliveredPrefix, is_unique
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.model import Model
@@ -25,26 +26,14 @@ from tokencache.engine.template.shapes import TailAsk
 from tokencache.engine.template.tails import Around, TailRefusedError
 from tokencache.errors import passing_cause
 from tokencache.proxy import partial_reply as interrupts
-from tokencache.proxy.client_ids import UNPROVEN, ReturnedIds, prove
+from tokencache.proxy.client_ids import ReturnedIds, prove
 from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Store
 
 log = logging.getLogger(__name__)
 
-INSIDE_TOKEN = "interrupt-inside-token"  # noqa: S105 - a reason
-TAIL_BY_ENGINE = "tail-by-engine"
-"""The engine put the tail behind the history, and nobody proved it: what stands there is as good as the engine is."""
-UNRENDERED = "no-rendering"
-"""The engine renders nothing for us, and without that nothing can be put behind an edited context."""
-RENDERED_ALIKE = "rendered-alike"
-"""The context was edited, and the template renders it as before: the prompt goes on from a turn's exact ids all the same."""
-PAST_CHANGES = "past-changes"
-EDITED = frozenset({PAST_CHANGES, "new-messages-reach-back", "tail-not-proven"})
+EDITED = frozenset({Reason.PAST_CHANGES, Reason.NEW_MESSAGES_REACH_BACK, Reason.TAIL_NOT_PROVEN})
 """Why no tail can be put behind a history that is what it was: the template writes the history otherwise now, as if it had been edited."""
-OPENER_UNKNOWN = "opener-unknown"
-"""What recognised replies were sampled behind is not known to be a generation prompt: these are text like any other."""
-UNPLACED = "unplaced-replies"
-"""The records do not say where replies stand in the prompt that is to be gone on from."""
 FIRST_REPLIES = 2
 """Replies that are looked up when a call begins; the others only if none of these is known."""
 
@@ -129,7 +118,7 @@ class Planner:
             if (away := passing_cause(why)) is not None:
                 raise away from why
             log.debug("session %s: rendered plainly: %s", session, why)
-            return Plan(match="plain", reason=str(why) if isinstance(why, TailRefusedError) else "render-error")
+            return Plan(match="plain", reason=str(why) if isinstance(why, TailRefusedError) else Reason.RENDER_ERROR)
         unsayable = self._unsayable(call, plan, model)
         return Plan(match="plain", reason=unsayable) if unsayable else plan
 
@@ -164,11 +153,11 @@ class Planner:
                 raise
             log.debug("session %s: the client's ids are not proven: %s", session, why)
             if found.kind == "plain":
-                raise TailRefusedError(UNPROVEN) from why
+                raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN) from why
             return None
         return Plan(
             match="resplice",
-            reason=evidence.CLIENT_IDS,
+            reason=Reason.CLIENT_IDS,
             prompt=proven.ids,
             fragment=ids.extended((), proven.ids),
             head=LastReply(proven.places[-1], proven.start, proven.end),
@@ -181,7 +170,7 @@ class Planner:
         if plan.prompt is None or plan.head is None:
             return ""
         if 0 < model.capability.max_model_len <= ids.count(plan.prompt):
-            return "context-full"  # with the template's own stripping it may still fit
+            return Reason.CONTEXT_FULL  # with the template's own stripping it may still fit
         return model.driver.cannot_supply(call, plan.head)
 
     async def _proven(self, session: str, call: ChatCall, found: Match, known: _Known, model: Model) -> Plan:
@@ -202,19 +191,19 @@ class Planner:
                     raise
                 found = found._replace(reason=str(why))
         if not renders:
-            return Plan(match="plain", reason=UNRENDERED)
+            return Plan(match="plain", reason=Reason.NO_RENDERING)
         return await self._resplice(session, call, found, model, cut)
 
     @staticmethod
     async def _blocked(call: ChatCall, model: Model) -> str:
         """Say why nothing can be spliced for this model or these arguments, if so."""
         if model.capability.level != "exact":
-            return "record-only"
+            return Reason.RECORD_ONLY
         if not call.leniency.off.isdisjoint(call.left_out):
-            return "switched-off"  # the codec left something out by a rule that is not wanted here
+            return Reason.SWITCHED_OFF  # the codec left something out by a rule that is not wanted here
         if not model.capability.tokenizes:
             return ""  # the engine adds the tail, in its own rendering
-        return "" if await model.renders_alike(call.args) else "renderings-differ"
+        return "" if await model.renders_alike(call.args) else Reason.RENDERINGS_DIFFER
 
     async def _match(self, session: str, call: ChatCall, known: _Known, returned: ReturnedIds) -> Match:
         """Match a call's history. What that turns out to need is read from the store, each thing once."""
@@ -257,8 +246,8 @@ class Planner:
         others = {key: [hit for hit in hits if hit.turn.id != turn.id] for key, hits in known.items()}
         found = await self._match(session, call, others, ReturnedIds(call))
         if found.delivered is not None:
-            raise TailRefusedError(INSIDE_TOKEN)
-        return found._replace(reason=INSIDE_TOKEN)
+            raise TailRefusedError(Reason.INTERRUPT_INSIDE_TOKEN)
+        return found._replace(reason=Reason.INTERRUPT_INSIDE_TOKEN)
 
     async def _continue(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
         parent = found.parent
@@ -277,7 +266,7 @@ class Planner:
             last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, kept)
             return Plan(
                 match="resplice",
-                reason="other-stop" if where == REPLACED else INTERRUPTED,
+                reason=Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED,
                 prompt=prompt,
                 fragment=ids.extended((), prompt),
                 head=head._replace(end=kept),
@@ -307,10 +296,10 @@ class Planner:
         """Continue a turn on an engine that adds the tail itself, and whose rendering cannot be asked for."""
         assert found.parent is not None  # noqa: S101 - the caller looked
         if cut is not None:
-            return Plan(match="plain", reason=UNRENDERED)
+            return Plan(match="plain", reason=Reason.NO_RENDERING)
         return Plan(
             match=found.kind,
-            reason=TAIL_BY_ENGINE,
+            reason=Reason.TAIL_BY_ENGINE,
             prompt=held.prefix.ids,
             fragment=held.fragment,
             whole=False,
@@ -341,7 +330,7 @@ class Planner:
             return ()
         known = evidence.placed_replies(turn, await self._turns(session))
         if known is None:
-            raise TailRefusedError(UNPLACED)
+            raise TailRefusedError(Reason.UNPLACED_REPLIES)
         return known
 
     async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
@@ -358,9 +347,9 @@ class Planner:
             if None not in openers:
                 break
             replies = [reply for reply, opener in zip(replies, openers, strict=True) if opener is not None]
-            found = found._replace(reason=OPENER_UNKNOWN)
+            found = found._replace(reason=Reason.OPENER_UNKNOWN)
         else:
-            raise TailRefusedError(OPENER_UNKNOWN)
+            raise TailRefusedError(Reason.OPENER_UNKNOWN)
         said = [ids.head(stored[reply.turn.id].completion, reply.end - reply.start) for reply in replies]
         opened = [opener or b"" for opener in openers]
         prompt, spans = fill(around.pieces, opened, said, model.stop_ids)
@@ -370,7 +359,7 @@ class Planner:
         near = parent or found.parent or last.turn
         plan = Plan(
             match="resplice",
-            reason=found.reason or PAST_CHANGES,
+            reason=found.reason or Reason.PAST_CHANGES,
             prompt=prompt,
             fragment=ids.extended((), prompt),
             head=LastReply(last.place, last.start, last.end, stored[last.turn.id].logprobs),
@@ -381,9 +370,9 @@ class Planner:
         )
         if parent is None:
             return plan
-        reason = found.reason if found.reason == OPENER_UNKNOWN else RENDERED_ALIKE
+        reason = found.reason if found.reason == Reason.OPENER_UNKNOWN else Reason.RENDERED_ALIKE
         follows = msgspec.structs.replace(plan, match="continue", reason=reason, parent=parent.id, origin=None, shared=last.end)
-        if parent is found.parent and not found.anchors and reason == RENDERED_ALIKE:  # nothing was edited: it only had to be proven
+        if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # nothing was edited: it only had to be proven
             return msgspec.structs.replace(
                 follows, match=found.kind, reason="", anchors=(), heard=found.at - 1, served=parent.served, foreign=parent.foreign
             )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tokencache.core import ids
+from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
@@ -20,7 +21,7 @@ from tokencache.store.base import BeginResult, StoreError
 
 log = logging.getLogger(__name__)
 
-_OURS: dict[type[Exception], str] = {StoreError: "store-error", KeyError: "torn-record", ValueError: "torn-record"}
+_OURS: dict[type[Exception], str] = {StoreError: Reason.STORE_ERROR, KeyError: Reason.TORN_RECORD, ValueError: Reason.TORN_RECORD}
 
 
 class Prompts:
@@ -39,7 +40,7 @@ class Prompts:
             EngineError: the engine cannot be reached, or does not serve now: whatever was sent would not be this session's next prompt.
         """
         if begun is None:
-            return Plan(match="plain", reason="store-error"), None
+            return Plan(match="plain", reason=Reason.STORE_ERROR), None
         model = None
         try:
             model = await engine.model(call.model)
@@ -48,10 +49,10 @@ class Prompts:
             if why.passing:
                 raise
             log.debug("session %s: a call is not planned: %s", session, why)
-            return Plan(match="plain", reason="engine-unknown"), model
+            return Plan(match="plain", reason=Reason.ENGINE_UNKNOWN), model
         except Exception as why:  # whatever it is, it is ours, and the harness must not suffer for it
             log.exception("session %s: a call is not planned", session)
-            return Plan(match="plain", reason=_OURS.get(type(why), "internal-error")), model
+            return Plan(match="plain", reason=_OURS.get(type(why), Reason.INTERNAL_ERROR)), model
 
     async def next(self, session: str, call: ChatCall) -> tuple[bytes, Model] | None:
         """Find the packed ids that a call would send; `None` if the engine would render."""

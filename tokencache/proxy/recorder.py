@@ -14,9 +14,10 @@ from tokencache.core import evidence, ids
 from tokencache.core.chain import aborted_turn_keys, request_key, turn_keys
 from tokencache.core.context import Context, pack_context
 from tokencache.core.ids import Pieces
-from tokencache.core.match import DISAGREED
+from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.messages import digest
-from tokencache.core.turn import Prefix, Tokens, Turn, hash_ids, hash_logprobs
+from tokencache.core.reasons import Reason
+from tokencache.core.turn import Prefix, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
 from tokencache.core.verdict import Cut, pack_cuts
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.engine.model import Model
@@ -24,14 +25,18 @@ from tokencache.engine.prompt_echo import read_ids, spelled
 from tokencache.engine.reply import Choice, Reply
 from tokencache.proxy.planner import Plan
 from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
-from tokencache.store.base import Entry, Incident
+from tokencache.store.base import Entry
 
 MIN_SHARED = 16
 """A shared beginning shorter than this (tokens) is not worth a reference."""
 
-ABORTED, BROKE, DROPPED = "aborted", "upstream-broke", "engine-aborted"
-NO_IDS = "no-token-ids"
-SECOND, UNANSWERED = "second-sample", "unanswered"
+ABORTED, BROKE, DROPPED = TurnMark.ABORTED, TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED
+_INCIDENT_OF: dict[str, IncidentKind] = {
+    ABORTED: IncidentKind.CLIENT_GONE,
+    BROKE: IncidentKind.UPSTREAM_BROKE,
+    DROPPED: IncidentKind.ENGINE_ABORTED,
+    TurnMark.INTERNAL_ERROR: IncidentKind.INTERNAL_ERROR,
+}
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -83,7 +88,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         if prompt is None:
             return Recorded([], [], [*incidents, self._no_prompt()])
         if prompt.marks:
-            incidents.append(self.incident(DISAGREED, f"{prompt.how}; recorded as it really was"))
+            incidents.append(self.incident(IncidentKind.ENGINE_DISAGREES, f"{prompt.how}; recorded as it really was"))
         entries, held = [], []
         for index, choice in sorted(self.reply.choices.items()):
             if self.model is not None and self.whole:
@@ -97,40 +102,42 @@ class Outcome(msgspec.Struct, kw_only=True):
             held.append(prefix)
         return Recorded(entries, held, incidents)
 
-    def incident(self, kind: str, detail: str = "", *, hole: bool = False) -> Incident:
+    def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None) -> Incident:
         """Make an incident of this call."""
-        return Incident(kind, detail, hole, self.call_id, at=time.time())
+        return kind.incident(detail, call=self.call_id, hole=hole, at=time.time())
 
     def _incidents(self) -> list[Incident]:
         found = []
         if self.broke:
-            kind = "client-gone" if self.broke == ABORTED else self.broke
-            found.append(self.incident(kind, self.detail, hole=self.broke not in {ABORTED, DROPPED}))
+            kind = _INCIDENT_OF[self.broke]
+            found.append(self.incident(kind, self.detail))
         if self.reply.error:
-            kind = "engine-refused" if self.reply.refusal else "engine-error"
-            found.append(self.incident(kind, self.reply.error[:300].decode(errors="replace"), hole=not self.reply.refusal))
+            kind = IncidentKind.ENGINE_REFUSED if self.reply.refusal else IncidentKind.ENGINE_ERROR
+            found.append(self.incident(kind, self.reply.error[:300].decode(errors="replace")))
         if self.reply.unreadable:
-            found.append(self.incident("unreadable-reply", f"{self.reply.unreadable} chunks", hole=True))
+            found.append(self.incident(IncidentKind.UNREADABLE_REPLY, f"{self.reply.unreadable} chunks"))
         if self.whole and len(self.reply.choices) < self.reply.expected:
-            found.append(self.incident("missing-choices", f"{len(self.reply.choices)} of {self.reply.expected}", hole=True))
+            found.append(self.incident(IncidentKind.MISSING_CHOICES, f"{len(self.reply.choices)} of {self.reply.expected}"))
         return found
 
     def _incidents_of(self, index: int, choice: Choice) -> list[Incident]:
         found = []
         if len(choice.logprobs) != len(choice.ids):
-            found.append(self.incident("no-logprobs", f"{len(choice.logprobs)} log probabilities for {len(choice.ids)} tokens"))
+            found.append(self.incident(IncidentKind.NO_LOGPROBS, f"{len(choice.logprobs)} log probabilities for {len(choice.ids)} tokens"))
         if self.whole and choice.finish_reason == "abort":
             found.append(
-                self.incident(DROPPED, f"the engine aborted choice {index} after {len(choice.ids)} tokens; the client received it")
+                self.incident(
+                    IncidentKind.ENGINE_ABORTED, f"the engine aborted choice {index} after {len(choice.ids)} tokens; the client received it"
+                )
             )
         if self.whole and not choice.finish_reason:
-            found.append(self.incident("unfinished-reply", f"choice {index} has no finish reason", hole=True))
+            found.append(self.incident(IncidentKind.UNFINISHED_REPLY, f"choice {index} has no finish reason"))
         return found
 
     def _no_prompt(self) -> Incident:
         if self.broke and not self.reply.choices:
-            return self.incident("nothing-received", "the call ended before the engine said anything", hole=True)
-        return self.incident(NO_IDS, "the engine did not say which ids it used", hole=True)
+            return self.incident(IncidentKind.NOTHING_RECEIVED, "the call ended before the engine said anything")
+        return self.incident(IncidentKind.NO_TOKEN_IDS, "the engine did not say which ids it used")
 
     def _prompt(self, echo: bytes = b"") -> "_Prompt | None":
         plan, whole = self.plan, self.reply.prompt  # what the engine says of all choices; `echo` is of one
@@ -141,8 +148,8 @@ class Outcome(msgspec.Struct, kw_only=True):
             return None
         if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
             return _Prompt(echoed, spelled(echo, echoed), plan)
-        disagreed = Plan(match="plain", reason=DISAGREED, near=plan.near)
-        return _Prompt(echoed, spelled(echo, echoed), disagreed, (DISAGREED,), _difference(plan, echoed))
+        disagreed = Plan(match="plain", reason=Reason.ENGINE_DISAGREES, near=plan.near)
+        return _Prompt(echoed, spelled(echo, echoed), disagreed, (TurnMark.ENGINE_DISAGREES,), _difference(plan, echoed))
 
     def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
         call, plan = self.call, prompt.plan
@@ -251,11 +258,11 @@ class Outcome(msgspec.Struct, kw_only=True):
         marks = {
             self.broke: bool(self.broke),
             DROPPED: choice.finish_reason == "abort",
-            "no-logprobs": len(choice.logprobs) != len(choice.ids),
-            "engine-error": bool(self.reply.error),
-            "media": self.call.plain == "media",
-            SECOND: bool(self.second),
-            UNANSWERED: self.unanswered and self.whole,
+            TurnMark.NO_LOGPROBS: len(choice.logprobs) != len(choice.ids),
+            TurnMark.ENGINE_ERROR: bool(self.reply.error),
+            TurnMark.MEDIA: self.call.plain == Reason.MEDIA,
+            TurnMark.SECOND_SAMPLE: bool(self.second),
+            TurnMark.UNANSWERED: self.unanswered and self.whole,
         }
         return (*prompt.marks, *(name for name, there in marks.items() if there))
 

@@ -22,6 +22,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from tokencache.core.turn import TurnMark
 from tokencache.dialects import gym
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.dialect import EVENTS, Speaker
@@ -333,7 +334,7 @@ class Delivery:
             broke = (ABORTED, CLIENT_LEFT) if self.client_left else (BROKE, f"{type(why).__name__}: {why}")
         except Exception as why:  # a codec cannot write it: what was sampled is recorded all the same
             log.exception("the reply cannot be written in the client's dialect")
-            broke = ("internal-error", f"{type(why).__name__}: {why}")
+            broke = (TurnMark.INTERNAL_ERROR, f"{type(why).__name__}: {why}")
         else:
             return self._release() + bytes(held) + (splitter.rest if self._as_is else b""), None
         return self._release() + bytes(held), broke

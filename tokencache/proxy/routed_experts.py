@@ -17,13 +17,12 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
+from tokencache.core.incidents import IncidentKind
 from tokencache.dialects.routing import unpacked
 from tokencache.errors import extra_missing
 from tokencache.proxy.recorder import Outcome
 
 log = logging.getLogger(__name__)
-
-LOST = "experts-lost"
 
 
 class FileStore(Protocol):
@@ -114,7 +113,7 @@ class RoutedExperts:
                 outcome.experts[index] = await asyncio.to_thread(self._put, f"{outcome.session}/{outcome.call_id}-{index}", piece)
             except Exception as why:  # whatever the medium raises: the tokens are recorded all the same
                 log.exception("session %s call %s: routed experts cannot be written", outcome.session, outcome.call_id)
-                outcome.noted.append(outcome.incident(LOST, f"choice {index}: {type(why).__name__}: {why}"))
+                outcome.noted.append(outcome.incident(IncidentKind.EXPERTS_LOST, f"choice {index}: {type(why).__name__}: {why}"))
 
     def _put(self, name: str, piece: bytes) -> str:
         data, suffix = unpacked(piece)

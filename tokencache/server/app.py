@@ -24,6 +24,7 @@ from tokencache.api.openapi import BASE
 from tokencache.api.routes import add_trainer_routes
 from tokencache.api.viewer.routes import add_viewer_routes
 from tokencache.config import Settings, names_in
+from tokencache.core.incidents import IncidentKind
 from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.dialect import Dialect
 from tokencache.dialects.registry import dialect_of
@@ -52,7 +53,7 @@ from tokencache.proxy.sessions import Origin, SessionFinder, SessionInBody, Sess
 from tokencache.server.http_guard import check_head, check_path
 from tokencache.session_url import route_of
 from tokencache.store import open_store
-from tokencache.store.base import Incident, SessionDeletedError, SessionSealedError, Store, StoreError, StoreFullError
+from tokencache.store.base import SessionDeletedError, SessionSealedError, Store, StoreError, StoreFullError
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +224,7 @@ class Proxy:
             return await self.caller.tokenize(visit)
         if request.method == "POST" and route == _UNRECORDED and not origin.tenant:
             await self.caller.admit(visit, "generate")
-            incident = Incident("unrecorded-route", f"{route} is relayed, not recorded", hole=True, at=time.time())
+            incident = IncidentKind.UNRECORDED_ROUTE.incident(f"{route} is relayed, not recorded", at=time.time())
             await self.ledger.add_incidents(session, [incident])
         if origin.tenant and (request.method, route) not in _FOR_TENANTS:
             said = f"{request.method} {route[:80]} is not for a tenant's session: it may make model calls, and ask for the models"

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from tokencache.core.budget import Budget
+from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn
 
@@ -43,25 +44,6 @@ class StoreFullError(Exception):
 
 Join = Literal["never", "orphaned", "any"]
 """Which open call with the same fingerprint a new call may join: none, one whose client has disconnected, or any."""
-
-
-class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something a trainer must know about a session.
-
-    Attributes:
-        kind: name of the kind (`tokencache.core.incidents`).
-        detail: what happened, in a sentence.
-        hole: whether tokens that the model sampled, or may have sampled, are missing from the record.
-        call, turn: ids of the call and the turn, if it concerns one.
-        at: seconds since the epoch.
-    """
-
-    kind: str
-    detail: str = ""
-    hole: bool = False
-    call: str = ""
-    turn: str = ""
-    at: float = 0.0
 
 
 class Binding(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import msgspec
 from cachetools import TTLCache
 
+from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.store.base import (
@@ -19,7 +20,6 @@ from tokencache.store.base import (
     Binding,
     EngineEntry,
     Entry,
-    Incident,
     Join,
     OpenCall,
     SessionDeletedError,

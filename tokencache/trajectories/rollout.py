@@ -12,9 +12,10 @@ import msgspec
 from tokencache.core.context import Context, whole_contexts
 from tokencache.core.drift import Drift, MeasuredTurn, break_points
 from tokencache.core.ids import ID_BYTES
+from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.lineage import TokenSequence, sequences
 from tokencache.core.turn import Tokens, Turn
-from tokencache.store.base import Incident, SessionInfo
+from tokencache.store.base import SessionInfo
 from tokencache.trajectories.values import DriftFigures, Figures
 
 
@@ -79,7 +80,7 @@ def rollout(records: Records) -> Rollout:
         built = sequences(turns, records.tokens)
         contexts = whole_contexts(turns, records.contexts)
     except (KeyError, ValueError) as error:
-        incidents.append(Incident("torn-record", f"{type(error).__name__}: {error}", hole=True, at=time.time()))
+        incidents.append(IncidentKind.TORN_RECORD.incident(f"{type(error).__name__}: {error}", at=time.time()))
     trainable = [sequence.trainable for sequence in built]
     total = sum(trainable)
     return Rollout(
@@ -107,7 +108,7 @@ def rollout(records: Records) -> Rollout:
 def incidents_of(info: SessionInfo, owed: Sequence[Incident]) -> list[Incident]:
     """All incidents of a session: stored, not saved yet, and one for each open call."""
     detail = "the call has begun and not ended: it is in progress, or its proxy died"
-    open_calls = (Incident("call-open", detail, hole=True, call=call.call, at=call.since) for call in info.open_calls)
+    open_calls = (IncidentKind.CALL_OPEN.incident(detail, call=call.call, at=call.since) for call in info.open_calls)
     return [*info.incidents, *owed, *open_calls]
 
 

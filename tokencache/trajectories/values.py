@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from tokencache.core.drift import Drift
+from tokencache.core.incidents import Incident
 from tokencache.core.messages import ToolCall
 from tokencache.core.turn import Anchor
-from tokencache.store.base import Incident, OpenCall
+from tokencache.store.base import OpenCall
 
 __all__ = [
     "Anchor",

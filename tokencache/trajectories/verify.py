@@ -29,8 +29,8 @@ import msgspec
 import xxhash
 
 from tokencache.core import ids
-from tokencache.core.match import DISAGREED
-from tokencache.core.turn import hash_ids, hash_logprobs
+from tokencache.core.incidents import IncidentKind
+from tokencache.core.turn import TurnMark, hash_ids, hash_logprobs
 from tokencache.trajectories.values import Sequence, Trajectory, TurnSpan
 
 Range = tuple[int, int]
@@ -113,7 +113,7 @@ def holes(trajectory: Trajectory) -> Counter[str]:
 
 def _torn(trajectory: Trajectory) -> bool:
     """Whether the records could not be put together. Then there is no sequence, and the figures count turns that are missing."""
-    return not trajectory.sequences and "torn-record" in holes(trajectory)
+    return not trajectory.sequences and IncidentKind.TORN_RECORD in holes(trajectory)
 
 
 class _Located(NamedTuple):
@@ -164,7 +164,7 @@ def _aligned(s: Sequence) -> Iterator[CheckFailure]:
 def _trained(s: Sequence) -> Iterator[CheckFailure]:
     """Check mask and log probabilities. Only the first wrong token of each prompt and completion is reported."""
     for turn in s.turns:
-        trained = int("no-logprobs" not in turn.marks)
+        trained = int(TurnMark.NO_LOGPROBS not in turn.marks)
         for (start, end), mask, words in ((turn.prompt, 0, "context token"), (turn.completion, trained, _SAMPLED[trained])):
             for i in range(start, end):
                 value = s.logprobs[i]
@@ -223,8 +223,8 @@ def _lineage(trajectory: Trajectory, located: dict[str, _Located], sound: Collec
                 yield _failure("lineage", f"its parent {turn.parent} is in no sequence", s, turn)
             elif turn.origin is not None and turn.origin not in located:
                 yield _failure("lineage", f"turn {turn.origin}, from which it took its context, is in no sequence", s, turn)
-            if parent is not None and DISAGREED in parent.turn.marks:
-                yield _failure("lineage", f"extends turn {turn.parent}, which is marked {DISAGREED}", s, turn)
+            if parent is not None and TurnMark.ENGINE_DISAGREES in parent.turn.marks:
+                yield _failure("lineage", f"extends turn {turn.parent}, which is marked {TurnMark.ENGINE_DISAGREES}", s, turn)
             if before is None and parent is not None and parent.sequence is not s and s in sound and parent.sequence in sound:
                 yield from _branched(s, turn, parent)
             before = turn

@@ -150,7 +150,7 @@ def test_it_convicts_a_recorder_that_shifts_log_probabilities(monkeypatch):
 
 
 def test_it_counts_what_a_matcher_that_knows_nothing_misses(monkeypatch):
-    monkeypatch.setattr(planning, "match", lambda *_, **__: match.Match("plain", match.UNRECOGNISED))
+    monkeypatch.setattr(planning, "match", lambda *_, **__: match.Match("plain", "unrecognised-reply"))
     monkeypatch.setattr(client_ids.ReturnedIds, "last", -1)  # no ids came back
     counts = run(FEW, SEED, templates=USUAL).counts
     assert counts["missed"] == counts["owed"] > 0

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from tokencache.api.openapi import SESSION_STATES
+from tokencache.core.incidents import Incident
 from tokencache.core.lineage import lineages
-from tokencache.core.turn import Turn
+from tokencache.core.turn import Turn, TurnMark
 from tokencache.proxy.ledger import Ledger
-from tokencache.store.base import Incident, SessionInfo
+from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object
 from tokencache.trajectories.rollout import count_incidents, figures_of, incidents_of, is_complete
 
@@ -157,7 +158,7 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) 
 
 def is_scored(turn: Turn) -> bool:
     """Whether the sampled tokens of a turn have log probabilities, so that they can be trained."""
-    return "no-logprobs" not in turn.marks
+    return TurnMark.NO_LOGPROBS not in turn.marks
 
 
 def _sequence(number: int, line: Sequence[Turn], sequence_of: Mapping[str, int], parents: AbstractSet[str | None]) -> dict[str, Any]:

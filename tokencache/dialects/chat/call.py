@@ -11,6 +11,7 @@ import msgspec
 
 from tokencache.core.chain import Conversation, build_conversation, extend
 from tokencache.core.messages import Message
+from tokencache.core.reasons import Reason
 from tokencache.core.rules import Leniency
 from tokencache.dialects import gym, gym_request
 from tokencache.dialects.body import entries_of, fields_of, member, model_of, value_of
@@ -186,7 +187,7 @@ def read_chat(
         scope = scope_of(call.model, call.fields) + voice + b"\0" + call.args.template
         new = [bodies.messages.read(raw) for raw in raw_messages[split.old :]]
     except (ValueError, RecursionError):  # no message that we understand, no JSON that msgspec reads, no UTF-8; too deep
-        call.plain = "unreadable-history"
+        call.plain = Reason.UNREADABLE_HISTORY
         return call
     messages, digests, exacts = [r.message for r in new], [r.digest for r in new], [r.exact for r in new]
     if known is not None and known.scope == scope:
@@ -237,11 +238,11 @@ def _plain_reason(call: ChatCall) -> str:
     """Name what in a request keeps the engine from using supplied ids, or makes the prompt no plain chat turn."""
     fields = call.fields
     found = {
-        "media": call.media,
-        "no-messages": not call.raw_messages,
-        "continue-final-message": member(fields, "continue_final_message", (bool,), False),
+        Reason.MEDIA: call.media,
+        Reason.NO_MESSAGES: not call.raw_messages,
+        Reason.CONTINUE_FINAL_MESSAGE: member(fields, "continue_final_message", (bool,), False),
         "no-generation-prompt": not member(fields, "add_generation_prompt", (bool,), True),
-        "echo": member(fields, "echo", (bool,), False),
-        "truncated-prompt": member(fields, "truncate_prompt_tokens", (int,), -1) != -1,
+        Reason.ECHO: member(fields, "echo", (bool,), False),
+        Reason.TRUNCATED_PROMPT: member(fields, "truncate_prompt_tokens", (int,), -1) != -1,
     }
     return next((reason for reason, there in found.items() if there), "")

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core import ids
+from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.dialects.gym_request import CHAT_MEMBERS
@@ -53,7 +54,7 @@ class NemoGym(NemoDriver):
 
     def cannot_supply(self, call: ChatCall, last_reply: LastReply) -> str:
         """See `Driver.cannot_supply`."""
-        return super().cannot_supply(call, last_reply) or ("" if last_reply.logprobs else "no-logprobs")
+        return super().cannot_supply(call, last_reply) or ("" if last_reply.logprobs else Reason.NO_LOGPROBS)
 
     def own_request(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Driver.own_request`."""

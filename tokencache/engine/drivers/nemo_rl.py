@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core import ids
+from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.engine.drivers.base import Driver, ExactPrompt, LastReply, last_reply_place
@@ -29,7 +30,6 @@ TOKEN_MEMBERS = (PROMPT, GENERATION, LOG_PROBS)
 """Members of a message with its prompt's ids, its own ids, and their log probabilities."""
 DEFAULT_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """NeMo RL's sampling parameters unless it is configured otherwise: the distribution of the model itself."""
-NOT_LAST = "prefix-ends-before-last-reply"
 
 _NULL = Raw(b"null")
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
@@ -54,7 +54,7 @@ class NemoDriver(Driver):
 
     def cannot_supply(self, call: ChatCall, last_reply: LastReply) -> str:
         """See `Driver.cannot_supply`."""
-        return "" if last_reply.place == last_reply_place(call) else NOT_LAST
+        return "" if last_reply.place == last_reply_place(call) else Reason.PREFIX_ENDS_BEFORE_LAST_REPLY
 
 
 class NemoRl(NemoDriver):

@@ -23,6 +23,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.messages import Message, ToolCall
+from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.renderer import Renderer, RenderError
 
@@ -83,13 +84,13 @@ class Boundary(msgspec.Struct, frozen=True):
         key = self.mark + self.closing
         at = ids.find(rendered, key)
         if at < 0:
-            raise BoundaryUnknownError("sentinel-lost")
+            raise BoundaryUnknownError(Reason.SENTINEL_LOST)
         return ids.head(rendered, at), rendered[at * ids.ID_BYTES + len(key) :]
 
     def _end(self, rendered: bytes) -> int:
         _, behind = self.around(rendered)
         if ids.find(behind, self.mark + self.closing) >= 0:
-            raise BoundaryUnknownError("sentinel-twice")
+            raise BoundaryUnknownError(Reason.SENTINEL_TWICE)
         return len(rendered) - len(behind)
 
 
@@ -146,7 +147,7 @@ async def learn(renderer: Renderer, model: str, args: RenderArgs, reply: Message
     """
     first, second = [await renderer.render(model, [ASK, stand_in(reply, s, spot)], args, generation=False) for s in (SENTINEL, OTHER)]
     if first == second:
-        raise BoundaryUnknownError("reply-not-rendered")
+        raise BoundaryUnknownError(Reason.REPLY_NOT_RENDERED)
     start, end = ids.common_head(first, second), ids.count(first) - ids.common_end(first, second)
     mark, behind = ids.tail(ids.head(first, end), start), ids.tail(first, end)
     stop = next((i for i, token in enumerate(ids.unpack(behind)) if token in stop_ids), None)

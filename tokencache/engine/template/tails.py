@@ -47,6 +47,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.messages import Message
+from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, Spot, answering, learn, reworded, stand_in
 from tokencache.engine.template.renderer import Renderer, RenderError, TemplateRefusedError, TextRenderer
@@ -253,11 +254,11 @@ class Tails:
                 shape.way = "" if shape.way == "local" else shape.way
         _same_tail(tail, found[0])
         if found[1] not in {way, "local"}:  # this very conversation may not have been one for the local tokenizer
-            raise BoundaryUnknownError("tail-not-proven")
+            raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
 
     async def _boundary(self, ask: TailAsk, reply: Message | None = None) -> Boundary:
         if not self._stop_ids:
-            raise BoundaryUnknownError("stop-ids-unknown")
+            raise BoundaryUnknownError(Reason.STOP_IDS_UNKNOWN)
         reply = reply or ask.reply
         kind = (ask.model, ask.args.digest, min(len(reply.calls), MANY), bool(reply.text), len(self._stop_ids))
         # Where only the text is shown the calls may stand behind it, and where ids are shown they may stand behind the arguments.
@@ -299,10 +300,10 @@ class Tails:
 
     def _ended(self, tail: bytes, boundary: Boundary) -> bytes:
         if not tail:
-            raise BoundaryUnknownError("empty-tail")
+            raise BoundaryUnknownError(Reason.EMPTY_TAIL)
         if boundary.closing and not boundary.turn_end and ids.unpack(ids.head(tail, 1))[0] not in self._stop_ids:
             # What the model is thought to have written may hold an end of turn that is not known yet.
-            raise BoundaryUnknownError("no-stop-id-behind-the-reply")
+            raise BoundaryUnknownError(Reason.NO_STOP_ID_BEHIND_THE_REPLY)
         return tail
 
     async def _prove(self, ask: TailAsk, boundary: Boundary) -> _Proven:
@@ -311,10 +312,10 @@ class Tails:
         shown = await self._full(ask, boundary)
         tail = self._cut(shown, boundary)
         if not real.endswith(tail):
-            raise BoundaryUnknownError("tail-not-proven")
+            raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
         other = msgspec.structs.replace(ask, raw=[*ask.raw[: ask.at], *map(reworded, ask.raw_new)])
         if boundary.before(await self._full(other, boundary)) != boundary.before(shown):
-            raise BoundaryUnknownError("new-messages-reach-back")
+            raise BoundaryUnknownError(Reason.NEW_MESSAGES_REACH_BACK)
         await self._prove_past(ask, boundary, real)
         return await self._way(ask, boundary, tail)
 
@@ -560,14 +561,14 @@ def _renamed(reply: Message, names: Mapping[str, str]) -> Message:
 
 def _same_tail(one: bytes, other: bytes) -> None:
     if one != other:
-        raise BoundaryUnknownError("tail-not-proven")
+        raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
 
 
 def _same_past(before: bytes, rendered: bytes) -> None:
     """Refuse a rendering that does not begin with what stood before the model's first words."""
     # The last token may have grown together with what follows, where no special token parts them.
     if ids.common_head(before, rendered) < ids.count(before) - 1:
-        raise BoundaryUnknownError("past-changes")
+        raise BoundaryUnknownError(Reason.PAST_CHANGES)
 
 
 def _parted(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool) -> tuple[bytes, bytes | None]:
@@ -601,13 +602,13 @@ def _stands(pieces: Sequence[bytes], real: bytes) -> None:
     """Refuse pieces that are not, in order, in the rendering with the real replies: these change what stands around them."""
     _same_past(pieces[0], real)
     if not real.endswith(pieces[-1]):
-        raise BoundaryUnknownError("tail-not-proven")
+        raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
     rest = ids.tail(real, max(ids.count(pieces[0]) - 1, 0))
     for piece in pieces[1:-1]:
         sure = ids.head(piece, max(ids.count(piece) - 1, 0))  # the last may have grown, as above
         at = ids.find(rest, sure)
         if at < 0:
-            raise BoundaryUnknownError("tail-not-proven")
+            raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
         rest = ids.tail(rest, at + ids.count(sure))
 
 
@@ -615,7 +616,7 @@ def _unspoken(messages: Sequence[bytes]) -> None:
     """Refuse messages that spell out the sentinel. Nobody should know it, so this says nothing about their shape."""
     plain = (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw for raw in messages)
     if any(SENTINEL.encode() in raw for raw in plain):
-        raise TailRefusedError("sentinel-in-messages")
+        raise TailRefusedError(Reason.SENTINEL_IN_MESSAGES)
 
 
 @contextmanager
@@ -627,11 +628,11 @@ def _refusing() -> Iterator[None]:
         raise TailRefusedError(_reason(why)) from why
     except RenderError as why:
         log.debug("no rendering: %s", why)
-        raise TailRefusedError("render-error") from why
+        raise TailRefusedError(Reason.RENDER_ERROR) from why
 
 
 def _reason(why: Exception) -> str:
-    return "template-refuses" if isinstance(why, TemplateRefusedError) else str(why)
+    return Reason.TEMPLATE_REFUSES if isinstance(why, TemplateRefusedError) else str(why)
 
 
 def _keep(kept: "OrderedDict[object, _T] | dict[object, _T]", name: object, value: _T, most: int) -> _T:

@@ -27,6 +27,7 @@ from tokencache import metrics
 from tokencache.backoff import delays
 from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
+from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import Turn
 from tokencache.errors import EngineError
 from tokencache.proxy.call import CallRequest, ModelCall, Opening, Services
@@ -34,7 +35,7 @@ from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
 from tokencache.proxy.dedup.replay import can_be_replayed, claim, is_due, refused_second_sample, send_again, whole_reply_of
 from tokencache.proxy.engine_retry import MAX_RESAMPLES, pause_before_resample
 from tokencache.proxy.ledger import SampledCounter
-from tokencache.store.base import Incident, Join, OpenCall, SessionGoneError, StoreError
+from tokencache.store.base import Join, OpenCall, SessionGoneError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ HEARTBEAT_SECONDS, LIVE_SECONDS = 3.0, 10.0
 """How often a replica writes its heartbeat, and for how long that is valid."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two looks at a call that another replica serves."""
-REPLICA_LOST, JOINED, REPLAYED = "replica-lost", "retry-joined", "retry-replayed"
 
 _Task = asyncio.Task[web.StreamResponse | Opening | None]
 
@@ -118,8 +118,8 @@ class CallsInFlight:
                     return await call.run()
                 if replayable and await is_due(self._store, self._policy, asked.session, fingerprint, turns):
                     with contextlib.suppress(StoreError):  # the reply is recorded either way
-                        await call.close(self._incidents(REPLAYED, asked.session, turns))
-                    return await self._send_again(REPLAYED, asked, turns)
+                        await call.close(self._incidents(IncidentKind.RETRY_REPLAYED, asked.session, turns))
+                    return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns)
                 metrics.REPEATS.labels("sampled").inc()
                 earlier = turns[0].call
                 return await call.run(second=earlier, documents={refused_second_sample(fingerprint.digest): earlier.encode()})
@@ -132,22 +132,22 @@ class CallsInFlight:
         """Send the reply of a call that was in flight."""
         await claim(self._store, asked.session, turns)
         with contextlib.suppress(StoreError):  # the reply is recorded either way
-            if incidents := self._incidents(JOINED, asked.session, turns):
+            if incidents := self._incidents(IncidentKind.RETRY_JOINED, asked.session, turns):
                 await self._ledger.add_incidents(asked.session, incidents)
-        return await self._send_again(JOINED, asked, turns)
+        return await self._send_again(IncidentKind.RETRY_JOINED, asked, turns)
 
     async def _send_again(self, kind: str, asked: CallRequest, turns: tuple[Turn, ...]) -> web.StreamResponse:
         metrics.REPEATS.labels(kind.removeprefix("retry-")).inc()
         metrics.CALLS.labels(asked.chat.dialect, kind).inc()
         return await send_again(asked.response, turns)
 
-    def _incidents(self, kind: str, session: str, turns: tuple[Turn, ...]) -> list[Incident]:
+    def _incidents(self, kind: IncidentKind, session: str, turns: tuple[Turn, ...]) -> list[Incident]:
         """Return the incident for a retry, if it is to be noted: a harness may retry for ever, and a session must not grow with that."""
         number = self._retries.count(session)
         if not number:
             return []
         detail = f"a repeated call got the recorded reply: repetition no. {number}"
-        return [Incident(kind, detail, False, turns[0].call, turns[0].id, time.time())]
+        return [kind.incident(detail, call=turns[0].call, turn=turns[0].id, at=time.time())]
 
     async def _end_of_duplicate(self, asked: CallRequest, opening: Opening) -> _Ended:
         """Wait until the call in flight has ended, and tell the store meanwhile that its reply is wanted."""
@@ -214,7 +214,7 @@ class CallsInFlight:
             if not await self._store.live_replicas([duplicate.replica]):
                 if silent >= HEARTBEAT_SECONDS:  # a store that was restarted has lost the heartbeats, and receives the next ones by now
                     detail = "the proxy that served this call is gone: what the engine said to it is not recorded"
-                    lost = Incident(REPLICA_LOST, detail, True, duplicate.call, at=time.time())
+                    lost = IncidentKind.REPLICA_LOST.incident(detail, call=duplicate.call, at=time.time())
                     return await self._close(session, epoch, duplicate, [lost])
                 silent += pause
             else:

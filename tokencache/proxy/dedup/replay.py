@@ -12,18 +12,18 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from tokencache.core.turn import Turn
+from tokencache.core.turn import Turn, TurnMark
 from tokencache.dialects.body import member
 from tokencache.dialects.chat.whole import WholeChoice, whole_reply
 from tokencache.dialects.completions import whole_text
 from tokencache.engine.reply import Reply
 from tokencache.proxy.call import REQUEST_ID, undelivered, with_request_id
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
-from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, UNANSWERED
+from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED
 from tokencache.proxy.response import Response
 from tokencache.store.base import Store, StoreError
 
-_NOT_WHOLE = frozenset({ABORTED, BROKE, DROPPED, "engine-error"})
+_NOT_WHOLE = frozenset({ABORTED, BROKE, DROPPED, TurnMark.ENGINE_ERROR})
 _NOT_RECORDED = ("prompt_logprobs", "echo", "return_weight_versions", "return_prompt_text")
 _OFF = frozenset({b"null", b"false"})
 
@@ -65,7 +65,7 @@ async def is_due(store: Store, policy: Policy, session: str, fingerprint: Finger
 
 async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool:
     """Claim a reply that no client has received; false if there is nothing to claim."""
-    if UNANSWERED not in turns[0].marks:
+    if TurnMark.UNANSWERED not in turns[0].marks:
         return False
     try:
         return await store.delete_document(session, undelivered(turns[0].call))

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from tokencache.store.base import Binding, Incident, SessionGoneError, SessionSealedError, Store
+from tokencache.core.incidents import Incident
+from tokencache.store.base import Binding, SessionGoneError, SessionSealedError, Store
 from tokencache.store.conformance.kit import (
     LONG,
     build,

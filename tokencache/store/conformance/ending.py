@@ -1,6 +1,7 @@
 """How sessions end: sealed, deleted, deleted and begun anew, and calls that come too late."""
 
-from tokencache.store.base import Incident, SessionDeletedError, SessionGoneError, SessionSealedError, Store
+from tokencache.core.incidents import Incident
+from tokencache.store.base import SessionDeletedError, SessionGoneError, SessionSealedError, Store
 from tokencache.store.conformance.kit import build, ids_of, info_of, name_of, open_calls, raises, record, same, true
 
 

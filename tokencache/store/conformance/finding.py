@@ -3,9 +3,10 @@
 from msgspec.structs import replace
 
 from tokencache.core import ids
+from tokencache.core.incidents import Incident
 from tokencache.core.messages import Message, ToolCall
 from tokencache.core.turn import Anchor, Prefix, Tokens, Turn
-from tokencache.store.base import Entry, Incident, Store
+from tokencache.store.base import Entry, Store
 from tokencache.store.conformance.kit import EVERY_BYTE, Built, build, continued, ids_of, info_of, name_of, raises, record, same
 
 

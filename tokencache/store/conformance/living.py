@@ -2,7 +2,8 @@
 
 import secrets
 
-from tokencache.store.base import Binding, EngineEntry, Incident, OpenCall, Store
+from tokencache.core.incidents import Incident
+from tokencache.store.base import Binding, EngineEntry, OpenCall, Store
 from tokencache.store.conformance.kit import (
     ODD_NAMES,
     build,

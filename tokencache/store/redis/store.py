@@ -12,6 +12,7 @@ from typing import Any
 from redis import exceptions
 from redis.asyncio import Redis
 
+from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.store.base import (
@@ -19,7 +20,6 @@ from tokencache.store.base import (
     Binding,
     EngineEntry,
     Entry,
-    Incident,
     Join,
     SessionDeletedError,
     SessionGoneError,

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from tokencache.core.drift import Drift
+from tokencache.core.incidents import Incident
 from tokencache.core.lineage import SequenceTurn, TokenSequence
 from tokencache.core.turn import Turn
-from tokencache.store.base import Incident
 from tokencache.trajectories.rollout import Rollout
 
 

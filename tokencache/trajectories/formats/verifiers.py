@@ -20,10 +20,10 @@ Source: verifiers 0.4.0, `verifiers/v1/trace.py` (`WireTrace`, `Branch`), `graph
 
 from typing import Any
 
+from tokencache.core.incidents import Incident
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
 from tokencache.core.turn import Turn
-from tokencache.store.base import Incident
 from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, without_messages
 from tokencache.trajectories.formats.rows import rows_of, session_object
 from tokencache.trajectories.rollout import Rollout

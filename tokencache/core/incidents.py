@@ -1,0 +1,241 @@
+"""Incidents: everything that a trainer must know about a session beside its turns, in one table.
+
+Each kind says whether it is a *hole*: something that the model said, or may have said, is missing from the record. A session with a
+hole is not complete. What is recorded is exact all the same. To add a kind, add a member; the pages of `docs/` and the viewer are
+tested against this table.
+"""
+
+from enum import StrEnum
+from typing import Self
+
+import msgspec
+
+
+class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An incident of a session, as it is stored and exported.
+
+    Attributes:
+        kind: an `IncidentKind`; a newer version may have written another one.
+        detail: what happened, in words.
+        hole: something that the model said, or may have said, is missing from the record.
+        call, turn: the ids of the call and the turn; `""` if it concerns none.
+        at: seconds since the epoch.
+    """
+
+    kind: str
+    detail: str = ""
+    hole: bool = False
+    call: str = ""
+    turn: str = ""
+    at: float = 0.0
+
+
+class IncidentKind(StrEnum):
+    """A kind of incident: its name, what is missing if it is a hole (`""` if it is none), what happened, and what to do."""
+
+    missing: str
+    meaning: str
+    action: str
+
+    def __new__(cls, name: str, missing: str, meaning: str, action: str) -> Self:
+        """Make a member whose value is its name."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.missing, member.meaning, member.action = missing, meaning, action
+        return member
+
+    @property
+    def hole(self) -> bool:
+        """Whether an incident of this kind is a hole."""
+        return bool(self.missing)
+
+    def incident(self, detail: str, *, at: float, call: str = "", turn: str = "", hole: bool | None = None) -> Incident:
+        """Make an incident of this kind; `at` is in seconds since the epoch, `hole` overrides what the kind says."""
+        return Incident(str(self), detail, self.hole if hole is None else hole, call, turn, at)
+
+    # Holes.
+    STORE_ERROR = (
+        "store-error",
+        "the turn of this call",
+        "the store could not save the turn",
+        "Repair Redis. The turn is lost; the calls after it started a new sequence.",
+    )
+    SESSION_LOST = (
+        "session-lost",
+        "all turns before this call",
+        "the store lost the session while a call was in progress, for example because Redis restarted empty",
+        (
+            "Run Redis with `appendonly yes` on a disk that persists. Or the name was freed with `?reuse=true` during a call: seal a "
+            "session before its name is used again."
+        ),
+    )
+    CALL_OPEN = (
+        "call-open",
+        "the turn of this call",
+        "a call has started and not ended: it is in progress, or its proxy died",
+        "Fetch the session again later. If the incident stays, the turn is lost.",
+    )
+    UPSTREAM_BROKE = (
+        "upstream-broke",
+        "the rest of the reply",
+        "the engine closed the connection during a reply",
+        "Check the log and the memory of the engine, and any gateway in front of it.",
+    )
+    ENGINE_ERROR = (
+        "engine-error",
+        "the rest of the reply",
+        "the engine reported an error within its reply",
+        "Check the log of the engine.",
+    )
+    NO_TOKEN_IDS = (
+        "no-token-ids",
+        "the token ids of the reply",
+        "the engine did not return the token ids that it used",
+        "Check for a router that drops `return_token_ids` ([router](topologies/router.md)), or an engine that changed after it was probed.",
+    )
+    NOTHING_RECEIVED = (
+        "nothing-received",
+        "the reply",
+        "the call ended before the engine sent anything",
+        "Check the engine and the timeouts of the harness. The engine may have sampled tokens that nobody received.",
+    )
+    UNREADABLE_REPLY = (
+        "unreadable-reply",
+        "parts of the reply",
+        "some chunks of the reply are not chat completion chunks",
+        "Check for a gateway that rewrites or cuts replies, and report its version.",
+    )
+    UNFINISHED_REPLY = (
+        "unfinished-reply",
+        "the rest of the reply",
+        "the reply ended without a finish reason",
+        "Check for a gateway that rewrites or cuts replies, and report its version.",
+    )
+    MISSING_CHOICES = (
+        "missing-choices",
+        "some choices of the reply",
+        "the reply has fewer choices than the request asked for",
+        "Check for a gateway that rewrites or cuts replies, and report its version.",
+    )
+    UNRECORDED_ROUTE = (
+        "unrecorded-route",
+        "the turn of this call",
+        "the harness sampled tokens over a route that is passed through without recording",
+        "Configure the harness to use a recorded route ([dialects](dialects.md)).",
+    )
+    TORN_RECORD = (
+        "torn-record",
+        "parts of the session",
+        "the stored records of the session do not fit together",
+        "Check whether Redis was restored, edited, or written by another version. Discard the session.",
+    )
+    REPLICA_LOST = (
+        "replica-lost",
+        "the turn of this call's first attempt",
+        "a proxy died with this call open, and a retry of the call closed it ([repeated calls](retries.md))",
+        "Find out why the proxy died. The harness got its reply from another one.",
+    )
+    INTERNAL_ERROR = (
+        "internal-error",
+        "the turn of this call",
+        "tokencache failed to record the reply",
+        "Report the traceback in the log: this is a bug in tokencache.",
+    )
+    # Not holes.
+    RETRY_JOINED = (
+        "retry-joined",
+        "",
+        "a repeated call got the reply of a call that was still in progress",
+        "Use longer timeouts in the harness if there are many.",
+    )
+    RETRY_REPLAYED = (
+        "retry-replayed",
+        "",
+        "a repeated call got the recorded reply of the call that it repeats",
+        "Use longer timeouts in the harness if there are many.",
+    )
+    CLIENT_GONE = (
+        "client-gone",
+        "",
+        "the harness disconnected during a stream; the turn is recorded up to there",
+        "None: harnesses do this on Escape and on timeouts.",
+    )
+    ENGINE_DISAGREES = (
+        "engine-disagrees",
+        "",
+        "the engine used other prompt ids than were sent; the turn is recorded as it really was, and the detail says how they differ",
+        "See the alert `TokencacheEngineDisagrees`.",
+    )
+    ENGINE_REFUSED = (
+        "engine-refused",
+        "",
+        (
+            "the engine refused the call; nothing was sampled. With `--return-token-id-information`, a prompt that is too long is answered "
+            "with an empty completion, and the detail says so"
+        ),
+        "Read the detail; usually the prompt is too long ([NeMo Gym](topologies/nemo-gym.md)).",
+    )
+    UPSTREAM_DOWN = (
+        "upstream-down",
+        "",
+        "no engine could be reached; nothing was sampled",
+        "Start an engine. The harness got an error.",
+    )
+    HELD = (
+        "held",
+        "",
+        "the call waited because no engine took it, and was answered later ([several engines](several-engines.md))",
+        "None, unless it happens often: then add engines.",
+    )
+    ENGINE_ABORTED = (
+        "engine-aborted",
+        "",
+        (
+            "the engine ended a reply by itself, as at weight updates; the turn is recorded up to there, and the detail says whether the "
+            "harness received it"
+        ),
+        "None at weight updates ([several engines](several-engines.md)).",
+    )
+    NO_LOGPROBS = (
+        "no-logprobs",
+        "",
+        "the engine returned no log probabilities for the completion, which is kept as context with mask 0",
+        "Check that the engine returns log probabilities.",
+    )
+    LATE_CALL = (
+        "late-call",
+        "",
+        "a call arrived after the session was sealed, and was refused; after the 16th only the 32nd, 64th, … are noted",
+        "Stop the harness before you seal the session.",
+    )
+    BUDGET_SPENT = (
+        "budget-spent",
+        "",
+        (
+            "a call arrived when the [budget](budgets.md) of the session was used up, and got a final reply from the proxy; "
+            "after the 16th only the 32nd, 64th, … are noted"
+        ),
+        "If there are many in one session, its harness does not accept the final reply as the end.",
+    )
+    ECHO_DIFFERS = (
+        "echo-differs",
+        "",
+        "token ids came back on the messages, as NeMo Gym's agents send them, that were not recorded with these words; they are not used",
+        "Check the agent: it changed the ids, or the text beside them.",
+    )
+    ECHO_UNRECORDED = (
+        "echo-unrecorded",
+        "",
+        "token ids came back on the messages that are not recorded here; the detail says whether the prompt begins with them",
+        "Use a store that persists, and one store for all proxies.",
+    )
+    EXPERTS_LOST = (
+        "experts-lost",
+        "",
+        "the routed experts could not be written; all tokens are recorded",
+        "Check that the directory named by `--experts` is writable.",
+    )
+
+
+FOUND_ON_READING = frozenset({IncidentKind.CALL_OPEN, IncidentKind.TORN_RECORD})
+"""Kinds that are not stored, and so not counted in `tokencache_incidents_total`: they are found when a session is read."""
