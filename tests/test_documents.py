@@ -12,7 +12,7 @@ from tokencache.cli import app
 from tokencache.config import Settings
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "harness_adapters/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 COMMANDS = typer.main.get_command(app).commands
 

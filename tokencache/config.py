@@ -205,7 +205,7 @@ class Settings(BaseSettings):
         "", description="Rules of matching to switch off, separated by commas (docs/rules.md)."
     )
     adapters: Annotated[Path | None, Shown("FOLDER")] = Field(
-        None, description="Folder with your own harness adapters, in addition to the built-in ones (harness_adapters/README.md)."
+        None, description="Folder with your own harness adapters, in addition to the built-in ones (docs/adapters.md)."
     )
     allow_open: bool = Field(
         False,

@@ -11,6 +11,7 @@ from tokencache.adapters.load import AdapterError, load, load_all, load_file, sh
 from tokencache.adapters.schema import PLACEHOLDERS
 from tokencache.core.rules import BY_NAME, RULES
 
+DOCS = Path(__file__).parents[2] / "docs"
 GOOD = 'title = "Mine"\ndialects = ["chat"]\ninstall = "pip install mine"\n'
 
 
@@ -37,13 +38,13 @@ def test_it_says_what_one_needs_to_know(adapter):
     assert "{url}" in "".join([*adapter.variables.values(), *(str(file.content) for file in adapter.files)])
 
 
-def test_the_readme_documents_every_field_and_every_rule():
-    readme = (shipped() / "README.md").read_text()
+def test_the_documentation_explains_every_field_and_every_rule():
+    page = (DOCS / "adapters.md").read_text()
     fields = {field for adapter in SHIPPED.values() for field in tomllib.loads((shipped() / f"{adapter.name}.toml").read_text())}
-    named = set(re.findall(r"`\[{0,2}([a-z_-]+)\]{0,2}`", readme))
+    named = set(re.findall(r"`\[{0,2}([a-z_-]+)\]{0,2}`", page))
     assert fields - named == set()
-    assert set(BY_NAME) - named == set()
-    assert {f"{{{name}}}" for name in PLACEHOLDERS} - set(re.findall(r"\{[a-z_]+\}", readme)) == set()
+    assert set(BY_NAME) - set(re.findall(r"`([a-z-]+)`", (DOCS / "rules.md").read_text())) == set()
+    assert {f"{{{name}}}" for name in PLACEHOLDERS} - set(re.findall(r"\{[a-z_]+\}", page)) == set()
 
 
 def test_what_is_vouched_for_is_no_more_than_was_seen():

@@ -12,6 +12,7 @@ from pathlib import Path
 import typer
 
 from tokencache import metrics
+from tokencache.adapters.load import load_all
 from tokencache.api.openapi import OPERATIONS, document
 from tokencache.cli import app
 from tokencache.config import PREFIX
@@ -42,6 +43,15 @@ def settings(panel: str) -> str:
             names = [f"`{param.opts[0]}{value}`", f"`{PREFIX}{param.name.upper()}`", *([f"default `{default}`"] if default else [])]
             parts.append(f"### {param.name}\n\n{' · '.join(names)}\n\n{linked(text)}\n")
     return "\n" + "\n".join(parts) + "\n"
+
+
+def adapters() -> str:
+    """The harnesses that have an adapter."""
+    rows = [("adapter", "harness", "program", "dialects", "tested versions")]
+    for name, adapter in load_all().items():
+        program = f"`{adapter.program[0]}`" if adapter.program else "your script"
+        rows.append((f"`{name}`", adapter.title, program, ", ".join(adapter.dialects), ", ".join(adapter.tested)))
+    return table(*rows)
 
 
 def command_line() -> str:
@@ -77,6 +87,7 @@ def metric_families() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "settings-basic": lambda: settings("Basic options"),
     "settings-advanced": lambda: settings("Advanced options"),
+    "adapters": adapters,
     "command-line": command_line,
     "routes": routes,
     "metrics": metric_families,

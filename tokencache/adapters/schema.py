@@ -81,7 +81,7 @@ class Mutations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One harness; `harness_adapters/README.md` says what each field is for.
+    """One harness; `docs/adapters.md` says what each field is for.
 
     `name` is that of the file. Strings of `program`, `env`, `quiet` and of a file's content are templates.
 
