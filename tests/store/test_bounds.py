@@ -46,8 +46,8 @@ async def opened(server):
 async def look(store):
     """What the background does every second."""
     if isinstance(store, RedisStore):
-        store._room._count_at = 0.0  # sessions were counted long ago
-        await store._room.look()
+        store._capacity._count_at = 0.0  # sessions were counted long ago
+        await store._capacity.check()
 
 
 async def fill(redis, megabytes):
@@ -123,7 +123,7 @@ async def test_new_sessions_are_refused_before_redis_refuses_old_ones(opened, re
     await record(store, "b", build("a"))
     await fill(redis, 94)
     await look(store)
-    assert await is_full(store, "c", r"the bound is nine tenths of its maxmemory, 104857600")
+    assert await is_full(store, "c", r"the limit is nine tenths of its maxmemory, 104857600")
     await store.begin("a", "k", [])
     await store.commit("a", epoch, "k", [build("b").entry])
 
@@ -139,7 +139,7 @@ async def test_the_background_looks_by_itself(opened, redis):
 
     with pytest.raises(StoreFullError):
         await begin_many()
-    assert not store._room._watch.done()
+    assert not store._capacity._task.done()
 
 
 @pytest.mark.redis
@@ -174,7 +174,7 @@ async def test_data_of_a_newer_version_are_not_touched(opened, redis):
     assert await redis.get("tokencache:schema") == b"1"
     await redis.set("tokencache:schema", "2")
     for refused in (store.ping, opened):
-        with pytest.raises(StoreError, match=r"has the form '2', and this tokencache knows form 1"):
+        with pytest.raises(StoreError, match=r"stored form is '2', but this version of tokencache reads form 1"):
             await refused()
     assert await redis.get("tokencache:schema") == b"2"
     await redis.set("tokencache:schema", "1")

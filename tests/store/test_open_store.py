@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokencache.store import open_store
+from tokencache.store import StoreOptions, open_store
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.store.redis.url import read_url
@@ -31,7 +31,7 @@ def test_memory_is_the_default():
     ],
 )
 def test_redis_urls(url):
-    made = open_store(url, ttl_seconds=5, timeout_seconds=1)
+    made = open_store(url, StoreOptions(ttl_seconds=5, timeout_seconds=1))
     assert isinstance(made, RedisStore)
 
 
@@ -39,7 +39,7 @@ def test_redis_urls(url):
     "url", ["", "memory", "memory:x", "Redis://x", "http://host", "host:6379", "redis", "redis+x://h", "unix+cluster://x", "unix"]
 )
 def test_other_urls(url):
-    with pytest.raises(ValueError, match=r"wanted: .*redis://"):
+    with pytest.raises(ValueError, match=r"redis://|memory:$"):
         open_store(url)
 
 
@@ -61,7 +61,7 @@ def test_other_urls(url):
     ],
 )
 def test_an_unreadable_url_keeps_its_password(url):
-    with pytest.raises(ValueError, match="wanted") as error:
+    with pytest.raises(ValueError, match=r"; use .*redis://") as error:
         open_store(url)
     assert "hun" not in str(error.value)
     assert error.value.__cause__ is None
@@ -69,9 +69,9 @@ def test_an_unreadable_url_keeps_its_password(url):
 
 def test_what_a_url_says():
     read = read_url("rediss+sentinel://me:s%40crt@h1,h2:1/my%20master/2?sentinel_password=p%40p&ssl_ca_certs=/ca.pem")
-    assert (read.kind, read.tls, read.places, read.service) == ("sentinel", True, (("h1", 26379), ("h2", 1)), "my master")
+    assert (read.kind, read.tls, read.hosts, read.service) == ("sentinel", True, (("h1", 26379), ("h2", 1)), "my master")
     assert read.options == {"username": "me", "password": "s@crt", "db": 2, "ssl_ca_certs": "/ca.pem"}
     assert read.sentinel == {"password": "p@p", "ssl_ca_certs": "/ca.pem"}
     assert set(read.secrets) == {"s@crt", "s%40crt", "p@p", "p%40p"}
     read = read_url("valkey+cluster://[::1]:7000,other")
-    assert (read.kind, read.tls, read.places, read.options) == ("cluster", False, (("::1", 7000), ("other", 6379)), {})
+    assert (read.kind, read.tls, read.hosts, read.options) == ("cluster", False, (("::1", 7000), ("other", 6379)), {})

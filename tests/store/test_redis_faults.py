@@ -62,19 +62,19 @@ def operations(store, epoch):
 async def all_fail(store, epoch):
     """The first takes all its time; then it is known, and the others are told at once, however long they may take."""
     async with asyncio.timeout(LIMIT):
-        store._asker.timeout = 0.3
+        store._client.timeout = 0.3
         with pytest.raises(StoreError, match="redis: ping: no answer within"):
             await store.ping()
-        store._asker.timeout = 10 * LIMIT
+        store._client.timeout = 10 * LIMIT
         for name, operation in operations(store, epoch).items():
-            with pytest.raises(StoreError, match=f"redis: {name}: not asked"):
+            with pytest.raises(StoreError, match=f"redis: {name}: not sent"):
                 await operation()
-    store._asker.timeout = LIMIT
+    store._client.timeout = LIMIT
 
 
 async def answers_again(store):
     """Wait until the store has seen that its server is back, without being asked for anything."""
-    await asyncio.wait_for(store._asker._probe, LIMIT)
+    await asyncio.wait_for(store._client._probe, LIMIT)
 
 
 async def test_a_killed_server_and_its_empty_successor(server, store):
@@ -111,7 +111,7 @@ async def test_a_server_that_loads_its_data_is_waited_for(server):
     store = RedisStore(server.url, timeout_seconds=LIMIT)
     await store.open()
     refused = []
-    run = store._link.run
+    run = store._backend.run
 
     async def loading(*command):
         if len(refused) < 3:
@@ -119,7 +119,7 @@ async def test_a_server_that_loads_its_data_is_waited_for(server):
             raise exceptions.BusyLoadingError("Redis is loading the dataset in memory")
         return await run(*command)
 
-    store._link.run = loading
+    store._backend.run = loading
     assert await store.delete("none") is False
     assert refused == ["EVALSHA"] * 3
     await store.close()
@@ -132,13 +132,13 @@ async def test_a_probe_that_is_refused_was_answered(server):
     server.pause()
     with pytest.raises(StoreError, match="no answer within"):
         await store.ping()
-    run = store._link.run
+    run = store._backend.run
 
     async def refusing(*command):
         await run(*command)
         raise exceptions.NoPermissionError("no permissions")
 
-    store._link.run = refusing
+    store._backend.run = refusing
     server.resume()
     await answers_again(store)
     with pytest.raises(StoreError, match="no permissions"):
@@ -148,8 +148,8 @@ async def test_a_probe_that_is_refused_was_answered(server):
 
 async def test_one_slow_operation_is_not_a_server_that_hangs(server, store):
     """A long script takes all its time; others are answered before and after, and nobody is turned away."""
-    slow = store._asker.ask("slow", lambda _: asyncio.sleep(LIMIT))
-    store._asker.timeout = 0.5
+    slow = store._client.call("slow", lambda _: asyncio.sleep(LIMIT))
+    store._client.timeout = 0.5
     waiting = asyncio.create_task(slow)
     await asyncio.sleep(0)
     await store.ping()
@@ -162,18 +162,18 @@ async def test_a_server_that_hangs(server, store):
     epoch = await record(store, "s", build("a", keys=(b"c1",)))
     server.pause()
     try:
-        store._asker.timeout = 0.3
+        store._client.timeout = 0.3
         async with asyncio.timeout(LIMIT):
             results = await asyncio.gather(*(store.begin("s", f"k{n}", []) for n in range(100)), return_exceptions=True)
         assert {type(result) for result in results} == {StoreError}
-        store._asker.timeout = 10 * LIMIT
+        store._client.timeout = 10 * LIMIT
         async with asyncio.timeout(LIMIT):
             for name, operation in operations(store, epoch).items():
-                with pytest.raises(StoreError, match=f"redis: {name}: not asked"):
+                with pytest.raises(StoreError, match=f"redis: {name}: not sent"):
                     await operation()
     finally:
         server.resume()
-    store._asker.timeout = LIMIT
+    store._client.timeout = LIMIT
     await answers_again(store)
     assert await store.delete("s", reuse=True) in {True, False}  # what was sent meanwhile may be done by now, the deletion too
     await record(store, "s", build("a", keys=(b"c1",)))
@@ -211,20 +211,20 @@ async def test_many_at_once_wait_for_their_turn_and_not_for_the_server(server):
     """They have fewer connections than they are, and each a time limit far below what all of them take together."""
     store = RedisStore(server.url, timeout_seconds=LIMIT)
     await store.open()
-    asker = store._asker
-    asker.timeout, asker._line = 0.3, asyncio.Semaphore(1)
+    client = store._client
+    client.timeout, client._queue = 0.3, asyncio.Semaphore(1)
 
     async def slow(_lost):
         await asyncio.sleep(0.1)
 
     async with asyncio.timeout(LIMIT):
-        await asyncio.gather(*(asker.ask("slow", slow) for _ in range(20)))
+        await asyncio.gather(*(client.call("slow", slow) for _ in range(20)))
     await store.close()
 
 
 async def test_who_stands_in_line_is_told_when_the_server_falls_silent(server, store):
     """The first waits out its time; who waits behind it does not wait out another one."""
-    store._asker.timeout, store._asker._line = 0.3, asyncio.Semaphore(1)
+    store._client.timeout, store._client._queue = 0.3, asyncio.Semaphore(1)
     server.pause()
     try:
         async with asyncio.timeout(LIMIT):
@@ -234,4 +234,4 @@ async def test_who_stands_in_line_is_told_when_the_server_falls_silent(server, s
     words = [str(why) for why in told]
     assert all(isinstance(why, StoreError) for why in told)
     assert sum("no answer within" in one for one in words) == 1
-    assert sum("not asked" in one for one in words) == 199
+    assert sum("not sent" in one for one in words) == 199

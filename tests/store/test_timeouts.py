@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tokencache.store.redis.timeouts import TICK, Patience
+from tokencache.store.redis.timeouts import TICK, LoopTimeouts
 
 LIMIT = 4 * TICK
 
@@ -16,21 +16,21 @@ async def rounds(n):
 
 
 async def test_what_never_comes_is_not_waited_for():
-    patience = Patience()
+    timeouts = LoopTimeouts()
     with pytest.raises(TimeoutError):
-        async with patience.limit(LIMIT):
+        async with timeouts.limit(LIMIT):
             await asyncio.Event().wait()
     with pytest.raises(TimeoutError):  # the timer had stopped with nothing to wait for
-        async with patience.limit(LIMIT):
+        async with timeouts.limit(LIMIT):
             await asyncio.Event().wait()
 
 
 async def test_each_has_its_own_limit():
-    patience, ended = Patience(), []
+    timeouts, ended = LoopTimeouts(), []
 
     async def wait(name, seconds):
         with pytest.raises(TimeoutError):
-            async with patience.limit(seconds):
+            async with timeouts.limit(seconds):
                 await asyncio.Event().wait()
         ended.append(name)
 
@@ -40,7 +40,7 @@ async def test_each_has_its_own_limit():
 
 async def test_a_loop_that_is_behind_does_not_use_up_the_limit():
     """Each round of the loop takes longer than the whole limit; what needs three of them is in time."""
-    patience, over = Patience(), False
+    timeouts, over = LoopTimeouts(), False
 
     async def busy():
         while not over:
@@ -49,7 +49,7 @@ async def test_a_loop_that_is_behind_does_not_use_up_the_limit():
 
     others = asyncio.create_task(busy())
     began = time.monotonic()
-    async with patience.limit(LIMIT):
+    async with timeouts.limit(LIMIT):
         await rounds(3)
     over = True
     await others
@@ -58,5 +58,5 @@ async def test_a_loop_that_is_behind_does_not_use_up_the_limit():
 
 async def test_an_error_in_the_context_stays_what_it_is():
     with pytest.raises(ValueError, match="ours"):
-        async with Patience().limit(LIMIT):
+        async with LoopTimeouts().limit(LIMIT):
             raise ValueError("ours")

@@ -31,8 +31,8 @@ class RealSentinel(RealRedis):
         return [binary, str(config), *settings, "--sentinel"]
 
 
-def asked(server: RealRedis, *command: Any) -> Any:
-    """Ask a server something."""
+def send_command(server: RealRedis, *command: Any) -> Any:
+    """Send a command to a server."""
     with Redis(host="127.0.0.1", port=server.port) as client:
         return client.execute_command(*command)
 
@@ -41,8 +41,8 @@ def asked(server: RealRedis, *command: Any) -> Any:
 def watched_primary() -> Iterator[tuple[RealRedis, RealRedis, RealSentinel]]:
     """A primary, its replica that has caught up, and a Sentinel that knows both."""
     with RealRedis() as primary, RealRedis("--replicaof", "127.0.0.1", str(primary.port)) as replica, RealSentinel(primary) as sentinel:
-        wait(lambda: asked(replica, "INFO", "replication")["master_link_status"] == "up")
-        wait(lambda: asked(sentinel, "INFO", "sentinel")["master0"]["slaves"] == 1)
+        wait(lambda: send_command(replica, "INFO", "replication")["master_link_status"] == "up")
+        wait(lambda: send_command(sentinel, "INFO", "sentinel")["master0"]["slaves"] == 1)
         yield primary, replica, sentinel
 
 
@@ -53,17 +53,17 @@ def cluster(primaries: int = 3, *, replicas: int = 0) -> Iterator[list[RealRedis
         settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0")
         nodes = [stack.enter_context(RealRedis(*settings)) for _ in range(primaries + replicas)]
         for n, node in enumerate(nodes[:primaries]):
-            asked(node, "CLUSTER ADDSLOTS", *range(n * SLOTS // primaries, (n + 1) * SLOTS // primaries))
+            send_command(node, "CLUSTER ADDSLOTS", *range(n * SLOTS // primaries, (n + 1) * SLOTS // primaries))
         for node in nodes[1:]:
-            asked(node, "CLUSTER MEET", "127.0.0.1", nodes[0].port)
+            send_command(node, "CLUSTER MEET", "127.0.0.1", nodes[0].port)
         for node in nodes:
-            wait(lambda node=node: len(asked(node, "CLUSTER NODES")) == len(nodes))  # type: ignore[misc]
+            wait(lambda node=node: len(send_command(node, "CLUSTER NODES")) == len(nodes))  # type: ignore[misc]
         for primary, replica in zip(nodes, nodes[primaries:], strict=False):
-            asked(replica, "CLUSTER REPLICATE", asked(primary, "CLUSTER MYID"))
-            wait(lambda replica=replica: asked(replica, "INFO", "replication").get("master_link_status") == "up")  # type: ignore[misc]
+            send_command(replica, "CLUSTER REPLICATE", send_command(primary, "CLUSTER MYID"))
+            wait(lambda replica=replica: send_command(replica, "INFO", "replication").get("master_link_status") == "up")  # type: ignore[misc]
         for node in nodes:
-            wait(lambda node=node: asked(node, "CLUSTER INFO")["cluster_state"] == "ok")  # type: ignore[misc]
-            wait(lambda node=node: _replicas_in(asked(node, "CLUSTER NODES")) == replicas)  # type: ignore[misc]
+            wait(lambda node=node: send_command(node, "CLUSTER INFO")["cluster_state"] == "ok")  # type: ignore[misc]
+            wait(lambda node=node: _replicas_in(send_command(node, "CLUSTER NODES")) == replicas)  # type: ignore[misc]
         yield nodes
 
 

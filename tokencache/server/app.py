@@ -52,7 +52,7 @@ from tokencache.proxy.routed_experts import RoutedExperts, open_files
 from tokencache.proxy.sessions import Origin, SessionFinder, SessionInBody, SessionSources
 from tokencache.server.http_guard import check_head, check_path
 from tokencache.session_url import route_of
-from tokencache.store import open_store
+from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import SessionDeletedError, SessionSealedError, Store, StoreError, StoreFullError
 
 log = logging.getLogger(__name__)
@@ -82,11 +82,13 @@ class Proxy:
         self.settings = settings
         self.store = store or open_store(
             settings.store,
-            ttl_seconds=settings.store_ttl,
-            timeout_seconds=settings.store_timeout,
-            max_sessions=settings.max_sessions,
-            max_bytes=settings.max_store_bytes,
-            may_evict=settings.store_may_evict,
+            StoreOptions(
+                ttl_seconds=settings.store_ttl,
+                timeout_seconds=settings.store_timeout,
+                max_sessions=settings.max_sessions,
+                max_bytes=settings.max_store_bytes,
+                may_evict=settings.store_may_evict,
+            ),
         )
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
         self._parser = Upstream(settings.derender) if settings.derender else None

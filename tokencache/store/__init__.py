@@ -1,46 +1,70 @@
-"""The store: what is kept of a session, in memory or in Redis.
+"""Stores sessions: in memory, in Redis, or in a store of your own.
 
 =============  =====================================================================================================
-`contract`     what a store must do, the values it takes and gives, its errors
-`memory`       for one process: the reference; `held` and `fading` are its parts
-`redis`        for many replicas; `packing` are its bytes
-`conformance`  checks that any store keeps the contract; import it to test one of your own
+`base`         the interface of a store, its values and its errors
+`memory`       for one process, and the reference for the others
+`redis`        for several replicas
+`encoding`     records and tokens as bytes
+`conformance`  checks that a store does what the interface promises; import it to test your own
 =============  =====================================================================================================
+
+To add a store: write a class with the methods of `base.Store`, check it with `conformance`, and add its URL scheme to `STORES`.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from tokencache.store.base import Store
-from tokencache.store.memory import MemoryStore
 
 
-def open_store(
-    url: str = "memory:",
-    *,
-    ttl_seconds: float = 7 * 86400,
-    timeout_seconds: float = 5.0,
-    max_sessions: int = 0,
-    max_bytes: int = 0,
-    may_evict: bool = False,
-) -> Store:
-    """Make the store that a URL names: `memory:`, or one of those of `tokencache.store.redis.url`; `Store.open` connects it.
+class StoreOptions(NamedTuple):
+    """Settings of a store.
 
-    The options are those of `MemoryStore` and `RedisStore`.
+    Attributes:
+        ttl_seconds: delete a session that has not been used for this long.
+        timeout_seconds: how long one operation may take.
+        max_sessions: refuse new sessions at this number. 0 sets no limit.
+        max_bytes: refuse new sessions while the store uses this many bytes. 0 leaves the limit to the store.
+        may_evict: accept a database that deletes sessions when its memory is full.
+    """
+
+    ttl_seconds: float = 7 * 86400
+    timeout_seconds: float = 5.0
+    max_sessions: int = 0
+    max_bytes: int = 0
+    may_evict: bool = False
+
+
+def _memory(url: str, options: StoreOptions) -> Store:
+    from tokencache.store.memory import MemoryStore  # noqa: PLC0415
+
+    if url != "memory:":
+        raise ValueError("the URL of the memory store is memory:")
+    return MemoryStore(ttl_seconds=options.ttl_seconds, max_sessions=options.max_sessions, max_bytes=options.max_bytes)
+
+
+def _redis(url: str, options: StoreOptions) -> Store:
+    from tokencache.store.redis import RedisStore  # noqa: PLC0415 - the Redis client is loaded only if it is used
+
+    return RedisStore(url, **options._asdict())
+
+
+_REDIS_SCHEMES = [name + kind for name in ("redis", "rediss", "valkey", "valkeys") for kind in ("", "+sentinel", "+cluster")]
+
+STORES: dict[str, Callable[[str, StoreOptions], Store]] = {"memory": _memory, "unix": _redis, **dict.fromkeys(_REDIS_SCHEMES, _redis)}
+"""Makes a store, by the scheme of its URL. `Store.open` connects it."""
+
+
+def open_store(url: str = "memory:", options: StoreOptions | None = None) -> Store:
+    """Make the store that a URL names.
 
     Raises:
-        ValueError: the URL names no store, or cannot be read.
+        ValueError: no store has this scheme, or the URL cannot be read.
     """
-    if url == "memory:":
-        return MemoryStore(ttl_seconds=ttl_seconds, max_sessions=max_sessions, max_bytes=max_bytes)
-    from tokencache.store.redis import RedisStore  # noqa: PLC0415  (who stays in memory needs no Redis client)
-    from tokencache.store.redis.url import SCHEMES, WANTED  # noqa: PLC0415
-
-    scheme = url.partition("://")[0]
-    if scheme not in SCHEMES:
-        raise ValueError(f"no store is named {scheme[:20]!r}; wanted: memory:, {WANTED}")
-    return RedisStore(
-        url,
-        ttl_seconds=ttl_seconds,
-        timeout_seconds=timeout_seconds,
-        max_sessions=max_sessions,
-        max_bytes=max_bytes,
-        may_evict=may_evict,
-    )
+    scheme, colon, _ = url.partition(":")
+    if not colon or scheme not in STORES:
+        known = ", ".join(f"{name}:" for name in STORES)
+        raise ValueError(
+            f"no store has the scheme {scheme[:20]!r}; use memory:, redis://host:port/db or another of {known} (docs/store.md)"
+        )
+    return STORES[scheme](url, options or StoreOptions())

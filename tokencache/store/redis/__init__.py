@@ -1,55 +1,54 @@
-"""The Redis store: sessions that all replicas of the proxy share, and that outlive them.
+"""The Redis store: sessions that all replicas of the proxy share and that outlive them.
 
 =============  =====================================================================================================
-`url`          what a store's URL says: a server, Sentinels, a cluster
-`connecting`   connections to them
-`asking`       operations in their time: again where that does no harm, not at all while nothing answers
-`room`         may new sessions begin?
-`lua`          what the scripts share; `lua_writing`, `lua_reading`: the scripts
-`fields`       keys and fields, and what is packed in them
-`store`        the store
+`url`          reads the store's URL: a server, Sentinels or a cluster
+`connections`  connects to it
+`retries`      sends operations within a time limit, and retries where that is safe; `timeouts` limits the time
+`capacity`     decides whether new sessions may begin
+`scripts`      the Lua scripts
+`fields`       names of keys and fields, and what they contain
+`store`        the store itself
 =============  =====================================================================================================
 
-A session is *one* hash, so that it expires, is evicted, moves between cluster nodes and is deleted as one: a session
-that lost a part of itself would match wrongly, a session that is gone is only a miss. Its fields:
+A session is *one* hash, so that it expires, is evicted, moves between cluster nodes and is deleted as a whole. A session that lost a part
+of itself would match wrongly; a session that is gone is only a miss. Its fields:
 
 ===========================================  =========================================================================
-`life` `created` `used` `sealed`             which life of the session this is; times; `1` if sealed
+`life` `created` `used` `sealed`             id of this epoch of the session; times; `1` if sealed
 `turns` `incidents`                          how many there are; they are numbered from 1, in the order recorded
-`begun` `sampled`                            how many calls began; how many tokens were sampled in its turns
-`open`                                       the open calls, one behind the other
-`noted`                                      the names of the last notes, so that each is noted once
+`begun` `sampled`                            number of calls that began; number of tokens sampled in its turns
+`open`                                       the open calls, concatenated
+`noted`                                      names of the last additions of incidents, so that each is done once
 `#<turn id>`                                 the turn's number
-`H<n>`                                       the turn's record, behind `+` if another turn continues it, else `-`
+`H<n>`                                       the turn's record, after `+` if another turn continues it, else after `-`
 `T<n>`                                       base, lengths, delta and completion ids, raw
-`L<n>`                                       log probabilities; read by export only; absent if there are none
-`M<n>`                                       the context: messages, deflated; read by export only; absent if there is none
-`=<key>`                                     the numbers of the turns found under that key
+`L<n>`                                       log probabilities; only export reads them; absent if there are none
+`M<n>`                                       the context: messages, deflated; only export reads it; absent if there is none
+`=<key>`                                     numbers of the turns found under that key
 `I<n>`                                       an incident
 `D<name>`                                    a document
 ===========================================  =========================================================================
 
-A session's key is `<prefix>:{<session>}`; a deleted one leaves a tombstone there, the string `gone`, that turns late calls
-away for a while. Beside the sessions stand
+The key of a session is `<prefix>:{<session>}`. A deleted session leaves a tombstone there for a while, the string `gone`, which refuses
+late calls. Other keys:
 
 ===========================================  =========================================================================
-`<prefix>:key:<hash>`                        what an API key stands for
-`<prefix>:alive:{replicas}:<replica>`        that a replica of the proxy lives
+`<prefix>:key:<hash>`                        binding of an API key
+`<prefix>:alive:{replicas}:<replica>`        heartbeat of a replica
 `<prefix>:engines`                           a hash: engines that were added, drained or removed while the proxy ran
-`<prefix>:schema` `<prefix>:secret`          the version of all this; the deployment's secret. These three stay for ever
+`<prefix>:schema` `<prefix>:secret`          version of this form; secret of the deployment. These three never expire
 ===========================================  =========================================================================
 
-Everything else has a time to live that use renews. The sessions are listed by `SCAN`, not from a registry: nothing to write on the way of
-a call, nothing that can say something else than the sessions themselves; the price is paid by who lists. In a Redis Cluster a session
-lies in the slot of its name, and no command or script touches two slots.
+Everything else has a time to live that use renews. Sessions are listed by `SCAN`, not from a registry: calls have nothing more to write,
+and no registry can disagree with the sessions. Listing pays for that. In a Redis Cluster a session is in the slot of its name, and no
+command or script touches two slots.
 
-Every operation but the listing is one script or command, one round trip (two the first time that a server sees a script), and
-writes all or nothing. What does not answer
-in time or at all is a `StoreError`.
+Every operation except listing is one script or command and one round trip (two when a server sees a script for the first time), and writes
+everything or nothing. An operation that gets no reply in time raises `StoreError`.
 
-Measured (Redis 6.2.14, `MEMORY USAGE … SAMPLES 0`, 200 turns of 200 new prompt and 200 completion tokens, 800 characters
-of text each way, float32 log probabilities, two keys): 10.3 bytes per token, of which 4 are the id, 2 its share of log
-probabilities and 1.2 the messages. `pytest tests/store/test_redis_size.py -s` measures it again.
+Measured (Redis 6.2.14, `MEMORY USAGE … SAMPLES 0`, 200 turns of 200 new prompt and 200 completion tokens, 800 characters of text each way,
+float32 log probabilities, two keys): 10.3 bytes for each token, of which 4 are its id, 2 its share of log probabilities and 1.2 the
+messages. `pytest tests/store/test_redis_size.py -s` measures it again.
 """
 
 from tokencache.store.redis.store import RedisStore

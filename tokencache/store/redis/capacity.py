@@ -1,10 +1,10 @@
-"""Room: may new sessions begin? Asked in the background, so that no call waits for it.
+"""Watches whether the database has capacity for new sessions, in the background, so that no call waits for the answer.
 
-Redis that is full refuses every write, or, with an evicting `maxmemory-policy`, drops sessions that are in use: both lose tokens. So
-there is a bound below: at it new sessions are refused, and those that are there go on. Each second every primary is asked
-how much memory it uses, and how many keys it holds; only where there are more keys than sessions allowed are the sessions
-counted, by `SCAN`, for at most a twentieth of the time. So a bound is overstepped by what begins within a second, or, where
-sessions must be counted, within twenty times what the counting takes (measured: 0.4 s for 50,000).
+A Redis that is full refuses every write or, with an evicting `maxmemory-policy`, deletes sessions in use. Both lose tokens. So there is a
+lower limit: above it, new sessions are refused and existing ones go on. Every second each primary is asked for its memory use and its
+number of keys. Sessions are counted with `SCAN` only if there are more keys than sessions allowed, and for at most a twentieth of the
+time. A limit can therefore be exceeded by what begins within a second or, where sessions must be counted, within twenty times the time
+that counting takes (measured: 0.4 s for 50,000).
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from typing import Any
 from redis import exceptions
 
 from tokencache.store.base import StoreError
-from tokencache.store.redis.asking import Asker
-from tokencache.store.redis.connecting import Link, Run
+from tokencache.store.redis.connections import Backend, Run
+from tokencache.store.redis.retries import RetryingClient
 
 log = logging.getLogger(__name__)
 
@@ -27,60 +27,62 @@ SECONDS = 1.0
 COUNTING_SHARE = 20
 PAGE = 1000
 _SAFE = 0.9
-_HELP = "set maxmemory-policy noeviction, or say --store-may-evict if sessions may be lost (docs/store.md)"
+_ADVICE = "Set maxmemory-policy noeviction, or --store-may-evict if sessions may be lost (docs/store.md)"
 
 
-class Room:
-    """Watches a database.
+class CapacityWatch:
+    """Watches the capacity of a database.
 
     Args:
-        asker: asks it.
-        link: leads to it.
-        pattern: of the keys of sessions.
-        max_sessions: how many sessions there may be; 0: no bound.
-        max_bytes: how many bytes a server may use; 0: nine tenths of its `maxmemory`, where it has one.
-        may_evict: whether an evicting server is taken.
+        client: sends operations.
+        backend: connections to the database.
+        pattern: matches the keys of sessions.
+        max_sessions: largest number of sessions. 0 sets no limit.
+        max_bytes: largest number of bytes that a server may use. 0 means nine tenths of its `maxmemory`, if set.
+        may_evict: accept a server that evicts keys.
 
     Attributes:
-        full: why there is no room for new sessions; empty where there is.
+        full: why new sessions are refused; empty if they are accepted.
     """
 
-    def __init__(self, asker: Asker, link: Link, pattern: bytes, *, max_sessions: int, max_bytes: int, may_evict: bool) -> None:
+    def __init__(
+        self, client: RetryingClient, backend: Backend, pattern: bytes, *, max_sessions: int, max_bytes: int, may_evict: bool
+    ) -> None:
         self.full = ""
-        self._asker, self._link, self._pattern = asker, link, pattern
+        self._client, self._backend, self._pattern = client, backend, pattern
         self._max_sessions, self._max_bytes, self._may_evict = max_sessions, max_bytes, may_evict
         self._sessions, self._count_at = 0, 0.0
         self._warned: set[str] = set()
-        self._watch: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Look, and go on looking.
+        """Check once, and start to watch.
 
         Raises:
-            StoreError: the server cannot be asked, or may drop sessions.
+            StoreError: the server does not respond, or evicts sessions.
         """
-        evicting = await self.look()
+        evicting = await self.check()
         if evicting and not self._may_evict:
-            raise StoreError(f"redis: {evicting}: {_HELP}")
-        self._watch = asyncio.create_task(self._keep_looking())
+            raise StoreError(f"redis: {evicting}. {_ADVICE}")
+        self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """Stop to look."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        """Stop watching."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
-    async def look(self) -> str:
-        """Look once. Returns why sessions may be dropped, if they may.
+    async def check(self) -> str:
+        """Check once. Returns why a server may evict sessions; empty if none does.
 
         Raises:
-            StoreError: the server cannot be asked.
+            StoreError: the server does not respond.
         """
-        primaries = await self._asker.ask("room", lambda _: self._link.primaries())
+        primaries = await self._client.call("capacity", lambda _: self._backend.primaries())
         memory = [one for run in primaries if (one := await self._info(run))]
         evicting = next(filter(None, map(_evicts, memory)), "")
         if evicting:
-            self._warn(f"SESSIONS MAY BE LOST: {evicting}: {_HELP}")
+            self._warn(f"SESSIONS MAY BE LOST: {evicting}. {_ADVICE}")
         self.full = next(filter(None, map(self._over, memory)), "")
         if self._max_sessions and not self.full:
             await self._count(primaries)
@@ -88,33 +90,33 @@ class Room:
                 self.full = f"there are {self._sessions} sessions, and --max-sessions is {self._max_sessions}"
         return evicting
 
-    async def _keep_looking(self) -> None:
+    async def _watch(self) -> None:
         while True:
             await asyncio.sleep(SECONDS)
             with contextlib.suppress(StoreError):
-                await self.look()
+                await self.check()
 
     async def _info(self, run: Run) -> dict[str, Any]:
-        answer = await self._asker.ask("room", partial(_memory, run))
-        if isinstance(answer, dict):
-            return answer
+        reply = await self._client.call("capacity", partial(_memory, run))
+        if isinstance(reply, dict):
+            return reply
         self._warn(
-            f"NOBODY KNOWS WHETHER SESSIONS MAY BE LOST: the store's memory cannot be asked for ({answer}): see to it that its "
-            "maxmemory-policy is noeviction, and that it never is full; bounds of bytes are not kept"
+            f"SESSIONS MAY BE LOST UNNOTICED: the store does not report its memory use ({reply}). Make sure that its maxmemory-policy is "
+            "noeviction and that it never gets full; --max-store-bytes has no effect"
         )
         return {}
 
     def _over(self, memory: dict[str, Any]) -> str:
         limit = int(memory.get("maxmemory", 0))
-        bound = self._max_bytes or int(limit * _SAFE)
+        allowed = self._max_bytes or int(limit * _SAFE)
         used = int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
-        if not bound or used < bound:
+        if not allowed or used < allowed:
             return ""
-        said = f"--max-store-bytes is {bound}" if self._max_bytes else f"the bound is nine tenths of its maxmemory, {limit}"
-        return f"Redis uses {used} bytes, and {said}"
+        rule = f"--max-store-bytes is {allowed}" if self._max_bytes else f"the limit is nine tenths of its maxmemory, {limit}"
+        return f"Redis uses {used} bytes, and {rule}"
 
     async def _count(self, primaries: list[Run]) -> None:
-        keys = [await self._asker.ask("room", partial(_size, run)) for run in primaries]
+        keys = [await self._client.call("capacity", partial(_size, run)) for run in primaries]
         started = time.monotonic()
         if sum(keys) < self._max_sessions:
             self._sessions = 0
@@ -126,27 +128,27 @@ class Room:
     async def _count_on(self, run: Run) -> int:
         cursor, found = 0, set[bytes]()
         while True:
-            page = await self._asker.ask("room", partial(scan, run, cursor, self._pattern))
+            page = await self._client.call("capacity", partial(scan, run, cursor, self._pattern))
             cursor = int(page[0])
             found.update(page[1])
             if not cursor:
                 return len(found)
 
-    def _warn(self, words: str) -> None:
-        if words not in self._warned:
-            self._warned.add(words)
-            log.warning(words)
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message)
 
 
 def _evicts(memory: dict[str, Any]) -> str:
     policy = str(memory.get("maxmemory_policy", "noeviction"))
     if not int(memory.get("maxmemory", 0)) or policy == "noeviction":
         return ""
-    return f"its maxmemory-policy is {policy}: when its memory is full it drops sessions that are in use"
+    return f"its maxmemory-policy is {policy}: when its memory is full it deletes sessions that are in use"
 
 
 def scan(run: Run, cursor: int, pattern: bytes, _lost: bool) -> Awaitable[Any]:
-    """Ask for a page of the sessions whose keys fit a pattern, and of no tombstones: the next cursor, and the keys."""
+    """Read a page of the session keys that match a pattern, without tombstones: the next cursor, and the keys."""
     return run("SCAN", cursor, "MATCH", pattern, "COUNT", PAGE, "TYPE", "hash")
 
 

@@ -1,6 +1,6 @@
-"""Fields: how a session's name becomes a key, and its records the fields of a hash, and back.
+"""Maps sessions and records to Redis keys and fields, and back.
 
-The fields are listed in `tokencache.store.redis`; what stands in a record is `packing`'s.
+`tokencache.store.redis` lists the fields; `tokencache.store.encoding` defines the bytes of records.
 """
 
 import re
@@ -16,11 +16,11 @@ from tokencache.store.encoding import Piece, pack, pack_tokens, text, unpack, un
 
 _GLOB = re.compile(rb"[*?\[\]\\]")
 _CALL_HEAD = 33
-_LEFT, WANTED, GIVEN_UP = 1, 2, 4
+_ORPHANED, WANTED, GIVEN_UP = 1, 2, 4
 
 
 class Keys:
-    """The keys of a deployment: all begin with its prefix, and those of a session hash to one slot of a cluster."""
+    """Names of Redis keys. All start with the prefix of the deployment."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = text(prefix)
@@ -31,19 +31,19 @@ class Keys:
         self.engines = self._prefix + b":engines"
 
     def session(self, session: str) -> bytes:
-        """The hash of a session. All of its name, and nothing else, is the key's hash tag."""
+        """Key of a session's hash. The session's name is the hash tag, which selects the slot in a cluster."""
         return self._start + _escape(session) + b"}"
 
     def name(self, key: bytes) -> str:
-        """The session that a key belongs to."""
+        """Name of the session that a key belongs to."""
         return unquote(key[len(self._start) : -1], errors="surrogatepass")
 
     def binding(self, key: str) -> bytes:
-        """What an API key stands for."""
+        """Key of the binding of an API key."""
         return b"%s:key:%s" % (self._prefix, text(key))
 
     def replica(self, replica: str) -> bytes:
-        """That a replica lives. All of them lie in one slot: they are read together."""
+        """Key of a replica's heartbeat. All are in one slot, because they are read together."""
         return b"%s:alive:{replicas}:%s" % (self._prefix, text(replica))
 
 
@@ -52,22 +52,22 @@ def _escape(session: str) -> bytes:
 
 
 def turn_field(turn: str) -> bytes:
-    """The field that says a turn's number."""
+    """Field that holds a turn's number."""
     return b"#" + text(turn)
 
 
 def document_field(name: str) -> bytes:
-    """The field of a document."""
+    """Field of a document."""
     return b"D" + text(name)
 
 
 def engine_field(url: str, replica: str) -> bytes:
-    """The field of an engine's entry. No URL holds a space."""
+    """Field of an engine's entry. No URL contains a space."""
     return text(f"{url} {replica}" if replica else url)
 
 
 def pack_entry(entry: Entry) -> list[bytes | int]:
-    """Write an entry as the arguments of COMMIT."""
+    """Encode an entry as arguments of the script COMMIT."""
     turn = entry.turn
     parent = b"" if turn.parent is None else turn_field(turn.parent)
     keys = [b"=" + key for key in entry.keys]
@@ -76,14 +76,14 @@ def pack_entry(entry: Entry) -> list[bytes | int]:
 
 
 def unpack_begun(reply: Sequence[Any], count: int) -> BeginResult:
-    """Read what BEGIN answered to `count` keys."""
-    epoch, calls, tokens, created, duplicate = reply[:5]
-    found = unpack_calls(duplicate)
+    """Decode the reply of the script BEGIN to `count` keys."""
+    epoch, calls, tokens, created, joined = reply[:5]
+    found = unpack_calls(joined)
     return BeginResult(epoch.decode(), unpack_hits(reply[5:], count), found[0] if found else None, calls, tokens, float(created))
 
 
 def unpack_hits(flat: Sequence[Any], count: int) -> list[list[Hit]]:
-    """Read positions and heads, aligned with `count` keys."""
+    """Decode pairs of position and head into one list of hits for each of `count` keys."""
     found: list[list[Hit]] = [[] for _ in range(count)]
     for position, head in zip(flat[::2], flat[1::2], strict=True):
         found[position].append(Hit(unpack(head[1:], Turn), head[:1] == b"+"))
@@ -91,7 +91,7 @@ def unpack_hits(flat: Sequence[Any], count: int) -> list[list[Hit]]:
 
 
 def unpack_calls(packed: bytes) -> tuple[OpenCall, ...]:
-    """Read the open calls that stand one behind the other."""
+    """Decode open calls (`scripts.OPEN_CALLS` describes their bytes)."""
     calls = []
     while packed:
         flags, fingerprint, replica, named = (int(packed[start:stop]) for start, stop in ((17, 18), (18, 23), (23, 28), (28, _CALL_HEAD)))
@@ -102,7 +102,7 @@ def unpack_calls(packed: bytes) -> tuple[OpenCall, ...]:
                 since=float(packed[:17]),
                 fingerprint=packed[_CALL_HEAD : ends[0]],
                 replica=untext(packed[ends[0] : ends[1]]),
-                orphaned=bool(flags & _LEFT),
+                orphaned=bool(flags & _ORPHANED),
                 wanted=bool(flags & WANTED),
                 given_up=bool(flags & GIVEN_UP),
             )
@@ -140,9 +140,9 @@ def _lengths(turn: str, piece: Piece) -> Turn:
 
 
 @contextmanager
-def reading(session: str) -> Iterator[None]:
-    """Say of what cannot be read that the session is torn."""
+def decoding(session: str) -> Iterator[None]:
+    """Report values that cannot be decoded as damage of the session."""
     try:
         yield
     except (ValueError, IndexError, TypeError) as why:
-        raise StoreError(f"redis: session {session} is torn: {why}") from None
+        raise StoreError(f"redis: the data of session {session} is damaged: {why}") from None

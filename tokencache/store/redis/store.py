@@ -1,4 +1,4 @@
-"""The Redis store itself: each operation as a script or a command, and what its answer means."""
+"""The Redis store: each operation is a script or a command."""
 
 import asyncio
 import hashlib
@@ -29,40 +29,39 @@ from tokencache.store.base import (
     StoreFullError,
 )
 from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_tokens
-from tokencache.store.redis import fields, lua_reading, lua_writing
-from tokencache.store.redis.asking import Asker
-from tokencache.store.redis.capacity import Room, scan
-from tokencache.store.redis.connecting import CONNECTIONS, Link, OneServer, connect
-from tokencache.store.redis.fields import document_field, reading, turn_field
+from tokencache.store.redis import fields, scripts
+from tokencache.store.redis.capacity import CapacityWatch, scan
+from tokencache.store.redis.connections import MAX_CONNECTIONS, Backend, SingleServer, connect
+from tokencache.store.redis.fields import decoding, document_field, turn_field
+from tokencache.store.redis.retries import RetryingClient
 
 SCHEMA = 1
-"""The version of what is stored. A store of another version is not touched."""
+"""Version of the stored form. A database of another version is not touched."""
 Argument = bytes | str | int
 _JOIN_CODES = {"never": "n", "orphaned": "l", "any": "a"}
-"""How the script BEGIN reads `Join`."""
-AT_ONCE = CONNECTIONS // 4
+"""How the script BEGIN encodes `Join`."""
+AT_ONCE = MAX_CONNECTIONS // 4
 HASHES = {
     script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-    for module in (lua_reading, lua_writing)
-    for name, script in vars(module).items()
+    for name, script in vars(scripts).items()
     if name.isupper() and isinstance(script, str)
 }
-"""The scripts, each with the name by which a server that has seen it knows it. One that has not is sent it, in a second round trip."""
+"""SHA-1 of each script. A server that has run a script before knows it by this; another one gets the script in a second round trip."""
 
 
 class RedisStore:
     """Sessions in Redis 6.2 or newer, or Valkey; one server, Sentinels or a cluster.
 
     Args:
-        url: where it is (`tokencache.store.redis.url`).
-        prefix: what all keys begin with.
-        ttl_seconds: after how many seconds an unused session is forgotten.
-        timeout_seconds: how long any one operation may take.
-        tombstone_seconds: for how long the calls of a deleted session are turned away.
-        max_sessions: how many sessions there may be; 0: no bound.
-        max_bytes: how many bytes a server may use before new sessions are refused; 0: nine tenths of its `maxmemory`.
-        may_evict: take a server that drops sessions when its memory is full.
-        client: use this one instead of connecting to `url`; it is closed with the store.
+        url: see `tokencache.store.redis.url`.
+        prefix: start of all keys.
+        ttl_seconds: delete a session that has not been used for this long.
+        timeout_seconds: how long one operation may take.
+        tombstone_seconds: how long a deleted session refuses late calls.
+        max_sessions: refuse new sessions at this number. 0 sets no limit.
+        max_bytes: refuse new sessions while a server uses this many bytes. 0 means nine tenths of its `maxmemory`.
+        may_evict: accept a server that deletes sessions when its memory is full.
+        client: used instead of connecting to `url`, and closed with the store.
 
     Raises:
         ValueError: the URL cannot be read.
@@ -84,39 +83,41 @@ class RedisStore:
         self._keys = fields.Keys(prefix)
         self._ttl = max(1, int(ttl_seconds * 1000))
         self._tombstone = max(1, int(tombstone_seconds * 1000))
-        said: Sequence[str] = ()
-        self._link: Link
+        passwords: Sequence[str] = ()
+        self._backend: Backend
         if client is None:
-            self._link, said = connect(url, timeout_seconds)
+            self._backend, passwords = connect(url, timeout_seconds)
         else:
-            self._link = OneServer(client)
-        self._asker = Asker(self._link, timeout_seconds, ("GET", self._keys.schema), said)
-        self._room = Room(self._asker, self._link, self._keys.pattern, max_sessions=max_sessions, max_bytes=max_bytes, may_evict=may_evict)
+            self._backend = SingleServer(client)
+        self._client = RetryingClient(self._backend, timeout_seconds, ("GET", self._keys.schema), passwords)
+        self._capacity = CapacityWatch(
+            self._client, self._backend, self._keys.pattern, max_sessions=max_sessions, max_bytes=max_bytes, may_evict=may_evict
+        )
 
     async def open(self) -> None:
         """See `Store.open`."""
         await self.ping()
-        await self._room.open()
+        await self._capacity.open()
 
     async def close(self) -> None:
         """See `Store.close`."""
-        await self._room.close()
-        await self._asker.close()
-        await self._link.close()
+        await self._capacity.close()
+        await self._client.close()
+        await self._backend.close()
 
     async def ping(self) -> None:
         """See `Store.ping`."""
-        held = await self._asker.ask("ping", lambda _: self._send(lua_writing.SCHEMA, [self._keys.schema], str(SCHEMA)))
+        held = await self._client.call("ping", lambda _: self._send(scripts.CHECK_SCHEMA, [self._keys.schema], str(SCHEMA)))
         if held != str(SCHEMA).encode():
             raise StoreError(
-                f"redis: what is stored has the form {held.decode(errors='replace')[:20]!r}, and this tokencache knows form {SCHEMA}: "
-                "run the version that wrote it, or use another database (docs/store.md)"
+                f"redis: the stored form is {held.decode(errors='replace')[:20]!r}, but this version of tokencache reads form {SCHEMA}. "
+                "Run the version that wrote it, or use another database (docs/store.md)"
             )
 
     async def secret(self, known: bytes = b"") -> bytes:
         """See `Store.secret`."""
         made = known or secrets.token_bytes(32)
-        held: bytes = await self._asker.ask("secret", lambda _: self._send(lua_writing.KEEP, [self._keys.secret], made))
+        held: bytes = await self._client.call("secret", lambda _: self._send(scripts.SET_ONCE, [self._keys.secret], made))
         return held
 
     async def begin(
@@ -126,31 +127,31 @@ class RedisStore:
         args: list[Argument] = [
             self._ttl,
             secrets.token_hex(8),
-            int(bool(self._room.full)),
+            int(bool(self._capacity.full)),
             _JOIN_CODES[join],
             fingerprint,
             text(replica),
             text(call),
             *pack_keys(keys),
         ]
-        reply = await self._script("begin", lua_writing.BEGIN, [self._keys.session(session)], *args)
+        reply = await self._script("begin", scripts.BEGIN, [self._keys.session(session)], *args)
         if isinstance(reply, int):
             raise {
-                lua_writing.SEALED: SessionSealedError(session),
-                lua_writing.DELETED: SessionDeletedError(session),
-                lua_writing.FULL: StoreFullError(self._room.full),
+                scripts.SEALED: SessionSealedError(session),
+                scripts.DELETED: SessionDeletedError(session),
+                scripts.FULL: StoreFullError(self._capacity.full),
             }[reply]
-        with reading(session):
+        with decoding(session):
             return fields.unpack_begun(reply, len(keys))
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
         """See `Store.mark_orphaned`."""
-        return bool(await self._script("mark_orphaned", lua_writing.LINGER, [self._keys.session(session)], self._ttl, text(call)))
+        return bool(await self._script("mark_orphaned", scripts.MARK_ORPHANED, [self._keys.session(session)], self._ttl, text(call)))
 
     async def mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
         """See `Store.mark_wanted`."""
         flag = fields.GIVEN_UP if given_up else fields.WANTED
-        await self._script("mark_wanted", lua_writing.WANT, [self._keys.session(session)], self._ttl, text(call), flag)
+        await self._script("mark_wanted", scripts.MARK_WANTED, [self._keys.session(session)], self._ttl, text(call), flag)
 
     async def heartbeat(self, replica: str, seconds: float) -> None:
         """See `Store.heartbeat`."""
@@ -165,14 +166,14 @@ class RedisStore:
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
         """See `Store.find`."""
-        reply = await self._script("find", lua_reading.FIND, [self._keys.session(session)], *pack_keys(keys))
-        with reading(session):
+        reply = await self._script("find", scripts.FIND, [self._keys.session(session)], *pack_keys(keys))
+        with decoding(session):
             return fields.unpack_hits(reply, len(keys))
 
     async def prefix(self, session: str, turn: str) -> Prefix:
         """See `Store.prefix`."""
-        reply = await self._script("prefix", lua_reading.PREFIX, [self._keys.session(session)], turn_field(turn))
-        with reading(session):
+        reply = await self._script("prefix", scripts.PREFIX, [self._keys.session(session)], turn_field(turn))
+        with decoding(session):
             return fields.unpack_prefix(turn, reply)
 
     async def commit(
@@ -186,9 +187,9 @@ class RedisStore:
         documents: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """See `Store.commit`."""
-        kept = chain.from_iterable((document_field(name), data) for name, data in documents.items())
+        stored = chain.from_iterable((document_field(name), data) for name, data in documents.items())
         sampled = sum(entry.turn.completion_tokens for entry in entries)
-        packed = [sampled, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *kept]
+        packed = [sampled, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *stored]
         await self._end("commit", session, epoch, call, [*packed, *map(pack, incidents)])
 
     async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
@@ -199,17 +200,17 @@ class RedisStore:
         """See `Store.add_incidents`."""
         head: list[Argument] = [self._ttl, secrets.token_hex(8)]
         tail: list[Argument] = [secrets.token_hex(4), *map(pack, incidents)]
-        await self._asker.ask(
-            "add_incidents", lambda lost: self._send(lua_writing.NOTE, [self._keys.session(session)], *head, int(lost), *tail)
+        await self._client.call(
+            "add_incidents", lambda lost: self._send(scripts.ADD_INCIDENTS, [self._keys.session(session)], *head, int(lost), *tail)
         )
 
     async def sessions(self) -> AsyncIterator[SessionInfo]:
         """See `Store.sessions`."""
-        seen: set[bytes] = set()  # SCAN may say a key twice
-        for run in await self._asker.ask("sessions", lambda _: self._link.primaries()):
+        seen: set[bytes] = set()  # SCAN may return a key twice
+        for run in await self._client.call("sessions", lambda _: self._backend.primaries()):
             cursor = 0
             while True:
-                page = await self._asker.ask("sessions", partial(scan, run, cursor, self._keys.pattern))
+                page = await self._client.call("sessions", partial(scan, run, cursor, self._keys.pattern))
                 cursor, fresh = int(page[0]), [key for key in page[1] if key not in seen]
                 seen.update(fresh)
                 for at in range(0, len(fresh), AT_ONCE):
@@ -221,60 +222,59 @@ class RedisStore:
 
     async def session(self, session: str) -> SessionInfo | None:
         """See `Store.session`."""
-        reply = await self._script("session", lua_reading.SESSION, [self._keys.session(session)])
+        reply = await self._script("session", scripts.SESSION, [self._keys.session(session)])
         if not reply:
             return None
         created, used, sealed, turns, calls, *incidents = reply
-        with reading(session):
-            said = tuple(unpack(incident, Incident) for incident in incidents)
-            opened = fields.unpack_calls(calls or b"")
-            return SessionInfo(session, float(created), float(used), sealed is not None, int(turns or 0), opened, said)
+        with decoding(session):
+            open_calls, found = fields.unpack_calls(calls or b""), tuple(unpack(incident, Incident) for incident in incidents)
+            return SessionInfo(session, float(created), float(used), sealed is not None, int(turns or 0), open_calls, found)
 
     async def turns(self, session: str) -> list[Turn]:
         """See `Store.turns`."""
-        reply = await self._script("turns", lua_reading.TURNS, [self._keys.session(session)])
-        with reading(session):
+        reply = await self._script("turns", scripts.TURNS, [self._keys.session(session)])
+        with decoding(session):
             return [unpack(head[1:], Turn) for head in reply]
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
         """See `Store.tokens`."""
-        reply = await self._script("tokens", lua_reading.TOKENS, [self._keys.session(session)], *map(turn_field, turns))
+        reply = await self._script("tokens", scripts.TOKENS, [self._keys.session(session)], *map(turn_field, turns))
         if len(reply) < 2 * len(turns):
             raise KeyError(turns[len(reply) // 2])
-        with reading(session):
+        with decoding(session):
             return {turn: unpack_tokens(reply[2 * n], reply[2 * n + 1]).tokens for n, turn in enumerate(turns)}
 
     async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
         """See `Store.contexts`."""
-        reply = await self._script("contexts", lua_reading.CONTEXTS, [self._keys.session(session)], *map(turn_field, turns))
+        reply = await self._script("contexts", scripts.CONTEXTS, [self._keys.session(session)], *map(turn_field, turns))
         if len(reply) < len(turns):
             raise KeyError(turns[len(reply)])
         return dict(zip(turns, reply, strict=True))
 
     async def seal(self, session: str) -> bool:
         """See `Store.seal`."""
-        return bool(await self._script("seal", lua_writing.SEAL, [self._keys.session(session)], self._ttl))
+        return bool(await self._script("seal", scripts.SEAL, [self._keys.session(session)], self._ttl))
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         """See `Store.delete`."""
-        stands = 0 if reuse else self._tombstone
-        return bool(await self._script("delete", lua_writing.DELETE, [self._keys.session(session)], stands, again=False))
+        tombstone = 0 if reuse else self._tombstone
+        return bool(await self._script("delete", scripts.DELETE, [self._keys.session(session)], tombstone, repeatable=False))
 
     async def lift_tombstone(self, session: str) -> None:
         """See `Store.lift_tombstone`."""
-        await self._script("lift_tombstone", lua_writing.LIFT, [self._keys.session(session)])
+        await self._script("lift_tombstone", scripts.LIFT_TOMBSTONE, [self._keys.session(session)])
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         """See `Store.documents`."""
         if not names:
             return []
-        reply = await self._script("documents", lua_reading.DOCUMENTS, [self._keys.session(session)], *map(document_field, names))
+        reply = await self._script("documents", scripts.DOCUMENTS, [self._keys.session(session)], *map(document_field, names))
         return list(reply) or [None] * len(names)
 
     async def delete_document(self, session: str, name: str) -> bool:
         """See `Store.delete_document`."""
         keys = [self._keys.session(session)]
-        return bool(await self._script("delete_document", lua_writing.FORGET, keys, document_field(name), again=False))
+        return bool(await self._script("delete_document", scripts.DELETE_DOCUMENT, keys, document_field(name), repeatable=False))
 
     async def bind_key(self, key: str, binding: Binding) -> None:
         """See `Store.bind_key`."""
@@ -283,12 +283,12 @@ class RedisStore:
     async def binding_of_key(self, key: str) -> Binding | None:
         """See `Store.binding_of_key`."""
         held = await self._command("binding_of_key", "GETEX", self._keys.binding(key), "PX", self._ttl)
-        with reading(key):
+        with decoding(key):
             return None if held is None else unpack(held, Binding)
 
     async def unbind_key(self, key: str) -> bool:
         """See `Store.unbind_key`."""
-        return bool(await self._command("unbind_key", "UNLINK", self._keys.binding(key), again=False))
+        return bool(await self._command("unbind_key", "UNLINK", self._keys.binding(key), repeatable=False))
 
     async def put_engine(self, entry: EngineEntry) -> None:
         """See `Store.put_engine`."""
@@ -301,23 +301,23 @@ class RedisStore:
     async def engines(self) -> list[EngineEntry]:
         """See `Store.engines`."""
         held = await self._command("engines", "HVALS", self._keys.engines)
-        with reading("engines"):
+        with decoding("engines"):
             return [unpack(entry, EngineEntry) for entry in held]
 
     async def _end(self, operation: str, session: str, epoch: str, call: str, packed: Sequence[bytes | int]) -> None:
         keys = [self._keys.session(session)]
         head: list[Argument] = [self._ttl, text(epoch), text(call)]
-        if await self._asker.ask(operation, lambda lost: self._send(lua_writing.COMMIT, keys, *head, int(lost), *packed)) == 0:
+        if await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *packed)) == 0:
             raise SessionGoneError(session)
 
-    async def _command(self, operation: str, *command: Argument, again: bool = True) -> Any:
-        return await self._asker.ask(operation, lambda _: self._link.run(*command), again=again)
+    async def _command(self, operation: str, *command: Argument, repeatable: bool = True) -> Any:
+        return await self._client.call(operation, lambda _: self._backend.run(*command), repeatable=repeatable)
 
-    async def _script(self, operation: str, script: str, keys: Sequence[bytes], *args: Argument, again: bool = True) -> Any:
-        return await self._asker.ask(operation, lambda _: self._send(script, keys, *args), again=again)
+    async def _script(self, operation: str, script: str, keys: Sequence[bytes], *args: Argument, repeatable: bool = True) -> Any:
+        return await self._client.call(operation, lambda _: self._send(script, keys, *args), repeatable=repeatable)
 
     async def _send(self, script: str, keys: Sequence[bytes], *args: Argument) -> Any:
         try:
-            return await self._link.run("EVALSHA", HASHES[script], len(keys), *keys, *args)
+            return await self._backend.run("EVALSHA", HASHES[script], len(keys), *keys, *args)
         except exceptions.NoScriptError:
-            return await self._link.run("EVAL", script, len(keys), *keys, *args)
+            return await self._backend.run("EVAL", script, len(keys), *keys, *args)

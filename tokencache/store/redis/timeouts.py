@@ -1,9 +1,9 @@
-"""Patience: time limits that run only as far as this process can follow.
+"""Timeouts that do not count the time in which this process itself is late.
 
-When thousands of calls come at once the event loop is behind by seconds: answers of the server lie in their sockets, and a limit by
-the wall clock would take the server for dead and leave holes in sessions, where nobody was slow but ourselves. So time goes by here in
-ticks, at most one in each round of the event loop: what needs ten rounds needs no more than ten ticks, however long the rounds are.
-While the loop is on time, a tick is as long as it says.
+When thousands of calls arrive at once, the event loop runs seconds behind: replies of the server wait in their sockets. A timeout by the
+wall clock would then report the server as unresponsive and leave holes in sessions, although only this process was slow. So time is
+counted in ticks here, at most one for each round of the event loop: an operation that needs ten rounds gets at least ten ticks, however
+long a round takes. While the loop is on time, a tick is its nominal length.
 """
 
 import asyncio
@@ -11,10 +11,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 TICK = 0.05
+"""Seconds."""
 
 
-class Patience:
-    """Limits what is waited for to so many seconds; one timer for all that is under way."""
+class LoopTimeouts:
+    """Timeouts of concurrent operations. One timer drives all of them."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -23,7 +24,11 @@ class Patience:
 
     @contextlib.asynccontextmanager
     async def limit(self, seconds: float) -> AsyncIterator[None]:
-        """Raise `TimeoutError` if what is done in the context takes longer, as `asyncio.timeout` does."""
+        """Limit the time of the context.
+
+        Raises:
+            TimeoutError: it took longer than `seconds`.
+        """
         async with asyncio.timeout(None) as timeout:
             self._due[timeout] = self._now + seconds
             if self._timer is None:

@@ -1,4 +1,4 @@
-"""A store's URL: what it says of servers, Sentinels and clusters.
+"""Reads the URL of a Redis store: one server, Sentinels or a cluster.
 
 =====================================================================  =================================================
 `redis://[user:password@]host[:port][/db]`                             one server; `unix://path` over a socket
@@ -6,9 +6,9 @@
 `redis+cluster://[user:password@]host[:port],…`                        the cluster that these nodes belong to
 =====================================================================  =================================================
 
-`rediss` in place of `redis` means TLS, to Sentinels and nodes too; `valkey` and `valkeys` mean the same two. Behind `?` stand options of
-redis-py's connections (8.1: `redis.asyncio.Connection`, `SSLConnection`), such as `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`,
-`ssl_check_hostname`; and `sentinel_username` and `sentinel_password`, for Sentinels that want them.
+`rediss` in place of `redis` means TLS, to Sentinels and nodes too. `valkey` and `valkeys` mean the same as `redis` and `rediss`. After `?`
+come options of redis-py's connections (8.1: `redis.asyncio.Connection`, `SSLConnection`), such as `ssl_ca_certs`, `ssl_certfile`,
+`ssl_keyfile` and `ssl_check_hostname`, and `sentinel_username` and `sentinel_password` for Sentinels that require them.
 """
 
 import re
@@ -21,7 +21,7 @@ from redis.asyncio.connection import parse_url
 Kind = Literal["server", "sentinel", "cluster"]
 
 SCHEMES = {name + kind for name in ("redis", "rediss", "valkey", "valkeys") for kind in ("", "+sentinel", "+cluster")} | {"unix"}
-WANTED = (
+FORMS = (
     "redis://[user:password@]host[:port][/db], unix://path, redis+sentinel://[user:password@]host[:port],…/service[/db] or "
     "redis+cluster://[user:password@]host[:port],…; rediss for TLS (docs/store.md)"
 )
@@ -31,11 +31,21 @@ _PORT = {"sentinel": 26379, "cluster": 6379}
 
 
 class Address(NamedTuple):
-    """What a URL says. `options` are those of connections, `sentinel` those of connections to Sentinels."""
+    """The parts of a URL.
+
+    Attributes:
+        kind: what it leads to.
+        tls: whether connections use TLS.
+        hosts: host and port of each Sentinel or node; empty for one server, whose address is in `options`.
+        service: name of the primary, for Sentinels.
+        options: of connections to servers.
+        sentinel: options of connections to Sentinels.
+        secrets: passwords, plain and as written in a URL.
+    """
 
     kind: Kind
     tls: bool
-    places: tuple[tuple[str, int], ...]
+    hosts: tuple[tuple[str, int], ...]
     service: str
     options: dict[str, Any]
     sentinel: dict[str, Any]
@@ -46,27 +56,27 @@ def read_url(url: str) -> Address:
     """Read a URL.
 
     Raises:
-        ValueError: it cannot be read. The message holds no password.
+        ValueError: it cannot be read. The message contains no password.
     """
     try:
         return _read(url)
     except (ValueError, TypeError):
-        raise ValueError(f"the store's URL cannot be read; wanted: {WANTED}") from None
+        raise ValueError(f"the store's URL cannot be read; use {FORMS}") from None
 
 
 def _read(url: str) -> Address:
     found = _URL.fullmatch(url)
     if found is None or url.partition("://")[0] not in SCHEMES:
         raise ValueError(url)
-    name, kind, user, hosts, path, query = found.groups(default="")
+    name, kind, user, authority, path, query = found.groups(default="")
     tls = name in {"rediss", "valkeys"}
     scheme = "unix" if name == "unix" else "rediss" if tls else "redis"
     if kind not in {"sentinel", "cluster"}:
-        if name != "unix" and ("," in hosts or not _DATABASE.fullmatch(path)):
+        if name != "unix" and ("," in authority or not _DATABASE.fullmatch(path)):
             raise ValueError(url)
         options = _options(f"{scheme}://{url.partition('://')[2]}")
         return Address("server", tls, (), "", options, {}, _secrets(user, options))
-    places = tuple(_place(host, _PORT[kind]) for host in hosts.split(","))
+    hosts = tuple(_host(host, _PORT[kind]) for host in authority.split(","))
     service, _, db = path.partition("/") if kind == "sentinel" else ("", "", path)
     if (kind == "sentinel") != bool(service) or not _DATABASE.fullmatch(db):
         raise ValueError(url)
@@ -75,21 +85,18 @@ def _read(url: str) -> Address:
     if tls:
         sentinel |= {key: value for key, value in options.items() if key.startswith("ssl_")}
     del options["host"]
-    return Address(
-        "sentinel" if service else "cluster", tls, places, unquote(service), options, sentinel, _secrets(user, options, sentinel)
-    )
+    return Address("sentinel" if service else "cluster", tls, hosts, unquote(service), options, sentinel, _secrets(user, options, sentinel))
 
 
 def _options(url: str) -> dict[str, Any]:
     return {key: value for key, value in parse_url(url).items() if key != "connection_class"}
 
 
-def _place(host: str, port: int) -> tuple[str, int]:
+def _host(host: str, port: int) -> tuple[str, int]:
     read = parse_url(f"redis://{host}")
     return read["host"], read.get("port", port)
 
 
 def _secrets(user: str, *options: Mapping[str, Any]) -> tuple[str, ...]:
-    """What must not stand in a message: passwords, as they are and as they are written in a URL."""
-    said = [one.get("password", "") for one in options]
-    return tuple({word for word in (*said, *map(quote, said), user.partition(":")[2]) if word})
+    passwords = [one.get("password", "") for one in options]
+    return tuple({word for word in (*passwords, *map(quote, passwords), user.partition(":")[2]) if word})

@@ -1,0 +1,169 @@
+"""Connects to one Redis server, to the primary that Sentinels name, or to a cluster.
+
+The client library never retries here: only the caller knows which operations may be done twice.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Connection, Redis, RedisCluster, Sentinel, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError
+from redis.backoff import NoBackoff
+
+from tokencache.store.redis.url import FORMS, Address, read_url
+
+MAX_CONNECTIONS = 64
+
+Run = Callable[..., Awaitable[Any]]
+"""Sends one command and returns its reply."""
+
+
+class ConnectFailedError(exceptions.ConnectionError):
+    """No connection could be made, so nothing was sent."""
+
+
+class Backend(Protocol):
+    """Connections to the database."""
+
+    run: Run
+
+    async def primaries(self) -> list[Run]:
+        """Return all servers that hold sessions, each as a function that sends a command to it."""
+
+    async def reset(self) -> None:
+        """Drop idle connections: the server may be gone, or no longer be the primary."""
+
+    async def close(self) -> None:
+        """Close all connections."""
+
+
+class SingleServer:
+    """One server at a time, at a fixed address or the one that Sentinels name."""
+
+    def __init__(self, client: Redis, sentinels: Sequence[Redis] = ()) -> None:
+        self.run: Run = client.execute_command
+        self._client = client
+        self._sentinels = sentinels
+
+    async def primaries(self) -> list[Run]:
+        """See `Backend.primaries`."""
+        return [self.run]
+
+    async def reset(self) -> None:
+        """See `Backend.reset`."""
+        await self._client.connection_pool.disconnect(inuse_connections=False)
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self._client.aclose()
+        await self._client.connection_pool.disconnect()
+        for sentinel in self._sentinels:
+            await sentinel.aclose()
+
+
+class Cluster:
+    """The primaries of a cluster. The client follows `MOVED` and `ASK`, and reads the slot map again after a failure."""
+
+    def __init__(self, client: RedisCluster) -> None:
+        self.run: Run = client.execute_command
+        self._client = client
+
+    async def primaries(self) -> list[Run]:
+        """See `Backend.primaries`."""
+        await self._client.initialize()
+        return [node.execute_command for node in self._client.get_primaries()]
+
+    async def reset(self) -> None:
+        """See `Backend.reset`. The client itself reacts to failures."""
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self._client.aclose()
+
+
+class _Connection(Connection):
+    """A connection that reports a failure to connect as `ConnectFailedError`, apart from failures after something was sent."""
+
+    async def connect_check_health(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            await super().connect_check_health(*args, **kwargs)
+        except (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.BusyLoadingError):
+            raise
+        except (exceptions.ConnectionError, exceptions.TimeoutError) as why:
+            raise ConnectFailedError(str(why)) from None
+
+
+class _PrimaryConnection(_Connection):
+    """A connection to the server that Sentinels name when it is made."""
+
+    def __init__(self, *, sentinel: Sentinel, service: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._sentinel, self._service = sentinel, service
+
+    async def _connect(self) -> None:
+        try:
+            self.host, self.port = await self._sentinel.discover_master(self._service)
+        except MasterNotFoundError:  # the library's message is a page long
+            raise exceptions.ConnectionError(f"no Sentinel that responds names a primary for {self._service!r}") from None
+        await super()._connect()  # type: ignore[no-untyped-call]
+
+
+class _SocketConnection(_Connection, UnixDomainSocketConnection): ...
+
+
+class _TlsConnection(_Connection, SSLConnection): ...
+
+
+class _TlsPrimaryConnection(_PrimaryConnection, SSLConnection): ...
+
+
+def connect(url: str, timeout_seconds: float) -> tuple[Backend, tuple[str, ...]]:
+    """Make a backend for a URL. Returns it, and the words that must not appear in errors. Nothing is sent before its first use.
+
+    Raises:
+        ValueError: the URL cannot be read. The message contains no password.
+    """
+    address = read_url(url)
+    make: Callable[[Address, float], Backend] = {"server": _server, "sentinel": _sentinels, "cluster": _cluster}[address.kind]
+    try:
+        return make(address, timeout_seconds), address.secrets
+    except (ValueError, TypeError, exceptions.RedisError, exceptions.RedisClusterException):
+        raise ValueError(f"the store's URL has unknown options; use {FORMS}") from None
+
+
+def _server(address: Address, _timeout: float) -> Backend:
+    kind = _SocketConnection if "path" in address.options else _TlsConnection if address.tls else _Connection
+    return SingleServer(_client(kind, address.options))
+
+
+def _sentinels(address: Address, timeout: float) -> Backend:
+    each = timeout / (len(address.hosts) + 1)  # a Sentinel that does not respond must leave time for the others
+    options = address.sentinel | {"ssl": address.tls, "socket_timeout": each, "socket_connect_timeout": each, "protocol": 2}
+    sentinel = Sentinel(address.hosts, sentinel_kwargs=options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
+    kind = _TlsPrimaryConnection if address.tls else _PrimaryConnection
+    return SingleServer(_client(kind, address.options | {"sentinel": sentinel, "service": address.service}), sentinel.sentinels)
+
+
+def _cluster(address: Address, timeout: float) -> Backend:
+    half = timeout / 2  # the client looks for another node only after it has seen that one does not respond
+    return Cluster(
+        RedisCluster(
+            startup_nodes=[ClusterNode(*host) for host in address.hosts],
+            max_connections=16 * MAX_CONNECTIONS,
+            ssl=address.tls,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            **{"socket_timeout": half, "socket_connect_timeout": half} | address.options,
+        )
+    )
+
+
+def _client(kind: type[Connection], options: dict[str, Any]) -> Redis:
+    own = {"retry": Retry(NoBackoff(), 0), "socket_timeout": None, "socket_connect_timeout": None, "socket_keepalive": True, "protocol": 2}
+    kind(**options | own)  # raises for unknown options now, not at the first operation
+    # each operation has its own timeout, which includes waiting for a connection
+    pool = BlockingConnectionPool(connection_class=kind, max_connections=MAX_CONNECTIONS, timeout=None, **options | own)
+    return Redis(connection_pool=pool)

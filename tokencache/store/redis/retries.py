@@ -1,0 +1,134 @@
+"""Sends operations to Redis within a time limit, retries them where that is safe, and stops sending while the server does not respond.
+
+A server can fail in three ways:
+
+* It refuses, or no connection can be made. Nothing was done, so the operation is retried with growing delays until its time is over. A
+  server that restarts, or a replica that takes over, within that time has no further effect.
+* Its reply is lost. Nobody knows whether the operation was done, so only operations that may be done twice are sent again.
+* It does not respond. Further operations fail at once, and one probe at a time finds out when the server responds again. A frozen server
+  therefore does not cost every call its whole time limit.
+
+An operation's time starts when it gets a connection. Thousands that start at once queue for the connections, first come, first served:
+that they wait says nothing about the server.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn, TypeVar
+
+from redis import exceptions
+
+from tokencache.backoff import delays
+from tokencache.store.base import StoreError
+from tokencache.store.redis.connections import MAX_CONNECTIONS, Backend, ConnectFailedError
+from tokencache.store.redis.timeouts import LoopTimeouts
+
+T = TypeVar("T")
+
+FIRST_DELAY, LONGEST_RETRY_DELAY, LONGEST_PROBE_DELAY = 0.01, 0.25, 5.0
+_REFUSALS = (
+    ConnectFailedError,
+    exceptions.BusyLoadingError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    exceptions.MaxConnectionsError,
+    exceptions.RedisClusterException,
+)
+_REFUSAL_CODES = ("READONLY", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "LOADING", "BUSY ")
+"""Codes within the text of a script's error, which redis-py does not turn into an exception class."""
+_FINAL = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+_LOST = (exceptions.ConnectionError, exceptions.TimeoutError)
+
+
+class RetryingClient:
+    """Sends operations over a backend.
+
+    Args:
+        backend: connections to the database.
+        timeout_seconds: time of an operation, including delays between attempts.
+        probe: a command that finds out whether the server responds.
+        secrets: words that must not appear in errors.
+    """
+
+    def __init__(self, backend: Backend, timeout_seconds: float, probe: Sequence[bytes | str], secrets: Sequence[str] = ()) -> None:
+        self.timeout = timeout_seconds
+        self._backend = backend
+        self._probe_command = probe
+        self._secrets = secrets
+        self._timeouts = LoopTimeouts()
+        self._queue = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._last_reply = 0.0
+        self._probe: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Stop probing."""
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.gather(self._probe, return_exceptions=True)
+
+    async def call(self, operation: str, send: Callable[[bool], Awaitable[T]], *, repeatable: bool = True) -> T:
+        """Send an operation and wait for its reply.
+
+        Args:
+            operation: its name, for errors.
+            send: sends it. Receives whether it may have been done already.
+            repeatable: whether it may be done twice.
+
+        Raises:
+            StoreError: it was refused, or there was no reply in time.
+        """
+        self._check_responsive(operation)
+        async with self._queue:
+            self._check_responsive(operation)
+            return await self._attempt(operation, send, repeatable)
+
+    def _check_responsive(self, operation: str) -> None:
+        if self._probe is not None and not self._probe.done():
+            self._fail(operation, f"not sent: the server does not respond (within {self.timeout:g} s)")
+
+    async def _attempt(self, operation: str, send: Callable[[bool], Awaitable[T]], repeatable: bool) -> T:
+        started, lost, why = time.monotonic(), False, ""
+        try:
+            async with self._timeouts.limit(self.timeout):
+                for delay in delays(FIRST_DELAY, LONGEST_RETRY_DELAY):
+                    try:
+                        reply = await send(lost)
+                    except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
+                        refused = isinstance(error, _REFUSALS) or any(code in str(error) for code in _REFUSAL_CODES)
+                        if isinstance(error, _FINAL) or not (refused or (repeatable and isinstance(error, _LOST))):
+                            raise
+                        lost, why = lost or not refused, f": {error}"
+                        await self._backend.reset()
+                    else:
+                        self._last_reply = time.monotonic()
+                        return reply
+                    await asyncio.sleep(delay)
+                raise AssertionError("delays never end")
+        except TimeoutError:
+            await self._backend.reset()
+            if self._last_reply < started:  # no operation got a reply since: the server is slow, not this operation
+                self._probe = asyncio.create_task(self._probe_until_reply())
+            self._fail(operation, f"no answer within {self.timeout:g} s{why}")
+        except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
+            self._fail(operation, str(error) or type(error).__name__)
+
+    async def _probe_until_reply(self) -> None:
+        for delay in delays(FIRST_DELAY, LONGEST_PROBE_DELAY):
+            try:
+                async with self._timeouts.limit(self.timeout):
+                    await self._backend.run(*self._probe_command)
+            except exceptions.ResponseError:
+                return  # an error is a reply
+            except (exceptions.RedisError, exceptions.RedisClusterException, OSError, TimeoutError):
+                pass
+            else:
+                return
+            await self._backend.reset()
+            await asyncio.sleep(delay)
+
+    def _fail(self, operation: str, why: str) -> NoReturn:
+        for secret in self._secrets:
+            why = why.replace(secret, "***")
+        raise StoreError(f"redis: {operation}: {why}") from None

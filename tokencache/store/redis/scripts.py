@@ -1,0 +1,392 @@
+"""The Lua scripts that run inside Redis. Each is one round trip, and nothing runs between its reads and its writes.
+
+Scripts know fields and bytes, not what the bytes mean; `encoding` and `fields` define that. They decode only two things: the length of the
+base's name at the head of a turn's ids, to walk from a turn to its base, and the heads of open calls.
+
+The first write of a script is one that Redis refuses when it is out of memory. So a script is done completely or not at all. A deletion
+starts with a write that is never refused, because it must work when memory is short. `tokencache.store.redis` describes the fields. No
+script depends on the server's version: Redis from 6.2 on and Valkey run the same ones.
+"""
+
+# Parts that several scripts share.
+
+SESSION_KEY = """
+local session = KEYS[1]
+
+-- A tombstone has the key of its session: two keys cannot be read while their slot moves between nodes (TRYAGAIN).
+-- It is a string, so listing hashes skips it.
+local epoch, gone = redis.pcall('HGET', session, 'life'), false
+if type(epoch) == 'table' then
+  if redis.pcall('GET', session) ~= 'gone' then return redis.error_reply(epoch.err) end
+  epoch, gone = false, true
+end
+
+local function now()
+  local t = redis.call('TIME')
+  return string.format('%010d.%06d', t[1], t[2])
+end
+"""
+
+OPEN_CALLS = """
+-- One field holds all open calls, concatenated: since (17 bytes), flags (1 digit: 1 orphaned, 2 wanted, 4 given up),
+-- lengths of fingerprint, replica and name (5 digits each), fingerprint, replica, name.
+local function call_at(open, at)
+  local fingerprint = tonumber(string.sub(open, at + 18, at + 22))
+  local length = tonumber(string.sub(open, at + 28, at + 32))
+  local stop = at + 32 + fingerprint + tonumber(string.sub(open, at + 23, at + 27)) + length
+  local flags = tonumber(string.sub(open, at + 17, at + 17))
+  local bytes = string.sub(open, at + 33, at + 32 + fingerprint)
+  return {name = string.sub(open, stop - length + 1, stop), fingerprint = bytes, flags = flags, stop = stop}
+end
+
+-- Position of the first call that fits, and that call.
+local function first(open, fits)
+  local at = 1
+  while at <= #open do
+    local call = call_at(open, at)
+    if fits(call) then return at, call end
+    at = call.stop + 1
+  end
+end
+
+local function named(name)
+  return function(call) return call.name == name end
+end
+
+local function without(open, name)
+  local at, call = first(open, named(name))
+  if not at then return open end
+  return string.sub(open, 1, at - 1) .. string.sub(open, call.stop + 1)
+end
+
+local function flagged(open, at, flags)
+  return string.sub(open, 1, at + 16) .. flags .. string.sub(open, at + 18)
+end
+"""
+
+INCIDENTS = """
+local function add_incidents(from)
+  for i = from, #ARGV do
+    redis.call('HSET', session, 'I' .. redis.call('HINCRBY', session, 'incidents', 1), ARGV[i])
+  end
+end
+"""
+
+LOOK_UP = """
+-- Appends (position, head) to found for every turn under the given keys. ARGV[from] holds their lengths, two bytes each,
+-- the next argument the keys, concatenated. With early it ends after the first known chain key.
+local function look_up(found, from, early)
+  local lengths, keys, at = ARGV[from], ARGV[from + 1], 1
+  for i = 1, #lengths, 2 do
+    local low, high = string.byte(lengths, i, i + 1)
+    local key = string.sub(keys, at, at + low + 256 * high - 1)
+    at = at + #key
+    local numbers = redis.call('HGET', session, '=' .. key)
+    if numbers then
+      for n in string.gmatch(numbers, '%d+') do
+        found[#found + 1] = (i - 1) / 2
+        found[#found + 1] = redis.call('HGET', session, 'H' .. n)
+      end
+      if early and string.sub(key, 1, 1) == 'c' then break end
+    end
+  end
+  return found
+end
+"""
+
+READ_ALL = """
+-- Appends the fields letter1..letterN to list, 500 at a time: the number of arguments of a Lua call is limited.
+local function read_all(list, letter, count)
+  for first = 1, count, 500 do
+    local names = {}
+    for n = first, math.min(first + 499, count) do names[#names + 1] = letter .. n end
+    for _, value in ipairs(redis.call('HMGET', session, unpack(names))) do list[#list + 1] = value end
+  end
+  return list
+end
+"""
+
+# Scripts that write.
+
+SEALED, DELETED, FULL = 0, 1, 2
+"""Replies of BEGIN when it opens nothing."""
+
+BEGIN = (
+    SESSION_KEY
+    + OPEN_CALLS
+    + LOOK_UP
+    + f"local SEALED, DELETED, FULL = {SEALED}, {DELETED}, {FULL}\n"
+    + """
+-- ARGV: ttl, epoch of a new session, 1 if new sessions are refused, which open call with the same fingerprint may be joined (n none,
+-- l an orphaned one, a any), fingerprint, replica, call, lengths of keys, keys
+if gone then return DELETED end
+local time, name, fingerprint = now(), ARGV[7], ARGV[5]
+local state = redis.call('HMGET', session, 'sealed', 'open', 'begun', 'sampled', 'created')
+local open, begun, created = state[2] or '', tonumber(state[3] or 0), state[5]
+if state[1] then return SEALED end
+if not epoch then
+  if ARGV[3] == '1' then return FULL end
+  epoch, created = ARGV[2], time
+  redis.call('HSET', session, 'life', epoch, 'created', time)
+end
+local mine = first(open, named(name))
+local at, joined
+if fingerprint ~= '' and ARGV[4] ~= 'n' and not mine then
+  at, joined = first(open, function(call)
+    return call.fingerprint == fingerprint and call.flags < 4 and (ARGV[4] == 'a' or call.flags % 2 == 1)
+  end)
+end
+local found = ''
+if joined then
+  open = flagged(open, at, 2 + joined.flags % 2)
+  found = string.sub(open, at, joined.stop)
+  redis.call('HSET', session, 'open', open)
+else
+  if not mine then begun = begun + 1 end
+  local head = string.format('%s0%05d%05d%05d', time, #fingerprint, #ARGV[6], #name)
+  redis.call('HSET', session, 'used', time, 'begun', begun, 'open', without(open, name) .. head .. fingerprint .. ARGV[6] .. name)
+end
+redis.call('PEXPIRE', session, ARGV[1])
+return look_up({epoch, begun, tonumber(state[4] or 0), created, found}, 8, true)
+"""
+)
+
+MARK_ORPHANED = (
+    SESSION_KEY
+    + OPEN_CALLS
+    + """
+-- ARGV: ttl, call. Returns 1 if the call was marked as wanted since the last time.
+local open = not gone and redis.call('HGET', session, 'open') or ''
+local at, call = first(open, named(ARGV[2]))
+if not at then return 0 end
+local wanted = call.flags % 4 >= 2
+redis.call('HSET', session, 'open', flagged(open, at, call.flags >= 4 and 5 or 1))
+redis.call('PEXPIRE', session, ARGV[1])
+return wanted and 1 or 0
+"""
+)
+
+MARK_WANTED = (
+    SESSION_KEY
+    + OPEN_CALLS
+    + """
+-- ARGV: ttl, call, flag to set: 2 wanted, 4 given up
+local open = not gone and redis.call('HGET', session, 'open') or ''
+local at, call = first(open, named(ARGV[2]))
+if not at then return 0 end
+local flag = tonumber(ARGV[3])
+if call.flags % (2 * flag) < flag then redis.call('HSET', session, 'open', flagged(open, at, call.flags + flag)) end
+redis.call('PEXPIRE', session, ARGV[1])
+return 1
+"""
+)
+
+COMMIT = (
+    SESSION_KEY
+    + OPEN_CALLS
+    + INCIDENTS
+    + """
+-- ARGV: ttl, epoch, call, 1 if this was sent before and the reply was lost, number of sampled tokens, number of entries,
+-- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, context, number of keys, keys),
+-- number of documents, per document (field, data), incidents
+if epoch ~= ARGV[2] then return 0 end
+local open = redis.call('HGET', session, 'open') or ''
+if ARGV[4] == '1' and not first(open, named(ARGV[3])) then return 1 end
+local at = 7
+for _ = 1, tonumber(ARGV[6]) do
+  local n = redis.call('HGET', session, ARGV[at]) or redis.call('HINCRBY', session, 'turns', 1)
+  redis.call('HSET', session, ARGV[at], n, 'H' .. n, '-' .. ARGV[at + 2], 'T' .. n, ARGV[at + 3])
+  if ARGV[at + 4] ~= '' then redis.call('HSET', session, 'L' .. n, ARGV[at + 4]) end
+  if ARGV[at + 5] ~= '' then redis.call('HSET', session, 'M' .. n, ARGV[at + 5]) end
+  local parent = ARGV[at + 1] ~= '' and redis.call('HGET', session, ARGV[at + 1])
+  if parent then
+    redis.call('HSET', session, 'H' .. parent, '+' .. string.sub(redis.call('HGET', session, 'H' .. parent), 2))
+  end
+  local count = tonumber(ARGV[at + 6])
+  for key = at + 7, at + 6 + count do
+    local numbers = redis.call('HGET', session, ARGV[key])
+    redis.call('HSET', session, ARGV[key], numbers and (numbers .. ' ' .. n) or n)
+  end
+  at = at + 7 + count
+end
+for _ = 1, tonumber(ARGV[at]) do
+  redis.call('HSET', session, ARGV[at + 1], ARGV[at + 2])
+  at = at + 2
+end
+redis.call('HSET', session, 'used', now(), 'open', without(open, ARGV[3]))
+if ARGV[5] ~= '0' then redis.call('HINCRBY', session, 'sampled', ARGV[5]) end
+add_incidents(at + 1)
+redis.call('PEXPIRE', session, ARGV[1])
+return 1
+"""
+)
+
+ADD_INCIDENTS = (
+    SESSION_KEY
+    + INCIDENTS
+    + """
+-- ARGV: ttl, epoch of a new session, 1 if this was sent before and the reply was lost, name of this addition
+-- (8 bytes; the last 16 are kept, so that it is done once), incidents
+if gone then return 0 end
+local noted = redis.call('HGET', session, 'noted') or ''
+if ARGV[3] == '1' then
+  for at = 1, #noted, 8 do
+    if string.sub(noted, at, at + 7) == ARGV[4] then return 1 end
+  end
+end
+if not epoch then
+  local time = now()
+  redis.call('HSET', session, 'life', ARGV[2], 'created', time, 'used', time)
+end
+redis.call('HSET', session, 'noted', string.sub(noted .. ARGV[4], -128))
+add_incidents(5)
+redis.call('PEXPIRE', session, ARGV[1])
+return 1
+"""
+)
+
+SEAL = (
+    SESSION_KEY
+    + """
+-- ARGV: ttl
+if not epoch then return 0 end
+redis.call('HSET', session, 'sealed', '1')
+redis.call('PEXPIRE', session, ARGV[1])
+return 1
+"""
+)
+
+DELETE = (
+    SESSION_KEY
+    + """
+-- ARGV: how long the tombstone lasts; 0: the name may be used again at once
+if epoch or ARGV[1] == '0' then redis.call('UNLINK', session) end
+if not epoch then return 0 end
+if ARGV[1] ~= '0' then redis.call('SET', session, 'gone', 'PX', ARGV[1]) end
+return 1
+"""
+)
+
+LIFT_TOMBSTONE = (
+    SESSION_KEY
+    + """
+if gone then redis.call('UNLINK', session) end
+return 1
+"""
+)
+
+DELETE_DOCUMENT = (
+    SESSION_KEY
+    + """
+-- ARGV: field of the document
+if gone then return 0 end
+return redis.call('HDEL', session, ARGV[1])
+"""
+)
+
+SET_ONCE = """
+-- ARGV: value. Sets the key to it if the key is not set. Returns the value of the key.
+local value = redis.call('GET', KEYS[1])
+if value then return value end
+redis.call('SET', KEYS[1], ARGV[1])
+return ARGV[1]
+"""
+
+CHECK_SCHEMA = """
+-- ARGV: version for a database that has none. Writes the present value again: a server that refuses writes must be noticed.
+local value = redis.call('GET', KEYS[1]) or ARGV[1]
+redis.call('SET', KEYS[1], value)
+return value
+"""
+
+# Scripts that only read. A deleted session is empty.
+
+FIND = (
+    SESSION_KEY
+    + LOOK_UP
+    + """
+if gone then return {} end
+-- ARGV: lengths of keys, keys
+return look_up({}, 1, false)
+"""
+)
+
+PREFIX = (
+    SESSION_KEY
+    + """
+if gone then return {} end
+-- ARGV: field of the turn. Returns its ids and those of all its bases.
+local line, field = {}, ARGV[1]
+for _ = 1, tonumber(redis.call('HGET', session, 'turns') or 0) do
+  local n = redis.call('HGET', session, field)
+  if not n then break end
+  local packed = redis.call('HGET', session, 'T' .. n)
+  line[#line + 1] = packed
+  local named = string.byte(packed, 1) + 256 * string.byte(packed, 2)
+  if named == 0 then break end
+  field = '#' .. string.sub(packed, 19, 18 + named)
+end
+return line
+"""
+)
+
+SESSION = (
+    SESSION_KEY
+    + READ_ALL
+    + """
+if gone then return {} end
+local state = redis.call('HMGET', session, 'created', 'used', 'sealed', 'turns', 'open')
+if not state[1] then return {} end
+return read_all(state, 'I', tonumber(redis.call('HGET', session, 'incidents') or 0))
+"""
+)
+
+TURNS = (
+    SESSION_KEY
+    + READ_ALL
+    + """
+if gone then return {} end
+return read_all({}, 'H', tonumber(redis.call('HGET', session, 'turns') or 0))
+"""
+)
+
+TOKENS = (
+    SESSION_KEY
+    + """
+if gone then return {} end
+-- ARGV: fields of turns. Returns ids and log probabilities of each; stops at the first that does not exist.
+local found = {}
+for _, field in ipairs(ARGV) do
+  local n = redis.call('HGET', session, field)
+  if not n then break end
+  local value = redis.call('HMGET', session, 'T' .. n, 'L' .. n)
+  found[#found + 1] = value[1]
+  found[#found + 1] = value[2] or ''
+end
+return found
+"""
+)
+
+CONTEXTS = (
+    SESSION_KEY
+    + """
+if gone then return {} end
+-- ARGV: fields of turns. Returns the context of each; stops at the first that does not exist.
+local found = {}
+for _, field in ipairs(ARGV) do
+  local n = redis.call('HGET', session, field)
+  if not n then break end
+  found[#found + 1] = redis.call('HGET', session, 'M' .. n) or ''
+end
+return found
+"""
+)
+
+DOCUMENTS = (
+    SESSION_KEY
+    + """
+-- ARGV: fields of documents
+if gone then return {} end
+return redis.call('HMGET', session, unpack(ARGV))
+"""
+)
