@@ -6,15 +6,15 @@ import pytest
 from aiohttp import web
 
 from tokencache.engine.drivers.vllm import Vllm
-from tokencache.engine.health import STRIKES, Watch
+from tokencache.engine.health import STRIKES, EngineMonitor
 from tokencache.engine.model import Engine
 from tokencache.engine.upstream import Upstream
 from tokencache.testing import SimulatedEngine
 
 
 @contextlib.asynccontextmanager
-async def watching(engine, **more):
-    """An engine, whose /health can be told what to say, and a watch on it that looks when it is told to."""
+async def monitored(engine, **more):
+    """An engine, whose /health can be told what to say, and a monitor of it that checks on request."""
     said = {"status": 200, "asked": 0}
     app = engine.app()
 
@@ -33,9 +33,9 @@ async def watching(engine, **more):
     upstream = Upstream(f"http://{host}:{port}")
     await upstream.open()
     changes = []
-    watch = Watch(Engine(upstream, [Vllm()]), lambda: changes.append(watch.ready), alone=False, **more)
+    monitor = EngineMonitor(Engine(upstream, [Vllm()]), lambda: changes.append(monitor.ready), alone=False, **more)
     try:
-        yield watch, said, runner, changes
+        yield monitor, said, runner, changes
     finally:
         await upstream.close()
         await runner.cleanup()
@@ -43,97 +43,97 @@ async def watching(engine, **more):
 
 async def test_an_engine_that_answers_is_probed_once():
     engine = SimulatedEngine()
-    async with watching(engine) as (watch, _, _, changes):
-        assert not watch.ready
+    async with monitored(engine) as (monitor, _, _, changes):
+        assert not monitor.ready
         for _ in range(3):
-            await watch.look()
-        assert (watch.ready, changes, watch.kind.capability["level"]) == (True, [True], "exact")
+            await monitor.check()
+        assert (monitor.ready, changes, monitor.identity.capability["level"]) == (True, [True], "exact")
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
 async def test_an_engine_without_health_is_asked_for_it_once(status):
-    """NeMo RL's worker has none, and logs every request for it. That it is gone is seen all the same."""
-    async with watching(SimulatedEngine()) as (watch, said, runner, changes):
+    """NeMo RL's worker has none, and logs every request for it. That it is gone is noticed all the same."""
+    async with monitored(SimulatedEngine()) as (monitor, said, runner, changes):
         said["status"] = status
         for _ in range(5):
-            await watch.look()
-        assert (watch.ready, said["asked"]) == (True, 1)
+            await monitor.check()
+        assert (monitor.ready, said["asked"]) == (True, 1)
         await runner.cleanup()
-        await watch.look()
-        assert (watch.ready, changes) == (False, [True, False])
-        assert "cannot be reached" in watch.engine.error
+        await monitor.check()
+        assert (monitor.ready, changes) == (False, [True, False])
+        assert "cannot be reached" in monitor.engine.error
 
 
 async def test_after_it_was_out_it_is_asked_for_health_again():
     """Another server may stand there then."""
-    async with watching(SimulatedEngine()) as (watch, said, _, _):
+    async with monitored(SimulatedEngine()) as (monitor, said, _, _):
         said["status"] = 404
-        await watch.look()
-        watch.out("the engine went away")
+        await monitor.check()
+        monitor.mark_down("the engine went away")
         said["status"] = 200
         for _ in range(3):
-            await watch.look()
-        assert (watch.ready, said["asked"]) == (True, 4)
+            await monitor.check()
+        assert (monitor.ready, said["asked"]) == (True, 4)
 
 
 @pytest.mark.parametrize("status", [404, 401, 204])
 async def test_an_answer_is_an_answer(status):
-    async with watching(SimulatedEngine()) as (watch, said, _, _):
+    async with monitored(SimulatedEngine()) as (monitor, said, _, _):
         said["status"] = status
-        await watch.look()
-        assert watch.ready
+        await monitor.check()
+        assert monitor.ready
 
 
 @pytest.mark.parametrize("status", [500, 502, 503])
 async def test_a_servers_error_counts_after_a_few(status):
-    async with watching(SimulatedEngine()) as (watch, said, _, changes):
-        await watch.look()
+    async with monitored(SimulatedEngine()) as (monitor, said, _, changes):
+        await monitor.check()
         said["status"] = status
         for _ in range(STRIKES - 1):
-            await watch.look()
-            assert watch.ready
-        await watch.look()
-        assert (watch.ready, str(status) in watch.engine.error) == (False, True)
+            await monitor.check()
+            assert monitor.ready
+        await monitor.check()
+        assert (monitor.ready, str(status) in monitor.engine.error) == (False, True)
         said["status"] = 200
-        await watch.look()
-        assert (watch.ready, changes) == (True, [True, False, True])
+        await monitor.check()
+        assert (monitor.ready, changes) == (True, [True, False, True])
 
 
 async def test_a_good_answer_between_forgives():
-    async with watching(SimulatedEngine()) as (watch, said, _, _):
-        await watch.look()
+    async with monitored(SimulatedEngine()) as (monitor, said, _, _):
+        await monitor.check()
         for status in (503, 503, 200, 503, 503):
             said["status"] = status
-            await watch.look()
-        assert watch.ready
+            await monitor.check()
+        assert monitor.ready
 
 
 async def test_a_refused_connection_counts_at_once():
-    async with watching(SimulatedEngine()) as (watch, _, runner, changes):
-        await watch.look()
+    async with monitored(SimulatedEngine()) as (monitor, _, runner, changes):
+        await monitor.check()
         await runner.cleanup()
-        await watch.look()
-        assert (watch.ready, changes) == (False, [True, False])
-        assert "cannot be reached" in watch.engine.error
+        await monitor.check()
+        assert (monitor.ready, changes) == (False, [True, False])
+        assert "cannot be reached" in monitor.engine.error
 
 
-async def test_engines_of_one_kind_and_of_another():
-    """What the engine is counts, not which release it is; another template or tokenizer is another kind."""
-    kinds = []
+async def test_engines_with_the_same_identity_and_with_another():
+    """What the engine is counts, not which release it is; another template or tokenizer has another identity."""
+    identities = []
     for made in (SimulatedEngine(seed=1), SimulatedEngine(seed=2, version="0.33.0"), SimulatedEngine(honours_ids=False)):
-        async with watching(made) as (watch, _, _, _):
-            await watch.look()
-            kinds.append(watch.kind)
-    assert kinds[0] == kinds[1] != kinds[2]
-    assert "level is record, not exact" in kinds[2].differences(kinds[0])
+        async with monitored(made) as (monitor, _, _, _):
+            await monitor.check()
+            identities.append(monitor.identity)
+    assert identities[0] == identities[1] != identities[2]
+    assert "level is record, not exact" in identities[2].differences(identities[0])
 
 
-async def test_another_template_is_another_kind(monkeypatch):
-    kinds = []
+async def test_another_template_is_another_identity(monkeypatch):
+    identities = []
     for _ in range(2):
-        async with watching(SimulatedEngine()) as (watch, _, _, _):
-            await watch.look()
-            kinds.append(watch.kind)
+        async with monitored(SimulatedEngine()) as (monitor, _, _, _):
+            await monitor.check()
+            identities.append(monitor.identity)
         real = SimulatedEngine._render
 
         def render(self, body, arguments, real=real):
@@ -141,4 +141,4 @@ async def test_another_template_is_another_kind(monkeypatch):
             return real(self, body | {"messages": [*more, *body["messages"]]}, arguments)
 
         monkeypatch.setattr(SimulatedEngine, "_render", render)
-    assert kinds[1].differences(kinds[0]) == ["its template or tokenizer writes other ids"]
+    assert identities[1].differences(identities[0]) == ["its template or tokenizer gives other ids"]

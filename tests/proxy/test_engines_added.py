@@ -9,7 +9,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, Rig, echo, results, until, user
 from tokencache.config import Settings
-from tokencache.engine import roster
+from tokencache.engine import membership
 from tokencache.server.serve import serving
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
@@ -21,7 +21,7 @@ ENGINES = "/tokencache/v1/engines"
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
-    monkeypatch.setattr(roster, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "POLL_SECONDS", 0.01)
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.02)
 
 

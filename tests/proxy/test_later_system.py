@@ -69,4 +69,4 @@ async def test_a_call_that_waits_for_its_engine_is_said_as_the_template_takes_it
 
 
 async def known(rig):
-    return rig.proxy.pool.watches[0].kind
+    return rig.proxy.pool.monitors[0].identity

@@ -1,4 +1,4 @@
-"""Handlers that list, add, drain and remove engines while the proxy runs (`engine.roster`).
+"""Handlers that list, add, drain and remove engines while the proxy runs (`engine.membership`).
 
 `openapi` lists the routes with their paths. If an admin key is set, each request needs `Authorization: Bearer <admin key>`.
 """
@@ -12,50 +12,50 @@ from yarl import URL
 from tokencache.api.auth import AdminAuth
 from tokencache.api.http import flag, json_response
 from tokencache.api.openapi import EngineUrl, register
-from tokencache.engine.health import Watch
+from tokencache.engine.health import EngineMonitor
+from tokencache.engine.membership import EngineMember, EngineMembership
 from tokencache.engine.pool import Pool
-from tokencache.engine.roster import Member, Roster
 from tokencache.errors import HarnessError
 
 
-def add_engine_routes(app: web.Application, auth: AdminAuth, roster: Roster, pool: Pool) -> None:
+def add_engine_routes(app: web.Application, auth: AdminAuth, membership: EngineMembership, pool: Pool) -> None:
     """Add the routes of engines to an application."""
-    api = _EngineApi(roster, pool)
+    api = _EngineApi(membership, pool)
     handlers = {"listEngines": api.list, "addEngine": api.add, "drainEngine": api.drain, "removeEngine": api.remove}
     register(app, auth, handlers)
 
 
-def engine_object(pool: Pool, watch: Watch) -> dict[str, Any]:
+def engine_object(pool: Pool, monitor: EngineMonitor) -> dict[str, Any]:
     """Write the state of an engine. `error` says why it does not serve."""
-    found = {capability.model: capability for capability in watch.engine.capabilities}.values()
-    serves = pool.serves(watch)
-    error = "" if serves else pool.why_not(watch)
-    return {"url": watch.url, "serves": serves, "error": error, "models": [msgspec.to_builtins(capability) for capability in found]}
+    found = {capability.model: capability for capability in monitor.engine.capabilities}.values()
+    serves = pool.serves(monitor)
+    error = "" if serves else pool.why_unused(monitor)
+    return {"url": monitor.url, "serves": serves, "error": error, "models": [msgspec.to_builtins(capability) for capability in found]}
 
 
 class _EngineApi:
-    def __init__(self, roster: Roster, pool: Pool) -> None:
-        self._roster, self._pool = roster, pool
+    def __init__(self, membership: EngineMembership, pool: Pool) -> None:
+        self._membership, self._pool = membership, pool
 
     async def list(self, _request: web.Request) -> web.StreamResponse:
-        return json_response({"engines": [self._object(member) for member in await self._roster.members()]})
+        return json_response({"engines": [self._object(member) for member in await self._membership.members()]})
 
     async def add(self, request: web.Request) -> web.StreamResponse:
         url = await _url_in(request)
         status = 201 if self._pool.find(url) is None else 200
-        return json_response(self._object(await self._roster.add(url)), status)
+        return json_response(self._object(await self._membership.add(url)), status)
 
     async def drain(self, request: web.Request) -> web.StreamResponse:
-        return json_response(self._object(await self._roster.drain(await _url_in(request))))
+        return json_response(self._object(await self._membership.drain(await _url_in(request))))
 
     async def remove(self, request: web.Request) -> web.StreamResponse:
         url = _base_url(request.query.get("url", ""))
-        await self._roster.remove(url, force=flag(request, "force"))
+        await self._membership.remove(url, force=flag(request, "force"))
         return json_response({"url": url, "removed": True})
 
-    def _object(self, member: Member) -> dict[str, Any]:
+    def _object(self, member: EngineMember) -> dict[str, Any]:
         return {
-            **engine_object(self._pool, member.watch),
+            **engine_object(self._pool, member.monitor),
             "state": member.state,
             "calls": member.calls,
             "drained": member.drained,

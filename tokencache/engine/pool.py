@@ -1,18 +1,18 @@
-"""The pool: the engines that serve one model, and which of them a call goes to.
+"""Chooses the engine for a call, among the engines that serve one model.
 
-A session keeps to one engine, so that its prefix is still in that engine's cache: each session has an order of preference over
-the engines, by rendezvous hashing (highest random weight: Thaler and Ravishankar, 1998, doi:10.1109/90.663936), and goes to the
-first that serves. Nothing is remembered for it: all replicas of the proxy come to the same order, and an engine that goes or comes
-moves only its own sessions.
+A session stays on one engine, so that its prefix stays in that engine's cache. Each session has an order of preference over the
+engines, by rendezvous hashing (highest random weight: Thaler and Ravishankar, 1998, doi:10.1109/90.663936), and uses the first
+that serves. No state is kept for it: all replicas of the proxy compute the same order, and an engine that comes or goes moves only
+its own sessions.
 
-Sessions are served by engines of one *kind*: what the probe found is the same, and template and tokenizer write the same ids. Where
-engines differ, those serve that can do most, then those of the larger number, then the first that was named; the others are
-named loudly and left alone. An engine that is out keeps its vote for as long as it does not come back as something else: a
-session does not change over to a lesser engine because a better one is being restarted.
+Sessions are served by engines of one *identity* (`health`): the probe found the same, and template and tokenizer give the same ids.
+If engines differ, those serve that can do most; among equals those of the larger group, then the group of the engine that was
+named first. The others are logged and not used. An engine that is down counts for its group until it comes back as something else:
+a session does not move to a lesser engine because a better one restarts.
 
-Engines come and go while the pool is open (`add`, `drain`, `remove`). A drained engine takes no new calls, whatever their session:
-any other engine of its kind can go on with its sessions, at the price of a cold prefix cache. No call is ever ended by that: what is
-under way on an engine that is drained or removed runs to its end.
+Engines come and go while the pool is open (`add`, `drain`, `remove`). A drained engine takes no new calls of any session. Another
+engine of its group continues its sessions, with a cold prefix cache. No call ends because of that: calls under way on an
+engine that is drained or removed run to their end.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 import xxhash
 
 from tokencache import metrics
-from tokencache.engine.health import Kind, Watch
+from tokencache.engine.health import EngineIdentity, EngineMonitor
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.probe import LEVELS
 from tokencache.errors import EngineError
@@ -35,30 +35,30 @@ _UNAVAILABLE = 503
 
 
 def preference(session: str, urls: Sequence[str]) -> list[int]:
-    """Order engines for a session: places in `urls`, the preferred one first.
+    """Order engines for a session: indices into `urls`, the preferred one first.
 
-    The same whatever order the URLs are given in, and among those that remain if one is taken away.
+    The order does not depend on the order of the URLs, and stays the same among the others if one is taken away.
     """
     weights = [xxhash.xxh3_64_intdigest(f"{session}\0{url}".encode()) for url in urls]
     return sorted(range(len(urls)), key=lambda place: (-weights[place], urls[place]))
 
 
 class Pool:
-    """Engines under watch; with one there is nothing to choose. `make` makes the engine at a base URL."""
+    """The engines and their monitors. `make` creates the engine at a base URL."""
 
     def __init__(self, make: Callable[[str], Engine], urls: Sequence[str]) -> None:
         self._make = make
-        self.watches = [Watch(make(url), self._changed, alone=len(urls) == 1) for url in urls]
-        self._tasks: dict[Watch, asyncio.Task[None]] = {}
+        self.monitors = [EngineMonitor(make(url), self._changed, alone=len(urls) == 1) for url in urls]
+        self._tasks: dict[EngineMonitor, asyncio.Task[None]] = {}
         self._removed: list[Engine] = []
-        self._told: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
         self._turns = itertools.count()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Connect, and watch while the context is open."""
-        for watch in self.watches:
-            await self._begin(watch)
+        """Connect to the engines, and check them while the context is open."""
+        for monitor in self.monitors:
+            await self._start(monitor)
         try:
             yield
         finally:
@@ -66,53 +66,53 @@ class Pool:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for engine in (*(watch.engine for watch in self.watches), *self._removed):
+            for engine in (*(monitor.engine for monitor in self.monitors), *self._removed):
                 await engine.upstream.close()
 
-    async def _begin(self, watch: Watch) -> None:
-        await watch.engine.upstream.open()
-        self._tasks[watch] = asyncio.create_task(watch.keep())
+    async def _start(self, monitor: EngineMonitor) -> None:
+        await monitor.engine.upstream.open()
+        self._tasks[monitor] = asyncio.create_task(monitor.run())
 
-    def find(self, url: str) -> Watch | None:
-        """The engine with that base URL."""
-        return next((watch for watch in self.watches if watch.url == url), None)
+    def find(self, url: str) -> EngineMonitor | None:
+        """Return the engine with that base URL."""
+        return next((monitor for monitor in self.monitors if monitor.url == url), None)
 
     async def add(self, url: str) -> None:
-        """Let an engine take calls: a new one, or one that was drained. It gets some once it was probed."""
+        """Let an engine take calls: a new one, once it was probed, or one that was drained."""
         if (known := self.find(url)) is not None:
             if known.draining:
                 known.draining = False
                 log.info("engine %s: takes calls again", known.url)
                 self._changed()
             return
-        for watch in self.watches:
-            if watch.alone:
-                await watch.has_peers()
-        made = Watch(self._make(url), self._changed, alone=not self.watches)
-        await self._begin(made)
-        self.watches.append(made)
+        for monitor in self.monitors:
+            if monitor.alone:
+                await monitor.gain_peers()
+        made = EngineMonitor(self._make(url), self._changed, alone=not self.monitors)
+        await self._start(made)
+        self.monitors.append(made)
         log.info("engine %s: added", made.url)
 
     def drain(self, url: str) -> None:
         """Let an engine take no new calls."""
-        watch = self.find(url)
-        if watch is not None and not watch.draining:
-            watch.draining = True
-            log.info("engine %s: drained, it takes no new calls; %d are under way", watch.url, watch.engine.upstream.under_way)
+        monitor = self.find(url)
+        if monitor is not None and not monitor.draining:
+            monitor.draining = True
+            log.info("engine %s: drained, it takes no new calls; %d are under way", monitor.url, monitor.engine.upstream.under_way)
             self._changed()
 
     async def remove(self, url: str) -> None:
-        """Watch an engine no more; its connections are closed when no call is under way on them (`close_removed`)."""
-        watch = self.find(url)
-        if watch is None:
+        """Stop checking an engine; `close_removed` closes its connections when no call is under way on them."""
+        monitor = self.find(url)
+        if monitor is None:
             return
-        self.watches.remove(watch)
-        self._removed.append(watch.engine)
-        task = self._tasks.pop(watch)
+        self.monitors.remove(monitor)
+        self._removed.append(monitor.engine)
+        task = self._tasks.pop(monitor)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        metrics.ENGINE_UP.labels(watch.url).set(0)
-        log.info("engine %s: removed; %d calls are under way", watch.url, watch.engine.upstream.under_way)
+        metrics.ENGINE_UP.labels(monitor.url).set(0)
+        log.info("engine %s: removed; %d calls are under way", monitor.url, monitor.engine.upstream.under_way)
         self._changed()
 
     async def close_removed(self) -> None:
@@ -121,96 +121,101 @@ class Pool:
             self._removed.remove(engine)
             await engine.upstream.close()
 
-    def serves(self, watch: Watch) -> bool:
-        """Whether an engine answers and is of the kind that sessions are served by."""
-        return watch.ready and not watch.odd and not watch.draining and (watch.kind is not None or len(self.watches) == 1)
+    def serves(self, monitor: EngineMonitor) -> bool:
+        """Whether an engine answers and belongs to the group that serves sessions."""
+        usable = monitor.ready and not monitor.mismatched and not monitor.draining
+        return usable and (monitor.identity is not None or len(self.monitors) == 1)
 
     @property
     def ready(self) -> bool:
-        """Whether there is an engine that serves."""
-        return any(map(self.serves, self.watches))
+        """Whether an engine serves."""
+        return any(map(self.serves, self.monitors))
 
     def order(self, session: str | None) -> list[Engine]:
-        """The engines that a call may go to, the preferred one first; never none.
+        """Return the engines that a call may use, the preferred one first; at least one.
 
-        Without a session they take turns. While none serves those are named that may come back: who asks finds out.
+        Calls without a session use them in turn. If none serves, the list has those that may come back: the call finds out.
 
         Raises:
-            EngineError: there is no engine that takes calls.
+            EngineError: no engine takes calls.
         """
         taking = self._taking()
         if len(taking) == 1:
             return [taking[0].engine]
-        usable = [watch for watch in taking if self.serves(watch)]
-        usable = usable or [watch for watch in taking if not watch.odd]
+        usable = [monitor for monitor in taking if self.serves(monitor)]
+        usable = usable or [monitor for monitor in taking if not monitor.mismatched]
         if session is None:
             first = next(self._turns) % len(usable)
             places = [*range(first, len(usable)), *range(first)]
         else:
-            places = preference(session, [watch.url for watch in usable])
+            places = preference(session, [monitor.url for monitor in usable])
         return [usable[place].engine for place in places]
 
-    def _taking(self) -> list[Watch]:
-        """The engines that are not drained; at least one.
+    def _taking(self) -> list[EngineMonitor]:
+        """Return the engines that are not drained; at least one.
 
         Raises:
             EngineError: there is none.
         """
-        taking = [watch for watch in self.watches if not watch.draining]
+        taking = [monitor for monitor in self.monitors if not monitor.draining]
         if not taking:
-            what = "every engine is being drained" if self.watches else "no engine is known yet"
+            what = "every engine is being drained" if self.monitors else "no engine is known yet"
             how = 'add one with POST /tokencache/v1/engines {"url": "http://HOST:PORT"}, or start tokencache with --upstream URL'
             raise EngineError(f"{what}: {how}", status=_UNAVAILABLE, reached=False)
         return taking
 
     async def model(self, name: str = "") -> Model:
-        """Return a model of the first engine that serves, for questions that belong to no session.
+        """Return a model of the first engine that serves, for requests that belong to no session.
 
         Raises:
             EngineError: the engine cannot be reached, or refuses the model.
         """
         taking = self._taking()
-        serving = next((watch for watch in taking if self.serves(watch)), taking[0])
+        serving = next((monitor for monitor in taking if self.serves(monitor)), taking[0])
         return await serving.engine.model(name)
 
     @property
     def later_system(self) -> bool:
-        """Whether templates took a system message behind the first one (`Capability.later_system`): of engines that are away, too."""
-        return all(watch.kind.capability["later_system"] for watch in self.watches if watch.kind is not None)
+        """Whether all templates accepted a later system message (`Capability.later_system`), those of engines that are down included."""
+        return all(monitor.identity.capability["later_system"] for monitor in self.monitors if monitor.identity is not None)
 
-    def lost(self, engine: Engine, why: EngineError) -> None:
-        """An engine could not be connected to: it is out, at once."""
-        for watch in self.watches:
-            if watch.engine is engine:
-                watch.out(str(why))
+    def mark_down(self, engine: Engine, why: EngineError) -> None:
+        """Mark an engine down at once, because a call could not connect to it."""
+        for monitor in self.monitors:
+            if monitor.engine is engine:
+                monitor.mark_down(str(why))
 
     def _changed(self) -> None:
-        """Settle which kind serves, and say loudly who does not."""
-        known = [watch for watch in self.watches if watch.kind is not None and not watch.draining]
+        """Decide which group serves, and log the engines that are not used."""
+        known = [(monitor, monitor.identity) for monitor in self.monitors if monitor.identity is not None and not monitor.draining]
         if not known:
             return
-        kinds = [watch.kind for watch in known]
-        serving = max(kinds, key=lambda kind: (_rank(kind), kinds.count(kind), -kinds.index(kind)))
+        identities = [identity for _, identity in known]
+        serving = max(identities, key=lambda one: (_rank(one), identities.count(one), -identities.index(one)))
         versions: dict[str, list[str]] = {}
-        for watch in known:
-            differences = watch.kind.differences(serving) if watch.kind and serving else []
-            watch.odd = bool(differences)
-            self._tell(watch.url, f"NOT USED, for it differs from the engines that serve: {'; '.join(differences)}" if differences else "")
-            if watch.version and not differences:
-                versions.setdefault(watch.version, []).append(watch.url)
+        for monitor, identity in known:
+            differences = identity.differences(serving)
+            monitor.mismatched = bool(differences)
+            unused = f"NOT USED, for it differs from the engines that serve: {'; '.join(differences)}" if differences else ""
+            self._log(monitor.url, unused)
+            if monitor.version and not differences:
+                versions.setdefault(monitor.version, []).append(monitor.url)
         mixed = "; ".join(f"{version}: {', '.join(urls)}" for version, urls in sorted(versions.items()))
-        self._tell("", f"engines of different versions serve together ({mixed})" if len(versions) > 1 else "")
+        self._log("", f"engines of different versions serve together ({mixed})" if len(versions) > 1 else "")
 
-    def _tell(self, whom: str, what: str) -> None:
-        if what and self._told.get(whom) != what:
-            log.warning("%s%s", f"engine {whom}: " if whom else "", what)
-        self._told[whom] = what
+    def _log(self, url: str, event: str) -> None:
+        """Log an event of an engine (of the pool: `""`) once."""
+        if event and self._logged.get(url) != event:
+            log.warning("%s%s", f"engine {url}: " if url else "", event)
+        self._logged[url] = event
 
-    def why_not(self, watch: Watch) -> str:
-        """Say why an engine does not serve; `""` if it does."""
-        return "it is drained: it takes no new calls" if watch.draining else self._told.get(watch.url, "") or watch.engine.error
+    def why_unused(self, monitor: EngineMonitor) -> str:
+        """Return the reason why an engine does not serve; `""` if it does."""
+        if monitor.draining:
+            return "it is drained: it takes no new calls"
+        return self._logged.get(monitor.url, "") or monitor.engine.error
 
 
-def _rank(kind: Kind | None) -> int:
-    level = kind.capability.get("level") if kind is not None else None
+def _rank(identity: EngineIdentity) -> int:
+    level = identity.capability.get("level")
     return LEVELS.index(level) if level in LEVELS else -1

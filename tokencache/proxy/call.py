@@ -539,7 +539,7 @@ class ModelCall:
                 if not why.passing:
                     raise
                 if not why.reached:
-                    self._services.pool.lost(engine, why)
+                    self._services.pool.mark_down(engine, why)
                 refused = NotTakenError(str(why), error=why)
             else:
                 metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).inc()

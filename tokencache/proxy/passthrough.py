@@ -48,7 +48,7 @@ async def relay_to(
         except EngineError as why:
             if why.reached:
                 raise
-            pool.lost(engine, why)
+            pool.mark_down(engine, why)
     return await _relay(request, last.upstream, path, headers, body)
 
 

@@ -29,10 +29,10 @@ from tokencache.dialects.chat.growth import Bodies
 from tokencache.dialects.dialect import Dialect
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.drivers.registry import DriverOptions, drivers
+from tokencache.engine.membership import EngineMembership
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
 from tokencache.engine.probe import Capability
-from tokencache.engine.roster import Roster
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError, HarnessError
@@ -103,7 +103,7 @@ class Proxy:
         prefixes = PrefixCache(self.store, max_bytes=settings.prefix_memory)
         experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
         self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
-        self.roster = Roster(self.pool, self.store, self.ledger.replica)
+        self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
         aliases = ModelAliases(settings.model_aliases)
         self._bodies = Bodies()
         prompts = Prompts(self.pool, self.ledger)
@@ -142,7 +142,7 @@ class Proxy:
         Raises:
             IndexError: there is none yet.
         """
-        return self.pool.watches[0].engine
+        return self.pool.monitors[0].engine
 
     @property
     def upstream(self) -> Upstream:
@@ -162,7 +162,7 @@ class Proxy:
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._auth(self._metrics))
         add_viewer_routes(app, self._auth, self.ledger, self.pool)
-        add_engine_routes(app, self._auth, self.roster, self.pool)
+        add_engine_routes(app, self._auth, self.membership, self.pool)
         add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool)
         app.router.add_route("*", "/{path:.*}", self._any)
         return app
@@ -172,7 +172,7 @@ class Proxy:
         await self._agree_on_secret()
         if self._parser is not None:
             await self._parser.open()
-        async with self.pool.open(), self.roster.following(), self._calls.heartbeats():
+        async with self.pool.open(), self.membership.following(), self._calls.heartbeats():
             agreeing = asyncio.create_task(self._keep_agreeing())
             yield
             agreeing.cancel()
@@ -284,7 +284,7 @@ class Proxy:
         status = 200 if ready else 503
         if not self._auth.admits(request):
             return web.json_response({"ready": ready}, status=status)
-        engines = [engine_object(self.pool, watch) for watch in self.pool.watches]
+        engines = [engine_object(self.pool, monitor) for monitor in self.pool.monitors]
         first = next((state for state in engines if state["serves"]), engines[0] if engines else None)
         return web.json_response({"ready": ready, "engine": first, "engines": engines, "store": store}, status=status)
 

@@ -103,7 +103,7 @@ async def run(settings: Settings, stop: Stop | None = None, *, shared: bool = Fa
     stop = stop or Stop()
     stop.on_signals()
     async with serving(settings, drain_seconds=settings.drain, quiet_seconds=QUIET_SECONDS, stop=stop, shared=shared) as (url, proxy):
-        urls = ", ".join(watch.url for watch in proxy.pool.watches)  # never a password
+        urls = ", ".join(monitor.url for monitor in proxy.pool.monitors)  # never a password
         engines = f"the engine at {urls}" if urls else "no engine yet (add one: POST /tokencache/v1/engines)"
         where = settings.store.rpartition("@")[2]
         log.info("tokencache listens on %s for %s, store %s", url, engines, where)

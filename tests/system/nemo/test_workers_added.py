@@ -11,7 +11,7 @@ from tests.system.nemo.agents import AGENTS
 from tests.system.nemo.worker import Worker
 from tokencache.client import AsyncClient
 from tokencache.config import Settings
-from tokencache.engine import roster
+from tokencache.engine import membership
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientS
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
-    monkeypatch.setattr(roster, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "POLL_SECONDS", 0.01)
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.02)
 
 

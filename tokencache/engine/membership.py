@@ -1,0 +1,192 @@
+"""Shares the list of engines between all replicas of the proxy.
+
+Engines come from `--upstream`, and from API requests that add, drain or remove them while the proxy runs. What one replica was
+asked to do is written to the store, and the others read it every `POLL_SECONDS` seconds and do the same. A removed engine leaves an
+entry for an hour, so that a missing entry means a store that lost it: then the replicas that know the engine write it again.
+
+Each process counts its own calls under way on an engine. While the engine is being drained, each process reports its number to the
+store.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal, NamedTuple
+
+from tokencache.engine.health import EngineMonitor
+from tokencache.engine.pool import Pool
+from tokencache.errors import HarnessError
+from tokencache.store.base import EngineEntry, Store, StoreError
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 2.0
+"""Seconds between two reads of the store, after which every replica has done what another one was asked."""
+_REPORT_SECONDS = 60.0
+"""Seconds for which the report of a replica is valid."""
+_REMOVED_SECONDS = 3600.0
+_CONFLICT, _NOT_FOUND = 409, 404
+
+MemberState = Literal["serving", "draining"]
+
+
+class EngineMember(NamedTuple):
+    """An engine in the list. `calls` are under way on it as far as this replica knows; `drained`: there are none on any replica."""
+
+    monitor: EngineMonitor
+    state: MemberState
+    calls: int
+    drained: bool
+
+
+class EngineMembership:
+    """Adds, drains and removes engines of a pool, on all replicas that share the store; `replica` is the name of this one."""
+
+    def __init__(self, pool: Pool, store: Store, replica: str) -> None:
+        self._pool, self._store = pool, store
+        self._configured = frozenset(monitor.url for monitor in pool.monitors)
+        self._replica = replica
+        self._lock = asyncio.Lock()
+        self._store_failed = False
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Do what other replicas were asked to do, while the context is open."""
+        await self._try_to_synchronize()
+        task = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            await self._try_to_synchronize()
+
+    async def _try_to_synchronize(self) -> None:
+        """Synchronize, or keep the known engines while the store does not answer, which is logged once."""
+        try:
+            await self.synchronize()
+        except StoreError as why:
+            if not self._store_failed:
+                log.warning("engines that other replicas add or remove are not known until the store answers: %s", why)
+            self._store_failed = True
+        else:
+            self._store_failed = False
+
+    async def members(self) -> list[EngineMember]:
+        """List the engines.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        entries = await self.synchronize()
+        return [self._member(monitor, entries) for monitor in self._pool.monitors]
+
+    async def add(self, url: str) -> EngineMember:
+        """Let an engine take calls, on all replicas.
+
+        Raises:
+            StoreError: the store does not answer; nothing was changed.
+        """
+        return await self._set(url, "serving")
+
+    async def drain(self, url: str) -> EngineMember:
+        """Let an engine take no new calls, on all replicas.
+
+        Raises:
+            HarnessError: there is no such engine.
+            StoreError: the store does not answer; nothing was changed.
+        """
+        await self._existing(url)
+        return await self._set(url, "draining")
+
+    async def remove(self, url: str, *, force: bool) -> None:
+        """Remove an engine, on all replicas. Calls under way on it run to their end.
+
+        Raises:
+            HarnessError: there is no such engine, it is named by `--upstream`, or it is not drained and `force` is not set.
+            StoreError: the store does not answer; nothing was changed.
+        """
+        member = await self._existing(url)
+        if url in self._configured:
+            message = f"the engine {url} is named by --upstream, so it can be drained and not removed"
+            raise HarnessError(message, status=_CONFLICT, kind="engine_configured")
+        if not member.drained and not force:
+            message = (
+                f"the engine {url} is not drained yet ({member.calls} calls are under way): POST /tokencache/v1/engines/drain, and wait "
+                "until GET /tokencache/v1/engines says drained; or DELETE it with force=true: calls under way run to their end all the same"
+            )
+            raise HarnessError(message, status=_CONFLICT, kind="engine_in_use")
+        await self._store.put_engine(EngineEntry(url, "removed", time.time()))
+        await self.synchronize()
+
+    async def synchronize(self) -> list[EngineEntry]:
+        """Do what the store's entries say, write entries that it lost, and return the entries.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        async with self._lock:
+            entries = await self._store.engines()
+            wanted = {entry.url: entry for entry in entries if not entry.replica}
+            for entry in wanted.values():
+                await self._apply(entry)
+            for monitor in list(self._pool.monitors):
+                if monitor.url not in wanted and monitor.url not in self._configured:
+                    await self._store.put_engine(EngineEntry(monitor.url, _state(monitor), time.time()))
+            await self._report(entries)
+            await self._pool.close_removed()
+            return entries
+
+    async def _apply(self, entry: EngineEntry) -> None:
+        if entry.state == "serving":
+            await self._pool.add(entry.url)
+        elif entry.state == "draining" or entry.url in self._configured:
+            self._pool.drain(entry.url)
+        else:
+            await self._pool.remove(entry.url)
+            if time.time() - entry.at > _REMOVED_SECONDS:
+                await self._store.drop_engine(entry.url)
+
+    async def _report(self, entries: Sequence[EngineEntry]) -> None:
+        """Report the calls under way on engines that are being drained, and drop reports that are no longer valid."""
+        draining = [monitor for monitor in self._pool.monitors if monitor.draining]
+        for monitor in draining:
+            calls = monitor.engine.upstream.under_way
+            await self._store.put_engine(EngineEntry(monitor.url, "draining", time.time(), self._replica, calls))
+        urls = {monitor.url for monitor in draining}
+        for entry in entries:
+            if entry.replica and (entry.url not in urls or time.time() - entry.at > _REPORT_SECONDS):
+                await self._store.drop_engine(entry.url, entry.replica)
+
+    async def _set(self, url: str, state: MemberState) -> EngineMember:
+        await self._store.put_engine(EngineEntry(url, state, time.time()))
+        return await self._existing(url)
+
+    async def _existing(self, url: str) -> EngineMember:
+        entries = await self.synchronize()
+        monitor = self._pool.find(url)
+        if monitor is None:
+            message = f"there is no engine {url}; GET /tokencache/v1/engines lists them"
+            raise HarnessError(message, status=_NOT_FOUND, kind="not_found_error")
+        return self._member(monitor, entries)
+
+    def _member(self, monitor: EngineMonitor, entries: Sequence[EngineEntry]) -> EngineMember:
+        now, own = time.time(), monitor.engine.upstream.under_way
+        elsewhere = sum(
+            entry.calls
+            for entry in entries
+            if entry.url == monitor.url and entry.replica not in {"", self._replica} and now - entry.at < _REPORT_SECONDS
+        )
+        since = next((entry.at for entry in entries if entry.url == monitor.url and not entry.replica), now)
+        drained = monitor.draining and now - since > 2 * POLL_SECONDS and not own + elsewhere
+        return EngineMember(monitor, _state(monitor), own + elsewhere, drained)
+
+
+def _state(monitor: EngineMonitor) -> MemberState:
+    return "draining" if monitor.draining else "serving"
