@@ -6,7 +6,7 @@ A test fails if a page is not up to date.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import typer
@@ -16,6 +16,9 @@ from tokencache.adapters.load import load_all
 from tokencache.api.openapi import OPERATIONS, document
 from tokencache.cli import app
 from tokencache.config import PREFIX
+from tokencache.core.incidents import IncidentKind
+from tokencache.core.reasons import Described, Reason
+from tokencache.core.turn import TurnMark
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMANDS = typer.main.get_command(app).commands
@@ -75,6 +78,23 @@ def routes() -> str:
     return table(*rows)
 
 
+def incidents() -> str:
+    """The kinds of incidents and what happened."""
+    rows = [(f"`{kind}`", "yes" if kind.hole else "no", kind.meaning, kind.missing) for kind in IncidentKind]
+    return table(("kind", "hole", "what happened", "what is missing"), *rows)
+
+
+def incident_actions() -> str:
+    """The kinds of incidents and what to do about each."""
+    rows = [(f"`{kind}`", "yes" if kind.hole else "no", kind.action) for kind in IncidentKind]
+    return table(("kind", "hole", "what to do"), *rows)
+
+
+def described(head: str, names: Iterable[Described]) -> str:
+    """Names with their meaning."""
+    return table((head, "meaning"), *((f"`{name}`", name.meaning) for name in names))
+
+
 def metric_families() -> str:
     """The metrics at `/metrics`."""
     rows = [("metric", "type", "labels", "meaning")]
@@ -91,6 +111,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "command-line": command_line,
     "routes": routes,
     "metrics": metric_families,
+    "incidents": incidents,
+    "incident-actions": incident_actions,
+    "reasons": lambda: described("reason", Reason),
+    "marks": lambda: described("mark", TurnMark),
 }
 
 
