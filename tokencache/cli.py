@@ -14,8 +14,11 @@ from typer.core import TyperCommand
 
 from tokencache import __version__, logs
 from tokencache.adapters import commands
-from tokencache.commands import app as trainer
-from tokencache.commands.drift.command import report_drift
+from tokencache.commands.drift import report_drift
+from tokencache.commands.export import export_sessions
+from tokencache.commands.sessions import list_sessions
+from tokencache.commands.show import show_session
+from tokencache.commands.verify import verify_exports
 from tokencache.config import NAMES, PREFIX, Settings, SettingsError, Shown, option_of
 from tokencache.engine.template.local import quieten
 from tokencache.errors import extra_missing
@@ -145,10 +148,10 @@ app.command(cls=ServeCommand)(serve)
 app.command("run")(commands.run_harness)
 app.command("env")(commands.print_environment)
 app.command("harnesses")(commands.list_harnesses)
-app.command("sessions")(trainer.list_sessions)
-app.command("show")(trainer.show_session)
-app.command("export")(trainer.export_sessions)
-app.command("verify")(trainer.verify_exports)
+app.command("sessions")(list_sessions)
+app.command("show")(show_session)
+app.command("export")(export_sessions)
+app.command("verify")(verify_exports)
 app.command("drift")(report_drift)
 
 

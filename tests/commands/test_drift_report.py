@@ -1,4 +1,4 @@
-"""`tokencache drift`: from exports to figures, tables and a picture."""
+"""`tokencache drift` makes figures, tables and a picture from exports."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """Two sessions of one harness and one of none, measured at every turn, and one of them measured by default only."""
+    """Two sessions of a harness and one without, measured at every turn; one of them also as exported by default."""
 
     async def made():
         async with proxied() as rig:
@@ -82,7 +82,7 @@ def test_the_tables_can_be_read_without_colour(exports):
     assert "Export with" not in output
 
 
-def test_what_was_measured_at_some_turns_only_is_told_as_that(exports):
+def test_partial_measurements_are_reported_as_such(exports):
     code, output = run(exports / "default.jsonl")
     assert code == 0
     assert "Of 1 sequences 0 were measured at every turn" in output
@@ -90,7 +90,7 @@ def test_what_was_measured_at_some_turns_only_is_told_as_that(exports):
     assert (row["could_drift"], row["measured"], row["whole_sequences"], row["text_only_sequences"]) == (2, 1, 0, 0)
 
 
-def test_files_without_a_measurement_say_how_to_make_one(exports):
+def test_without_measurements_the_report_says_how_to_measure(exports):
     code, output = run(exports / "off.jsonl")
     assert code == 1
     assert "--drift turns" in output
@@ -98,9 +98,9 @@ def test_files_without_a_measurement_say_how_to_make_one(exports):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{not json\n", "line 1: not valid JSON"), ('{"session": "a"}\n', "no native trajectory"), ("", "holds no turn")],
+    [("{not json\n", "line 1: not valid JSON"), ('{"session": "a"}\n', "not a native trajectory"), ("", "contains no turn")],
 )
-def test_a_file_that_is_no_export_is_named(tmp_path, text, words):
+def test_a_file_that_is_not_an_export_is_named(tmp_path, text, words):
     (tmp_path / "x.jsonl").write_text(text)
     code, output = run(tmp_path / "x.jsonl")
     assert code == 1
@@ -114,7 +114,7 @@ def test_no_file_and_no_exports(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])
-def test_the_picture_is_drawn_on_no_paper_of_its_own(exports, tmp_path, ending):
+def test_the_picture_has_a_transparent_background(exports, tmp_path, ending):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"drift.{ending}"
     code, output = run(exports / "all", "--plot", path, "--title", "Drift")
@@ -128,20 +128,20 @@ def test_the_picture_is_drawn_on_no_paper_of_its_own(exports, tmp_path, ending):
 
 
 def test_without_matplotlib_the_extra_is_named(exports, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokencache.commands.drift.plot", None)
+    monkeypatch.setitem(sys.modules, "tokencache.commands.drift_plot", None)
     code, output = run(exports / "all", "--plot", tmp_path / "x.svg")
     assert code == 1
     assert "pip install '.[plot]'" in output
 
 
-def test_an_ending_that_cannot_be_drawn_is_an_error_in_words(exports, tmp_path):
+def test_an_unknown_picture_format_is_an_error(exports, tmp_path):
     pytest.importorskip("matplotlib")
     code, output = run(exports / "all", "--plot", tmp_path / "x.docx")
     assert code == 1
     assert "docx" in output
 
 
-async def test_sessions_at_a_proxy_are_measured_there():
+async def test_sessions_of_a_proxy_are_measured():
     async with proxied() as rig:
         messages = [user("EPISODE:talk")]
         for _ in range(2):
@@ -163,7 +163,7 @@ def trajectory(*turns):
     return msgspec.convert({"session": "s", "complete": True, "sequences": [line], "figures": figures}, Trajectory)
 
 
-def test_models_can_be_called_otherwise_and_rows_add_up():
+def test_models_can_be_renamed_and_rows_summed():
     none = {"rendered": 1, "tokens": 0, "sites": []}
     some = {"rendered": 3, "tokens": 1, "sites": [{"start": 1, "end": 2, "rendered": [], "cause": "template", "turn": "t1"}]}
     first = {"turn": "t1", "prompt": (0, 1), "completion": (1, 2), "match": "root", "model": "m", "drift": none}

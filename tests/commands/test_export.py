@@ -1,4 +1,4 @@
-"""Export: files hold what the proxy says to the last bit, have their names only when they are whole, and nothing is deleted before."""
+"""`tokencache export` writes exactly what the proxy returns, names a file when it is complete, and deletes nothing before."""
 
 import asyncio
 import gzip
@@ -9,21 +9,21 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokencache.commands.export import Export
 
 from tests.core.forest import Forest, grow
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
 from tokencache.client import NotFoundError
 from tokencache.client.errors import ClientError
 from tokencache.commands import files, parquet
-from tokencache.commands.bulk import Export
-from tokencache.commands.files import FileError
+from tokencache.commands.sink import FileError
 from tokencache.trajectories.formats.registry import FORMATS
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def written(made, name="native"):
-    """A rollout as the proxy writes it."""
+    """A rollout as the proxy returns it."""
     return msgspec.json.encode(FORMATS[name].write(made))
 
 
@@ -36,7 +36,7 @@ def saved(path, rollouts, name="native"):
 
 
 def grown():
-    """Random rollouts whose log probabilities have all the digits that float32 has."""
+    """Random rollouts whose log probabilities use all digits of float32."""
     rng = random.Random(3)
     for n in range(20):
         forest = grow(rng)
@@ -75,7 +75,7 @@ def test_parquet_has_a_row_a_sequence_with_the_types_of_a_trainer(tmp_path):
         assert [turn["turn"] for turn in msgspec.json.decode(row["turns"])] == [span.turn.id for span in sequence.turns]
 
 
-def test_a_member_that_has_no_column_is_kept(tmp_path):
+def test_a_member_without_a_column_is_kept(tmp_path):
     told = msgspec.json.decode(written(ROLLOUTS["linear"]))
     told["later"] = {"a": 1}
     told["sequences"][0]["later"] = [1, "b"]
@@ -99,7 +99,7 @@ def test_log_probabilities_finer_than_float32_are_not_rounded(tmp_path):
     forest = Forest()
     forest.add([1], [2, 3], logprobs=[-0.1, -0.2])  # float64 values
     rollout = written(of_forest(forest))
-    with pytest.raises(FileError, match=r"finer than float32.*a \.jsonl file holds them"):
+    with pytest.raises(FileError, match=r"do not fit into float32.*write a \.jsonl file"):
         saved(tmp_path / "a.parquet", [rollout])
     saved(tmp_path / "a.jsonl", [rollout])
     ((_, told),) = files.read(tmp_path / "a.jsonl")
@@ -122,8 +122,8 @@ def test_rows_of_other_formats(tmp_path, name):
         assert {key: msgspec.json.decode(value) if key in texts else value for key, value in row.items()} == told
 
 
-def test_a_format_that_is_objects_all_through_wants_jsonl(tmp_path):
-    with pytest.raises(FileError, match=r"format tinker .*name a \.jsonl file"):
+def test_a_format_of_objects_only_needs_jsonl(tmp_path):
+    with pytest.raises(FileError, match=r"format tinker .*write a \.jsonl file"):
         saved(tmp_path / "a.parquet", [written(ROLLOUTS["linear"], "tinker")], "tinker")
 
 
@@ -147,7 +147,7 @@ def test_the_type_of_a_column_holds_all_its_values(tmp_path, values, kind):
     assert (read if kind != "string" else [msgspec.json.decode(x) for x in read]) == values
 
 
-def test_a_column_that_cannot_be_one_is_told(tmp_path):
+def test_a_column_of_incompatible_types_is_refused(tmp_path):
     rollout = msgspec.json.encode({"rows": [{"ids": [1], "x": "a"}, {"ids": [1], "x": 1}]})
     with pytest.raises(FileError, match=r"'x' is str in some rows of format trl and int in others.*\.jsonl"):
         saved(tmp_path / "a.parquet", [rollout], "trl")
@@ -165,10 +165,10 @@ def test_a_file_has_its_name_only_when_it_is_whole(tmp_path, ending):
     assert [told["session"] for _, told in files.read(partial)] == ["linear"], "what was written can be read"
 
 
-def test_a_file_that_is_there_is_not_replaced_unasked(tmp_path):
+def test_an_existing_file_is_replaced_only_on_request(tmp_path):
     path = tmp_path / "a.jsonl"
     saved(path, [written(ROLLOUTS["linear"])])
-    with pytest.raises(FileError, match="is there already"):
+    with pytest.raises(FileError, match="exists already"):
         files.create(str(path), FORMATS["native"], overwrite=False)
     sink = files.create(str(path), FORMATS["native"], overwrite=True)
     assert [told["session"] for _, told in files.read(path)] == ["linear"], "until the new one is whole"
@@ -178,7 +178,7 @@ def test_a_file_that_is_there_is_not_replaced_unasked(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "words"), [("a.csv", "must end with"), ("no/such/a.jsonl", "there is no directory")])
-def test_names_that_cannot_be_written(tmp_path, name, words):
+def test_invalid_file_names(tmp_path, name, words):
     with pytest.raises(FileError, match=words):
         files.create(str(tmp_path / name), FORMATS["native"], overwrite=False)
 
@@ -199,7 +199,7 @@ def test_files_that_cannot_be_read(tmp_path, name, data, words):
         list(files.read(tmp_path / name))
 
 
-def test_parquet_of_something_else_is_told(tmp_path):
+def test_parquet_of_another_format_is_refused(tmp_path):
     saved(tmp_path / "a.parquet", [written(ROLLOUTS["linear"], "trl")], "trl")
     with pytest.raises(FileError, match="does not hold native rollouts: its columns are prompt_ids"):
         list(files.read(tmp_path / "a.parquet"))
@@ -209,7 +209,7 @@ def test_parquet_of_something_else_is_told(tmp_path):
 
 
 class Proxy:
-    """Stands for the client: sessions by name, and what was done to them, in order."""
+    """A fake client: sessions by name, and the operations on them, in order."""
 
     def __init__(self, *names):
         self.rollouts = {name: ROLLOUTS[name] for name in names}
@@ -265,10 +265,10 @@ async def exported(proxy, path, names=NAMES, **more):
     return export
 
 
-async def test_sessions_come_in_order_a_few_at_a_time(tmp_path):
+async def test_sessions_are_written_in_order_and_fetched_concurrently(tmp_path):
     proxy = Proxy(*NAMES)
     export = await exported(proxy, tmp_path / "a.jsonl")
-    assert [told["session"] for _, told in files.read(tmp_path / "a.jsonl")] == NAMES == export.taken
+    assert [told["session"] for _, told in files.read(tmp_path / "a.jsonl")] == NAMES == export.exported
     assert 1 < proxy.most <= 4
     assert export.incomplete == ["lost"]
     assert export.tokens == sum(len(s.token_ids) for name in NAMES for s in ROLLOUTS[name].sequences)
@@ -277,11 +277,11 @@ async def test_sessions_come_in_order_a_few_at_a_time(tmp_path):
 
 async def test_incomplete_sessions_can_be_left_out(tmp_path):
     export = await exported(Proxy(*NAMES), tmp_path / "a.jsonl", complete_only=True)
-    assert export.passed == ["lost"]
+    assert export.skipped == ["lost"]
     assert "lost" not in [told["session"] for _, told in files.read(tmp_path / "a.jsonl")]
 
 
-async def test_deleted_is_what_is_in_the_file_and_can_bring_nothing_more(tmp_path, monkeypatch):
+async def test_only_written_and_finished_sessions_are_deleted(tmp_path, monkeypatch):
     proxy = Proxy(*NAMES)
     proxy.open = {"choices"}
     whole = []
@@ -314,7 +314,7 @@ async def test_nothing_is_deleted_when_the_export_fails(tmp_path):
     assert not (tmp_path / "a.jsonl").exists()
 
 
-async def test_an_export_that_is_interrupted_leaves_what_it_had(tmp_path):
+async def test_an_interrupted_export_leaves_its_data(tmp_path):
     proxy, reached = Proxy(*NAMES), asyncio.Event()
     export = Export(names=NAMES, format="native", delete=True)
     sink = files.create(str(tmp_path / "a.parquet"), FORMATS["native"], overwrite=False)
@@ -323,20 +323,20 @@ async def test_an_export_that_is_interrupted_leaves_what_it_had(tmp_path):
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
-    assert [told["session"] for _, told in files.read(export.partial)] == export.taken
-    assert 0 < len(export.taken) < len(NAMES)
+    assert [told["session"] for _, told in files.read(export.partial)] == export.exported
+    assert 0 < len(export.exported) < len(NAMES)
     assert not [deed for deed in proxy.deeds if deed[0] == "delete"]
 
 
-async def test_a_session_that_is_gone_is_counted_unless_it_was_asked_for(tmp_path):
+async def test_a_deleted_session_is_counted_unless_it_was_named(tmp_path):
     proxy = Proxy("linear", "choices")
     export = await exported(proxy, tmp_path / "a.jsonl", ["linear", "gone", "choices"])
-    assert (export.taken, export.gone) == (["linear", "choices"], ["gone"])
+    assert (export.exported, export.gone) == (["linear", "choices"], ["gone"])
     with pytest.raises(NotFoundError):
         await exported(proxy, tmp_path / "b.jsonl", ["linear", "gone"], exact=True)
 
 
-async def test_what_others_deleted_meanwhile_is_deleted(tmp_path, monkeypatch):
+async def test_a_session_that_someone_else_deleted_counts_as_deleted(tmp_path, monkeypatch):
     proxy = Proxy("linear", "choices")
 
     async def gone(self):

@@ -1,4 +1,4 @@
-"""Show: what a person sees of a rollout in the terminal: why it split, what is missing, and no wall of lines."""
+"""`tokencache show` prints why a rollout split and what is missing, in few lines."""
 
 import io
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.core.forest import Forest
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
 from tokencache.client import Trajectory
-from tokencache.commands.tree import lines
+from tokencache.commands.show import tree_lines
 from tokencache.trajectories.formats.native import native
 
 
@@ -16,12 +16,12 @@ def shown(made, *, width=100, unfold=False, terminal=False):
     rollout = msgspec.convert(msgspec.to_builtins(native(made)), Trajectory)
     told = io.StringIO()
     console = Console(file=told, width=width, force_terminal=terminal, highlight=False, color_system="standard" if terminal else None)
-    for line in lines(rollout, unfold=unfold):
+    for line in tree_lines(rollout, unfold=unfold):
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
     return told.getvalue()
 
 
-def test_a_branch_stands_behind_the_turn_that_it_left():
+def test_a_branch_is_shown_below_the_turn_that_it_left():
     text = shown(ROLLOUTS["thrown-away"])
     told = [line.rstrip() for line in text.splitlines()]
     where = {name: next(i for i, line in enumerate(told) if f" {name} " in line and "sampled" in line) for name in ("t0", "t1", "t2", "t3")}
@@ -31,7 +31,7 @@ def test_a_branch_stands_behind_the_turn_that_it_left():
     assert told[where["t1"]].startswith("│ │ ")
 
 
-def test_why_a_rollout_split_is_said():
+def test_the_reason_of_a_split_is_shown():
     assert "● plain rewritten-reply t1" in shown(ROLLOUTS["unrecognised"])
     assert "● resplice context-edited t2 off t1: 2 turns, " in shown(ROLLOUTS["respliced"])
 
@@ -43,10 +43,10 @@ def test_figures_marks_rules_and_incidents():
     assert "no finish reason  aborted  incident" in text
     assert "client-gone  " in text
     assert "left after 6 tokens" in text
-    assert "call-open (something is missing)  call c-open" in text
+    assert "call-open (data is missing)  call c-open" in text
     text = shown(ROLLOUTS["linear"], width=200)
     assert "session linear  complete" in text
-    assert "forgiven: args-json 2, reasoning-left-out 1" in text
+    assert "applied rules: args-json 2, reasoning-left-out 1" in text
     assert "drift avoided: 9 tokens, in 1 of 1 turns measured" in text
     assert "incidents" not in text
 
@@ -59,10 +59,10 @@ def long(turns=200):
     return of_forest(forest)
 
 
-def test_a_long_session_is_folded_but_for_what_is_noteworthy():
+def test_a_long_session_is_folded_except_for_noteworthy_turns():
     text = shown(long())
     assert len(text.splitlines()) < 15
-    assert "⋮ 99 turns         continue     +198      297 sampled  forgiven args-json 50" in text
+    assert "⋮ 99 turns         continue     +198      297 sampled  rules args-json 50" in text
     assert " 101 t100             continue       +2        3 sampled  tool_calls  aborted" in text
     assert "⋮ 98 turns" in text
     assert "   1 t0 " in text
@@ -72,7 +72,7 @@ def test_a_long_session_is_folded_but_for_what_is_noteworthy():
     assert "⋮" not in unfolded
 
 
-def test_sequences_that_hang_on_one_another_stay_readable():
+def test_deeply_nested_sequences_stay_readable():
     forest, parent = Forest(), None
     for n in range(300):
         parent = forest.add([n], [7], base=parent, match="resplice" if n else "root", origin=parent, reason="context-edited" if n else "")
@@ -82,12 +82,12 @@ def test_sequences_that_hang_on_one_another_stay_readable():
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_no_colour_where_a_program_reads():
+def test_no_colour_unless_the_output_is_a_terminal():
     assert "\x1b" not in shown(ROLLOUTS["aborted"])
     assert "\x1b[" in shown(ROLLOUTS["aborted"], terminal=True)
 
 
-def test_words_of_strangers_do_nothing_to_the_terminal():
+def test_control_characters_do_not_reach_the_terminal():
     rollout = ROLLOUTS["lost"]
     nasty = msgspec.structs.replace(rollout.incidents[0], detail="[red]\x1b]0;owned\x07\nnext [/]")
     text = shown(msgspec.structs.replace(rollout, incidents=(nasty,)), width=200)

@@ -1,12 +1,12 @@
-"""What a trainer does from a shell: list sessions, look at one, take them home, check what was taken.
+"""The commands that read from a running proxy, or from files that they exported.
 
-`app`       the commands: `sessions`, `show`, `export`, `verify`
-`bulk`      many sessions into one file, whole or not at all
-`files`     rollouts in files: JSON lines, and which file is read and written how
-`parquet`   rollouts as Parquet
-`checking`  what `verify` finds in a file or a session
-`tree`      one session as a tree, for a terminal
-`printed`   what else is printed
+`sessions`   `tokencache sessions`: list sessions
+`show`       `tokencache show`: print one session as a tree
+`export`     `tokencache export`: write many sessions into one file
+`verify`     `tokencache verify`: check exported files or sessions
+`drift`      `tokencache drift`: report drift; `drift_plot` draws it
+`files`      reads and writes files of rollouts: JSON lines or Parquet (`parquet`); `sink` is their common part
+`console`    what the commands share: options, error exits, words for counts and sizes
 
-They talk to the proxy as any trainer does, through `tokencache.client`.
+They use `tokencache.client`, as any trainer does.
 """

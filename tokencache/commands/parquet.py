@@ -1,12 +1,12 @@
-"""Rollouts as Parquet: a row for each training sample, in row groups of bounded size.
+"""Writes and reads rollouts as Parquet: one row for each training sample, in row groups of bounded size.
 
-`native` has a schema of its own (`SCHEMA`), ids as int32 and log probabilities as float32. Nothing is lost: what has no
-column of its own is JSON text in `turns`, `more` (of the sequence) and `rollout` (of the session, repeated in each of its
-rows). A session without sequences has no row; it stands in the file's metadata under `tokencache.rollouts`.
+`native` has a fixed schema (`SCHEMA`), with ids as int32 and log probabilities as float32. Nothing is lost: members without a column
+are JSON text in `turns`, `more` (of the sequence) and `rollout` (of the session, repeated in each of its rows). A session without
+sequences has no row; it is in the metadata of the file under `tokencache.rollouts`.
 
-Of other formats the columns are the members of their rows. Which types they have is known only when all rows were seen, so
-rows wait in a temporary file until then. Lists of integers become int32 and lists of floats float32, where this changes no
-value; where an object stands in a column, all its values become JSON text. A format whose rows are objects all through is refused.
+For other formats the columns are the members of their rows. Their types are known only after all rows were seen, so rows wait in a
+temporary file until then. Lists of integers become int32 and lists of floats float32 if no value changes. If a column holds an object,
+all its values become JSON text. A format in which every member is an object is refused.
 """
 
 import tempfile
@@ -20,15 +20,15 @@ import msgspec
 import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
 
-from tokencache.commands.files import FileError, Sink, Unfinished, rows_of
+from tokencache.commands.sink import FileError, PartFile, Sink, rows_of
 from tokencache.trajectories.formats.registry import Format
 
 GROUP_TOKENS, GROUP_ROWS = 1 << 20, 8192
-"""A row group ends behind the rollout with which it has so many tokens, or rows."""
+"""A row group ends after the row with which it reaches so many tokens or rows."""
 
-_BARE = b"tokencache.rollouts"
+_WITHOUT_ROWS = b"tokencache.rollouts"
 _JSON = msgspec.json.Encoder()
-_KINDS = {
+_TYPES = {
     "null": pa.null(),
     "bool": pa.bool_(),
     "int": pa.int64(),
@@ -43,18 +43,18 @@ _KINDS = {
     "[float32]": pa.list_(pa.float32()),
     "[float64]": pa.list_(pa.float64()),
 }
-_ABOVE = {
-    "null": set(_KINDS),
+_WIDER = {
+    "null": set(_TYPES),
     "[]": {"[bool]", "[str]", "[int32]", "[int64]", "[float32]", "[float64]"},
     "int": {"float"},
     "[int32]": {"[int64]", "[float64]"},
     "[float32]": {"[float64]"},
 }
-"""Which kinds can hold all values of a kind, beside itself."""
+"""The other kinds that can hold all values of a kind."""
 
 _IDS = frozenset({"[int32]", "[int64]"})
 
-_PLAIN = (  # members of a sequence with a column of their own
+_COLUMNS = (  # members of a sequence that have a column
     ("id", pa.string()),
     ("parent", pa.string()),
     ("root", pa.string()),
@@ -65,18 +65,18 @@ _PLAIN = (  # members of a sequence with a column of their own
     ("weight", pa.float64()),
     ("tokens", pa.int32()),
     ("trainable_tokens", pa.int32()),
-    ("token_ids", _KINDS["[int32]"]),
+    ("token_ids", _TYPES["[int32]"]),
     ("loss_mask", pa.list_(pa.uint8())),
-    ("logprobs", _KINDS["[float32]"]),
+    ("logprobs", _TYPES["[float32]"]),
 )
-_TOLD = ("model", "harness")  # of the turns: the names that occur, in order, joined by commas
+_OF_TURNS = ("model", "harness")  # the names that occur in the turns, in order, joined by commas
 
 SCHEMA = pa.schema(
     [
         ("session", pa.string()),
         ("complete", pa.bool_()),
-        *(("sequence" if name == "id" else name, kind) for name, kind in _PLAIN),
-        *((name, pa.string()) for name in _TOLD),
+        *(("sequence" if name == "id" else name, kind) for name, kind in _COLUMNS),
+        *((name, pa.string()) for name in _OF_TURNS),
         ("turns", pa.string()),
         ("more", pa.string()),
         ("rollout", pa.string()),
@@ -84,15 +84,15 @@ SCHEMA = pa.schema(
 )
 
 
-def create(file: Unfinished, wanted: Format) -> Sink:
-    """Make a sink for a format."""
+def create(file: PartFile, wanted: Format) -> Sink:
+    """Create a Parquet file for a format."""
     return _Native(file) if wanted.name == "native" else _Rows(file, wanted)
 
 
 class _Groups:
-    """A Parquet file under way: rows are gathered into groups."""
+    """Collects rows into row groups and writes them."""
 
-    def __init__(self, file: Unfinished, schema: pa.Schema) -> None:
+    def __init__(self, file: PartFile, schema: pa.Schema) -> None:
         self.file = file
         self._schema = schema
         self._writer = pq.ParquetWriter(file.part, schema, compression="zstd")
@@ -118,20 +118,20 @@ class _Groups:
 
 
 class _Native:
-    """Writes native rollouts, a row a sequence."""
+    """Writes native rollouts, one row for each sequence."""
 
-    def __init__(self, file: Unfinished) -> None:
+    def __init__(self, file: PartFile) -> None:
         self._groups = _Groups(file, SCHEMA)
-        self._bare: list[Any] = []
+        self._without_rows: list[Any] = []
         self.rows = 0
 
     def write(self, rollout: bytes) -> None:
-        told = msgspec.json.decode(rollout)
-        sequences = told.pop("sequences")
+        value = msgspec.json.decode(rollout)
+        sequences = value.pop("sequences")
         if not sequences:
-            self._bare.append(told)
-        about = {"session": told["session"], "complete": told["complete"], "rollout": _text(told)}
-        rows = [{**about, **_row(sequence, told["session"])} for sequence in sequences]  # all of a rollout, or none
+            self._without_rows.append(value)
+        session = {"session": value["session"], "complete": value["complete"], "rollout": _text(value)}
+        rows = [{**session, **_row(sequence, value["session"])} for sequence in sequences]  # all rows of a rollout, or none
         for row in rows:
             self._groups.add(row, row["tokens"])
         self.rows += len(rows)
@@ -145,18 +145,18 @@ class _Native:
         return self._groups.file.part
 
     def _close(self) -> None:
-        self._groups.close({_BARE: _JSON.encode(self._bare)})
+        self._groups.close({_WITHOUT_ROWS: _JSON.encode(self._without_rows)})
 
 
 def _row(sequence: dict[str, Any], session: str) -> dict[str, Any]:
     turns = sequence.pop("turns")
-    row = {name: sequence.pop(name) for name, _ in _PLAIN}
+    row = {name: sequence.pop(name) for name, _ in _COLUMNS}
     row["sequence"] = row.pop("id")
     if not _is_single(row["logprobs"]):
         raise FileError(
-            f"session {session}: its log probabilities are finer than float32, which is what Parquet files hold; a .jsonl file holds them"
+            f"session {session}: its log probabilities do not fit into float32, which Parquet files use; write a .jsonl file instead"
         )
-    for name in _TOLD:
+    for name in _OF_TURNS:
         row[name] = ",".join(dict.fromkeys(turn[name] for turn in turns if turn[name]))
     return {**row, "turns": _text(turns), "more": _text(sequence)}
 
@@ -168,10 +168,10 @@ def _is_single(values: Sequence[float | None]) -> bool:
 
 
 def read(path: Path) -> Iterator[Any]:
-    """Read native rollouts back, as the JSON values that were written.
+    """Read native rollouts, as the JSON values that were written.
 
     Raises:
-        FileError: this is no Parquet file, or none of native rollouts.
+        FileError: the file is not Parquet, or does not hold native rollouts.
     """
     try:
         with pq.ParquetFile(path) as file:
@@ -179,28 +179,29 @@ def read(path: Path) -> Iterator[Any]:
                 raise FileError(f"{path} does not hold native rollouts: its columns are {', '.join(file.schema_arrow.names)}")
             rows = (row for batch in file.iter_batches(batch_size=64) for row in batch.to_pylist())
             for _, own in groupby(rows, key=lambda row: row["rollout"]):
-                yield _together(list(own))
-            bare = (file.metadata.metadata or {}).get(_BARE, b"[]")
-            yield from ({**told, "sequences": []} for told in msgspec.json.decode(bare))
+                yield _joined(list(own))
+            without_rows = (file.metadata.metadata or {}).get(_WITHOUT_ROWS, b"[]")
+            yield from ({**rollout, "sequences": []} for rollout in msgspec.json.decode(without_rows))
     except pa.ArrowInvalid as why:
         raise FileError(f"{path} cannot be read as Parquet: {why}") from None
 
 
-def _together(rows: list[dict[str, Any]]) -> Any:
+def _joined(rows: list[dict[str, Any]]) -> Any:
+    """Put the rows of one rollout together."""
     sequences = []
     for row in rows:
-        plain = {name: row["sequence" if name == "id" else name] for name, _ in _PLAIN}
-        sequences.append({**plain, **msgspec.json.decode(row["more"]), "turns": msgspec.json.decode(row["turns"])})
+        columns = {name: row["sequence" if name == "id" else name] for name, _ in _COLUMNS}
+        sequences.append({**columns, **msgspec.json.decode(row["more"]), "turns": msgspec.json.decode(row["turns"])})
     return {**msgspec.json.decode(rows[0]["rollout"]), "sequences": sequences}
 
 
 class _Rows:
-    """Writes the rows of any other format: first aside, then, once the types of all members are known, as Parquet."""
+    """Writes the rows of any other format: first to a temporary file, and as Parquet once all types are known."""
 
-    def __init__(self, file: Unfinished, wanted: Format) -> None:
+    def __init__(self, file: PartFile, wanted: Format) -> None:
         self._file = file
         self._format = wanted
-        self._aside = tempfile.TemporaryFile(dir=file.path.parent)  # noqa: SIM115 - closed with the sink
+        self._rows_file = tempfile.TemporaryFile(dir=file.path.parent)  # noqa: SIM115 - closed with the sink
         self._kinds: dict[str, str] = {}
         self.rows = 0
 
@@ -208,42 +209,40 @@ class _Rows:
         for raw in rows_of(rollout, self._format):
             row = msgspec.json.decode(raw)
             if not self.rows and not any(_kind(value) in _IDS for value in row.values()):
-                words = (
-                    f"the rows of format {self._format.name} hold no token ids but within objects, which a Parquet file would hold as text"
-                )
-                raise FileError(f"{words}: name a .jsonl file")
+                words = f"format {self._format.name} has token ids only inside objects, which a Parquet file would hold as text"
+                raise FileError(f"{words}: write a .jsonl file instead")
             for name, value in row.items():
-                self._kinds[name] = self._both(name, self._kinds.get(name, "null"), _kind(value))
-            self._aside.write(bytes(raw) + b"\n")
+                self._kinds[name] = self._widened(name, self._kinds.get(name, "null"), _kind(value))
+            self._rows_file.write(bytes(raw) + b"\n")
             self.rows += 1
 
-    def _both(self, name: str, one: str, other: str) -> str:
-        """The kind that holds the values of both."""
-        if one == other or one in _ABOVE.get(other, ()):
+    def _widened(self, name: str, one: str, other: str) -> str:
+        """Return the kind that holds the values of both."""
+        if one == other or one in _WIDER.get(other, ()):
             return one
-        if other in _ABOVE.get(one, ()):
+        if other in _WIDER.get(one, ()):
             return other
         if "object" in {one, other}:
             return "object"
         if {one, other} <= {"[int32]", "[int64]", "[float32]", "[float64]"}:
             return "[float64]"
         words = f"{name!r} is {one} in some rows of format {self._format.name} and {other} in others"
-        raise FileError(f"{words}: a Parquet column cannot be both, a .jsonl file can")
+        raise FileError(f"{words}: a Parquet column cannot be both; write a .jsonl file instead")
 
     def finish(self) -> None:
-        self._press()
+        self._write_parquet()
         self._file.publish()
 
     def leave(self) -> Path | None:
-        self._press()
+        self._write_parquet()
         return self._file.part
 
-    def _press(self) -> None:
-        groups = _Groups(self._file, pa.schema([(name, _KINDS[kind]) for name, kind in self._kinds.items()]))
+    def _write_parquet(self) -> None:
+        groups = _Groups(self._file, pa.schema([(name, _TYPES[kind]) for name, kind in self._kinds.items()]))
         texts = [name for name, kind in self._kinds.items() if kind == "object"]
-        with self._aside:
-            self._aside.seek(0)
-            for line in self._aside:
+        with self._rows_file:
+            self._rows_file.seek(0)
+            for line in self._rows_file:
                 row = msgspec.json.decode(line)
                 for name in texts:
                     row[name] = _text(row[name]) if row.get(name) is not None else None

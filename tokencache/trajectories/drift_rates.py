@@ -54,6 +54,11 @@ class DriftRates(msgspec.Struct, kw_only=True):
     trainable_tokens: int = 0
     trainable_tokens_lost: int = 0
 
+    @property
+    def name(self) -> str:
+        """The harness and its model, for people."""
+        return f"{self.harness or '(no adapter)'}, {self.model}" if self.model else self.harness
+
 
 def drift_rates(trajectories: Iterable[Trajectory], models: Mapping[str, str] | None = None) -> list[DriftRates]:
     """Sum up the drift of trajectories, sorted by harness and model. `models` renames models."""

@@ -29,8 +29,8 @@ from tests.proxy.kit import proxied
 from tests.system.corpus.format import Recording, read
 from tests.system.corpus.replay import CONTEXT, SESSION, _prepare, _Session
 from tokencache.api import routes
-from tokencache.commands.drift.plot import draw
-from tokencache.commands.drift.show import print_rates, share
+from tokencache.commands.drift import print_rates, share
+from tokencache.commands.drift_plot import draw
 from tokencache.core import ids
 from tokencache.core.drift import RETOKENIZED, TEMPLATE, Site, differences
 from tokencache.core.splice import join, junction

@@ -1,7 +1,7 @@
-"""The figures of drift as a picture: what drifted and what that would have cost, and why, a row for each harness and model.
+"""Draws drift as a picture: what drifted, what that would have cost, and why, with a row for each harness and model.
 
-The background is transparent and all ink of a middle brightness, so that it can be read on light and on dark paper. Needs
-matplotlib (extra `plot`), which draws without a screen.
+The background is transparent and all colours are of medium brightness, so the picture is legible on light and dark pages. Needs matplotlib
+(extra `plot`), which draws without a screen.
 """
 
 from collections.abc import Sequence
@@ -10,22 +10,21 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tokencache.commands.drift.show import name_of
 from tokencache.trajectories.drift_rates import DriftRates
 
 _INK = "#7d8590"
 _DRIFT, _BREAKS, _LOST = "#4c8eda", "#9a78d0", "#e0743c"
 _DOT = 150
-"""Square points: a dot that stands for all turns."""
+"""Area of a dot for 100 % of the turns, in square points."""
 _ROW, _MARGIN, _BARS, _CAUSE, _NAMES = 0.42, 1.9, 4.6, 0.62, 2.4
-"""Inches: a row, above and below the rows, the bars, a column of causes, the names."""
+"""Sizes in inches: a row, the margin above and below the rows, the bars, a column of causes, the names."""
 
 
 def draw(rows: Sequence[DriftRates], path: Path, title: str = "") -> None:
-    """Draw the figures to a file; its ending says in which format (.svg, .png, .pdf).
+    """Draw the rows to a file. Its ending selects the format (.svg, .png, .pdf).
 
     Raises:
-        ValueError: the ending is none that matplotlib knows.
+        ValueError: matplotlib does not know the ending.
     """
     causes = sorted({name for row in rows for name in row.causes}, key=lambda name: (-sum(name in row.causes for row in rows), name))
     wide = max(len(causes), 1) * _CAUSE
@@ -58,7 +57,7 @@ def _bars(axes: Axes, rows: Sequence[DriftRates]) -> None:
         axes.barh(places, values, height * 0.86, color=colour, label=label)
         for place, value, (_, whole) in zip(places, values, parts, strict=True):
             axes.text(value + 1, place, f"{value:.0f}" if whole else "not measured", va="center", color=_INK, fontsize=7)
-    axes.set_yticks(range(len(rows)), [name_of(row) for row in rows])
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 108)
     axes.set_xlabel("%, with text alone", color=_INK, fontsize=9)
@@ -66,7 +65,7 @@ def _bars(axes: Axes, rows: Sequence[DriftRates]) -> None:
 
 
 def _causes(axes: Axes, rows: Sequence[DriftRates], causes: Sequence[str]) -> None:
-    """A dot for each cause of each row, its area the share of the turns; solid, for a tint would depend on the paper."""
+    """Draw a dot for each cause of each row, with the share of the turns as its area."""
     spots = [
         (x, y, row.causes[name].turns / row.measured) for y, row in enumerate(rows) for x, name in enumerate(causes) if name in row.causes
     ]

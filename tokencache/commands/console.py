@@ -1,0 +1,55 @@
+"""What the commands share: the options that name a proxy, the exit after an error, and words for counts and sizes."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+PROXY_URL = "http://127.0.0.1:8100"
+TIMEOUT = 600.0
+"""Seconds to wait for one response. A rollout may be large."""
+
+ProxyOption = Annotated[str, typer.Option("--proxy", envvar="TOKENCACHE_PROXY", metavar="URL", help="Base URL of the proxy, without /v1.")]
+AdminKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-key",
+        envvar="TOKENCACHE_ADMIN_KEY",
+        metavar="KEY",
+        help="Admin key of the proxy, if it has one.",
+        show_default=False,
+    ),
+]
+PatternOption = Annotated[
+    str,
+    typer.Option("--pattern", help="Only sessions whose names match this shell pattern: 'run7-*'.", metavar="PATTERN", show_default=False),
+]
+
+_MEGABYTE = 1_000_000
+
+
+def output() -> Console:
+    """Return the standard output. Lines are as wide as the terminal, and never wrapped if a program reads them."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=10_000)
+
+
+def failed(error: Exception | str, command: str = "tokencache") -> typer.Exit:
+    """Print an error and return the exit with code 1, to be raised."""
+    typer.secho(f"{command}: {error}", fg="red", err=True)
+    return typer.Exit(1)
+
+
+def plural(n: int, noun: str) -> str:
+    """Write a count: `1 turn`, `2 turns`."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def size(n: int) -> str:
+    """Write a number of bytes: `1.5 MB`."""
+    return f"{n / _MEGABYTE:,.1f} MB" if n >= _MEGABYTE else f"{n / 1000:,.1f} KB"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Replace control characters by blanks, except those in `keep`: texts from files and harnesses must not control the terminal."""
+    return "".join(c if c.isprintable() or c in keep else " " for c in text)

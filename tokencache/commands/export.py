@@ -1,0 +1,281 @@
+"""`tokencache export`: writes many sessions into one file, in order.
+
+A few sessions are fetched at a time. The file gets its name only when it is complete. Sessions are deleted only after the file is on
+the disk, and only if they can bring nothing new: they were sealed before they were fetched and had no open call. Sessions that could
+not be exported are counted and reported.
+"""
+
+import asyncio
+import fnmatch
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tokencache.client import AsyncClient, Client, ClientError, NotFoundError, SessionState
+from tokencache.commands import files
+from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
+from tokencache.commands.sink import FileError, Sink
+from tokencache.errors import HarnessError
+from tokencache.trajectories.formats.registry import FORMATS, format_named
+
+CONCURRENCY = 4
+"""Sessions fetched at a time. So many rollouts are in memory."""
+
+_EXIT_INTERRUPTED = 130
+_NAMES_SHOWN = 5
+
+
+class FetchedRollout(msgspec.Struct, frozen=True):
+    """A rollout as it was fetched. `idle`: no call was open before that. `tokens`: the tokens of all its sequences."""
+
+    session: str
+    rollout: bytes
+    complete: bool
+    idle: bool
+    tokens: int
+
+
+class Export(msgspec.Struct, kw_only=True):
+    """What to export, and what has been exported so far.
+
+    Attributes:
+        names: the sessions, in the order in which they are written.
+        drift: the turns whose drift is measured first; `""` uses the default of the proxy.
+        exact: each session was named by the user, so a missing one is an error.
+        exported, incomplete, skipped: sessions that were written; those of them that are incomplete; incomplete ones that were left out
+            (`complete_only`).
+        gone: sessions that someone deleted before they could be fetched.
+        deleted, kept: sessions that were deleted in the end; those that were not, because a call is still open.
+        whole: the file is complete and has its name.
+        partial: the file in which an unfinished export left its data.
+    """
+
+    names: Sequence[str]
+    format: str
+    drift: str = ""
+    exact: bool = False
+    seal: bool = False
+    delete: bool = False
+    complete_only: bool = False
+    exported: list[str] = []
+    incomplete: list[str] = []
+    skipped: list[str] = []
+    gone: list[str] = []
+    deleted: list[str] = []
+    kept: list[str] = []
+    tokens: int = 0
+    size: int = 0
+    whole: bool = False
+    partial: Path | None = None
+
+    async def run(self, client: AsyncClient, sink: Sink, step: Callable[[], None]) -> None:
+        """Export. `step` is called after each session.
+
+        Raises:
+            ClientError: the proxy refuses or does not answer.
+            FileError: the file cannot hold a rollout.
+            OSError: the file cannot be written.
+        """
+        finished: list[str] = []
+        try:
+            async with aclosing(self._fetch_all(client)) as fetched:
+                async for name, rollout in fetched:
+                    if rollout is not None and self._write(rollout, sink):
+                        (finished if rollout.idle else self.kept).append(name)
+                    elif rollout is None:
+                        self.gone.append(name)
+                    step()
+            sink.finish()
+            self.whole = True
+        except BaseException:  # also KeyboardInterrupt and cancellation
+            self.partial = sink.leave()
+            raise
+        for name in finished if self.delete else ():
+            with suppress(NotFoundError):  # someone else deleted it
+                await client.session(name).delete()
+            self.deleted.append(name)
+
+    def _write(self, fetched: FetchedRollout, sink: Sink) -> bool:
+        if not fetched.complete and self.complete_only:
+            self.skipped.append(fetched.session)
+            return False
+        sink.write(fetched.rollout)
+        self.exported.append(fetched.session)
+        if not fetched.complete:
+            self.incomplete.append(fetched.session)
+        self.tokens += fetched.tokens
+        self.size += len(fetched.rollout)
+        return True
+
+    async def _fetch_all(self, client: AsyncClient) -> AsyncGenerator[tuple[str, FetchedRollout | None], None]:
+        """Fetch all sessions, several at a time, and yield them in order; `None` for one that is gone."""
+        names: Iterator[str] = iter(self.names)
+        running: deque[tuple[str, asyncio.Task[FetchedRollout]]] = deque()
+        try:
+            while True:
+                while len(running) < CONCURRENCY and (name := next(names, None)) is not None:
+                    running.append((name, asyncio.create_task(self._fetch(client, name))))
+                if not running:
+                    return
+                name, task = running.popleft()
+                try:
+                    fetched = await task
+                except NotFoundError:
+                    if self.exact:
+                        raise
+                    yield name, None
+                else:
+                    yield name, fetched
+        finally:
+            for _, task in running:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+
+    async def _fetch(self, client: AsyncClient, name: str) -> FetchedRollout:
+        session = client.session(name)
+        if self.seal or self.delete:
+            await session.seal()
+        state = await session.state()
+        rollout = await session.fetch_json(self.format, drift=self.drift)
+        summary = msgspec.json.decode(rollout, type=_Summary)
+        complete = state.complete if summary.complete is None else summary.complete
+        tokens = summary.figures.trainable_tokens + summary.figures.masked_tokens
+        return FetchedRollout(name, rollout, complete, not state.open_calls, tokens)
+
+
+class _Figures(msgspec.Struct, frozen=True):
+    trainable_tokens: int = 0
+    masked_tokens: int = 0
+
+
+class _Summary(msgspec.Struct, frozen=True):
+    """The members that most formats have. If `complete` is absent, the state of the session has it."""
+
+    complete: bool | None = None
+    figures: _Figures = _Figures()
+
+
+def export_sessions(  # noqa: PLR0917 - one parameter per option
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.", show_default=False),
+    ],
+    sessions: Annotated[list[str] | None, typer.Argument(metavar="SESSION", help="Names of sessions.", show_default=False)] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Export all sessions.")] = False,
+    pattern: PatternOption = "",
+    format_name: Annotated[str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.")] = "native",
+    drift: Annotated[
+        str, typer.Option("--drift", metavar="MODE", help="Measure drift first: off, sequences (the last turn of each) or turns (all).")
+    ] = "off",
+    seal: Annotated[bool, typer.Option("--seal", help="Seal each session before it is fetched: it accepts no more calls.")] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Seal each session, and delete it from the proxy once the file is on the disk.")
+    ] = False,
+    complete_only: Annotated[bool, typer.Option("--complete-only", help="Leave out incomplete sessions.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Export sessions into one file, to train on or to keep.
+
+    JSON lines hold one rollout a line (native) or one training sample a line
+    (other formats). Parquet holds one sample a row, ids as int32 and log
+    probabilities as float32 (needs the extra 'parquet').
+
+    The file gets its name when it is complete. If the export is interrupted,
+    FILE.part holds what was fetched, and nothing is deleted.
+
+    tokencache export --all --to rollouts.jsonl
+
+    tokencache export --pattern 'run7-*' --format trl --to run7.parquet --delete
+    """
+    if sum((bool(sessions), everything, bool(pattern))) != 1:
+        raise typer.BadParameter("give session names, or --all, or --pattern 'run7-*'", param_hint="SESSION")
+    if delete and to == "-":
+        raise typer.BadParameter("standard output may be lost: --delete needs a file", param_hint="--delete")
+    try:
+        wanted = format_named(format_name)
+        with Client(proxy, admin_key) as client:
+            names = list(dict.fromkeys(sessions)) if sessions else _matching(client.sessions(), pattern or "*")
+        if not names:
+            raise failed(f"there is no session {f'that matches {pattern}' if pattern else 'yet'}; nothing was written")
+        export = Export(
+            names=names,
+            format=wanted.name,
+            drift=drift,
+            exact=bool(sessions),
+            seal=seal,
+            delete=delete,
+            complete_only=complete_only,
+        )
+        sink = files.create(to, wanted, overwrite=overwrite)
+    except (ClientError, HarnessError, FileError, OSError) as error:
+        raise failed(error) from None
+    console = Console(stderr=True)
+    try:
+        asyncio.run(_run(export, sink, proxy, admin_key, console))
+    except (ClientError, FileError, OSError) as error:
+        _print_unfinished(console, export)
+        raise failed(error) from None
+    except KeyboardInterrupt:
+        _print_unfinished(console, export)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    _print_report(console, export, sink.rows, to)
+
+
+async def _run(export: Export, sink: Sink, proxy: str, admin_key: str | None, console: Console) -> None:
+    columns = (TextColumn("exporting"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(export.names), amount="")
+
+        def step() -> None:
+            progress.update(bar, advance=1, amount=f"{export.tokens:,} tokens, {size(export.size)}")
+
+        async with AsyncClient(proxy, admin_key, timeout=TIMEOUT) as client:
+            await export.run(client, sink, step)
+
+
+def _matching(states: Sequence[SessionState], pattern: str) -> list[str]:
+    """Return the sessions that match, oldest first."""
+    chosen = [state for state in states if fnmatch.fnmatchcase(state.session, pattern)]
+    return [state.session for state in sorted(chosen, key=lambda state: (state.created, state.session))]
+
+
+def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
+    """Print what was exported and what was not."""
+    where = "standard output" if to == "-" else to
+    counts = f"{plural(rows, 'row')}, {export.tokens:,} tokens, {size(export.size)} fetched"
+    _print(console, f"{plural(len(export.exported), 'session')} in {where}: {counts}", "bold")
+    for names, words, style in (
+        (export.incomplete, "INCOMPLETE: a reply of the model is missing (see `tokencache show`)", "bold red"),
+        (export.skipped, "incomplete and left out", "yellow"),
+        (export.gone, "deleted by someone else before they could be fetched", "yellow"),
+        (export.kept if export.delete else (), "not deleted, because a call is still open", "yellow"),
+        (export.deleted, "deleted from the proxy", ""),
+    ):
+        if names:
+            shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+            _print(console, f"{len(names)} {words}: {shown}", style)
+
+
+def _print_unfinished(console: Console, export: Export) -> None:
+    """Print how far an export came that failed or was interrupted."""
+    done = f"{len(export.exported)} of {plural(len(export.names), 'session')}"
+    if export.whole:
+        words = f"the file is complete; stopped after {plural(len(export.deleted), 'session')} were deleted from the proxy"
+    elif export.partial is not None:
+        words = f"stopped: {export.partial} holds {done}; nothing was deleted"
+    else:
+        words = f"stopped after {done}; nothing was deleted"
+    _print(console, words, "yellow")
+
+
+def _print(console: Console, words: str, style: str) -> None:
+    console.print(words, style=style, highlight=False, markup=False, soft_wrap=True)

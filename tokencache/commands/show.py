@@ -1,0 +1,186 @@
+"""`tokencache show`: prints a session as a tree of sequences and turns.
+
+Runs of turns that only continue are folded into one line. A sequence that branches off is indented below the turn that it left. Below a
+certain depth the indentation stays the same, so that lines do not become too narrow; the heading names the turn that the sequence left.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from tokencache.client import Client, ClientError, Trajectory, TurnSpan
+from tokencache.client import Sequence as TrainingSequence
+from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed, output, plural, printable
+
+MAX_DEPTH = 8
+MIN_FOLDED = 3
+"""Runs of at least so many turns are folded."""
+
+_USUAL_FINISH = frozenset({"stop", "tool_calls"})
+Part = str | tuple[str, str]
+"""A piece of a line, with its style if it has one."""
+
+
+def show_session(
+    session: Annotated[str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.")],
+    turns: Annotated[bool, typer.Option("--turns", help="Show every turn; do not fold runs that only continue.")] = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Show a session as a tree of turns.
+
+    The tree shows which turn continues which, and why a rollout split. Each
+    line is one turn: its match, the new tokens of its prompt, the sampled
+    tokens, the finish reason, and, if present, a reason, marks (aborted,
+    no-logprobs, ...), an incident, and the rules that were applied to
+    recognise the history.
+
+    tokencache show r17
+    """
+    try:
+        with Client(proxy, admin_key, timeout=TIMEOUT) as client:
+            rollout = client.session(session).fetch()
+    except ClientError as error:
+        raise failed(error) from None
+    console = output()
+    for line in tree_lines(rollout, unfold=turns):
+        console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+
+
+def tree_lines(rollout: Trajectory, *, unfold: bool = False) -> Iterator[Text]:
+    """Draw a rollout, line by line."""
+    yield from _heading(rollout)
+    yield Text()
+    yield from _Tree(rollout, unfold=unfold).lines()
+    if rollout.incidents:
+        yield Text()
+        yield Text(f"incidents ({len(rollout.incidents)})", style="bold")
+    for incident in rollout.incidents:
+        where = " ".join(f"{noun} {name}" for noun, name in (("call", incident.call), ("turn", incident.turn)) if name)
+        style, missing = ("red", " (data is missing)") if incident.hole else ("yellow", "")
+        yield Text.assemble("  ", (incident.kind, style), missing, f"  {where}", f"  {printable(incident.detail)}")
+
+
+def _heading(rollout: Trajectory) -> Iterator[Text]:
+    figures = rollout.figures
+    state = ("complete", "green") if rollout.complete else ("INCOMPLETE", "bold red")
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(rollout.created)) if rollout.created else "not begun"
+    sealed = "sealed" if rollout.sealed else "not sealed"
+    yield Text.assemble("session ", (rollout.session, "bold"), "  ", state, f"  {sealed}  began {began}")
+    counts = [
+        ("calls", figures.calls),
+        ("turns", figures.turns),
+        ("sequences", figures.sequences),
+        ("trainable tokens", figures.trainable_tokens),
+        ("masked", figures.masked_tokens),
+    ]
+    if figures.untrainable_tokens:
+        counts.append(("sampled without log probabilities", figures.untrainable_tokens))
+    yield Text(", ".join(f"{n:,} {noun}" for noun, n in counts))
+    for noun, kinds in (("matches", figures.matches), ("applied rules", figures.forgiven), ("incidents", figures.incidents)):
+        if kinds:
+            yield Text(f"{noun}: {_counted(kinds)}")
+    if figures.drift is not None and figures.drift.measured:
+        drift = figures.drift
+        yield Text(f"drift avoided: {drift.tokens:,} tokens, in {drift.drifted} of {drift.measured} turns measured")
+
+
+class _Tree:
+    """Draws the sequences of one rollout."""
+
+    def __init__(self, rollout: Trajectory, *, unfold: bool) -> None:
+        self._unfold = unfold
+        self._with_incident = {incident.turn for incident in rollout.incidents}
+        self._known = {turn.turn for sequence in rollout.sequences for turn in sequence.turns}
+        self._branches: dict[str, list[TrainingSequence]] = {}
+        """The sequences that left a turn, by turn id; under `""` those that left none."""
+        for sequence in rollout.sequences:
+            self._branches.setdefault(self._left(sequence), []).append(sequence)
+
+    def lines(self) -> Iterator[Text]:
+        """Draw all sequences. Uses a stack, not recursion, because branches may be nested a thousand deep."""
+        stack = [self._sequence(sequence, 0) for sequence in reversed(self._branches.get("", []))]
+        while stack:
+            line = next(stack[-1], None)
+            if line is None:
+                stack.pop()
+            elif isinstance(line, Text):
+                yield line
+            else:
+                stack.append(self._sequence(*line))
+
+    def _left(self, sequence: TrainingSequence) -> str:
+        """Return the turn that a sequence branched off or took its context from; `""` if there is none in this rollout."""
+        left = (sequence.turns[0].parent or sequence.turns[0].origin or "") if sequence.turns else ""
+        return left if left in self._known else ""
+
+    def _sequence(self, s: TrainingSequence, depth: int) -> Iterator[Text | tuple[TrainingSequence, int]]:
+        """Yield the lines of a sequence, and in place of each branch the sequence with its depth."""
+        margin = "│ " * min(depth, MAX_DEPTH)
+        left = self._left(s)
+        tools = f", {plural(s.tools, 'tool')}" if s.tools else ", no tools"
+        yield Text.assemble(
+            (margin, "dim"),
+            ("● ", "green" if s.continued else "dim"),
+            (s.start, "bold"),
+            (f" {s.reason}", "yellow") if s.reason else "",
+            f" {s.id}",
+            (f" off {left}", "dim") if left else "",
+            f": {plural(len(s.turns), 'turn')}, {s.tokens:,} tokens, {s.trainable_tokens:,} trainable, weight {s.weight:.3g}{tools}",
+            "" if s.continued else ", not continued",
+        )
+        numbered = enumerate(s.turns, 1)
+        for plain, run in groupby(numbered, key=lambda at: self._is_plain(at[1], first=at[0] == 1, last=at[0] == len(s.turns))):
+            turns = list(run)
+            if plain and len(turns) >= MIN_FOLDED and not self._unfold:
+                yield Text.assemble((f"{margin}│ ", "dim"), *_folded([turn for _, turn in turns]))
+                continue
+            for n, turn in turns:
+                yield Text.assemble((f"{margin}│ ", "dim"), *self._turn(n, turn))
+                yield from ((branch, depth + 1) for branch in self._branches.get(turn.turn, ()))
+
+    def _is_plain(self, turn: TurnSpan, *, first: bool, last: bool) -> bool:
+        """Whether a turn only continues the session."""
+        noteworthy = (
+            turn.match != "continue" or turn.reason or turn.marks or turn.turn in self._with_incident or turn.turn in self._branches
+        )
+        return not (noteworthy or first or last or turn.finish_reason not in _USUAL_FINISH)
+
+    def _turn(self, n: int, turn: TurnSpan) -> list[Part]:
+        parts: list[Part] = [(f"{n:>4} ", "dim"), f"{turn.turn:<16} {turn.match:<8}", *_tokens([turn])]
+        parts.append((f"  {turn.finish_reason or 'no finish reason'}", "" if turn.finish_reason in _USUAL_FINISH else "yellow"))
+        if turn.reason:
+            parts.append((f"  {turn.reason}", "yellow"))
+        if turn.marks:
+            parts.append((f"  {' '.join(turn.marks)}", "red"))
+        if turn.turn in self._with_incident:
+            parts.append(("  incident", "red"))
+        if turn.forgiven:
+            parts.append((f"  rules {', '.join(turn.forgiven)}", "cyan"))
+        return parts
+
+
+def _folded(turns: Sequence[TurnSpan]) -> list[Part]:
+    rules = _counted(Counter(rule for turn in turns for rule in turn.forgiven))
+    return [
+        ("   ⋮ ", "dim"),
+        f"{f'{len(turns)} turns':<16} {'continue':<8}",
+        *_tokens(turns),
+        (f"  rules {rules}", "cyan") if rules else "",
+    ]
+
+
+def _tokens(turns: Sequence[TurnSpan]) -> list[Part]:
+    """Return the number of new prompt tokens and of sampled tokens."""
+    new = sum(turn.prompt[1] - turn.prompt[0] for turn in turns)
+    sampled = sum(turn.completion[1] - turn.completion[0] for turn in turns)
+    return [f" {f'+{new:,}':>8}", (f" {sampled:>8,} sampled", "green")]
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n:,}" for name, n in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))

@@ -1,0 +1,66 @@
+"""What all export files have in common: the interface `Sink`, and the name `FILE.part` until a file is complete.
+
+A file gets its own name when all data is in it and on the disk. So a file with its own name is always complete. After an interruption
+`FILE.part` holds what was written, and can be read.
+"""
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tokencache.trajectories.formats.registry import Format
+
+PART = ".part"
+
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ROWS = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class FileError(Exception):
+    """A file cannot be written or read as requested. The message says what to do instead."""
+
+
+class Sink(Protocol):
+    """Writes rollouts, as the proxy returns them, to a file."""
+
+    rows: int
+    """The number of rows (training samples) written."""
+
+    def write(self, rollout: bytes) -> None:
+        """Write one rollout.
+
+        Raises:
+            FileError: this kind of file cannot hold it.
+        """
+
+    def finish(self) -> None:
+        """Flush everything to the disk and give the file its name."""
+
+    def leave(self) -> Path | None:
+        """Stop early: close the file so that its data can be read, and return its path."""
+
+
+class PartFile:
+    """A file that is called `FILE.part` until it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.part = path.with_name(path.name + PART)
+
+    def publish(self) -> None:
+        """Give the file its name. When this returns, data and name are on the disk."""
+        with self.part.open("rb") as written:
+            os.fsync(written.fileno())
+        self.part.replace(self.path)
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def rows_of(rollout: bytes, wanted: Format) -> list[msgspec.Raw]:
+    """Return the rows of a rollout in a format as JSON: one for each training sample."""
+    return _ROWS.decode(_MEMBERS.decode(rollout)[wanted.rows]) if wanted.rows else [msgspec.Raw(rollout)]

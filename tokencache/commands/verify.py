@@ -1,0 +1,126 @@
+"""`tokencache verify`: checks exported files, or sessions of a proxy."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from tokencache.client import Client, ClientError, Trajectory
+from tokencache.commands import files
+from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed, output, plural, printable
+from tokencache.commands.sink import FileError
+from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, holes, verify
+
+_SHOWN = 5
+
+
+class Checked(msgspec.Struct, kw_only=True):
+    """The result for one file or session.
+
+    Attributes:
+        incomplete: rollouts with missing data, and the kinds of incidents that report it.
+        breaks: the failed checks.
+    """
+
+    target: str
+    rollouts: int = 0
+    turns: int = 0
+    trainable_tokens: int = 0
+    incomplete: dict[str, list[str]] = {}
+    breaks: list[CheckFailure] = []
+
+
+def verify_exports(
+    targets: Annotated[list[str], typer.Argument(metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object for each target.")] = False,
+    every: Annotated[bool, typer.Option("--all", help=f"Print all failed checks, not only the first {_SHOWN} of a target.")] = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Check exported rollouts. The exit code is 1 if a check fails.
+
+    Files end with .jsonl, .jsonl.gz, .parquet, or .json (one rollout). Any
+    other name is a session, which is fetched. The checks cover lengths, masks,
+    log probabilities, the hashes of all ids, the order of turns, that each
+    turn occurs once, weights and figures. The first failure is printed first,
+    with ten tokens on either side.
+
+    tokencache verify rollouts.jsonl
+
+    tokencache verify r17
+    """
+    try:
+        with Client(proxy, admin_key, timeout=TIMEOUT) as client:
+            checked = [check(target, client) for target in targets]
+    except (ClientError, FileError) as error:
+        raise failed(error) from None
+    if as_json:
+        typer.echo(msgspec.json.encode(checked))
+    else:
+        _print_report(output(), checked, most=None if every else _SHOWN)
+    if any(one.breaks for one in checked):
+        raise typer.Exit(1)
+
+
+def check(target: str, client: Client) -> Checked:
+    """Check a file, or else the session of that name.
+
+    Raises:
+        FileError: the file cannot be read.
+        ClientError: there is no such session, or the proxy does not answer.
+    """
+    if target.endswith(files.ENDINGS) or Path(target).is_file():
+        return _check_all(target, files.read(Path(target)))
+    return _check_all(target, [(1, msgspec.json.decode(client.session(target).fetch_json(drift="off")))])
+
+
+def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
+    checked = Checked(target=target)
+    first_place: dict[str, int] = {}
+    for place, value in rollouts:
+        try:
+            rollout = msgspec.convert(value, Trajectory)
+        except msgspec.ValidationError as error:
+            name = str(value.get("session", "")) if isinstance(value, dict) else ""
+            words = f"number {place} is not a native rollout: {error}"
+            checked.breaks.append(CheckFailure(session=name, check="readable", words=words))
+            continue
+        checked.rollouts += 1
+        checked.turns += sum(len(sequence.turns) for sequence in rollout.sequences)
+        checked.trainable_tokens += sum(sum(sequence.loss_mask) for sequence in rollout.sequences)
+        first = first_place.setdefault(rollout.session, place)
+        if first != place:
+            words = f"occurs twice: number {first} and number {place}"
+            checked.breaks.append(CheckFailure(session=rollout.session, check="once", words=words))
+        checked.breaks += verify(rollout)
+        if not rollout.complete:
+            checked.incomplete[rollout.session] = list(holes(rollout))
+    if not checked.rollouts and not checked.breaks:
+        checked.breaks.append(CheckFailure(session="", check="readable", words="contains no rollout"))
+    return checked
+
+
+def _print_report(console: Console, checked: Sequence[Checked], *, most: int | None) -> None:
+    """Print the results, with at most so many failed checks for each target."""
+
+    def print_line(words: str, style: str = "") -> None:
+        console.print(printable(words, keep="\n"), style=style, highlight=False, markup=False, soft_wrap=True)
+
+    for one in checked:
+        counts = f"{plural(one.rollouts, 'rollout')}, {plural(one.turns, 'turn')}, {one.trainable_tokens:,} trainable tokens"
+        if one.breaks:
+            print_line(f"{one.target}: {counts}: {plural(len(one.breaks), 'check')} FAILED:", "bold red")
+        else:
+            print_line(f"{one.target}: {counts}: all checks passed", "green")
+        for failure in one.breaks[:most]:
+            print_line(f"  {failure}".replace("\n", "\n  "))
+        if most is not None and len(one.breaks) > most:
+            print_line(f"  and {len(one.breaks) - most} more: --all prints them")
+        for session, kinds in one.incomplete.items():
+            print_line(f"  incomplete: {session} ({', '.join(kinds)})", "yellow")
+    print_line("not checked, because an export cannot show it:")
+    for line in NOT_CHECKED:
+        print_line(f"  {line}")
