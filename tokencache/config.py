@@ -14,7 +14,7 @@ from rapidfuzz import process
 
 from tokencache.core.budget import Budget
 from tokencache.core.rules import BY_NAME
-from tokencache.dialects.chat.sampling import check_policy
+from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
 from tokencache.engine.probe import Level
 from tokencache.proxy.dedup.fingerprint import Policy

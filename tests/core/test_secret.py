@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tokencache.core.chain import aborted_turn_keys, build_conversation, extend, lookup_keys, turn_keys
 from tokencache.core.messages import Message, ToolCall, digest, exact_digest
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.request import read_chat
 
 TEXT = st.text(max_size=12)
 REPLY = st.builds(
@@ -50,7 +50,7 @@ def test_what_was_read_of_a_body_has_the_secret_in_it(history, two):
     body = json.dumps({"model": "m", "messages": told, "tools": []}).encode()
     chains = []
     for secret in two:
-        bodies = Bodies()
+        bodies = IncrementalParser()
         bodies.secret = secret
         whole = read_chat(body, bodies, "s").conversation
         more = json.dumps({"model": "m", "messages": [*told, {"role": "user", "content": "x"}], "tools": []}).encode()

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tokencache.dialects.completion_reader import hear
-from tokencache.dialects.dialect import refusal
+from tokencache.dialects.base import parse_engine_error
+from tokencache.dialects.completion_reader import read_completion
 
 
 @pytest.mark.parametrize(
@@ -19,18 +19,18 @@ from tokencache.dialects.dialect import refusal
     ],
 )
 def test_faults(error, fault):
-    assert hear(json.dumps({"error": error}).encode()).fault == fault
+    assert read_completion(json.dumps({"error": error}).encode()).fault == fault
 
 
 def test_calls_have_a_number_even_if_the_engine_gives_none():
     calls = [{"id": "a", "function": {"name": "f"}}, {"index": 7}, {"function": None}]
-    said = hear(json.dumps({"choices": [{"index": 1}, {"index": 0, "message": {"tool_calls": calls}}]}).encode()).choice.said
+    said = read_completion(json.dumps({"choices": [{"index": 1}, {"index": 0, "message": {"tool_calls": calls}}]}).encode()).choice.said
     assert [(n, call.name, call.arguments) for n, call in said.called()] == [(0, "f", ""), (7, "", ""), (2, "", "")]
 
 
 @pytest.mark.parametrize("data", [b"", b"oops", b"[]", b'{"choices": 5}', b"[" * 9000])
 def test_what_cannot_be_read(data):
-    assert hear(data) is None
+    assert read_completion(data) is None
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_what_cannot_be_read(data):
     ],
 )
 def test_a_refusal_is_taken_apart(body, said):
-    assert refusal(502, body) == said
+    assert parse_engine_error(502, body) == said

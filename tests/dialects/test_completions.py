@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokencache.core import ids
-from tokencache.dialects import completions
-from tokencache.dialects.completions import CompletionPresenter
+from tokencache.dialects import text_completions
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
+from tokencache.dialects.text_completions import TextReplyEncoder
 from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
 from tokencache.errors import HarnessError
@@ -21,7 +21,7 @@ from tokencache.testing import SimulatedEngine
 
 
 def call(**body):
-    return completions.read(json.dumps({"model": "m", **body}).encode())
+    return text_completions.read(json.dumps({"model": "m", **body}).encode())
 
 
 def chances(*values):
@@ -69,18 +69,18 @@ def test_the_engine_is_asked_for_ids_and_log_probabilities():
 )
 def test_what_cannot_be_recorded_is_not_touched(more, why):
     body = {"model": "m", "prompt": "a", **more}
-    read = completions.read(compact(body))
+    read = text_completions.read(compact(body))
     assert read.unrecorded == why
     assert read.for_engine() == compact(body)
     data = compact(STREAM[0])
-    assert CompletionPresenter(read).chunk(event_of(data), data, 2) == event_of(data)
+    assert TextReplyEncoder(read).chunk(event_of(data), data, 2) == event_of(data)
 
 
 def test_what_was_not_asked_for_is_set_back_to_null():
-    presenter = CompletionPresenter(call(prompt=["a", "b"], stream=True))
+    encoder = TextReplyEncoder(call(prompt=["a", "b"], stream=True))
     for full, plain in zip(STREAM, PLAIN, strict=True):
-        assert presenter.chunk(b"", compact(full), 2) == event_of(compact(plain))
-    assert presenter.end() == b"data: [DONE]\n\n"
+        assert encoder.chunk(b"", compact(full), 2) == event_of(compact(plain))
+    assert encoder.end() == b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize(
@@ -92,21 +92,21 @@ def test_what_was_not_asked_for_is_set_back_to_null():
     ],
 )
 def test_what_was_asked_for_is_shown(asked, kept):
-    shown = json.loads(CompletionPresenter(call(prompt="a", **asked)).body(compact(STREAM[0])))["choices"][0]
+    shown = json.loads(TextReplyEncoder(call(prompt="a", **asked)).whole(compact(STREAM[0])))["choices"][0]
     for name in ("token_ids", "prompt_token_ids", "logprobs"):
         assert shown[name] == (STREAM[0]["choices"][0][name] if name in kept else None)
 
 
 @pytest.mark.parametrize("data", [b"", b"oops", b"[]", b'{"choices": 1}', b'{"error": {"message": "x"}}'])
 def test_what_cannot_be_read_is_passed_on(data):
-    presenter = CompletionPresenter(call(prompt="a"))
-    assert presenter.body(data) == data
-    assert presenter.chunk(b"as it came", data, 0) == b"as it came"
+    encoder = TextReplyEncoder(call(prompt="a"))
+    assert encoder.whole(data) == data
+    assert encoder.chunk(b"as it came", data, 0) == b"as it came"
 
 
 def test_a_usage_chunk_stays_as_it_is():
     data = compact({"id": "cmpl-1", "choices": [], "usage": {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1}})
-    assert CompletionPresenter(call(prompt="a")).chunk(b"", data, 0) == event_of(data)
+    assert TextReplyEncoder(call(prompt="a")).chunk(b"", data, 0) == event_of(data)
 
 
 BODIES = [
@@ -121,7 +121,7 @@ BODIES = [
 async def answered(body, call=None):
     """What an engine answers: to a harness that asks for itself, or as it is presented to one."""
     sent = compact({"max_tokens": 20, **body}) if call is None else call.for_engine()
-    presenter = None if call is None else CompletionPresenter(call)
+    encoder = None if call is None else TextReplyEncoder(call)
     engine = SimulatedEngine(episodes={"talk": ["One, two — naïve ☕, seven."]}, seed=3)
     headers = {"Content-Type": "application/json", "X-Request-Id": "same"}
     async with (
@@ -130,17 +130,17 @@ async def answered(body, call=None):
         http.post(f"{url}/v1/completions", data=io.BytesIO(sent), headers=headers) as answer,
     ):
         data = await answer.read()
-    if presenter is not None and not body.get("stream"):
-        data = presenter.body(data)
-    elif presenter is not None:
+    if encoder is not None and not body.get("stream"):
+        data = encoder.whole(data)
+    elif encoder is not None:
         found = [(event, data_of(event)) for event in EventSplitter().feed(data)]
-        data = b"".join(presenter.end() if inner == DONE else presenter.chunk(event, inner, 0) for event, inner in found)
+        data = b"".join(encoder.end() if inner == DONE else encoder.chunk(event, inner, 0) for event, inner in found)
     return re.sub(rb'"created":\d+', b'"created":1', data)
 
 
 @pytest.mark.parametrize("body", BODIES)
 async def test_the_harness_sees_the_bytes_of_a_direct_call(body):
-    assert await answered(body, completions.read(compact({"max_tokens": 20, **body}))) == await answered(body)
+    assert await answered(body, text_completions.read(compact({"max_tokens": 20, **body}))) == await answered(body)
 
 
 def whole():
@@ -183,7 +183,7 @@ def test_each_choice_is_collected_with_its_own_prompt(bodies):
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"prompt": 5}', b'{"stream": "x"}', b'{"n": "2"}', b'{"model": []}', b'{"echo": "x"}'])
 def test_bad_requests(body):
     with pytest.raises(HarnessError) as refused:
-        completions.read(body)
+        text_completions.read(body)
     assert refused.value.status == 400
 
 
@@ -196,4 +196,4 @@ def test_bad_requests(body):
 )
 def test_whatever_comes_is_read_or_refused(body):
     with contextlib.suppress(HarnessError):
-        json.loads(completions.read(json.dumps(body).encode()).for_engine())
+        json.loads(text_completions.read(json.dumps(body).encode()).for_engine())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokencache.dialects.places import bracketed, dotted
+from tokencache.dialects.json_io import bracketed, dotted
 
 DEEP = ((((("messages", 3), "content"), 0), "source"), "data")
 

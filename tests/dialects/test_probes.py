@@ -14,7 +14,7 @@ from tokencache.errors import HarnessError
 
 
 def ask(path, method="GET"):
-    return asyncio.run(ProbeDialect().read(asked(path=path, method=method)))
+    return asyncio.run(ProbeDialect().parse(asked(path=path, method=method)))
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.dialects.test_unread import HANDLE, SPEAKERS, chunk, responses, written
+from tests.dialects.test_unread import ENCODERS, HANDLE, chunk, responses, written
 from tokencache.core.messages import Message, digest
 from tokencache.core.verdict import judge
-from tokencache.dialects.anthropic.history import History
-from tokencache.dialects.anthropic.reply import MessagesSpeaker
-from tokencache.dialects.gemini.contents import Contents
-from tokencache.dialects.gemini.entry import entry
-from tokencache.dialects.gemini.reply import GeminiSpeaker
-from tokencache.dialects.responses.items import Talk
+from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
+from tokencache.dialects.anthropic.request import History
+from tokencache.dialects.gemini.reply import GeminiReplyEncoder
+from tokencache.dialects.gemini.request import Contents
+from tokencache.dialects.gemini.vocabulary import entry
+from tokencache.dialects.responses.request import Talk
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import CLOSED, NOT_IN_TEXT, UNCLOSED, Thinking, folded, in_text, read_signature, signed
 
@@ -59,7 +59,7 @@ def parted(hear, chunks):
 )
 def test_where_it_is_parted(content, expected, mark):
     thinking = Thinking()
-    assert parted(thinking.hear, [completion(content)]) == expected
+    assert parted(thinking.read, [completion(content)]) == expected
     assert thinking.mark == mark
 
 
@@ -70,8 +70,8 @@ def test_a_stream_is_parted_like_the_whole(content, places, calls):
     pieces = [written(chunk({"content": piece})) for piece in cut(content, places)]
     ending = [written(chunk({"content": None, "tool_calls": [{"index": 0, **CALL}]}))] if calls else []
     last = [written(chunk({}, finish="stop"))]
-    found = parted(whole.hear, [completion(content, calls=calls)])
-    assert parted(streamed.hear, [*pieces, *ending, *last]) == found
+    found = parted(whole.read, [completion(content, calls=calls)])
+    assert parted(streamed.read, [*pieces, *ending, *last]) == found
     assert streamed.mark == whole.mark
     assert "".join(found) in (content, content.replace("<think>", "", 1).replace("</think>", "", 1))  # nothing is lost
 
@@ -79,7 +79,7 @@ def test_a_stream_is_parted_like_the_whole(content, places, calls):
 @given(content=contents | thinking_contents)
 def test_it_is_put_together_as_it_was(content):
     thinking = Thinking()
-    thought, text = parted(thinking.hear, [completion(content)])
+    thought, text = parted(thinking.read, [completion(content)])
     message = {"role": "assistant", "content": text, **({"reasoning": thought} if thought else {})}
     told = folded(message, thinking.mark)["content"]
     assert told == content if thought or not thinking.mark else content == f"<think>{'</think>' if thinking.mark == CLOSED else ''}{told}"
@@ -87,11 +87,11 @@ def test_it_is_put_together_as_it_was(content):
 
 def test_an_engine_with_a_reasoning_parser_says_what_it_says():
     thinking = Thinking()
-    assert parted(thinking.hear, [completion("<think>x</think>Yes.", reasoning="Hm.")]) == ("Hm.", "<think>x</think>Yes.")
+    assert parted(thinking.read, [completion("<think>x</think>Yes.", reasoning="Hm.")]) == ("Hm.", "<think>x</think>Yes.")
     assert thinking.mark == NOT_IN_TEXT
     thinking = Thinking()
     chunks = [written(chunk(delta)) for delta in ({"reasoning": "Hm."}, {"content": "<think>"}, {"content": "x"})]
-    assert parted(thinking.hear, chunks) == ("Hm.", "<think>x")
+    assert parted(thinking.read, chunks) == ("Hm.", "<think>x")
 
 
 def test_the_opaque_member():
@@ -117,14 +117,14 @@ def test_as_gym_reads_it():
 
 
 def back_from_messages(content, *, calls, finish):
-    reply = json.loads(MessagesSpeaker("m", HANDLE).body(completion(content, calls=calls, finish=finish)))
+    reply = json.loads(AnthropicReplyEncoder("m", HANDLE).whole(completion(content, calls=calls, finish=finish)))
     history = History(None, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": reply["content"]}])
     kinds = [block["type"] for block in reply["content"]]
     return kinds, history.messages[1], history.handles.get(1)
 
 
 def back_from_responses(content, *, calls, finish, sealed):
-    reply = json.loads(responses(sealed=sealed).body(completion(content, calls=calls, finish=finish)))
+    reply = json.loads(responses(sealed=sealed).whole(completion(content, calls=calls, finish=finish)))
     talk = Talk()
     for place, item in enumerate(reply["output"]):
         talk.add(item, ("input", place))
@@ -134,8 +134,8 @@ def back_from_responses(content, *, calls, finish, sealed):
 
 
 def back_from_gemini(content, *, calls, finish):
-    speaker = GeminiSpeaker(model="m", handle=HANDLE, shows_thoughts=True, sse=True)
-    reply = json.loads(speaker.body(completion(content, calls=calls, finish=finish)))
+    encoder = GeminiReplyEncoder(model="m", handle=HANDLE, shows_thoughts=True, sse=True)
+    reply = json.loads(encoder.whole(completion(content, calls=calls, finish=finish)))
     said = reply["candidates"][0]["content"]
     talk = Contents()
     talk.add(entry(said, "contents[0]"))
@@ -199,11 +199,11 @@ def test_what_comes_back_is_the_model_s_turn(dialect, thought, text):
         assert (verdict.kind == "same") == (echoed.content == content)
 
 
-@pytest.mark.parametrize("dialect", SPEAKERS)
+@pytest.mark.parametrize("dialect", ENCODERS)
 @pytest.mark.parametrize("begins", [["<think>", "Hm", "</thi", "nk>", "Yes"], ["<think>Hm</think>Yes"]])
 def test_behind_the_thinking_a_text_is_passed_on_unread(dialect, begins):
-    speaker = SPEAKERS[dialect]()
+    encoder = ENCODERS[dialect]()
     for piece in begins:
         data = written(chunk({"content": piece}))
-        speaker.chunk(event_of(data), data, 3)
-    assert speaker.unread(event_of(written(chunk({"content": "more"})))) is not None
+        encoder.chunk(event_of(data), data, 3)
+    assert encoder.chunk_unparsed(event_of(written(chunk({"content": "more"})))) is not None

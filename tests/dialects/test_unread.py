@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencache.dialects.anthropic.reply import MessagesSpeaker
-from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.gemini.reply import GeminiSpeaker
-from tokencache.dialects.responses.reply import ResponsesSpeaker
-from tokencache.dialects.responses.tools import ToolName
+from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
+from tokencache.dialects.completion_reader import text_piece
+from tokencache.dialects.gemini.reply import GeminiReplyEncoder
+from tokencache.dialects.responses.reply import ResponsesReplyEncoder
+from tokencache.dialects.responses.vocabulary import ToolName
 from tokencache.dialects.sse import event_of
 
 HANDLE = "0123456789abcdef" * 2
@@ -19,16 +19,16 @@ NAMES = {"patch": ToolName("patch", custom=True)}
 
 def responses(**more):
     how = {"model": "m", "members": {}, "names": NAMES, "thoughts": True, "sealed": True, "as_gym": False, "keep": lambda _: {}}
-    return ResponsesSpeaker(HANDLE, **{**how, **more})
+    return ResponsesReplyEncoder(HANDLE, **{**how, **more})
 
 
-SPEAKERS = {
-    "messages": lambda: MessagesSpeaker("m", HANDLE),
+ENCODERS = {
+    "messages": lambda: AnthropicReplyEncoder("m", HANDLE),
     "responses": responses,
     "responses without thoughts": lambda: responses(thoughts=False),
-    "gemini": lambda: GeminiSpeaker(model="m", handle=HANDLE, shows_thoughts=True, sse=True),
-    "gemini without thoughts": lambda: GeminiSpeaker(model="m", handle=HANDLE, shows_thoughts=False, sse=True),
-    "gemini, an array": lambda: GeminiSpeaker(model="m", handle=HANDLE, shows_thoughts=True, sse=False),
+    "gemini": lambda: GeminiReplyEncoder(model="m", handle=HANDLE, shows_thoughts=True, sse=True),
+    "gemini without thoughts": lambda: GeminiReplyEncoder(model="m", handle=HANDLE, shows_thoughts=False, sse=True),
+    "gemini, an array": lambda: GeminiReplyEncoder(model="m", handle=HANDLE, shows_thoughts=True, sse=False),
 }
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from(
@@ -68,44 +68,44 @@ def written(value, *, ascii_only=False):
     return json.dumps(value, ensure_ascii=ascii_only, separators=(",", ":")).encode()
 
 
-@pytest.mark.parametrize("dialect", SPEAKERS)
+@pytest.mark.parametrize("dialect", ENCODERS)
 @given(told=st.lists(st.tuples(chunks, st.booleans()), max_size=30))
 def test_said_as_if_it_had_been_read(dialect, told):
-    read, unread = SPEAKERS[dialect](), SPEAKERS[dialect]()
+    read, unread = ENCODERS[dialect](), ENCODERS[dialect]()
     said_read, said_unread = [], []
     first, last = written(chunk({"role": "assistant", "content": ""})), written(chunk({}, finish="stop"))
-    for speaker, said in ((read, said_read), (unread, said_unread)):
-        said.append(speaker.chunk(event_of(first), first, 3))
+    for encoder, said in ((read, said_read), (unread, said_unread)):
+        said.append(encoder.chunk(event_of(first), first, 3))
     for made, ascii_only in told:
         data = written(made, ascii_only=ascii_only)
         said_read.append(read.chunk(event_of(data), data, 3))
-        passed = unread.unread(event_of(data))
+        passed = unread.chunk_unparsed(event_of(data))
         said_unread.append(unread.chunk(event_of(data), data, 3) if passed is None else passed)
-    for speaker, said in ((read, said_read), (unread, said_unread)):
-        said += [speaker.chunk(event_of(last), last, 3), speaker.end()]
+    for encoder, said in ((read, said_read), (unread, said_unread)):
+        said += [encoder.chunk(event_of(last), last, 3), encoder.end()]
     assert said_unread == said_read
 
 
-@pytest.mark.parametrize("dialect", SPEAKERS)
+@pytest.mark.parametrize("dialect", ENCODERS)
 @pytest.mark.parametrize("begins", [{"content": "a"}, begun(0, "f")], ids=["text", "call"])
 def test_what_goes_on_is_not_read(dialect, begins):
     """The point of it: nearly all of a stream takes this way."""
-    speaker = SPEAKERS[dialect]()
+    encoder = ENCODERS[dialect]()
     data = written(chunk(begins))
-    speaker.chunk(event_of(data), data, 3)
+    encoder.chunk(event_of(data), data, 3)
     more = {"content": "b"} if "tool_calls" not in begins else arguments(0, '{"a":')
-    assert speaker.unread(event_of(written(chunk(more)))) is not None
+    assert encoder.chunk_unparsed(event_of(written(chunk(more)))) is not None
 
 
-@pytest.mark.parametrize("dialect", SPEAKERS)
+@pytest.mark.parametrize("dialect", ENCODERS)
 @pytest.mark.parametrize("text", [b'"\xff"', b'"\\q"', b'"\\ud800"', b'"\n"'], ids=["bytes", "escape", "half a character", "control"])
 def test_a_text_that_is_no_json_is_read(dialect, text):
-    speaker = SPEAKERS[dialect]()
+    encoder = ENCODERS[dialect]()
     data = written(chunk({"content": "a"}))
-    speaker.chunk(event_of(data), data, 3)
-    assert speaker.unread(event_of(data.replace(b'"a"', text))) is None
+    encoder.chunk(event_of(data), data, 3)
+    assert encoder.chunk_unparsed(event_of(data.replace(b'"a"', text))) is None
 
 
 def test_a_piece_of_another_choice_is_none_of_this_reply():
-    assert piece_of(event_of(written(chunk({"content": "a"})))) == (b"content", 0, "a")
-    assert piece_of(event_of(written(chunk({"content": "a"}, index=1)))) is None
+    assert text_piece(event_of(written(chunk({"content": "a"})))) == (b"content", 0, "a")
+    assert text_piece(event_of(written(chunk({"content": "a"}, index=1)))) is None

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
-from tokencache.dialects.chat.reply import ChatPresenter
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.reply import ChatReplyEncoder
+from tokencache.dialects.chat.request import read_chat
 from tokencache.engine import chances
 from tokencache.engine import prompt_echo as echoed
 from tokencache.engine.reply import Reply
 
-CALL = read_chat(b'{"model":"m","messages":[{"role":"user","content":"x"}]}', Bodies())
+CALL = read_chat(b'{"model":"m","messages":[{"role":"user","content":"x"}]}', IncrementalParser())
 SENT = (b"1,2", b"2", b",333")
 IDS = [1, 22, 333]
 
@@ -108,8 +108,8 @@ def test_read_in_parts_it_says_the_same(made, sent, number, lost):
     brief = parted.take(data, unseen=True)
     whole.take(data)
     assert heard(parted) == heard(whole)
-    presenter = ChatPresenter(CALL)
-    assert presenter.body(brief) == presenter.body(data)
+    encoder = ChatReplyEncoder(CALL)
+    assert encoder.whole(brief) == encoder.whole(data)
 
 
 @pytest.mark.parametrize("sent", [(), SENT])

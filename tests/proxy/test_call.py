@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokencache.core.budget import Budget
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.request import read_chat
 from tokencache.proxy.call import DEFERRED, TERMINAL, TRANSITIONS, CallRequest, Event, IllegalTransitionError, ModelCall, Services, State
 from tokencache.proxy.call import next_state as following
 from tokencache.proxy.response import Exchange, Response
@@ -111,7 +111,7 @@ class Store:
 
 
 def a_call(store):
-    chat = read_chat(CHAT, Bodies())
+    chat = read_chat(CHAT, IncrementalParser())
     response = Response(None, chat, Exchange("/", {}, None, 1.0))
     return ModelCall(CallRequest("s", chat, response, b""), Services(None, store, None, 0), Budget(), may_resample=False)
 

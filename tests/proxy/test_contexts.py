@@ -7,8 +7,8 @@ import pytest
 
 from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
 from tokencache.core.context import unpack_context, whole_context
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.reply import Reply
 from tokencache.proxy.planner import Plan
 from tokencache.proxy.prefix_cache import PrefixCache
@@ -66,7 +66,7 @@ async def test_an_edited_history_shares_its_beginning():
 def test_media_stay_out_of_the_store():
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "look"}, picture]}]}
-    call = read_chat(json.dumps(body).encode(), Bodies())
+    call = read_chat(json.dumps(body).encode(), IncrementalParser())
     reply = Reply()
     choice = {"message": {"content": "A cat."}, "finish_reason": "stop", "token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}}
     reply.take(json.dumps({"choices": [choice], "prompt_token_ids": [1, 2]}).encode())

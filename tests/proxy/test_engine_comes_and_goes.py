@@ -6,8 +6,8 @@ import pytest
 
 from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, until, user
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.request import read_chat
 from tokencache.testing import Fault, SimulatedEngine
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -149,4 +149,4 @@ async def test_tails_come_back_with_tokenize(rig, known):
 
 
 def chat_args():
-    return read_chat(json.dumps({"model": "sim", **ASK}).encode(), Bodies()).args
+    return read_chat(json.dumps({"model": "sim", **ASK}).encode(), IncrementalParser()).args

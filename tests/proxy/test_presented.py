@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.core.settings import SOME
 from tests.proxy.kit import CHAT, HEADER, TOOLS, assembled, echo, proxied, results, user
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
-from tokencache.dialects.chat.reply import ChatPresenter
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.reply import ChatReplyEncoder
+from tokencache.dialects.chat.request import read_chat
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 
 ASKS = {
@@ -122,12 +122,12 @@ async def test_unknown_members_go_on_as_they_came(rig):
 
 
 def presented(stream: bytes, asked: dict, cuts: list[int]) -> bytes:
-    splitter, presenter = EventSplitter(), ChatPresenter(read_chat(json.dumps({"messages": [], **asked}).encode(), Bodies()))
+    splitter, encoder = EventSplitter(), ChatReplyEncoder(read_chat(json.dumps({"messages": [], **asked}).encode(), IncrementalParser()))
     shown = b""
     for start, end in itertools.pairwise([0, *sorted(cuts), len(stream)]):
         for event in splitter.feed(stream[start:end]):
             data = data_of(event)
-            shown += event if data is None else presenter.end() if data == DONE else presenter.chunk(event, data, 0)
+            shown += event if data is None else encoder.end() if data == DONE else encoder.chunk(event, data, 0)
     return shown + splitter.rest
 
 

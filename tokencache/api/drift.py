@@ -23,8 +23,8 @@ from tokencache.core.lineage import lineages
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn, TurnMark, rebuild_prefix
 from tokencache.core.verdict import INTERRUPTED
-from tokencache.dialects.chat.messages import read_message, with_stand_ins
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.dialects.chat.vocabulary import read_message, with_stand_ins
 from tokencache.engine.model import Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.template.renderer import RenderError, TemplateRefusedError

@@ -16,7 +16,7 @@ from tokencache.api.export_worker import ExportWorker
 from tokencache.api.http import choice, flag, json_response, not_found
 from tokencache.api.openapi import BASE, DRIFT_MODES, document, register
 from tokencache.api.reader import SessionReader, no_session
-from tokencache.dialects.chat.sampling import check_policy
+from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HarnessProfiles

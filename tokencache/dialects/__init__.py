@@ -17,6 +17,6 @@ What they share:
 `gym`          token ids on messages, as NeMo Gym has them
 `heard`        what is read of a chat completion or a chunk of one
 `places`       places in a request, as errors name them
-`presenter`    speakers that show the engine's own bytes
+`encoder`    speakers that show the engine's own bytes
 `sse`          server-sent events
 """

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.body import fields_of
+from tokencache.dialects.json_io import fields_of
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw

@@ -28,8 +28,8 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.body import entries_of, fields_of, member
 from tokencache.dialects.gym import PREFIX
+from tokencache.dialects.json_io import entries_of, fields_of, member
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw

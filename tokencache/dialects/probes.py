@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from tokencache.dialects.dialect import DialectRequest, DirectReply, Meaning, ServedModel
+from tokencache.dialects.base import AUTHORIZATION, DialectRequest, DirectReply, ParsedRequest, ServedModel
 from tokencache.errors import HarnessError
 
 _ALIVE = frozenset({"/", "/v1", "/v1/", "/v1/models", "/api/hello"})
@@ -32,15 +32,17 @@ class ProbeDialect:
     """See `dialect.Dialect`."""
 
     name = "probe"
+    credential_headers: tuple[str, ...] = (AUTHORIZATION,)
+    credential_parameters: tuple[str, ...] = ()
 
-    def speaks(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
+    def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """See `Dialect.speaks`."""
         del headers
         if path in _OTHERS:
             return True
         return (method == "HEAD" and path in _ALIVE) or (method in {"GET", "HEAD"} and _MODEL.fullmatch(path) is not None)
 
-    async def read(self, asked: DialectRequest) -> Meaning:
+    async def parse(self, asked: DialectRequest) -> ParsedRequest:
         """See `Dialect.read`.
 
         Raises:

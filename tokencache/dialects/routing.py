@@ -2,7 +2,7 @@
 
 A mixture-of-experts engine that was started with `--enable-return-routed-experts` says with every whole reply which experts each
 token was routed to: `choices[].routed_experts`, a `.npy` file in base64 (vLLM 0.32, `chat_completion/protocol.py`; text
-completions alike; streamed replies have none). That is 384 bytes a token for Qwen3-30B-A3B, and 100 MiB a turn for the largest.
+completions repeated_choice; streamed replies have none). That is 384 bytes a token for Qwen3-30B-A3B, and 100 MiB a turn for the largest.
 So it is cut out of the bytes of the body, which costs two searches, and never goes through a JSON reader.
 """
 

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, hear
-from tokencache.dialects.dialect import HANDLE
+from tokencache.dialects.base import HANDLE
+from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, read_completion
 
 Mark = Literal["", "inln", "open"]
 """Where a reply's thinking stood: not in its text; in a closed block; in a block that was not closed. Valid base64 behind a handle."""
@@ -47,9 +47,9 @@ class Thinking:
         self.settled = False
         self._held = ""  # text that may be the beginning of a tag
 
-    def hear(self, data: bytes) -> CompletionChunk | None:
-        """Read a completion or a chunk (`heard.hear`), with its inline thinking as `reasoning`."""
-        heard = hear(data)
+    def read(self, data: bytes) -> CompletionChunk | None:
+        """Read a completion or a chunk (`completion_reader.read_completion`), with its inline thinking as `reasoning`."""
+        heard = read_completion(data)
         choice = heard.choice if heard is not None else None
         if choice is not None and not self.settled:
             self._split(choice)

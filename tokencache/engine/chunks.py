@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.body import member
+from tokencache.dialects.json_io import member
 
 Raw = msgspec.Raw
 

@@ -10,7 +10,7 @@ import msgspec
 
 from tokencache.core.messages import Message, ToolCall
 from tokencache.dialects import routing
-from tokencache.dialects.completion_reader import Said
+from tokencache.dialects.completion_reader import ReplyMessage
 from tokencache.engine import chances, weights
 from tokencache.engine.chances import Logprobs
 from tokencache.engine.prompt_echo import CUT, EchoedPrompt, given
@@ -20,8 +20,8 @@ Raw = msgspec.Raw
 
 class _Choice(msgspec.Struct):
     index: int = 0
-    delta: Said | None = None
-    message: Said | None = None
+    delta: ReplyMessage | None = None
+    message: ReplyMessage | None = None
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -48,7 +48,7 @@ class _Error(msgspec.Struct):
 class _Piece(msgspec.Struct):
     """A choice of a plain chunk (`dialects.chat.plain`)."""
 
-    delta: Said
+    delta: ReplyMessage
     token_ids: list[int]
     logprobs: Logprobs | None = None
     index: int = 0
@@ -101,7 +101,7 @@ class Choice:
             self.logprobs += [value for value in choice.logprobs.token_logprobs or () if value is not None]
         if bytes(choice.prompt_token_ids) != CUT:
             self.prompt = self.prompt or given(choice.prompt_token_ids)
-        said = choice.delta or choice.message or Said(content=choice.text)
+        said = choice.delta or choice.message or ReplyMessage(content=choice.text)
         self._say(said, before)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
@@ -116,7 +116,7 @@ class Choice:
             self.logprobs += [item.logprob for item in piece.logprobs.content or ()]
         self._say(piece.delta, before)
 
-    def _say(self, said: Said, before: int) -> None:
+    def _say(self, said: ReplyMessage, before: int) -> None:
         content, thought = said.content, said.reasoning or said.reasoning_content
         if content:
             self.content.append(content)
@@ -127,7 +127,7 @@ class Choice:
         if said.tool_calls:
             self._call(said)
 
-    def _call(self, said: Said) -> None:
+    def _call(self, said: ReplyMessage) -> None:
         for index, call in said.called():
             parts = self.calls.setdefault(index, ["", "", ""])
             parts[0] = call.id or parts[0]

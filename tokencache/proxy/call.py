@@ -36,8 +36,8 @@ from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
-from tokencache.dialects.chat.call import ChatCall
-from tokencache.dialects.dialect import EVENTS, refusal
+from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, ParsedCompletion, Target
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
@@ -427,7 +427,7 @@ class ModelCall:
             log.exception("session %s call %s: no turn could be made of the reply", self._session, self.id)
             recorded = Recorded([], [], [outcome.incident(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}")])
         self._doubt_engine({incident.kind for incident in recorded.incidents})
-        documents = self._exchange.speaker.documents() if outcome.whole else {}
+        documents = self._exchange.encoder.documents() if outcome.whole else {}
         if outcome.whole and outcome.unanswered:
             documents |= {undelivered(self.id): b"1"}
         await self._ledger.end(self._begun, outcome, recorded, documents)
@@ -485,7 +485,7 @@ class ModelCall:
             if answer.status != _OK:
                 return await self._pass_refusal(answer)
             delivery = Delivery(self._response, self._reply, self, may_resample=self._may_resample)
-            if answer.content_type == EVENTS:
+            if answer.content_type == EVENT_STREAM:
                 return await self._pass_stream(answer, delivery)
             return await self._pass_whole(answer, delivery)
         finally:
@@ -622,7 +622,7 @@ class ModelCall:
             return await self._answer_overflow(answer.status, body)
         await self._settle(IncidentKind.ENGINE_REFUSED, f"{answer.status}: {body[:300].decode(errors='replace')}")
         if self._response.opened is not None:
-            return await self._response.fail(answer.status, refusal(answer.status, body)[0])
+            return await self._response.fail(answer.status, parse_engine_error(answer.status, body)[0])
         return whole_response(answer, body if self._exchange.refuse is None else self._exchange.refuse(answer.status, body))
 
     async def _answer_overflow(self, status: int, words: bytes) -> web.StreamResponse:
@@ -705,14 +705,14 @@ class ModelCall:
         if broke is None and not reply.finished and not reply.error:
             broke = BROKE, _ENDED_EARLY
             if self._exchange.refuse is not None and not delivery.ended:  # a translated stream must not look complete
-                held += self._exchange.speaker.failed(_BAD_GATEWAY, _ENDED_EARLY)
+                held += self._exchange.encoder.error(_BAD_GATEWAY, _ENDED_EARLY)
         if broke is not None:
             outcome.broke, outcome.detail = broke
         try:
             async with self._response.keep_alive():
                 await self._record()
         except StoreError as why:  # the head was sent: the error goes into the stream, as an engine would send it
-            held, cut = self._exchange.speaker.failed(_UNAVAILABLE, f"the store failed: {why}"), False
+            held, cut = self._exchange.encoder.error(_UNAVAILABLE, f"the store failed: {why}"), False
         return await self._response.finish(held, cut=cut)
 
     async def _drop(self) -> None:

@@ -32,7 +32,7 @@ from tokencache.core.messages import BLANK, Message, ToolCall, canonical_argumen
 from tokencache.core.reasons import Reason
 from tokencache.core.splice import fill
 from tokencache.core.turn import hash_ids
-from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.gym import PREFIX, ReturnedIdFragments
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import read_ids

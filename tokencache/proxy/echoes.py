@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.messages import digest
 from tokencache.core.turn import Turn
-from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.gym import ReturnedIdFragments
 from tokencache.proxy.client_ids import hashed, is_prefix, read_echo
 from tokencache.proxy.ledger import Ledger

@@ -19,13 +19,22 @@ from tokencache.core.budget import Budget
 from tokencache.core.chain import keyed_hash
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.rules import Leniency
-from tokencache.dialects import completions, gym_request
-from tokencache.dialects.chat.call import ChatCall, read_chat, read_tokenize, with_messages
-from tokencache.dialects.chat.growth import Bodies
-from tokencache.dialects.chat.messages import as_reminders
-from tokencache.dialects.chat.reply import ChatPresenter
-from tokencache.dialects.chat.sampling import pin
-from tokencache.dialects.dialect import Counting, Dialect, DialectRequest, DirectReply, ServedModel, Speaker, Spoken, refusal
+from tokencache.dialects import gym_request, text_completions
+from tokencache.dialects.base import (
+    DialectRequest,
+    DirectReply,
+    ModelCall,
+    ReplyEncoder,
+    ServedModel,
+    TokenCount,
+    TranslatedDialect,
+    parse_engine_error,
+)
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.reply import ChatReplyEncoder
+from tokencache.dialects.chat.request import ChatCall, read_chat, read_tokenize, with_messages
+from tokencache.dialects.chat.routes import CHAT
+from tokencache.dialects.chat.vocabulary import as_reminders, pin
 from tokencache.dialects.gym import prefix_of
 from tokencache.dialects.probes import model_list
 from tokencache.engine.model import Engine
@@ -45,7 +54,6 @@ from tokencache.proxy.sessions import Origin
 from tokencache.store.base import SessionDeletedError, SessionSealedError, StoreError, StoreFullError
 
 _UNAVAILABLE = 503
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Visit(NamedTuple):
@@ -73,7 +81,7 @@ class Caller:
         self,
         pool: Pool,
         ledger: Ledger,
-        bodies: Bodies,
+        bodies: IncrementalParser,
         aliases: ModelAliases,
         *,
         keep_alive: float,
@@ -110,7 +118,7 @@ class Caller:
         call = read_chat(body, self._bodies, visit.session, served=self._served(visit), rewrite=self._rewrite_chat)
         call.harness, call.leniency = visit.harness, visit.leniency
         call.replaced = self._pin(visit, call.fields)
-        exchange = Exchange(visit.origin.path, visit.headers, ChatPresenter(call), self._keep_alive, token_ids=self._token_ids)
+        exchange = Exchange(visit.origin.path, visit.headers, ChatReplyEncoder(call), self._keep_alive, token_ids=self._token_ids)
         return await self._run(visit, call, exchange, body)
 
     async def complete(self, visit: Visit) -> web.StreamResponse:
@@ -120,7 +128,7 @@ class Caller:
             As `chat` does.
         """
         body = await body_of(visit.request)
-        asked = completions.read(body, served=self._served(visit))
+        asked = text_completions.read(body, served=self._served(visit))
         replaced = self._pin(visit, asked.fields)
         if asked.unrecorded:
             await self.admit(visit, "completions")
@@ -130,25 +138,25 @@ class Caller:
             path = visit.origin.path
             return await relay_to(self._pool, visit.session, visit.request, path, headers=visit.headers, body=asked.for_engine())
         exchange = Exchange(
-            visit.origin.path, visit.headers, completions.CompletionPresenter(asked), self._keep_alive, body=asked.for_engine()
+            visit.origin.path, visit.headers, text_completions.TextReplyEncoder(asked), self._keep_alive, body=asked.for_engine()
         )
         call = asked.as_chat()
         call.replaced = replaced
         return await self._run(visit, call, exchange, body)
 
-    async def answer(self, visit: Visit, dialect: Dialect) -> web.StreamResponse:
+    async def answer(self, visit: Visit, dialect: TranslatedDialect) -> web.StreamResponse:
         """Answer a request in a dialect that is turned into chat.
 
         Raises:
             As `chat` does.
         """
         asked = self._asked(visit, await body_of(visit.request))
-        meant = await dialect.read(asked)
+        meant = await dialect.parse(asked)
         if isinstance(meant, DirectReply):
             return web.Response(body=meant.body, status=meant.status, content_type="application/json")
-        if isinstance(meant, Counting):
+        if isinstance(meant, TokenCount):
             call = await self._translated(visit, meant.body, "")
-            return web.Response(body=meant.say(await self._prompts.count(visit.session, call)), content_type="application/json")
+            return web.Response(body=meant.write(await self._prompts.count(visit.session, call)), content_type="application/json")
         call = await self._translated(visit, meant.body, f"{visit.session}\0{dialect.name}")
         call.dialect, call.handle = dialect.name, asked.handle
         call.replaced = self._pin(visit, call.fields)
@@ -156,13 +164,13 @@ class Caller:
         call.required_prefix = prefix_of(asked.body)
 
         def refuse(status: int, body: bytes) -> bytes:
-            return dialect.error(status, *refusal(status, body))
+            return dialect.error(status, *parse_engine_error(status, body))
 
-        async def speaks_as(handle: str) -> Speaker:
-            again = await dialect.read(msgspec.structs.replace(asked, handle=handle))
-            return again.speaker if isinstance(again, Spoken) else meant.speaker
+        async def encoder_for(handle: str) -> ReplyEncoder:
+            again = await dialect.parse(msgspec.structs.replace(asked, handle=handle))
+            return again.encoder if isinstance(again, ModelCall) else meant.encoder
 
-        exchange = Exchange(CHAT, visit.headers, meant.speaker, self._keep_alive, refuse, meant.media_type, self._token_ids, speaks_as)
+        exchange = Exchange(CHAT, visit.headers, meant.encoder, self._keep_alive, refuse, meant.media_type, self._token_ids, encoder_for)
         return await self._run(visit, call, exchange, asked.body)
 
     async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:

@@ -14,9 +14,9 @@ Source: nemo-gym 0.7.0, `responses_api_models/vllm_model/app.py` (`chat_completi
 import time
 
 from tokencache.core.messages import Message
-from tokencache.dialects.chat.call import ChatCall
-from tokencache.dialects.chat.whole import alike, whole_reply
-from tokencache.dialects.completions import whole_text
+from tokencache.dialects.chat.reply import repeated_choice, write_completion
+from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.text_completions import write_text_completion
 
 LAST_WORDS = "The budget of this session is used up."
 OVERFLOW_DETAIL = "answered with an empty completion, finish reason 'length'"
@@ -26,9 +26,9 @@ _OVERFLOW_WORDS = (b"context length", b"max_tokens", b"maximum model length")
 
 
 def budget_reply(call: ChatCall, call_id: str) -> bytes:
-    """Write the chat or text completion (JSON) that ends an episode; all choices are alike."""
-    write = whole_text if call.dialect == "completions" else whole_reply
-    choices = alike(call.n, Message("assistant", LAST_WORDS), "stop")
+    """Write the chat or text completion (JSON) that ends an episode; all choices are repeated_choice."""
+    write = write_text_completion if call.dialect == "completions" else write_completion
+    choices = repeated_choice(call.n, Message("assistant", LAST_WORDS), "stop")
     return write(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)
 
 
@@ -39,5 +39,5 @@ def is_overflow(status: int, refusal: bytes) -> bool:
 
 def overflow_reply(call: ChatCall, call_id: str) -> bytes:
     """Write the chat completion (JSON) that answers a prompt which is too long."""
-    choices = alike(call.n, Message("assistant"), "length")
-    return whole_reply(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)
+    choices = repeated_choice(call.n, Message("assistant"), "length")
+    return write_completion(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)

@@ -18,7 +18,7 @@ from tokencache.core.reasons import Reason
 from tokencache.core.splice import REPLACED, fill, join, junction
 from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
 from tokencache.core.verdict import DeliveredPrefix, is_unique
-from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.model import Model
 from tokencache.engine.template.renderer import RenderError

@@ -10,7 +10,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
-from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.template.renderer import RenderError, TemplateRefusedError

@@ -19,7 +19,7 @@ from tokencache.core.messages import digest
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Prefix, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
 from tokencache.core.verdict import Cut, pack_cuts
-from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import read_ids, spelled
 from tokencache.engine.reply import Choice, Reply

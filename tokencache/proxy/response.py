@@ -24,8 +24,8 @@ from multidict import CIMultiDict
 
 from tokencache.core.turn import TurnMark
 from tokencache.dialects import gym
-from tokencache.dialects.chat.call import ChatCall
-from tokencache.dialects.dialect import EVENTS, Speaker
+from tokencache.dialects.base import EVENT_STREAM, ReplyEncoder
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engine.chunks import as_chunks
 from tokencache.engine.drivers.base import Driver
@@ -55,23 +55,23 @@ class Exchange(NamedTuple):
     Attributes:
         path: path and query of the engine's route.
         headers: headers for the engine.
-        speaker: writes the reply in the client's dialect.
+        encoder: writes the reply in the client's dialect.
         keep_alive: seconds for which a stream may be silent.
         refuse: writes an engine's error (status, body) in the client's dialect; `None` if the client receives the engine's own bytes.
         media_type: content type of a streamed reply.
         token_ids: whether messages of the reply carry their token ids (`dialects.gym`).
-        speaks_as: makes a speaker that gives out another handle; `None` if the dialect has no handles.
+        encoder_for: makes an encoder that gives out another handle; `None` if the dialect has no handles.
         body: the engine's request body; `None` if the driver writes it.
     """
 
     path: str
     headers: CIMultiDict[str]
-    speaker: Speaker
+    encoder: ReplyEncoder
     keep_alive: float
     refuse: Callable[[int, bytes], bytes] | None = None
-    media_type: str = EVENTS
+    media_type: str = EVENT_STREAM
     token_ids: bool = False
-    speaks_as: Callable[[str], Awaitable[Speaker]] | None = None
+    encoder_for: Callable[[str], Awaitable[ReplyEncoder]] | None = None
     body: bytes | None = None
 
 
@@ -173,7 +173,7 @@ class Response:
         return self._keep_alive
 
     async def _send_keep_alive(self) -> None:
-        await (await self.open()).write(self.exchange.speaker.keep_alive())
+        await (await self.open()).write(self.exchange.encoder.keep_alive())
 
     async def open(self) -> web.StreamResponse:
         """Send the head of a streamed response, unless it was sent."""
@@ -187,7 +187,7 @@ class Response:
         """Send the engine's head, unless a head was sent."""
         if self.opened is None:
             response = open_response(answer, drop=frozenset({"content-length"}))
-            if self.exchange.media_type != EVENTS:
+            if self.exchange.media_type != EVENT_STREAM:
                 response.headers["Content-Type"] = self.exchange.media_type
             await self._send_head(response)
         assert self.opened is not None  # noqa: S101 - `_send_head` sets it
@@ -200,7 +200,7 @@ class Response:
 
     async def fail(self, status: int, message: str) -> web.StreamResponse:
         """End an opened response with an error, in the client's dialect."""
-        return await self.finish(self.exchange.speaker.failed(status, message))
+        return await self.finish(self.exchange.encoder.error(status, message))
 
     async def finish(self, rest: bytes, *, cut: bool = False) -> web.StreamResponse:
         """Send the rest of a stream and end it; with `cut`, close the connection instead of ending it properly."""
@@ -233,16 +233,16 @@ class Response:
 
     def as_body(self, body: bytes, reply: Reply) -> bytes:
         """Write a whole chat completion as a body in the client's dialect."""
-        return self.exchange.speaker.body(self.with_token_ids(body, reply))
+        return self.exchange.encoder.whole(self.with_token_ids(body, reply))
 
     def as_events(self, body: bytes, reply: Reply, prompt_tokens: int = 0) -> bytes:
         """Write a whole chat completion as a stream in the client's dialect; if it is not one, as an error."""
-        speaker, counted = self.exchange.speaker, prompt_tokens or self.prompt_tokens(reply)
+        encoder, counted = self.exchange.encoder, prompt_tokens or self.prompt_tokens(reply)
         try:
             chunks = [self.with_token_ids(chunk, reply) for chunk in as_chunks(body, self.chat.fields)]
         except ValueError as why:
-            return speaker.failed(_BAD_GATEWAY, str(why))
-        return b"".join([*[speaker.chunk(event_of(chunk), chunk, counted) for chunk in chunks], speaker.end()])
+            return encoder.error(_BAD_GATEWAY, str(why))
+        return b"".join([*[encoder.chunk(event_of(chunk), chunk, counted) for chunk in chunks], encoder.end()])
 
     def with_token_ids(self, data: bytes, reply: Reply) -> bytes:
         """Add token ids to the messages of a chunk or a body, if this client receives them there."""
@@ -275,7 +275,7 @@ class Delivery:
 
     def __init__(self, response: Response, reply: Reply, progress: Progress, *, may_resample: bool) -> None:
         self._response, self._reply, self._progress = response, reply, progress
-        self._chat, self._speaker, self._token_ids = response.chat, response.exchange.speaker, response.exchange.token_ids
+        self._chat, self._encoder, self._token_ids = response.chat, response.exchange.encoder, response.exchange.token_ids
         self._may_resample = may_resample
         self._as_is = response.exchange.refuse is None
         self.ended = False
@@ -283,7 +283,7 @@ class Delivery:
         self._finished = False  # the last choice is complete: what follows waits for the store
         self._silent = True  # since the last keep-alive interval
         self._pending: list[tuple[bytes, bytes, int]] | None = []  # chunks that wait for the first sampled token; `None`: it has come
-        self._unread = None if self._token_ids else self._speaker.unread
+        self._unread = None if self._token_ids else self._encoder.chunk_unparsed
         self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
 
     @property
@@ -377,7 +377,7 @@ class Delivery:
             return event if self._as_is else b""  # a comment of the engine, meant for clients that speak to it directly
         if data == DONE:
             self._finished = self.ended = True
-            return self._release() + self._speaker.end()
+            return self._release() + self._encoder.end()
         data = self._reply.without_experts(data)
         brief = self._reply.take(data)
         self._finished = self._finished or self._reply.finished or bool(self._reply.error)
@@ -385,7 +385,7 @@ class Delivery:
         shown = self._response.with_token_ids(allowed, self._reply)
         chunk = (event if shown is allowed else event_of(shown), shown, self._response.prompt_tokens(self._reply))
         if self._pending is None:
-            return self._speaker.chunk(*chunk)
+            return self._encoder.chunk(*chunk)
         self._pending.append(chunk)
         if not (self._reply.begun or self._reply.error):
             return b""  # nothing was sampled yet: the call can still be made again
@@ -398,7 +398,7 @@ class Delivery:
             return b""
         self._progress.show()
         pending, self._pending = self._pending, None
-        return b"".join([self._speaker.chunk(*chunk) for chunk in pending])
+        return b"".join([self._encoder.chunk(*chunk) for chunk in pending])
 
     def _decide_whether_withheld(self) -> None:
         if self._pending is not None:
@@ -409,5 +409,5 @@ class Delivery:
 
     async def _break_silence(self, response: web.StreamResponse) -> None:
         if self._silent:
-            await response.write(self._speaker.keep_alive())
+            await response.write(self._encoder.keep_alive())
         self._silent = True

@@ -28,7 +28,8 @@ from urllib.parse import parse_qsl, urlencode
 import msgspec
 
 from tokencache.core.budget import Budget
-from tokencache.dialects.body import fields_of
+from tokencache.dialects.json_io import fields_of
+from tokencache.dialects.registry import credential_parameters, keys_in
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.session_url import REGISTERED_KEY, SESSION_KEY, check_name, split_harness, split_session
@@ -208,17 +209,16 @@ class SessionFinder:
 def _key_of_query(path: str) -> tuple[str, str]:
     """Remove a key of the proxy's from a path's query, so that it does not reach the engine's log."""
     route, _, query = path.partition("?")
-    if "key=tc" not in query:
+    names = credential_parameters()
+    if not any(f"{name}=tc" in query for name in names):
         return "", path
     members = parse_qsl(query, keep_blank_values=True)
-    key = next((value for name, value in members if name == "key"), "")
-    rest = urlencode([(name, value) for name, value in members if name != "key"])
+    key = next((value for name, value in members if name in names), "")
+    rest = urlencode([(name, value) for name, value in members if name not in names])
     return key, f"{route}?{rest}" if rest else route
 
 
 def _key(headers: Mapping[str, str], in_query: str) -> str:
     """Return the request's key that is one of the proxy's, a registered one first; `""` if there is none."""
-    scheme, _, token = headers.get("Authorization", "").partition(" ")
-    bearer = token.strip() if scheme.lower() == "bearer" else ""
-    keys = [bearer, headers.get("x-api-key", ""), headers.get("x-goog-api-key", ""), in_query]
+    keys = [*keys_in(headers), in_query]
     return next((key for prefix in (REGISTERED_KEY, SESSION_KEY) for key in keys if key.startswith(prefix)), "")

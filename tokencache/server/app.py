@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 
-import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -25,9 +24,12 @@ from tokencache.api.routes import add_trainer_routes
 from tokencache.api.viewer.routes import add_viewer_routes
 from tokencache.config import Settings, names_in
 from tokencache.core.incidents import IncidentKind
-from tokencache.dialects.chat.growth import Bodies
-from tokencache.dialects.dialect import Dialect
-from tokencache.dialects.registry import dialect_of
+from tokencache.dialects.base import TranslatedDialect
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.routes import CHAT, COMPLETIONS, TOKENIZE
+from tokencache.dialects.chat.routes import ROUTES as CHAT_ROUTES
+from tokencache.dialects.registry import CHAT as CHAT_DIALECT
+from tokencache.dialects.registry import credential_headers, dialect_of, use_bearer
 from tokencache.engine.drivers.registry import DriverOptions, drivers
 from tokencache.engine.membership import EngineMembership
 from tokencache.engine.model import Engine
@@ -39,7 +41,7 @@ from tokencache.errors import EngineError, HarnessError
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import Services
 from tokencache.proxy.dedup.in_flight import HEARTBEAT_SECONDS, CallsInFlight
-from tokencache.proxy.endpoints import CHAT, COMPLETIONS, Caller, Visit
+from tokencache.proxy.endpoints import Caller, Visit
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.ledger import Ledger
@@ -65,10 +67,7 @@ _UNRECORDED = "/inference/v1/generate"
 _MODELS = "/v1/models"
 _FOR_TENANTS = frozenset({("GET", _MODELS), ("GET", "/health"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize")})
 """What of the engine's other routes a session may use that is not trusted: they neither sample nor change anything (vLLM 0.32)."""
-_CALLS = frozenset({CHAT, COMPLETIONS, "/tokenize"})
-"""Routes of the engine's own dialect that a session answers."""
-_DIALECT = web.RequestKey("dialect", Dialect)
-_KEYS = frozenset({"authorization", "x-api-key", "x-goog-api-key"})
+_DIALECT = web.RequestKey("dialect", TranslatedDialect)
 _FULL_SECONDS = 30
 """After how long a harness that begins a session may ask again whether there is room."""
 _SAID = (HarnessError, EngineError, SessionSealedError, SessionDeletedError, StoreFullError, StoreError, web.HTTPRequestEntityTooLarge)
@@ -105,7 +104,7 @@ class Proxy:
         self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
         self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
         aliases = ModelAliases(settings.model_aliases)
-        self._bodies = Bodies()
+        self._bodies = IncrementalParser()
         prompts = Prompts(self.pool, self.ledger)
         services = Services(self.pool, self.ledger, prompts.plan, settings.hold)
         self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
@@ -129,6 +128,7 @@ class Proxy:
         self._session_headers = (settings.session_header, *self._sources.headers)
         own_headers = {*self._session_headers, HARNESS_HEADER, "Content-Length", "Accept-Encoding", "Host", "Expect"}
         self._dropped = frozenset(name.lower() for name in own_headers)
+        self._credentials = frozenset(name.lower() for name in credential_headers())
         self._affinity = names_in(settings.affinity_headers)
         self._no_session_logged = False
         self.sessions = SessionFinder(
@@ -199,7 +199,7 @@ class Proxy:
         if dialect is not None:
             request[_DIALECT] = dialect  # whatever goes wrong from here on is said in its words
         check_head(request, self._session_headers)
-        calls_model = request.method == "POST" and (dialect is not None or route in _CALLS)
+        calls_model = request.method == "POST" and (dialect is not None or route in CHAT_ROUTES)
         in_body = await self._name_in_body(request) if calls_model and self._sources.members else None
         origin = await self.sessions.find(path, request.headers, in_body and in_body.session)
         check_path(origin.path)
@@ -211,7 +211,9 @@ class Proxy:
             request[KEPT] = in_body.rest
         return await self._within(request, origin.session, origin, route, dialect)
 
-    async def _within(self, request: web.Request, session: str, origin: Origin, route: str, dialect: Dialect | None) -> web.StreamResponse:
+    async def _within(
+        self, request: web.Request, session: str, origin: Origin, route: str, dialect: TranslatedDialect | None
+    ) -> web.StreamResponse:
         """Serve a request of a session: the proxy's own routes itself, the engine's by relaying them."""
         harness = origin.harness or self.profiles.recognise(request.headers.get("User-Agent", ""))
         headers = self._headers(request, origin, translated=dialect is not None)
@@ -222,7 +224,7 @@ class Proxy:
             return await self.caller.chat(visit)
         if request.method == "POST" and route == COMPLETIONS:
             return await self.caller.complete(visit)
-        if request.method == "POST" and route == "/tokenize":
+        if request.method == "POST" and route == TOKENIZE:
             return await self.caller.tokenize(visit)
         if request.method == "POST" and route == _UNRECORDED and not origin.tenant:
             await self.caller.admit(visit, "generate")
@@ -259,11 +261,9 @@ class Proxy:
 
     def _headers(self, request: web.Request, origin: Origin, *, translated: bool) -> CIMultiDict[str]:
         """The headers of a call within a session, as they go to the engine; one that is `translated` goes as OpenAI's clients send it."""
-        headers = end_to_end_headers(request.headers, drop=self._dropped | _KEYS if origin.own_key else self._dropped)
+        headers = end_to_end_headers(request.headers, drop=self._dropped | self._credentials if origin.own_key else self._dropped)
         if translated:
-            keys = [headers.pop(name) for name in ("x-api-key", "x-goog-api-key") if name in headers]
-            if keys:
-                headers.setdefault("Authorization", f"Bearer {keys[0]}")
+            use_bearer(headers)
             headers["Content-Type"] = "application/json"
         for name in self._affinity:  # engines and routers keep a session's cache warm by it
             headers.setdefault(name, origin.session or "")
@@ -339,10 +339,6 @@ def _answer_to(why: Exception, request: web.Request) -> web.Response:
 
 
 def _error(request: web.Request, status: int, message: str, kind: str, param: str | None = None) -> web.Response:
-    dialect = request.get(_DIALECT)
-    if dialect is not None:
-        body = dialect.error(status, message, kind, param)
-    else:
-        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    body = request.get(_DIALECT, CHAT_DIALECT).error(status, message, kind, param)
     headers = {"x-should-retry": "false"} if status < _FAULT_OF_OURS else None  # OpenAI's and Anthropic's SDKs repeat a 409 else
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")

@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
 from multidict import CIMultiDictProxy
 
+from tokencache.dialects.registry import credential_headers
 from tokencache.errors import HarnessError
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ _BAD_REQUEST = 400
 _SHOWN = 120
 _SEPARATORS = tuple(re.compile(some, re.IGNORECASE) for some in ("/", r"[/\\]", "/|%2f", r"[/\\]|%2f|%5c"))
 """What servers take for the end of a segment, in all combinations that there are."""
-_KEYS = ("Authorization", "x-api-key", "x-goog-api-key")
 
 
 def check_head(request: web.Request, session_headers: Iterable[str]) -> None:
@@ -43,7 +43,7 @@ def check_head(request: web.Request, session_headers: Iterable[str]) -> None:
     coding = request.headers.get("Transfer-Encoding", "chunked").strip()
     if coding.lower() != "chunked" or (request.version != HttpVersion11 and "Transfer-Encoding" in request.headers):
         raise HarnessError("the only transfer coding that is taken is 'chunked', of HTTP/1.1")
-    for name in (*session_headers, *_KEYS):
+    for name in (*session_headers, *credential_headers()):
         _only_one(request.headers, name)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from multidict import CIMultiDict
 
 from tokencache.core.messages import digest
-from tokencache.dialects.anthropic.codec import MessagesDialect
-from tokencache.dialects.anthropic.reply import MessagesSpeaker
-from tokencache.dialects.chat.messages import read_message
-from tokencache.dialects.dialect import DialectRequest, Meaning, ServedModel
+from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
+from tokencache.dialects.anthropic.routes import AnthropicDialect
+from tokencache.dialects.base import DialectRequest, ParsedRequest, ServedModel
+from tokencache.dialects.chat.vocabulary import read_message
 
 HANDLE = "0123456789abcdef" * 2
 OTHER = "f" * 32
@@ -36,8 +36,8 @@ def asked(body: Any = b"", path: str = "/v1/messages", method: str = "POST", ser
     )
 
 
-async def read(body: Any = b"", **more: Any) -> Meaning:
-    return await MessagesDialect().read(asked(body, **more))
+async def read(body: Any = b"", **more: Any) -> ParsedRequest:
+    return await AnthropicDialect().parse(asked(body, **more))
 
 
 async def chat_of(**members: Any) -> dict[str, Any]:
@@ -73,10 +73,10 @@ def completion(message: dict[str, Any], finish: str = "stop", stop: Any = None, 
 
 
 def streamed(chunks: list[bytes], *, done: bool = True) -> bytes:
-    """All that a speaker says of a stream."""
-    speaker = MessagesSpeaker("claude-x", HANDLE)
-    out = b"".join(speaker.chunk(b"data: " + data + b"\n\n", data, 12) for data in chunks)
-    return out + (speaker.end() if done else b"")
+    """All that a encoder says of a stream."""
+    encoder = AnthropicReplyEncoder("claude-x", HANDLE)
+    out = b"".join(encoder.chunk(b"data: " + data + b"\n\n", data, 12) for data in chunks)
+    return out + (encoder.end() if done else b"")
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from tests.dialects.anthropic.kit import asked, read
-from tokencache.dialects import lenient
-from tokencache.dialects.anthropic.codec import MessagesDialect
-from tokencache.dialects.dialect import Counting, DirectReply, ServedModel, Spoken
+from tokencache.dialects import json_io
+from tokencache.dialects.anthropic.routes import AnthropicDialect
+from tokencache.dialects.base import DirectReply, ModelCall, ServedModel, TokenCount
 from tokencache.errors import HarnessError
 
-DIALECT = MessagesDialect()
+DIALECT = AnthropicDialect()
 THEIRS = CIMultiDict({"Anthropic-Version": "2023-06-01"})
 SERVED = (ServedModel("sim", 4096), ServedModel("org/model v2"))
 
@@ -36,7 +36,7 @@ SERVED = (ServedModel("sim", 4096), ServedModel("org/model v2"))
     ],
 )
 def test_its_routes(method, path, headers, ours):
-    assert DIALECT.speaks(method, path, headers) is ours
+    assert DIALECT.matches(method, path, headers) is ours
 
 
 async def test_the_list_of_models():
@@ -146,14 +146,14 @@ async def test_deep_inputs_are_read_or_refused(depth):
         "tools": [{"name": "t", "input_schema": nested(depth)}],
     }
     try:
-        assert isinstance(await read(body), Spoken)
+        assert isinstance(await read(body), ModelCall)
     except HarnessError as refused:
         assert depth > 100, refused  # noqa: PT017 - either is right
 
 
 def test_what_is_too_deep_to_write_is_refused():
     with pytest.raises(HarnessError, match="nested too deeply"):
-        lenient.write(nested(100_000))
+        json_io.write(nested(100_000))
 
 
 async def test_a_thousand_tools_and_calls_of_one_id():
@@ -170,7 +170,7 @@ async def test_halves_of_characters_become_fffd():
     spoken = await read(b'{"model":"\\ud800","max_tokens":1,"messages":%s}' % entries)
     assert json.loads(spoken.body)["messages"][0]["content"] == "a \ufffd b é"
     assert b'{"role":"user","content":"\xc3\xa9"}' in spoken.body
-    assert "\ufffd".encode() in spoken.speaker.chunk(b"", b'{"choices":[]}', 1)
+    assert "\ufffd".encode() in spoken.encoder.chunk(b"", b'{"choices":[]}', 1)
 
 
 KINDS = [
@@ -234,11 +234,11 @@ BODY = st.fixed_dictionaries(
 async def test_any_json_is_read_or_refused(body, path):
     sent = asked(json.dumps(body).encode("utf-8", "surrogatepass"), path=path)
     try:
-        meaning = await DIALECT.read(sent)
+        meaning = await DIALECT.parse(sent)
     except HarnessError as refused:
         json.loads(DIALECT.error(refused.status, str(refused), refused.kind, refused.param))
     else:
-        assert isinstance(meaning, Spoken | Counting)
+        assert isinstance(meaning, ModelCall | TokenCount)
         assert isinstance(json.loads(meaning.body)["messages"], list)
 
 
@@ -246,4 +246,4 @@ async def test_any_json_is_read_or_refused(body, path):
 @given(st.binary(max_size=60))
 async def test_any_bytes_are_refused(body):
     with pytest.raises(HarnessError):
-        await DIALECT.read(asked(body))
+        await DIALECT.parse(asked(body))

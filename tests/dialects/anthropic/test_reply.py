@@ -7,7 +7,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from tests.dialects.anthropic.kit import HANDLE, call, chat_of, chunk, completion, digests, events, streamed, usage
-from tokencache.dialects.anthropic.reply import MessagesSpeaker
+from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 ROLE = chunk({"role": "assistant", "content": ""})
@@ -243,7 +243,7 @@ def test_a_whole_answer_is_what_its_stream_accumulates_to(name):
     last = next(choice for data in reversed(chunks) for choice in json.loads(data)["choices"])
     details = {"cached_tokens": 8} if name == "cached" else {}
     data = completion(message_of(WHOLES[name]), last["finish_reason"], last["stop_reason"], **details)
-    whole = json.loads(MessagesSpeaker("claude-x", HANDLE).body(data))
+    whole = json.loads(AnthropicReplyEncoder("claude-x", HANDLE).whole(data))
     assert whole == accumulated(events(streamed(chunks)))
     Message.model_validate(whole)
 
@@ -269,7 +269,7 @@ SERVED = [
 async def test_what_comes_back_is_what_was_said(said):
     """Whole answers, sent back as they are: the same digest as the engine's message, whatever its arguments are."""
     served = message_of(said)
-    answer = json.loads(MessagesSpeaker("m", HANDLE).body(completion(served)))
+    answer = json.loads(AnthropicReplyEncoder("m", HANDLE).whole(completion(served)))
     assert all(isinstance(block["input"], dict) for block in answer["content"] if block["type"] == "tool_use")
     back = (await chat_of(messages=[{"role": "assistant", "content": answer["content"]}]))["messages"]
     assert digests(back) == digests([served])
@@ -289,7 +289,7 @@ async def test_what_comes_back_of_a_stream_is_what_was_said(name):
 
 
 def test_nothing_of_the_engine_shows():
-    for out in (streamed(STREAMS["thinking, text, call"][0]), MessagesSpeaker("m", HANDLE).body(completion({"content": "a"}))):
+    for out in (streamed(STREAMS["thinking, text, call"][0]), AnthropicReplyEncoder("m", HANDLE).whole(completion({"content": "a"}))):
         for word in (b"token_ids", b"logprobs", b"chatcmpl", b'"engine"'):
             assert word not in out
 
@@ -304,10 +304,10 @@ def test_an_engines_error_ends_the_stream(before):
 
 
 def test_an_error_of_ours_within_a_stream():
-    speaker = MessagesSpeaker("m", HANDLE)
-    said = events(speaker.failed(503, "the store failed"))
+    encoder = AnthropicReplyEncoder("m", HANDLE)
+    said = events(encoder.error(503, "the store failed"))
     assert said == [{"type": "error", "error": {"type": "overloaded_error", "message": "the store failed"}}]
-    assert speaker.end() == b""
+    assert encoder.end() == b""
 
 
 def test_a_stream_without_an_end_is_an_error():
@@ -318,9 +318,9 @@ def test_a_stream_without_an_end_is_an_error():
 def test_what_is_no_chunk_says_nothing(data):
     kinds = {event["type"] for event in events(streamed([data], done=False))}
     assert kinds <= {"message_start", "ping"}
-    assert MessagesSpeaker("m", HANDLE).body(data) == data
+    assert AnthropicReplyEncoder("m", HANDLE).whole(data) == data
 
 
 def test_silence_is_a_ping():
-    assert events(MessagesSpeaker("m", HANDLE).keep_alive()) == [PING]
-    assert MessagesSpeaker("m", HANDLE).documents() == {}
+    assert events(AnthropicReplyEncoder("m", HANDLE).keep_alive()) == [PING]
+    assert AnthropicReplyEncoder("m", HANDLE).documents() == {}

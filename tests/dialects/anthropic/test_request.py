@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.dialects.anthropic.kit import HANDLE, OTHER, chat_of, digests, read
-from tokencache.dialects.dialect import Counting, Spoken
+from tokencache.dialects.base import ModelCall, TokenCount
 from tokencache.errors import HarnessError
 
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -189,7 +189,7 @@ async def test_messages_come_first_and_grow_at_the_end():
 )
 async def test_handles_are_found_where_they_came_back(blocks, handles):
     spoken = await read({"model": "m", "max_tokens": 9, "messages": [HI, *blocks]})
-    assert isinstance(spoken, Spoken)
+    assert isinstance(spoken, ModelCall)
     assert dict(spoken.handles) == handles
     roles = [message["role"] for message in json.loads(spoken.body)["messages"]]
     assert all(roles[place] == "assistant" for place in handles)
@@ -270,11 +270,11 @@ async def test_members(given, expected):
 async def test_a_count_asks_about_the_same_prompt():
     asked = {"model": "m", "messages": [HI], "system": "s", "tools": [TOOL], "thinking": {"type": "disabled"}}
     counting = await read(asked, path="/v1/messages/count_tokens")
-    assert isinstance(counting, Counting)
+    assert isinstance(counting, TokenCount)
     called_for = json.loads((await read({**asked, "max_tokens": 9})).body)
     del called_for["max_tokens"]
     assert json.loads(counting.body) == called_for
-    assert json.loads(counting.say(17)) == {"input_tokens": 17}
+    assert json.loads(counting.write(17)) == {"input_tokens": 17}
 
 
 REFUSED = {

@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 
 from tests.dialects.anthropic.kit import HANDLE, completion, streamed
 from tests.dialects.anthropic.test_reply import STREAMS, WHOLES, message_of
-from tokencache.dialects.anthropic.reply import MessagesSpeaker
+from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +52,7 @@ async def test_streams_are_accumulated(name, piece, beta):
         last = next(choice for data in reversed(STREAMS[name][0]) for choice in json.loads(data)["choices"])
         details = {"cached_tokens": 8} if name == "cached" else {}
         data = completion(message_of(WHOLES[name]), last["finish_reason"], last["stop_reason"], **details)
-        async with said(MessagesSpeaker("claude-x", HANDLE).body(data), "application/json") as sdk:
+        async with said(AnthropicReplyEncoder("claude-x", HANDLE).whole(data), "application/json") as sdk:
             messages = sdk.beta.messages if beta else sdk.messages
             whole = (await messages.create(**ASKED)).model_dump(mode="json", exclude_unset=True)
         for absent in ("parsed_output", "stop_details", "container", "context_management"):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.request import read_chat
 from tokencache.errors import HarnessError
 
 LEADING = st.sampled_from(["", '"model":"m",', '"stream":true,"model":"m",', '"note":"\\"messages\\": [",', '"model" : "m" , '])
@@ -35,7 +35,7 @@ def _body(leading: str, entries: list[str], comma: str, behind: str, *, space: b
     return f'{{{leading}"messages":{" " if space else ""}[{listed}]{behind}}}'.encode()
 
 
-def _seen(body: bytes, bodies: Bodies, session: str):
+def _seen(body: bytes, bodies: IncrementalParser, session: str):
     try:
         call = read_chat(body, bodies, session)
     except HarnessError as why:
@@ -47,7 +47,7 @@ def _seen(body: bytes, bodies: Bodies, session: str):
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.lists(st.tuples(LEADING, st.lists(ENTRY, max_size=3), CUT, BEHIND, st.booleans(), st.integers(0, 3)), min_size=2, max_size=6))
 def test_reading_on_is_reading_whole(steps):
-    bodies, history = Bodies(), []
+    bodies, history = IncrementalParser(), []
     leading, comma, space = steps[0][0], steps[0][2], steps[0][4]
     for other_leading, new, other_comma, behind, other_space, deed in steps:
         if deed == 1:
@@ -56,11 +56,11 @@ def test_reading_on_is_reading_whole(steps):
             leading, comma, space = other_leading, other_comma, other_space
         history = [*history, *new]
         body = _body(leading, history, comma, behind, space=space)
-        assert _seen(body, bodies, "s") == _seen(body, Bodies(), "")
+        assert _seen(body, bodies, "s") == _seen(body, IncrementalParser(), "")
 
 
 def test_only_what_is_new_is_read(monkeypatch):
-    bodies = Bodies()
+    bodies = IncrementalParser()
     entries = [json.dumps({"role": "user", "content": f"{i}"}) for i in range(50)]
     read_chat(_body('"model":"m",', entries, ",", "", space=False), bodies, "s")
     read = []
@@ -73,7 +73,7 @@ def test_only_what_is_new_is_read(monkeypatch):
 
 
 def test_memory_is_bounded():
-    bodies = Bodies(memory=10_000)
+    bodies = IncrementalParser(memory=10_000)
     for i in range(100):
         read_chat(_body("", [json.dumps({"role": "assistant", "content": "x" * 500})], ",", "", space=False), bodies, f"s{i}")
     assert len(bodies._held) < 10
@@ -81,7 +81,7 @@ def test_memory_is_bounded():
 
 def test_long_histories_take_little_memory(monkeypatch):
     """Of what a harness said nothing is kept but where it stands: thousands of rollouts send long histories."""
-    bodies, long = Bodies(memory=100_000), [json.dumps({"role": "tool", "content": "x" * 50_000})] * 2
+    bodies, long = IncrementalParser(memory=100_000), [json.dumps({"role": "tool", "content": "x" * 50_000})] * 2
     for i in range(50):
         read_chat(_body("", long, ",", "", space=False), bodies, f"s{i}")
     read = []
@@ -92,18 +92,21 @@ def test_long_histories_take_little_memory(monkeypatch):
 
 
 def test_a_head_of_other_bytes_is_read_whole():
-    bodies, said = Bodies(), '{"role":"user","content":"%s"}'
+    bodies, said = IncrementalParser(), '{"role":"user","content":"%s"}'
     read_chat(_body("", [said % "one", said % "two"], ",", "", space=False), bodies, "s")
     call = read_chat(_body("", [said % "eno", said % "two", said % "go"], ",", "", space=False), bodies, "s")
     assert [json.loads(raw)["content"] for raw in call.raw_messages] == ["eno", "two", "go"]
-    assert call.conversation == read_chat(_body("", [said % "eno", said % "two", said % "go"], ",", "", space=False), Bodies()).conversation
+    assert (
+        call.conversation
+        == read_chat(_body("", [said % "eno", said % "two", said % "go"], ",", "", space=False), IncrementalParser()).conversation
+    )
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b'{"messages":[{"role":"user","content":"a"},', b'{"messages":[{"role":"user","content":"a"},]}']
 )
 def test_a_broken_body_is_refused_after_a_whole_one(body):
-    bodies = Bodies()
+    bodies = IncrementalParser()
     read_chat(b'{"messages":[{"role":"user","content":"a"}]}', bodies, "s")
     with pytest.raises(HarnessError):
         read_chat(body, bodies, "s")

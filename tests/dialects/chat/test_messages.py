@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
-from tokencache.dialects.chat.messages import MessageReader, with_reasoning, with_stand_ins
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.request import read_chat
+from tokencache.dialects.chat.vocabulary import MessageReader, with_reasoning, with_stand_ins
 
 READABLE = {
     "an object": '{"a": 1}',
@@ -106,10 +106,10 @@ def test_a_message_without_calls_stays_as_it_is(raw):
 def test_a_call_with_odd_arguments_sends_its_messages_as_the_harness_wrote_them():
     fine = entry('"{\\"a\\": NaN}"')
     body = b'{"model":"m","messages":[%s,%s]}'
-    call = read_chat(body % (fine, fine), Bodies())
+    call = read_chat(body % (fine, fine), IncrementalParser())
     assert call.malformed == ()
     assert list(call.safe_messages()) == [fine, fine]
-    mixed = read_chat(body % (fine, entry('"oops"')), Bodies())
+    mixed = read_chat(body % (fine, entry('"oops"')), IncrementalParser())
     assert mixed.malformed == (1,)
     assert list(mixed.safe_messages()) == [fine, entry('"{}"')]
 

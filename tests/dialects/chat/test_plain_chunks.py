@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
-from tokencache.dialects.chat.plain import without_tokens
-from tokencache.dialects.chat.reply import ChatPresenter
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.reply import ChatReplyEncoder
+from tokencache.dialects.chat.request import read_chat
+from tokencache.dialects.completion_reader import hide_tokens
 from tokencache.dialects.sse import event_of
 from tokencache.engine.reply import Reply
 
-CALL = read_chat(b'{"model":"m","stream":true,"messages":[{"role":"user","content":"x"}]}', Bodies())
+CALL = read_chat(b'{"model":"m","stream":true,"messages":[{"role":"user","content":"x"}]}', IncrementalParser())
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
@@ -43,7 +43,7 @@ chunks = st.builds(chunk, deltas, tokens, st.integers(0, 2))
 
 
 def as_if_read(data):
-    return ChatPresenter(CALL).chunk(event_of(data), data, 0)
+    return ChatReplyEncoder(CALL).chunk(event_of(data), data, 0)
 
 
 def gathered(reply):
@@ -55,7 +55,7 @@ def gathered(reply):
 @given(chunks, st.booleans())
 def test_shown_as_if_it_had_been_read(made, ascii_only):
     data = written(made, ascii_only=ascii_only)
-    assert without_tokens(event_of(data)) == as_if_read(data)
+    assert hide_tokens(event_of(data)) == as_if_read(data)
 
 
 @given(st.lists(st.tuples(chunks, st.booleans()), max_size=80))
@@ -90,22 +90,22 @@ NOT_PLAIN = {
 
 @pytest.mark.parametrize("made", NOT_PLAIN.values(), ids=NOT_PLAIN)
 def test_what_says_more_is_read(made):
-    assert without_tokens(event_of(written(made))) is None
+    assert hide_tokens(event_of(written(made))) is None
 
 
 @pytest.mark.parametrize("event", [b"data: [DONE]\n\n", b": ping\n\n", b"", b'event: x\ndata: {"id":"a"}\n\n', event_of(b"{")])
 def test_what_is_no_chunk_is_read(event):
-    assert without_tokens(event) is None
+    assert hide_tokens(event) is None
 
 
 @pytest.mark.parametrize("between", [b"\n\n", b"\r\r", b"\n", b"\\\n\n"])
 def test_what_is_found_is_one_event(between):
     """What the network brings is looked at before anybody cut it into events: a line break is never within a text."""
     event = event_of(written(chunk({"content": "x"})))
-    assert without_tokens(event) is not None
-    assert without_tokens(event.replace(b'"x"', b'"x%sx"' % between)) is None
-    assert without_tokens(event * 2) is None
-    assert without_tokens(event[:-1]) is None
+    assert hide_tokens(event) is not None
+    assert hide_tokens(event.replace(b'"x"', b'"x%sx"' % between)) is None
+    assert hide_tokens(event * 2) is None
+    assert hide_tokens(event[:-1]) is None
 
 
 def test_what_turns_out_to_be_no_json_is_counted():
@@ -113,7 +113,7 @@ def test_what_turns_out_to_be_no_json_is_counted():
     good, bad = written(chunk({"content": "x"})), written(chunk({"content": "x"})).replace(b'"x"', b'"\xff\\q"')
     reply = Reply()
     for data in (good, bad, good):
-        assert without_tokens(event_of(data)) is not None
+        assert hide_tokens(event_of(data)) is not None
         reply.later(data)
     assert "".join(reply.choices[0].content) == "xx"
     assert reply.unreadable == 1

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokencache.core.messages import Message, digest
-from tokencache.dialects.chat.messages import read_message
-from tokencache.dialects.dialect import DialectRequest, Meaning, ServedModel
-from tokencache.dialects.gemini.codec import GeminiDialect
+from tokencache.dialects.base import DialectRequest, ParsedRequest, ServedModel
+from tokencache.dialects.chat.vocabulary import read_message
+from tokencache.dialects.gemini.routes import GeminiDialect
 
 HANDLE = "0123456789abcdef" * 2
 GENERATE = "/v1beta/models/m:generateContent"
@@ -31,8 +31,8 @@ def asked(body: Any = b"", path: str = GENERATE, method: str = "POST", query: di
     )
 
 
-def read(body: Any = b"", path: str = GENERATE, method: str = "POST", query: dict[str, str] | None = None) -> Meaning:
-    return asyncio.run(GeminiDialect().read(asked(body, path, method, query)))
+def read(body: Any = b"", path: str = GENERATE, method: str = "POST", query: dict[str, str] | None = None) -> ParsedRequest:
+    return asyncio.run(GeminiDialect().parse(asked(body, path, method, query)))
 
 
 def chat_of(contents: list[Any], **more: Any) -> dict[str, Any]:

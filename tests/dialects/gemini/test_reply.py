@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from tests.dialects.gemini.kit import HANDLE, STREAM, chat_of, chunks, completion, digests, merged, read, served
 from tokencache.core.messages import digest
-from tokencache.dialects.gemini.reply import GeminiSpeaker
+from tokencache.dialects.gemini.reply import GeminiReplyEncoder
 
 SIGNED = {"thoughtSignature": HANDLE}
 PLAIN_USAGE = {"promptTokenCount": 9, "candidatesTokenCount": 7, "totalTokenCount": 16}
 
 
-def speaker(*, thoughts=True, sse=True):
-    return GeminiSpeaker(model="as-written", handle=HANDLE, shows_thoughts=thoughts, sse=sse)
+def encoder(*, thoughts=True, sse=True):
+    return GeminiReplyEncoder(model="as-written", handle=HANDLE, shows_thoughts=thoughts, sse=sse)
 
 
 def tool(index, call_id=None, name=None, arguments=None):
@@ -141,8 +141,8 @@ def parts_of(responses):
 @pytest.mark.parametrize("name", REPLIES)
 def test_a_stream_says_what_the_whole_reply_says(name):
     deltas, message, finish, parts, reason = REPLIES[name]
-    responses = said(feed(speaker(), chunks(*deltas, finish=finish)))
-    whole = json.loads(speaker().body(json.dumps(completion(message, finish)).encode()))
+    responses = said(feed(encoder(), chunks(*deltas, finish=finish)))
+    whole = json.loads(encoder().whole(json.dumps(completion(message, finish)).encode()))
     assert merged(parts_of(responses)) == merged(whole["candidates"][0]["content"]["parts"]) == parts
     last = responses[-1]
     assert last["candidates"][0]["finishReason"] == whole["candidates"][0]["finishReason"] == reason
@@ -159,16 +159,16 @@ def test_a_stream_says_what_the_whole_reply_says(name):
 def test_the_array_holds_the_same_responses(name):
     deltas, _, finish, _, _ = REPLIES[name]
     listed = chunks(*deltas, finish=finish)
-    array = speaker(sse=False)
-    assert json.loads(array.keep_alive() + feed(array, listed)) == said(feed(speaker(), listed))
+    array = encoder(sse=False)
+    assert json.loads(array.keep_alive() + feed(array, listed)) == said(feed(encoder(), listed))
 
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_thoughts_stay_hidden_unless_asked_for(name):
     deltas, message, finish, parts, _ = REPLIES[name]
     kept = [part for part in parts if not part.get("thought")]
-    assert merged(parts_of(said(feed(speaker(thoughts=False), chunks(*deltas, finish=finish))))) == kept
-    whole = json.loads(speaker(thoughts=False).body(json.dumps(completion(message, finish)).encode()))
+    assert merged(parts_of(said(feed(encoder(thoughts=False), chunks(*deltas, finish=finish))))) == kept
+    whole = json.loads(encoder(thoughts=False).whole(json.dumps(completion(message, finish)).encode()))
     assert merged(whole["candidates"][0]["content"]["parts"]) == kept
 
 
@@ -179,7 +179,7 @@ ECHOED = [name for name, case in REPLIES.items() if case[4] != "MALFORMED_FUNCTI
 def test_the_echo_is_the_message_that_was_served(name):
     deltas, message, finish, parts, _ = REPLIES[name]
     hi = {"role": "user", "parts": [{"text": "hi"}]}
-    as_chunks = [response["candidates"][0]["content"] for response in said(feed(speaker(), chunks(*deltas, finish=finish)))]
+    as_chunks = [response["candidates"][0]["content"] for response in said(feed(encoder(), chunks(*deltas, finish=finish)))]
     for echoed in (as_chunks, [{"role": "model", "parts": parts}], [{"role": "model", "parts": merged(parts_of_contents(as_chunks))}]):
         asked = {"contents": [hi, *echoed, hi]}
         assert digests(chat_of(asked["contents"])["messages"])[1:-1] == [digest(served(completion(message, finish)))]
@@ -191,7 +191,7 @@ def parts_of_contents(contents):
 
 
 def test_events_as_they_come():
-    speaks = speaker()
+    speaks = encoder()
     deltas = [{"reasoning": "h"}, {}, {"content": "a"}, calls(tool(0, "c", "f")), calls(tool(0, arguments="{}")), {"content": "b"}]
     left = [
         [part for response in said(speaks.chunk(b"", json.dumps(chunk).encode(), 3)) for part in parts_of([response])]
@@ -212,7 +212,7 @@ def test_events_as_they_come():
 
 
 def test_without_a_count_the_reason_leaves_at_the_end():
-    speaks = speaker()
+    speaks = encoder()
     for chunk in chunks({"content": "x"})[:-1]:
         speaks.chunk(b"", json.dumps(chunk).encode(), 3)
     (last,) = said(speaks.end())
@@ -223,8 +223,8 @@ def test_without_a_count_the_reason_leaves_at_the_end():
 def test_usage():
     more = {"completion_tokens_details": {"reasoning_tokens": 3}, "prompt_tokens_details": {"cached_tokens": 5}}
     wanted = PLAIN_USAGE | {"candidatesTokenCount": 4, "thoughtsTokenCount": 3, "cachedContentTokenCount": 5}
-    assert said(feed(speaker(), chunks({"content": "x"}, **more)))[-1]["usageMetadata"] == wanted
-    assert json.loads(speaker().body(json.dumps(completion({"content": "x"}, **more)).encode()))["usageMetadata"] == wanted
+    assert said(feed(encoder(), chunks({"content": "x"}, **more)))[-1]["usageMetadata"] == wanted
+    assert json.loads(encoder().whole(json.dumps(completion({"content": "x"}, **more)).encode()))["usageMetadata"] == wanted
 
 
 ERROR = b'{"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}'
@@ -235,7 +235,7 @@ SAID_ERROR = {"error": {"code": 500, "message": "Internal server error", "status
 def test_an_error_within_a_stream_is_the_last_word(before):
     listed = [json.dumps(chunk).encode() for chunk in chunks({"content": "x"}, {"content": "y"})[:before]]
     for sse in (True, False):
-        speaks = speaker(sse=sse)
+        speaks = encoder(sse=sse)
         spoken = b"".join(speaks.chunk(b"", chunk, 3) for chunk in [*listed, ERROR]) + speaks.end()
         responses = said(spoken) if sse else json.loads(spoken)
         assert responses[-1] == SAID_ERROR
@@ -244,40 +244,40 @@ def test_an_error_within_a_stream_is_the_last_word(before):
 
 @pytest.mark.parametrize("error", [b'{"error": "gone"}', b'{"error": {}}', b'{"error": {"code": "x", "message": 1}}'])
 def test_odd_errors_are_said_too(error):
-    (response,) = said(speaker().chunk(b"", error, 0))
+    (response,) = said(encoder().chunk(b"", error, 0))
     assert response["error"]["code"] == 500
 
 
 @pytest.mark.parametrize("data", [b"", b"oops", b"[]", b'{"choices":5}', b"[" * 9000])
 def test_what_is_no_chunk_says_nothing(data):
-    assert speaker().chunk(b"", data, 0) == b""
-    assert speaker().body(data) == data
+    assert encoder().chunk(b"", data, 0) == b""
+    assert encoder().whole(data) == data
 
 
 def test_our_own_failure_ends_the_stream():
-    assert said(speaker().failed(503, "the store failed")) == [
+    assert said(encoder().error(503, "the store failed")) == [
         {"error": {"code": 503, "message": "the store failed", "status": "UNAVAILABLE"}}
     ]
     for begun in ([], chunks({"content": "x"})):
-        array = speaker(sse=False)
+        array = encoder(sse=False)
         spoken = b"".join(array.chunk(b"", json.dumps(chunk).encode(), 3) for chunk in begun)
-        assert json.loads(spoken + array.failed(503, "x"))[-1]["error"]["code"] == 503
+        assert json.loads(spoken + array.error(503, "x"))[-1]["error"]["code"] == 503
 
 
 def test_an_empty_array_is_one():
-    assert json.loads(speaker(sse=False).end()) == []
-    assert speaker().end() == b""
+    assert json.loads(encoder(sse=False).end()) == []
+    assert encoder().end() == b""
 
 
 def test_the_speaker_is_made_as_the_request_asks():
     body = {"contents": [{"parts": [{"text": "hi"}]}], "generationConfig": {"thinkingConfig": {"includeThoughts": True}}}
     listed = chunks({"reasoning": "h"}, {"content": "x"})
-    spoken = feed(read(body, STREAM, query={"alt": "sse"}).speaker, listed)
+    spoken = feed(read(body, STREAM, query={"alt": "sse"}).encoder, listed)
     assert spoken.startswith(b"data: ")
     assert parts_of(said(spoken))[0] == {"text": "h", "thought": True}
-    assert feed(read(body, STREAM).speaker, listed).startswith(b"[{")
+    assert feed(read(body, STREAM).encoder, listed).startswith(b"[{")
     del body["generationConfig"]
-    assert "h" not in [part["text"] for part in parts_of(said(feed(read(body, STREAM, query={"alt": "sse"}).speaker, listed)))]
+    assert "h" not in [part["text"] for part in parts_of(said(feed(read(body, STREAM, query={"alt": "sse"}).encoder, listed)))]
 
 
 PIECES = st.lists(
@@ -307,5 +307,5 @@ def test_any_stream_cut_anywhere_says_the_same_turn(pieces, data):
         else:
             deltas.append(piece)
             message["content"] += piece.get("content", "")
-    contents = [response["candidates"][0]["content"] for response in said(feed(speaker(), chunks(*deltas)))]
+    contents = [response["candidates"][0]["content"] for response in said(feed(encoder(), chunks(*deltas)))]
     assert digests(chat_of([{"parts": [{"text": "hi"}]}, *contents])["messages"])[1:] == [digest(served(completion(message)))]

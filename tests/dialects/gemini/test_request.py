@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dialects.gemini.kit import GENERATE, HANDLE, STREAM, chat_of, digests, read
-from tokencache.dialects.dialect import Counting, DirectReply, Spoken
-from tokencache.dialects.gemini.codec import GeminiDialect
+from tokencache.dialects.base import DirectReply, ModelCall, TokenCount
+from tokencache.dialects.gemini.routes import GeminiDialect
 from tokencache.errors import HarnessError
 
 
@@ -202,7 +202,7 @@ def test_two_handles_in_a_row_are_two_replies():
 
 def test_the_body_begins_with_its_messages_and_streams_count():
     meaning = read({"contents": [HI]}, STREAM, query={"alt": "sse"})
-    assert isinstance(meaning, Spoken)
+    assert isinstance(meaning, ModelCall)
     assert meaning.body.startswith(b'{"messages":[')
     assert json.loads(meaning.body) == {
         "messages": [HI_CHAT],
@@ -218,7 +218,7 @@ def test_the_body_begins_with_its_messages_and_streams_count():
     [("/v1beta/models/Qwen/Q:generateContent", "Qwen/Q"), ("/v1/models/Qwen%2FQ%3A8b%3agenerateContent", "Qwen/Q:8b")],
 )
 def test_the_model_is_named_by_the_path(path, name):
-    assert GeminiDialect().speaks("POST", path, {})
+    assert GeminiDialect().matches("POST", path, {})
     assert json.loads(read({"contents": [HI]}, path).body)["model"] == name
 
 
@@ -367,7 +367,7 @@ REFUSED = [
         {"contents": [HI], "generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": True}},
         "generationConfig.responseJsonSchema must be an object",
     ),
-    (b'{"contents":[{"parts":[{"text":"x"}]}],"generationConfig":{"temperature":NaN}}', "NaN is no JSON"),
+    (b'{"contents":[{"parts":[{"text":"x"}]}],"generationConfig":{"temperature":NaN}}', "NaN is not JSON"),
     (
         {"contents": [HI], "tools": [{"functionDeclarations": [{"name": "f", "parameters": {"type": "FILE"}}]}]},
         "parameters.type: there is no type 'FILE'",
@@ -425,9 +425,9 @@ def test_other_methods_are_not_found():
 def test_counting():
     for body in ({"contents": [HI]}, {"generateContentRequest": {"model": "models/m", "contents": [HI], "systemInstruction": "s"}}):
         meaning = read(body, "/v1beta/models/m:countTokens")
-        assert isinstance(meaning, Counting)
+        assert isinstance(meaning, TokenCount)
         assert json.loads(meaning.body)["messages"][-1] == HI_CHAT
-        assert json.loads(meaning.say(12)) == {"totalTokens": 12}
+        assert json.loads(meaning.write(12)) == {"totalTokens": 12}
 
 
 def test_models():
@@ -458,7 +458,7 @@ def test_models():
     ],
 )
 def test_which_requests_are_its_own(method, path, headers, ours):
-    assert GeminiDialect().speaks(method, path, headers) is ours
+    assert GeminiDialect().matches(method, path, headers) is ours
 
 
 def test_errors_are_said_in_its_words():

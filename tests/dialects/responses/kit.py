@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokencache.core.messages import digest
-from tokencache.dialects.chat.messages import read_message
-from tokencache.dialects.dialect import Counting, DialectRequest, DirectReply, Meaning, Spoken
-from tokencache.dialects.responses.codec import ResponsesDialect
+from tokencache.dialects.base import DialectRequest, DirectReply, ModelCall, ParsedRequest, TokenCount
+from tokencache.dialects.chat.vocabulary import read_message
+from tokencache.dialects.responses.routes import ResponsesDialect
 
 DIALECT = ResponsesDialect()
 
@@ -26,10 +26,10 @@ class Session:
         """The handle of the last call."""
         return f"{self.calls:032x}"
 
-    async def ask(self, body: Any = b"", path: str = "", method: str = "POST", query: Mapping[str, str] | None = None) -> Meaning:
+    async def ask(self, body: Any = b"", path: str = "", method: str = "POST", query: Mapping[str, str] | None = None) -> ParsedRequest:
         self.calls += 1
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await DIALECT.read(
+        return await DIALECT.parse(
             DialectRequest(
                 method=method,
                 path=f"/v1/responses{path}",
@@ -50,9 +50,9 @@ class Session:
     async def _forget(self, name):
         return self.kept.pop(name, None) is not None
 
-    async def spoken(self, **members: Any) -> Spoken:
+    async def spoken(self, **members: Any) -> ModelCall:
         meant = await self.ask({"model": "m", **members})
-        assert isinstance(meant, Spoken)
+        assert isinstance(meant, ModelCall)
         return meant
 
     async def chat(self, **members: Any) -> dict[str, Any]:
@@ -64,11 +64,11 @@ class Session:
         spoken = await self.spoken(**members, stream=stream)
         self.chat_request = json.loads(spoken.body)
         if stream:
-            events = said(spoken.speaker, chunks(reply, finish))
+            events = said(spoken.encoder, chunks(reply, finish))
             response = events[-1][1]["response"]
         else:
-            response = json.loads(spoken.speaker.body(completion(reply, finish)))
-        documents = spoken.speaker.documents()
+            response = json.loads(spoken.encoder.whole(completion(reply, finish)))
+        documents = spoken.encoder.documents()
         self.written += sum(map(len, documents.values()))
         self.kept.update(documents)
         return response
@@ -78,9 +78,9 @@ class Session:
         assert isinstance(meant, DirectReply)
         return json.loads(meant.body)
 
-    async def count(self, **members: Any) -> Counting:
+    async def count(self, **members: Any) -> TokenCount:
         meant = await self.ask({"model": "m", **members}, path="/input_tokens")
-        assert isinstance(meant, Counting)
+        assert isinstance(meant, TokenCount)
         return meant
 
 
@@ -132,9 +132,9 @@ def chunks(reply: dict[str, Any], finish: str | None = None, size: int = 5) -> l
     return [*sent, json.dumps({"id": "chatcmpl-1", "created": 1795252138, "model": "engine", "choices": [], "usage": USAGE}).encode()]
 
 
-def said(speaker: Any, sent: list[bytes]) -> list[tuple[str, dict[str, Any]]]:
+def said(encoder: Any, sent: list[bytes]) -> list[tuple[str, dict[str, Any]]]:
     """The events of a reply: their names and their data."""
-    return events(b"".join(speaker.chunk(b"data: " + data + b"\n\n", data, 9) for data in sent) + speaker.end())
+    return events(b"".join(encoder.chunk(b"data: " + data + b"\n\n", data, 9) for data in sent) + encoder.end())
 
 
 def events(text: bytes) -> list[tuple[str, dict[str, Any]]]:

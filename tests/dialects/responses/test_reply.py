@@ -67,9 +67,9 @@ async def test_what_was_said_comes_back(case, stream):
 @pytest.mark.parametrize("case", REPLIES)
 async def test_a_stream_adds_up_to_the_whole(case, size, finish):
     reply = REPLIES[case]
-    whole = json.loads((await Session().spoken(input="x", tools=TOOLS)).speaker.body(completion(reply, finish)))
+    whole = json.loads((await Session().spoken(input="x", tools=TOOLS)).encoder.whole(completion(reply, finish)))
     spoken = await Session().spoken(input="x", tools=TOOLS, stream=True)
-    told = said(spoken.speaker, chunks(reply, finish, size))
+    told = said(spoken.encoder, chunks(reply, finish, size))
     for _, data in told:
         EVENT.validate_python(data, strict=True)
     assert told[-1][1]["response"] == whole
@@ -113,7 +113,7 @@ async def accumulated(told):
 async def test_the_events_of_a_reply():
     spoken = await Session().spoken(input="x", tools=TOOLS, stream=True)
     told = said(
-        spoken.speaker, chunks({"reasoning": "hm", "content": "Hi", "tool_calls": [call("f", "{}"), call("patch", PATCHED, 1)]}, size=99)
+        spoken.encoder, chunks({"reasoning": "hm", "content": "Hi", "tool_calls": [call("f", "{}"), call("patch", PATCHED, 1)]}, size=99)
     )
     assert [kind.removeprefix("response.") for kind, _ in told] == [
         "created",
@@ -150,7 +150,7 @@ async def test_the_events_of_a_reply():
 
 
 async def test_each_chunk_is_said_at_once():
-    speaker = (await Session().spoken(input="x", stream=True)).speaker
+    encoder = (await Session().spoken(input="x", stream=True)).encoder
     for data, last in [
         (chunk({"role": "assistant", "content": ""}), "response.in_progress"),
         (chunk({}), None),
@@ -162,10 +162,10 @@ async def test_each_chunk_is_said_at_once():
         (chunk({"content": "d"}), "response.output_text.delta"),
         (chunk({"reasoning": "e", "content": "f"}, "stop"), "response.output_item.done"),
     ]:
-        text = speaker.chunk(b"", data, 0).decode()
+        text = encoder.chunk(b"", data, 0).decode()
         assert (text.rsplit("event: ", 1)[1].split("\n")[0] if text else None) == last
         assert "token_ids" not in text
-    final = json.loads(speaker.end().decode().split("data: ")[1])
+    final = json.loads(encoder.end().decode().split("data: ")[1])
     kinds = [item["type"] for item in final["response"]["output"]]
     assert kinds == ["reasoning", "message", "function_call", "message", "reasoning", "message"]
 
@@ -210,7 +210,7 @@ async def test_what_ids_and_names_items_have():
 )
 async def test_a_custom_tools_input_however_broken(arguments, shown, size):
     spoken = await Session().spoken(input="x", tools=TOOLS, stream=True)
-    told = said(spoken.speaker, chunks({"tool_calls": [call("patch", arguments)]}, "length", size))
+    told = said(spoken.encoder, chunks({"tool_calls": [call("patch", arguments)]}, "length", size))
     item = told[-1][1]["response"]["output"][0]
     assert item["status"] == "incomplete"
     if shown is not None:
@@ -243,17 +243,17 @@ async def test_members_are_shown_again():
 @pytest.mark.parametrize("sent", [[], [chunk({"role": "assistant"}), chunk({"content": "Hel"})]])
 @pytest.mark.parametrize("how", ["engine", "store", "gone", "unreadable"])
 async def test_an_error_within_a_stream(how, sent):
-    speaker = (await Session().spoken(input="x", stream=True)).speaker
-    said_first = b"".join(speaker.chunk(b"", data, 0) for data in sent)
+    encoder = (await Session().spoken(input="x", stream=True)).encoder
+    said_first = b"".join(encoder.chunk(b"", data, 0) for data in sent)
     match how:
         case "engine":
-            text = speaker.chunk(b"", b'{"error": {"message": "boom", "code": 500}}', 0)
+            text = encoder.chunk(b"", b'{"error": {"message": "boom", "code": 500}}', 0)
         case "unreadable":
-            text = speaker.chunk(b"", b'{"choices": 5}', 0)
+            text = encoder.chunk(b"", b'{"choices": 5}', 0)
         case "store":
-            text = speaker.failed(503, "boom")
+            text = encoder.error(503, "boom")
         case _:
-            text = speaker.end()
+            text = encoder.end()
     told = events(said_first + text)
     for _, data in told:
         EVENT.validate_python(data)
@@ -264,22 +264,22 @@ async def test_an_error_within_a_stream(how, sent):
     assert failed["error"]["code"] == "server_error"
     assert (failed["error"]["message"] == "boom") is (how in {"engine", "store"})
     assert [item["status"] for item in failed["output"]] == ["incomplete"] * (1 if sent else 0)
-    assert speaker.end() == speaker.chunk(b"", chunk({"content": "late"}), 0) == b""
-    assert speaker.documents() == {}
+    assert encoder.end() == encoder.chunk(b"", chunk({"content": "late"}), 0) == b""
+    assert encoder.documents() == {}
 
 
 async def test_a_failure_after_the_end_is_still_said():
-    speaker = (await Session().spoken(input="x", stream=True)).speaker
-    told = said(speaker, chunks({"content": "x"}))
-    late = speaker.failed(503, "the store failed").decode()
+    encoder = (await Session().spoken(input="x", stream=True)).encoder
+    told = said(encoder, chunks({"content": "x"}))
+    late = encoder.error(503, "the store failed").decode()
     assert told[-1][0] == "response.completed"
     assert "event: response.failed" in late
-    assert speaker.documents() == {}
+    assert encoder.documents() == {}
 
 
 async def test_a_whole_reply_that_cannot_be_read():
     for data in (b"", b"[]", b"{}", b'{"choices":[{"message":5}]}'):
-        response = json.loads((await Session().spoken(input="x")).speaker.body(data))
+        response = json.loads((await Session().spoken(input="x")).encoder.whole(data))
         Response.model_validate(response)
         assert response["status"] == "failed"
 
@@ -293,7 +293,7 @@ def test_keep_alive_is_no_event():
 async def test_the_sdk_accumulates_it(case):
     spoken = await Session().spoken(input="x", tools=TOOLS, stream=True)
     sent = chunks(REPLIES[case])
-    text = b"".join(spoken.speaker.chunk(b"", data, 0) + spoken.speaker.keep_alive() for data in sent) + spoken.speaker.end()
+    text = b"".join(spoken.encoder.chunk(b"", data, 0) + spoken.encoder.keep_alive() for data in sent) + spoken.encoder.end()
 
     def answer(_request):
         return httpx.Response(200, content=text, headers={"content-type": "text/event-stream"})
@@ -304,5 +304,5 @@ async def test_the_sdk_accumulates_it(case):
         kinds = [event.type async for event in stream]
         final = await stream.get_final_response()
     assert kinds[-1] == "response.completed"
-    whole = json.loads((await Session().spoken(input="x", tools=TOOLS)).speaker.body(completion(REPLIES[case])))
+    whole = json.loads((await Session().spoken(input="x", tools=TOOLS)).encoder.whole(completion(REPLIES[case])))
     assert texts([item.to_dict() for item in final.output]) == texts(whole["output"])

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dialects.responses.kit import DIALECT, Session, digests
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.request import read_chat
 from tokencache.errors import HarnessError
 
 OURS, OTHER = "0123456789abcdef" * 2, "f" * 32
@@ -315,12 +315,12 @@ async def test_no_json(body):
 
 async def test_odd_text_is_read():
     spoken = await Session().ask(b'{"model":"m","instructions":"i \\ud800","input":[{"role":"user","content":"a \\ud83d"}],"store":true}')
-    call_read = read_chat(spoken.body, Bodies())
+    call_read = read_chat(spoken.body, IncrementalParser())
     assert [json.loads(raw)["content"] for raw in call_read.raw_messages] == ["i \ufffd", "a \ufffd"]
-    assert "i \ufffd".encode() in spoken.speaker.body(b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}')
-    assert spoken.speaker.documents()
+    assert "i \ufffd".encode() in spoken.encoder.whole(b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}')
+    assert spoken.encoder.documents()
     spoken = await Session().ask(b'{"model":"m","input":"x","metadata":{"a":"\\ud800"}}')
-    assert "\ufffd".encode() in spoken.speaker.body(b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}')
+    assert "\ufffd".encode() in spoken.encoder.whole(b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}')
 
 
 async def test_a_thousand_tools_and_repeated_ids():
@@ -373,13 +373,13 @@ def test_errors_in_openais_shape():
     ],
 )
 def test_what_it_speaks(method, path, ours):
-    assert DIALECT.speaks(method, path, {}) is ours
+    assert DIALECT.matches(method, path, {}) is ours
 
 
 async def test_counting():
     counting = await Session().count(input=[USER], instructions="S", tools=[FUNCTION])
     assert [m["role"] for m in json.loads(counting.body)["messages"]] == ["system", "user"]
-    assert json.loads(counting.say(42)) == {"object": "response.input_tokens", "input_tokens": 42}
+    assert json.loads(counting.write(42)) == {"object": "response.input_tokens", "input_tokens": 42}
 
 
 JSON = st.recursive(
@@ -418,9 +418,9 @@ async def test_whatever_comes_is_read_or_refused(members):
         meant = await Session().ask(json.dumps({"model": "m", **members}).encode())
     if meant is None:
         return
-    read_chat(meant.body, Bodies())
-    meant.speaker.body(b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}')
-    assert isinstance(meant.speaker.documents(), dict)
+    read_chat(meant.body, IncrementalParser())
+    meant.encoder.whole(b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}')
+    assert isinstance(meant.encoder.documents(), dict)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.core.chain import build_conversation
-from tokencache.dialects.chat.messages import read_message
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.engine.template.shapes import TailAsk
 
 TOOLS = [

@@ -29,8 +29,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokencache.core import ids
-from tokencache.dialects.chat.messages import with_reasoning
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.dialects.chat.vocabulary import with_reasoning
 from tokencache.engine.template.boundary import candidates
 from tokencache.engine.template.renderer import TemplateRefusedError
 from tokencache.testing.tokenizer import training_text

@@ -1,6 +1,6 @@
 """The proxy without HTTP, before an engine of its own in this process.
 
-A request goes the way that `proxy.endpoints` and `proxy.call` take: codec, keys, store, plan, engine, record, ledger, speaker. All of
+A request goes the way that `proxy.endpoints` and `proxy.call` take: codec, keys, store, plan, engine, record, ledger, encoder. All of
 that is the product's code. The engine is not: it takes the exact ids or renders the request itself, "samples" the reply that the
 test chose in ids of its own, answers as vLLM does, and keeps books of what went in and came out.
 
@@ -29,11 +29,11 @@ from tests.engine.template.more_kinds import ALL_KINDS
 from tests.engine.template.template_lab import Kind, Lab, Vocabulary, _compiled, own_stop, prepared, speech
 from tokencache.core import ids
 from tokencache.core.rules import Leniency
-from tokencache.dialects.chat.call import ChatCall, read_chat, with_messages
-from tokencache.dialects.chat.growth import Bodies
-from tokencache.dialects.chat.messages import as_reminders
-from tokencache.dialects.chat.reply import ChatPresenter
-from tokencache.dialects.dialect import DialectRequest, Speaker, Spoken
+from tokencache.dialects.base import DialectRequest, ModelCall, ReplyEncoder
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.reply import ChatReplyEncoder
+from tokencache.dialects.chat.request import ChatCall, read_chat, with_messages
+from tokencache.dialects.chat.vocabulary import as_reminders
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.reply import Reply
@@ -238,7 +238,7 @@ class Stack:
         self.engine = Engine(self.kind, self.renderer, self.rng)
         self.store = MemoryStore()
         self.ledger = Ledger(self.store, PrefixCache(self.store, max_bytes=64 * 2**20))
-        self.bodies = Bodies()
+        self.bodies = IncrementalParser()
         self.bodies.secret = b"a secret of 32 bytes, always one"
         self._prompts = Prompts(SimpleNamespace(), self.ledger)  # what it asks a pool for, nobody asks here
         self._model: Any = None
@@ -279,7 +279,7 @@ class Stack:
         """
         self._calls += 1
         model = await self.model()
-        call, speaker, handle = await self._read(session, body, dialect, handle)
+        call, encoder, handle = await self._read(session, body, dialect, handle)
         call.leniency = leniency
         name, keys = f"call-{self._calls}", keys_wanted(call)
         begun = await self.ledger.begin(session, name, keys)
@@ -299,8 +299,8 @@ class Stack:
             session=session, epoch=begun.epoch if begun else "", call_id=name, call=call, plan=plan, reply=heard, model=model, started=0.0
         )
         recorded = outcome.record(self.ledger.prefixes)
-        called.answer = speaker.body(data)
-        await self.ledger.end(begun, outcome, recorded, speaker.documents())
+        called.answer = encoder.whole(data)
+        await self.ledger.end(begun, outcome, recorded, encoder.documents())
         called.turn = recorded.entries[0].turn if recorded.entries else None
         called.incidents = tuple(incident.kind for incident in recorded.incidents)
         return called
@@ -310,10 +310,10 @@ class Stack:
         await self.ledger.delete(session, reuse=True)
         self.engine.ground_truth = [entry for entry in self.engine.ground_truth if entry.session != session]
 
-    async def _read(self, session: str, body: bytes, dialect: str, handle: str) -> tuple[ChatCall, Speaker, str]:
+    async def _read(self, session: str, body: bytes, dialect: str, handle: str) -> tuple[ChatCall, ReplyEncoder, str]:
         if dialect == "chat":
             call = read_chat(body, self.bodies, session)
-            return call, ChatPresenter(call), ""
+            return call, ChatReplyEncoder(call), ""
 
         async def nothing() -> list[Any]:
             return []
@@ -331,8 +331,8 @@ class Stack:
         )
         codec = dialect_of("POST", asked.path, asked.headers)
         assert codec is not None
-        meant = await codec.read(asked)
-        assert isinstance(meant, Spoken)
+        meant = await codec.parse(asked)
+        assert isinstance(meant, ModelCall)
         known_as = f"{session}\0{codec.name}"
         call = read_chat(meant.body, self.bodies, known_as)
         later = any(message.role == "system" for message in call.messages[1:])
@@ -340,7 +340,7 @@ class Stack:
             call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self.bodies, f"{known_as}\0reminders")
         call.dialect, call.handle = codec.name, asked.handle
         call.handles, call.echoes, call.left_out = meant.handles, meant.echoes, meant.left_out
-        return call, meant.speaker, asked.handle
+        return call, meant.encoder, asked.handle
 
 
 _USER: Message = {"role": "user", "content": "What?"}

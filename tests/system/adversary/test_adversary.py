@@ -19,7 +19,7 @@ from tests.system.adversary.stack import Stack
 from tests.system.adversary.words import HARMLESS, arguments_of, says
 from tokencache.core import ids, match, verdict
 from tokencache.core.messages import digest, split_think
-from tokencache.dialects.chat import messages
+from tokencache.dialects.chat import vocabulary
 from tokencache.engine.template.tails import Tails
 from tokencache.proxy import client_ids
 from tokencache.proxy import planner as planning
@@ -106,7 +106,7 @@ def test_it_convicts_a_matcher_that_does_not_judge_older_replies(monkeypatch):
 
 
 def test_it_convicts_a_reader_that_forgives_white_space_in_the_context(monkeypatch):
-    monkeypatch.setattr(messages, "exact_digest_of_json", lambda entry: digest(messages.read_message(entry)))
+    monkeypatch.setattr(vocabulary, "exact_digest_of_json", lambda entry: digest(vocabulary.read_message(entry)))
     assert convicts("unfaithful")
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from tokencache.core.messages import canonical_arguments, digest
-from tokencache.dialects import completions, gym, lenient
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
-from tokencache.dialects.chat.messages import read_message
-from tokencache.dialects.completion_reader import hear
-from tokencache.dialects.dialect import Counting, DialectRequest, DirectReply, ServedModel, Spoken
+from tokencache.dialects import gym, json_io, text_completions
+from tokencache.dialects.base import DialectRequest, DirectReply, ModelCall, ServedModel, TokenCount
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.request import read_chat
+from tokencache.dialects.chat.vocabulary import read_message
+from tokencache.dialects.completion_reader import read_completion
 from tokencache.dialects.registry import dialect_of
 from tokencache.dialects.sse import EventSplitter, data_of
 from tokencache.engine.chunks import as_chunks
@@ -63,20 +63,20 @@ def _dialect(name: str) -> Callable[[bytes], None]:
             method="POST", path=path, query={}, headers={}, body=data, handle="0" * 32, served=_served, documents=_documents, forget=_forget
         )
         try:
-            meant = driven(codec.read(asked))
+            meant = driven(codec.parse(asked))
         except HarnessError as why:
             json.loads(codec.error(why.status, str(why), why.kind, why.param))
             return
-        assert isinstance(meant, Spoken | Counting | DirectReply)
-        if isinstance(meant, Spoken):
-            read_chat(meant.body, Bodies(), "s")
+        assert isinstance(meant, ModelCall | TokenCount | DirectReply)
+        if isinstance(meant, ModelCall):
+            read_chat(meant.body, IncrementalParser(), "s")
 
     return read
 
 
 def chat(data: bytes) -> None:
     """A body reads alike whole and as the growth of another."""
-    bodies = Bodies()
+    bodies = IncrementalParser()
     try:
         call = read_chat(data, bodies, "s")
     except HarnessError:
@@ -92,15 +92,15 @@ def chat(data: bytes) -> None:
 
 def text_completion(data: bytes) -> None:
     with contextlib.suppress(HarnessError):
-        completions.read(data).for_engine()
+        text_completions.read(data).for_engine()
 
 
 def message(data: bytes) -> None:
     """The same entry has the same digest, however its JSON was written."""
     try:
-        entry = lenient.read(data)
+        entry = json_io.read(data)
         one = digest(read_message(entry))
-        other = digest(read_message(lenient.read(lenient.write(entry))))
+        other = digest(read_message(json_io.read(json_io.write(entry))))
     except (ValueError, RecursionError, HarnessError):
         return
     assert one == other
@@ -140,7 +140,7 @@ def reply(data: bytes) -> None:
     """What an engine may say: read, or kept as unreadable, never an exception."""
     kept = Reply(1)
     kept.take(kept.without_experts(data))
-    hear(data)
+    read_completion(data)
     gym.with_tokens(data, b"[1]", kept.choices)
     gym.take_out(data)
     with contextlib.suppress(ValueError):

@@ -18,7 +18,7 @@ from tests.proxy.kit import EPISODES, HEADER, proxied
 from tests.system.nemo.gym_requests import CASES, CHAT, HI, RESPONSES, SOUND, called, essential, function, tool
 from tokencache.core.messages import digest
 from tokencache.core.verdict import judge
-from tokencache.dialects.chat.messages import read_message
+from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.dialects.gym_request import with_reasoning
 from tokencache.testing import SimulatedEngine
 

@@ -9,8 +9,8 @@ from tokencache.core import ids, invariants
 from tokencache.core.chain import lookup_keys, turn_keys
 from tokencache.core.match import Hit, match
 from tokencache.core.turn import Tokens, Turn, hash_ids
-from tokencache.dialects.chat.call import read_chat
-from tokencache.dialects.chat.growth import Bodies
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.drivers.nemo_rl import ids_from_messages
 from tokencache.engine.reply import Reply
 
@@ -76,14 +76,14 @@ def test_the_second_call_breaks_the_line_and_it_is_seen(messages):
 def test_its_messages_are_recognised_when_they_come_back(messages):
     """With their ids or without: the reply is the model's own, in its place."""
     (place, first), _ = replies(messages)
-    asked = read_chat(json.dumps({"model": "m", "messages": messages[:place]}).encode(), Bodies())
+    asked = read_chat(json.dumps({"model": "m", "messages": messages[:place]}).encode(), IncrementalParser())
     turn, _ = turn_of(first, 0, match="root", place=asked.chain[-1])
     known = {}
     for key in turn_keys(asked.conversation, turn.served, read_digest(messages[place])):
         known.setdefault(key, []).append(Hit(turn))
     last = max(n for n, message in enumerate(messages[: replies(messages)[1][0]])) + 1
     for history in (messages[:last], [bare(message) for message in messages[:last]]):
-        call = read_chat(json.dumps({"model": "m", "messages": history}).encode(), Bodies())
+        call = read_chat(json.dumps({"model": "m", "messages": history}).encode(), IncrementalParser())
         found = match(call.conversation, {key: known.get(key, []) for key in lookup_keys(call.conversation)})
         assert (found.kind, found.parent.id, found.at, found.forgiven) == ("continue", "t0", place + 1, ())
 
@@ -93,5 +93,5 @@ def bare(message):
 
 
 def read_digest(message):
-    call = read_chat(json.dumps({"model": "m", "messages": [message]}).encode(), Bodies())
+    call = read_chat(json.dumps({"model": "m", "messages": [message]}).encode(), IncrementalParser())
     return call.conversation.digests[0]

@@ -10,7 +10,7 @@ from atif import Trajectory
 from tests.proxy.kit import proxied
 from tests.proxy.traffic import Harness
 from tests.trajectories.formats.schemas import GymMessages, GymResult, Trace
-from tokencache.dialects.chat.messages import read_message
+from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.testing import SimulatedEngine
 
 

@@ -20,7 +20,7 @@ from tokencache.core.messages import Message, digest
 from tokencache.core.rules import RULES, Leniency
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import Verdict, judge
-from tokencache.dialects.chat.messages import UnreadableError, read_message
+from tokencache.dialects.chat.vocabulary import UnreadableError, read_message
 
 MAX_REPLIES = 64
 """Replies of one history that are compared: the last ones."""

@@ -20,12 +20,9 @@ Decisions, where vLLM 0.32 (`entrypoints/anthropic/serving.py`) does otherwise o
 
 from typing import Any
 
-from tokencache.dialects import lenient
-from tokencache.dialects.anthropic.blocks import wrapped
-from tokencache.dialects.anthropic.ending import ending, is_json, usage_of
-from tokencache.dialects.anthropic.errors import error_members
-from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage
+from tokencache.dialects import json_io
+from tokencache.dialects.anthropic.vocabulary import ending, error_members, is_json, usage_of, wrapped
+from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage, text_piece
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import Thinking, signed
 
@@ -47,10 +44,10 @@ class _Block:
 
     def grown(self, words: str) -> bytes:
         """Say the next piece of it."""
-        return self._head + lenient.write(words) + _TAIL
+        return self._head + json_io.write(words) + _TAIL
 
 
-class MessagesSpeaker:
+class AnthropicReplyEncoder:
     """Says one chat reply in Messages; `model` as the harness named it, `handle` as dialects use it."""
 
     def __init__(self, model: str, handle: str) -> None:
@@ -66,9 +63,9 @@ class MessagesSpeaker:
         self._started = False
         self._failed = False
 
-    def body(self, data: bytes) -> bytes:
+    def whole(self, data: bytes) -> bytes:
         """Say a whole chat completion; what is none is passed on as it is."""
-        heard = self._thinking.hear(data)
+        heard = self._thinking.read(data)
         choice = heard.choice if heard is not None else None
         if heard is None or choice is None:
             return data
@@ -82,24 +79,24 @@ class MessagesSpeaker:
         content += [{"type": "tool_use", "id": call.id or "", "name": call.name, "input": _input(call.arguments)} for call in calls]
         last = calls[-1].arguments if calls else None
         message = self._message(content or [{"type": "text", "text": ""}], usage_of(heard.usage or Usage()))
-        return lenient.write(message | ending(choice.finish_reason, choice.stop_reason, last))
+        return json_io.write(message | ending(choice.finish_reason, choice.stop_reason, last))
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:  # noqa: ARG002 - the event is written anew
         """Say one chunk; what cannot be read says nothing."""
-        heard = self._thinking.hear(data)
+        heard = self._thinking.read(data)
         if heard is None or self._failed:
             return b""
         if heard.fault is not None:
-            return self.failed(*heard.fault)
+            return self.error(*heard.fault)
         self._usage = heard.usage or self._usage
         out = [] if self._started else self._start(prompt_tokens)
         if heard.choice is not None:
             self._choice(heard.choice, out)
         return b"".join(out)
 
-    def unread(self, event: bytes) -> bytes | None:
-        """See `Speaker.unread`: the next piece of a block that is open."""
-        piece = piece_of(event) if self._thinking.settled else None
+    def chunk_unparsed(self, event: bytes) -> bytes | None:
+        """See `ReplyEncoder.chunk_unparsed`: the next piece of a block that is open."""
+        piece = text_piece(event) if self._thinking.settled else None
         if piece is None or self._failed:
             return None
         kind, call, words = piece
@@ -121,7 +118,7 @@ class MessagesSpeaker:
         if self._failed:
             return b""
         if self._finish is None:
-            return self.failed(502, "the engine ended its stream before its reply")
+            return self.error(502, "the engine ended its stream before its reply")
         out: list[bytes] = []
         if not self._blocks:
             self._begin(_Block(0, "text"), {"text": ""}, out)
@@ -135,7 +132,7 @@ class MessagesSpeaker:
         """Say nothing, in Anthropic's way."""
         return _event("ping")
 
-    def failed(self, status: int, message: str) -> bytes:
+    def error(self, status: int, message: str) -> bytes:
         """Say an error within the stream."""
         self._failed = True
         return _event(**error_members(status, message))
@@ -209,12 +206,12 @@ class MessagesSpeaker:
 
 
 def _event(type: str, **members: Any) -> bytes:  # noqa: A002 - its name in the event
-    return event_of(lenient.write({"type": type, **members}), type)
+    return event_of(json_io.write({"type": type, **members}), type)
 
 
 def _input(arguments: str) -> dict[str, Any]:
     try:
-        found = lenient.read(arguments) if arguments.strip() else {}
+        found = json_io.read(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return wrapped(arguments)
     return found if isinstance(found, dict) else wrapped(arguments)

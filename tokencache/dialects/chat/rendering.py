@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from tokencache.core.messages import canonical_json
-from tokencache.dialects.body import member
+from tokencache.dialects.json_io import member
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw

@@ -16,15 +16,14 @@ do, or with `MAX_TOKENS` where it was cut off.
 
 from typing import Any
 
-from tokencache.dialects import lenient
-from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage
-from tokencache.dialects.gemini.words import error_of, finish_reason_of, object_of, usage_of
+from tokencache.dialects import json_io
+from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage, text_piece
+from tokencache.dialects.gemini.vocabulary import error_of, finish_reason_of, object_of, usage_of
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import Thinking, signed
 
 
-class GeminiSpeaker:
+class GeminiReplyEncoder:
     """Says one reply (`dialect.Speaker`); `sse` is for `alt=sse`, else a stream is one JSON array."""
 
     def __init__(self, *, model: str, handle: str, shows_thoughts: bool, sse: bool) -> None:
@@ -44,36 +43,36 @@ class GeminiSpeaker:
         self._started = False  # of the array form, its bracket
         self._over = False
 
-    def body(self, data: bytes) -> bytes:
-        """See `Speaker.body`; what is no chat completion is passed on as it is."""
-        heard = self._thinking.hear(data)
+    def whole(self, data: bytes) -> bytes:
+        """See `ReplyEncoder.whole`; what is no chat completion is passed on as it is."""
+        heard = self._thinking.read(data)
         if heard is None:
             return data
         parts = self._parts(heard.choice) if heard.choice is not None else []
         self._id, self._usage = heard.id, heard.usage
         if len(self._unsigned) == 2:  # noqa: PLR2004 - of either kind: nothing was said, or only thought
             parts.append(self._signed("text", {"text": ""}))
-        return lenient.write(self._response(parts, last=True))
+        return json_io.write(self._response(parts, last=True))
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
-        """See `Speaker.chunk`; what cannot be read says nothing."""
+        """See `ReplyEncoder.chunk`; what cannot be read says nothing."""
         del event, prompt_tokens
-        heard = self._thinking.hear(data)
+        heard = self._thinking.read(data)
         if heard is None:
             return b""
         if heard.fault is not None:
             self._over = True
-            return self._framed(lenient.write(error_of(*heard.fault)))
+            return self._framed(json_io.write(error_of(*heard.fault)))
         self._id = self._id or heard.id
         self._usage = heard.usage or self._usage
         parts = self._parts(heard.choice) if heard.choice is not None else []
         if self._reason is not None and not heard.choices:
             return self._last()
-        return self._framed(lenient.write(self._response(parts))) if parts else b""
+        return self._framed(json_io.write(self._response(parts))) if parts else b""
 
-    def unread(self, event: bytes) -> bytes | None:
-        """See `Speaker.unread`: the next piece of a text or a thought, or of a call, which is said when it is whole."""
-        piece = piece_of(event) if self._thinking.settled else None
+    def chunk_unparsed(self, event: bytes) -> bytes | None:
+        """See `ReplyEncoder.chunk_unparsed`: the next piece of a text or a thought, or of a call, which is said when it is whole."""
+        piece = text_piece(event) if self._thinking.settled else None
         if piece is None or self._over:
             return None
         kind, call, words = piece
@@ -88,26 +87,26 @@ class GeminiSpeaker:
         if not words or not self._id or self._call is not None or (not thought and "text" in self._unsigned):
             return None
         if not self._around[0]:
-            before, _, behind = lenient.write(self._response([])).partition(b"[]")
+            before, _, behind = json_io.write(self._response([])).partition(b"[]")
             self._around = before, behind
         part: dict[str, Any] = {"text": words, "thought": True} if thought else {"text": words}
-        return self._framed(lenient.write([part]).join(self._around))
+        return self._framed(json_io.write([part]).join(self._around))
 
     def end(self) -> bytes:
-        """See `Speaker.end`: the last response, if it did not leave with the count, and the end of the array."""
+        """See `ReplyEncoder.end`: the last response, if it did not leave with the count, and the end of the array."""
         return self._last() + self._close()
 
     def keep_alive(self) -> bytes:
-        """See `Speaker.keep_alive`: a comment; in an array white space."""
+        """See `ReplyEncoder.keep_alive`: a comment; in an array white space."""
         return b": keep-alive\n\n" if self._sse else b"\n"
 
-    def failed(self, status: int, message: str) -> bytes:
-        """See `Speaker.failed`."""
+    def error(self, status: int, message: str) -> bytes:
+        """See `ReplyEncoder.error`."""
         self._over = True
-        return self._framed(lenient.write(error_of(status, message))) + self._close()
+        return self._framed(json_io.write(error_of(status, message))) + self._close()
 
     def documents(self) -> dict[str, bytes]:
-        """See `Speaker.documents`: this dialect keeps nothing."""
+        """See `ReplyEncoder.documents`: this dialect keeps nothing."""
         return {}
 
     def _last(self) -> bytes:
@@ -115,7 +114,7 @@ class GeminiSpeaker:
         if self._over or self._reason is None:
             return b""
         self._over = True
-        return self._framed(lenient.write(self._response([self._signed("text", {"text": ""}, only_if_none=True)], last=True)))
+        return self._framed(json_io.write(self._response([self._signed("text", {"text": ""}, only_if_none=True)], last=True)))
 
     def _framed(self, said: bytes) -> bytes:
         if self._sse:

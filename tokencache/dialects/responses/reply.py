@@ -1,4 +1,18 @@
-"""Responses: a chat reply said again, whole or event by event.
+"""Responses: events, numbered as they are written.
+
+An item that grows tells of each piece with the same event, hundreds of times, in which the number and the piece alone differ: all
+else of it is written once (`Delta`).
+
+
+Responses: output items, and the events that tell of them while they grow.
+
+    output_item.added · content_part.added · …delta … · …done · content_part.done · output_item.done
+
+Every kind of item knows how it looks and which of these events it needs; `reply` decides when one begins and
+when it ends. Members are those of openai 3.52's types.
+
+
+Responses: a chat reply said again, whole or event by event.
 
     response.created · response.in_progress · (items: `output`) · response.completed | .incomplete | .failed
 
@@ -13,22 +27,232 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.chat.plain import piece_of
-from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, ToolCallPart, Usage
-from tokencache.dialects.responses.events import Events
-from tokencache.dialects.responses.output import CustomCall, FunctionCall, Item, Reasoning, Text
-from tokencache.dialects.responses.tools import ToolName
-from tokencache.dialects.thinking import Thinking
+from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, ToolCallPart, Usage, text_piece
+from tokencache.dialects.responses.vocabulary import INLINE, FreeformInput, ToolName, item_id
+from tokencache.dialects.sse import event_of
+from tokencache.dialects.thinking import Thinking, signed
 
 _ENCODER = msgspec.json.Encoder()
+_NUMBER, _EMPTY = b'"sequence_number":', b'""'
+
+
+class Delta:
+    """An event of this kind (without `response.`) with these members, of which `delta` is the only empty text."""
+
+    def __init__(self, kind: str, **members: Any) -> None:
+        head, rest = _written(kind, 0, members).split(_NUMBER + b"0")
+        self._head = head + _NUMBER
+        self._between, self._tail = rest.split(_EMPTY)
+
+    def event(self, number: int, piece: str) -> bytes:
+        """Write it with its number and its piece."""
+        return b"".join((self._head, b"%d" % number, self._between, _ENCODER.encode(piece), self._tail))
+
+
+class Events:
+    """The events of one response: written in order, and taken when there is somebody to read_completion them."""
+
+    def __init__(self) -> None:
+        self._said = bytearray()
+        self._number = 0  # of the next event
+
+    def tell(self, kind: str, **members: Any) -> None:
+        """Write an event of this kind (without `response.`) with these members."""
+        self._said += _written(kind, self._next(), members)
+
+    def grow(self, delta: Delta, piece: str) -> None:
+        """Write that something has grown."""
+        self._said += delta.event(self._next(), piece)
+
+    def error(self, **members: Any) -> None:
+        """Write an `error` event, which is the only one of its kind."""
+        self._said += event_of(_ENCODER.encode({"type": "error", "sequence_number": self._next(), **members}), "error")
+
+    def take(self) -> bytes:
+        """All that was written since the last time."""
+        said, self._said = bytes(self._said), bytearray()
+        return said
+
+    def _next(self) -> int:
+        number, self._number = self._number, self._number + 1
+        return number
+
+
+def _written(kind: str, number: int, members: dict[str, Any]) -> bytes:
+    name = f"response.{kind}"
+    return event_of(_ENCODER.encode({"type": name, "sequence_number": number, **members}), name)
+
+
+class Item:
+    """An output item under way, at `place` in the output. `tokens` are the members with a reply's ids, on its last item (`gym`)."""
+
+    prefix = ""
+
+    def __init__(self, handle: str, place: int, events: Events) -> None:
+        self.id = item_id(self.prefix, handle, place)
+        self.status = "in_progress"
+        self.tokens: dict[str, Any] = {}
+        self._place = place
+        self._events = events
+        self._pieces: list[str] = []
+        kind, members = self._delta()
+        self._grown = Delta(kind, item_id=self.id, output_index=place, **members)
+
+    def shown(self) -> dict[str, Any]:
+        """The item as it stands."""
+        return {**self.kept(), **self.tokens}
+
+    def kept(self) -> dict[str, Any]:
+        """The same without its tokens: they are kept with the turn."""
+        return {"id": self.id, **self._shape("".join(self._pieces))}
+
+    def begin(self) -> None:
+        """Tell that it is there."""
+        self._events.tell("output_item.added", output_index=self._place, item=self.shown())
+        self._opening()
+
+    def grow(self, piece: str) -> None:
+        """Add a piece to it."""
+        self._pieces.append(piece)
+        self._events.grow(self._grown, piece)
+
+    def end(self, status: str) -> None:
+        """Tell that it is over: `completed` or `incomplete`."""
+        self.status = status
+        self._closing("".join(self._pieces))
+        self._events.tell("output_item.done", output_index=self._place, item=self.shown())
+
+    def _about(self, kind: str, **members: Any) -> None:
+        self._events.tell(kind, item_id=self.id, output_index=self._place, **members)
+
+    def _shape(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _opening(self) -> None:
+        """Tell what follows its beginning: nothing, for most."""
+
+    def _delta(self) -> tuple[str, dict[str, Any]]:
+        """The kind of event that tells of a piece, and its own members."""
+        raise NotImplementedError
+
+    def _closing(self, text: str) -> None:
+        raise NotImplementedError
+
+
+class Reasoning(Item):
+    """What the model thought; `thinking` says whether it stood in the text (`dialects.thinking`).
+
+    `sealed` is whether it brings an `encrypted_content`: our handle; `summarised` whether its text is its summary, too: NeMo Gym's
+    model server has it there, and nowhere else.
+    """
+
+    prefix = "rs"
+
+    def __init__(self, handle: str, place: int, events: Events, *, sealed: bool, summarised: bool, thinking: Thinking) -> None:
+        if thinking.mark:
+            self.prefix = INLINE
+        super().__init__(handle, place, events)
+        self._handle, self._sealed, self._thinking = handle, sealed, thinking
+        self._summarised = summarised
+
+    def _shape(self, text: str) -> dict[str, Any]:
+        summary = [{"type": "summary_text", "text": text}] if text and self._summarised else []
+        seal = {"encrypted_content": signed(self._handle, self._thinking.mark)} if self._sealed else {}
+        return {"type": "reasoning", "summary": summary, "content": [_thought(text)] if text else [], **seal}
+
+    def _opening(self) -> None:
+        self._about("content_part.added", content_index=0, part=_thought(""))
+
+    def _delta(self) -> tuple[str, dict[str, Any]]:
+        return "reasoning_text.delta", {"content_index": 0, "delta": ""}
+
+    def _closing(self, text: str) -> None:
+        self._about("reasoning_text.done", content_index=0, text=text)
+        self._about("content_part.done", content_index=0, part=_thought(text))
+
+
+class Text(Item):
+    """What the model said; `present` is whether a text is there even if it is empty."""
+
+    prefix = "msg"
+
+    def __init__(self, handle: str, place: int, events: Events, *, present: bool) -> None:
+        self._present = present
+        super().__init__(handle, place, events)
+
+    def _shape(self, text: str) -> dict[str, Any]:
+        content = [_words(text)] if text or (self._present and self.status != "in_progress") else []
+        return {"type": "message", "status": self.status, "role": "assistant", "content": content}
+
+    def _opening(self) -> None:
+        self._about("content_part.added", content_index=0, part=_words(""))
+
+    def _delta(self) -> tuple[str, dict[str, Any]]:
+        return "output_text.delta", {"content_index": 0, "delta": "", "logprobs": []}
+
+    def _closing(self, text: str) -> None:
+        self._about("output_text.done", content_index=0, text=text, logprobs=[])
+        self._about("content_part.done", content_index=0, part=_words(text))
+
+
+class FunctionCall(Item):
+    """A function's call; its arguments are the engine's text."""
+
+    prefix, kind, member, event = "fc", "function_call", "arguments", "function_call_arguments"
+
+    def __init__(self, handle: str, place: int, events: Events, *, call_id: str, name: ToolName) -> None:
+        super().__init__(handle, place, events)
+        self._named = {"call_id": call_id, "name": name.name} | ({"namespace": name.namespace} if name.namespace else {})
+
+    def _shape(self, text: str) -> dict[str, Any]:
+        return {"type": self.kind, "status": self.status, **self._named, self.member: text}
+
+    def _delta(self) -> tuple[str, dict[str, Any]]:
+        return f"{self.event}.delta", {"delta": ""}
+
+    def _closing(self, text: str) -> None:
+        self._about(f"{self.event}.done", **{self.member: text})
+
+
+class CustomCall(FunctionCall):
+    """A custom tool's call; its input is told as far as it can be read out of the arguments."""
+
+    prefix, kind, member, event = "ctc", "custom_tool_call", "input", "custom_tool_call_input"
+
+    def __init__(self, handle: str, place: int, events: Events, *, call_id: str, name: ToolName) -> None:
+        super().__init__(handle, place, events, call_id=call_id, name=name)
+        self._input = FreeformInput()
+
+    def grow(self, piece: str) -> None:
+        """Add a piece of the arguments."""
+        said = self._input.feed(piece)
+        if said:
+            super().grow(said)
+
+    def end(self, status: str) -> None:
+        """Tell that it is over, and what of the input was not told yet."""
+        told, whole = "".join(self._pieces), self._input.whole()
+        if whole.startswith(told) and whole != told:
+            super().grow(whole[len(told) :])
+        self._pieces = [whole]
+        super().end(status)
+
+
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _words(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "abort": None}
 """Ends by which a reply is cut short, and OpenAI's reason for it; it has none for an engine that aborts."""
-
 _GROWING = {b"content": Text, b"reasoning": Reasoning}
 _UNREADABLE = CompletionChunk(error={"message": "the engine sent what cannot be read"})
 
 
-class ResponsesSpeaker:
+class ResponsesReplyEncoder:
     """Says one reply.
 
     `members` are those of the response that are known from the request, and `names` how the harness calls its tools.
@@ -64,21 +288,21 @@ class ResponsesSpeaker:
         self._status = "in_progress"
         self._error: dict[str, str] | None = None
 
-    def body(self, data: bytes) -> bytes:
+    def whole(self, data: bytes) -> bytes:
         """Say a whole chat completion."""
-        self._hear(self._thinking.hear(data) or _UNREADABLE)
+        self._hear(self._thinking.read(data) or _UNREADABLE)
         self._conclude()
         return _ENCODER.encode(self._response())
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
         """Say one chunk; neither its framing nor the number of prompt tokens matters here."""
         del event, prompt_tokens
-        self._hear(self._thinking.hear(data) or _UNREADABLE)
+        self._hear(self._thinking.read(data) or _UNREADABLE)
         return self._events.take()
 
-    def unread(self, event: bytes) -> bytes | None:
-        """See `Speaker.unread`: the next piece of an item that is under way."""
-        piece = piece_of(event) if self._thinking.settled else None
+    def chunk_unparsed(self, event: bytes) -> bytes | None:
+        """See `ReplyEncoder.chunk_unparsed`: the next piece of an item that is under way."""
+        piece = text_piece(event) if self._thinking.settled else None
         if piece is None or self._status != "in_progress":
             return None
         kind, call, words = piece
@@ -99,7 +323,7 @@ class ResponsesSpeaker:
         """Write a comment."""
         return b": keep-alive\n\n"
 
-    def failed(self, status: int, message: str) -> bytes:
+    def error(self, status: int, message: str) -> bytes:
         """Say that it failed; it has, whatever was ready to be said."""
         del status  # OpenAI's vocabulary has one code for all that is the server's
         self._fail(message)

@@ -1,4 +1,20 @@
-"""Responses: the members of a request → those of the chat request, and those that the response shows again.
+"""Responses: items → chat messages.
+
+What one reply said comes back as several items (reasoning, message, calls). They become one chat message again; where
+one reply ends and the next begins is told, in this order, by
+
+- any item that is not the assistant's;
+- our handles, where both sides have one (in an item's id, or in `encrypted_content`);
+- the order: a message right behind a message, or reasoning behind anything but reasoning, begins a new one. vLLM 0.32
+  parts them there too (`entrypoints/openai/responses/utils.py`), and no reply of ours holds the former.
+
+Compared with that converter nothing is lost: of a message or a reasoning item it reads the first part alone, here all
+parts are joined with nothing between (summaries, which are paragraphs, with newlines), and text behind a tool call
+stays with its reply instead of becoming one of its own. `encrypted_content` that is not ours is ignored rather than
+refused. Parts of the user's and the system's messages stay parts, and so do those of a tool's result.
+
+
+Responses: the members of a request → those of the chat request, and those that the response shows again.
 
 Mirrors vLLM 0.32's own Responses route (`entrypoints/openai/responses/protocol.py`) where the two APIs say the same in
 other words; what vLLM adds to OpenAI's members passes as it came. Members that change nothing here (`truncation`,
@@ -8,24 +24,200 @@ reasoning and calls too, and pieces of text do not end where tokens do.
 """
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from tokencache.dialects import lenient
-from tokencache.dialects.body import entries_of, fields_of, member
+from tokencache.dialects import json_io
 from tokencache.dialects.gym import TAKEN, ReturnedIdFragments, take_all
-from tokencache.dialects.responses.items import Item
-from tokencache.dialects.responses.tools import ToolSelection
+from tokencache.dialects.json_io import Position, bracketed, entries_of, fields_of, member
+from tokencache.dialects.responses.vocabulary import INLINE, Item, ToolSelection, flat_name, handle_of, own_id
+from tokencache.dialects.thinking import CLOSED, UNCLOSED, Mark, folded, read_signature
 from tokencache.errors import HarnessError
 
-Raw = msgspec.Raw
+_TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text") | {"refusal": "refusal"}
+_ROLES = frozenset({"user", "system", "developer", "assistant"})
+_DETAILS = "low", "high"
+_UNFINISHED = "in_progress", "incomplete"
 
+
+def _mark_of(item: Mapping[str, Any], reply: Mapping[str, list[Any]]) -> Mark:
+    """Where the thinking of a reasoning item stood. An id does not say whether the block was closed: something follows if it was."""
+    handle, mark = read_signature(item.get("encrypted_content"))
+    ours = None if handle else own_id(item)
+    if ours is None or ours[1] != INLINE:
+        return mark
+    return CLOSED if reply["content"] or reply["tool_calls"] else UNCLOSED
+
+
+class Talk:
+    """The chat messages of a list of items: add them in order, then `close`.
+
+    `messages` are chat messages, `handles` the places of those (the assistant's) that came back with a handle, `echoes` of those
+    that came back with token ids; `merged` says that several items became one message.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.handles: dict[int, str] = {}
+        self.echoes: dict[int, ReturnedIdFragments] = {}
+        self.merged = False
+        self._reply: dict[str, list[Any]] = {}  # the assistant's message under way
+        self._handle = self._last = ""
+        self._echo: ReturnedIdFragments | None = None
+        self._thinking: dict[str, Any] = {}  # its last reasoning item
+
+    def add(self, item: Any, at: Position, echo: ReturnedIdFragments | None = None) -> None:
+        """Read one item; `at` says where it stood, `echo` are the token ids that came back with it.
+
+        Raises:
+            HarnessError: it is malformed, or of a type that is not supported.
+        """
+        if not isinstance(item, dict):
+            raise _wrong(at, " must be an object")
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
+        match kind:
+            case "message":
+                self._message(item, at)
+            case "reasoning":
+                self._continue(item, "reasoning")["reasoning"].append(_thought(item, at))
+                self._thinking = item
+            case "function_call":
+                name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
+                self._call(item, at, name, _text(item, "arguments", at))
+            case "custom_tool_call":
+                name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
+                self._call(item, at, name, msgspec.json.encode({"input": _text(item, "input", at)}).decode())
+            case "function_call_output" | "custom_tool_call_output":
+                content = _content(item.get("output"), (at, "output"))
+                self._say({"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": content})
+            case _:
+                raise _wrong(at, f": items of type {kind!r} are not supported")
+        if self._reply:  # the last item of a reply carries its ids
+            self._echo = echo or self._echo
+
+    def close(self) -> None:
+        """End the assistant's message that is under way."""
+        if not self._reply:
+            return
+        reply, self._reply = self._reply, {}
+        message: dict[str, Any] = {"role": "assistant"}
+        if any(reply["reasoning"]):
+            message["reasoning"] = "".join(reply["reasoning"])
+        if reply["content"] or not reply["tool_calls"]:
+            message["content"] = "".join(reply["content"])
+        if reply["tool_calls"]:
+            message["tool_calls"] = reply["tool_calls"]
+        if self._handle:
+            self.handles[len(self.messages)] = self._handle
+        if self._echo is not None:
+            self.echoes[len(self.messages)] = self._echo
+        self.messages.append(folded(message, _mark_of(self._thinking, reply)))
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self.close()
+        self.messages.append(message)
+
+    def _continue(self, item: dict[str, Any], kind: str) -> dict[str, list[Any]]:
+        """The assistant's message that an item belongs to."""
+        handle = handle_of(item)
+        if self._reply and handle and self._handle:
+            ended = handle != self._handle
+        else:
+            ended = kind == self._last == "message" or (kind == "reasoning" and self._last != "reasoning")
+        if ended:
+            self.close()
+        self.merged = self.merged or bool(self._reply)
+        if not self._reply:
+            self._reply = {"reasoning": [], "content": [], "tool_calls": []}
+            self._handle, self._echo, self._thinking = "", None, {}
+        self._handle = self._handle or handle
+        self._last = kind
+        return self._reply
+
+    def _message(self, item: dict[str, Any], at: Position) -> None:
+        role = item.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise _wrong((at, "role"), f" must be one of {', '.join(sorted(_ROLES))}, not {role!r}")
+        content = _content(item.get("content"), (at, "content"))
+        if role != "assistant":
+            self._say({"role": role, "content": content})
+            return
+        if isinstance(content, list):
+            texts = [part["text"] for part in content if part["type"] == "text"]
+            if len(texts) < len(content):
+                raise _wrong((at, "content"), ": an assistant's message can only have text")
+            content = "".join(texts)
+        self._continue(item, "message")["content"].append(content)
+
+    def _call(self, item: dict[str, Any], at: Position, name: str, arguments: str) -> None:
+        call = {"id": _text(item, "call_id", at), "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._continue(item, "call")["tool_calls"].append(call)
+
+
+def continues(item: Any) -> bool:
+    """Whether a last item asks for its own continuation: what vLLM 0.32 makes of an assistant's that is not complete."""
+    if not isinstance(item, dict) or item.get("status") not in _UNFINISHED:
+        return False
+    return item.get("type") == "reasoning" or item.get("role") == "assistant"
+
+
+def _content(content: Any, at: Position) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(at, " must be a string or a list of parts")
+    return [_part(part, (at, i)) for i, part in enumerate(content)] or ""
+
+
+def _part(part: Any, at: Position) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    member = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if member is not None:
+        return {"type": "text", "text": _text(part, member, at)}
+    if kind == "input_image":
+        url, detail = part.get("image_url"), part.get("detail")
+        if not isinstance(url, str):
+            raise _wrong(at, ": an image must have an 'image_url'; files are not kept here")
+        return {"type": "image_url", "image_url": {"url": url, **({"detail": detail} if detail in _DETAILS else {})}}
+    raise _wrong(at, f": content of type {kind!r} is not supported")
+
+
+def _thought(item: dict[str, Any], at: Position) -> str:
+    for name, between in (("content", ""), ("summary", "\n")):
+        parts = item.get(name) or []
+        if not isinstance(parts, list):
+            raise _wrong((at, name), " must be a list of parts")
+        read = [_part(part, ((at, name), i)) for i, part in enumerate(parts)]
+        text = between.join([part["text"] for part in read if part["type"] == "text"])
+        if text:
+            return text
+    return ""
+
+
+def _text(item: dict[str, Any], member: str, at: Position) -> str:
+    value = item.get(member)
+    if not isinstance(value, str):
+        raise _wrong((at, member), " must be a string")
+    return value
+
+
+def _optional(item: dict[str, Any], member: str, at: Position) -> str | None:
+    return _text(item, member, at) if item.get(member) is not None else None
+
+
+def _wrong(at: Position, why: str) -> HarnessError:
+    name = bracketed(at)
+    return HarnessError(f"'{name}'{why}", param=name)
+
+
+Raw = msgspec.Raw
 _LIST = msgspec.json.Decoder(list[Any])
 _MEMBERS = msgspec.json.Decoder(dict[str, Raw])
-
 SEALED = "reasoning.encrypted_content"
-
 _SHOWN: dict[str, tuple[tuple[type, ...], Any]] = {
     "background": ((bool,), False),
     "max_output_tokens": ((int,), None),
@@ -47,7 +239,6 @@ _SHOWN: dict[str, tuple[tuple[type, ...], Any]] = {
     "user": ((str,), None),
 }
 """Members that the response shows again: their types and defaults (openai 3.52, `Response`)."""
-
 _RENAMED = {"max_output_tokens": "max_completion_tokens"}
 _SAME = (
     "temperature",
@@ -91,7 +282,7 @@ def members_of(body: bytes) -> dict[str, Raw]:
     try:
         return _MEMBERS.decode(body)
     except (ValueError, RecursionError):
-        return fields_of(lenient.write(lenient.read_body(body)))
+        return fields_of(json_io.write(json_io.read_body(body)))
 
 
 def refuse_unsupported(fields: dict[str, Raw]) -> None:
@@ -131,7 +322,7 @@ def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[
         return [], {}
     if bytes(raw)[:1] == b'"':
         message = {"type": "message", "role": "user", "content": member(fields, "input", (str,), "")}
-        return [(lenient.write(message), message)], {}
+        return [(json_io.write(message), message)], {}
     with contextlib.suppress(ValueError, RecursionError):  # what it is that cannot be read is found out below
         items = _LIST.decode(raw)
         if not any(isinstance(item, dict) and not TAKEN.isdisjoint(item) for item in items):
@@ -172,7 +363,7 @@ def chat_request(
         told |= {"stream": True, "stream_options": {"include_usage": True}}
     names = ("model", *_RENAMED, *_SAME, *(("metadata",) if gym else ()))
     same = {_RENAMED.get(name, name): bytes(fields[name]) for name in names if name in fields}
-    parts = {"messages": lenient.write(messages), **same, **{name: lenient.write(value) for name, value in told.items()}}
+    parts = {"messages": json_io.write(messages), **same, **{name: json_io.write(value) for name, value in told.items()}}
     return b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in parts.items() if raw != b"null") + b"}"
 
 

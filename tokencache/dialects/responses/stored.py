@@ -1,16 +1,199 @@
-"""Responses: questions about responses that are kept, answered from our own documents."""
+"""Responses: what is kept of a response, so that it can be asked for and continued by its id.
+
+With `store` (OpenAI's default) a response leaves four documents in its session, named by its handle:
+
+    resp:rec:<handle>   the response without its output and without what many responses share
+    resp:out:<handle>   its output items
+    resp:in:<handle>    its context: the items that were new in its input, and where the items before them are kept
+    resp:as:<hash>      what responses share: tools, instructions, settings
+
+A context lists the documents in front of it, oldest first. So a chain of responses is read in three round trips, and one
+more for every few dozen responses; and storage grows with what is new, also for a harness that sends its whole history
+every time and leaves `store` at its default. Such an input is cut where the one before it ended: that one is found by the
+handle in the newest reply among the items, and its items must be the same bytes (their hash is kept). A list that grew
+long is not copied on: the next context begins a list of its own and names the context that goes before it.
+
+`DELETE` drops the record alone: responses that continue it stay whole.
+
+
+Responses: questions about responses that are kept, answered from our own documents.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import xxhash
 
-from tokencache.dialects.dialect import DialectRequest, DirectReply
-from tokencache.dialects.responses.items import Item
-from tokencache.dialects.responses.kept import Library, document
+from tokencache.dialects.base import DialectRequest, DirectReply
+from tokencache.dialects.responses.vocabulary import Item, handle_of
 from tokencache.errors import HarnessError
+
+Raw = msgspec.Raw
+Documents = Callable[[Sequence[str]], Awaitable[list[bytes | None]]]
+_LISTED = 64
+"""How many documents one context lists at most."""
+
+
+class StoredInput(msgspec.Struct, omit_defaults=True):
+    """Where the input of a response is kept.
+
+    Attributes:
+        items: the items that were new with this response.
+        parts: the documents with the items before them (`in:<handle>`, `out:<handle>`), oldest first.
+        earlier: the handle of the context whose whole input goes before `parts`; `""` if none does.
+        count, digest: of an input that a harness sent whole, how many items it had and the hash of their bytes.
+    """
+
+    items: list[Raw] = []
+    parts: list[str] = []
+    earlier: str = ""
+    count: int = 0
+    digest: str = ""
+
+
+class Record(msgspec.Struct):
+    """A response without its output; `shared` names the document with the rest of its members."""
+
+    response: dict[str, Any]
+    shared: str
+
+
+_CONTEXT = msgspec.json.Decoder(StoredInput)
+_RECORD = msgspec.json.Decoder(Record)
+_SHARED = msgspec.json.Decoder(dict[str, Raw])
+_ITEMS = msgspec.json.Decoder(list[Raw])
+
+
+def document(kind: str, name: str) -> str:
+    """Name a document of ours."""
+    return f"resp:{kind}:{name}"
+
+
+class Library:
+    """Reads the documents of a session."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    async def response(self, handle: str) -> dict[str, Any] | None:
+        """Read a whole response; `None` if there is none.
+
+        Raises:
+            StoreError: it could not be read.
+        """
+        known, output = await self._documents([document("rec", handle), document("out", handle)])
+        if known is None or output is None:
+            return None
+        record = _RECORD.decode(known)
+        shared = (await self._documents([record.shared]))[0]
+        return {**record.response, **(_SHARED.decode(shared) if shared is not None else {}), "output": Raw(output)}
+
+    async def history(self, handle: str, *, output: bool) -> list[Item] | None:
+        """Read all items of a response's input, and of its output too; `None` if it is not kept, or was deleted.
+
+        Raises:
+            StoreError: it could not be read.
+        """
+        known, found = await self._documents([document("rec", handle), document("in", handle)])
+        if known is None or found is None:
+            return None
+        context = _CONTEXT.decode(found)
+        names = [*context.parts, f"in:{handle}", *([f"out:{handle}"] if output else [])]
+        while context.earlier:  # each context was written after the one it names
+            before = await self._context(context.earlier)
+            if before is None:
+                return None
+            names = [*before.parts, f"in:{context.earlier}", *names]
+            context = before
+        items: list[Item] = []
+        for name, found in zip(names, await self._documents([f"resp:{name}" for name in names]), strict=True):
+            if found is None:
+                return None
+            raws = _CONTEXT.decode(found).items if name.startswith("in:") else _ITEMS.decode(found)
+            items += [(bytes(raw), msgspec.json.decode(raw)) for raw in raws]
+        return items
+
+    async def referred(self, items: list[Item]) -> list[Item]:
+        """Put the items themselves in the place of references to them.
+
+        Raises:
+            HarnessError: there is no such item of ours.
+            StoreError: it could not be read.
+        """
+        wanted = {i: item for i, (_, item) in enumerate(items) if isinstance(item, dict) and item.get("type") == "item_reference"}
+        if not wanted:
+            return items
+        handles = sorted({handle_of(item) for item in wanted.values()} - {""})
+        outputs = await self._documents([document("out", handle) for handle in handles])
+        known: dict[Any, Item] = {}
+        for output in outputs:
+            for raw in _ITEMS.decode(output) if output is not None else ():
+                item = msgspec.json.decode(raw)
+                known[item["id"]] = (bytes(raw), item)
+        for i, reference in wanted.items():
+            name = reference.get("id")
+            if not isinstance(name, str) or name not in known:
+                raise HarnessError(f"Item with id '{name}' not found.", param=f"input[{i}].id")
+        return [known[wanted[i]["id"]] if i in wanted else item for i, item in enumerate(items)]
+
+    async def continued(self, items: list[Item], sent: list[bytes]) -> StoredInput:
+        """Make the context of an input that was sent whole, behind the one it continues if that one is kept.
+
+        `items` are the input's items, `sent` their bytes as they were sent (references not replaced).
+
+        Raises:
+            StoreError: a context could not be read.
+        """
+        own = StoredInput([Raw(raw) for raw, _ in items], count=len(sent), digest=_digest(sent))
+        handle = next((found for _, item in reversed(items) if isinstance(item, dict) and (found := handle_of(item))), "")
+        base = await self._context(handle) if handle else None
+        if base is None or not 0 < base.count <= len(sent) or base.digest != _digest(sent[: base.count]):
+            return own
+        own.items = own.items[base.count :]
+        return _behind(own, handle, base, output=False)
+
+    async def answered(self, items: list[Item], handle: str) -> StoredInput:
+        """Make the context of items that continue a response which is kept, behind that one and its output.
+
+        Raises:
+            StoreError: its context could not be read.
+        """
+        own, base = StoredInput([Raw(raw) for raw, _ in items]), await self._context(handle)
+        return own if base is None else _behind(own, handle, base, output=True)
+
+    async def _context(self, handle: str) -> StoredInput | None:
+        found = (await self._documents([document("in", handle)]))[0]
+        return _CONTEXT.decode(found) if found is not None else None
+
+
+def _behind(own: StoredInput, handle: str, base: StoredInput, *, output: bool) -> StoredInput:
+    """Put a context behind that of another response, and behind its output if the input did not hold it."""
+    said = [f"out:{handle}"] if output else []
+    if len(base.parts) < _LISTED:
+        own.parts, own.earlier = [*base.parts, f"in:{handle}", *said], base.earlier
+    else:
+        own.parts, own.earlier = said, handle
+    return own
+
+
+def kept(handle: str, context: StoredInput, shared: dict[str, Raw], response: dict[str, Any]) -> dict[str, bytes]:
+    """Make the documents of a response."""
+    own = {name: value for name, value in response.items() if name not in shared and name != "output"}
+    same = msgspec.json.encode(shared)
+    name = document("as", xxhash.xxh3_128_hexdigest(same))
+    return {
+        document("rec", handle): msgspec.json.encode(Record(own, name)),
+        document("out", handle): msgspec.json.encode(response["output"]),
+        document("in", handle): msgspec.json.encode(context),
+        name: same,
+    }
+
+
+def _digest(items: list[bytes]) -> str:
+    return xxhash.xxh3_128_hexdigest(b",".join(items))
+
 
 _PATH = re.compile(r"/(resp_([0-9a-f]{32})|[^/]+)(/input_items|/cancel)?")
 _NOT_FOUND, _NOT_ALLOWED = 404, 405

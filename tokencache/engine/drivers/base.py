@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 from multidict import CIMultiDict
 
 from tokencache.core.ids import Pieces
-from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPayload
 

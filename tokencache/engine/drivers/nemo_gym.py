@@ -16,7 +16,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
-from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.dialects.gym_request import CHAT_MEMBERS
 from tokencache.dialects.thinking import in_text

@@ -19,7 +19,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
-from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.engine.drivers.base import Driver, ExactPrompt, LastReply, last_reply_place
 from tokencache.engine.drivers.vllm import STREAM_MEMBERS, members_with_ids

@@ -27,8 +27,8 @@ from cachetools import LRUCache
 from multidict import CIMultiDict
 
 from tokencache.core import ids
-from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import CHAT, EngineRequest, ExactPrompt, ParsedCompletion, Target
 from tokencache.engine.drivers.vllm import STREAM_MEMBERS, Vllm, members_with_ids
 from tokencache.engine.prompt_echo import read_ids

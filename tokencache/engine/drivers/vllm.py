@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.chat.call import ChatCall
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import Driver, ExactPrompt
 from tokencache.engine.upstream import SegmentedPayload, segmented_body
 

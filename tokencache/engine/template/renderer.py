@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.chat.messages import with_reasoning
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.dialects.chat.vocabulary import with_reasoning
 from tokencache.engine.upstream import EngineClient
 
 Raw = msgspec.Raw

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from tokencache.core.turn import Turn, TurnMark
-from tokencache.dialects.body import member
-from tokencache.dialects.chat.whole import WholeChoice, whole_reply
-from tokencache.dialects.completions import whole_text
+from tokencache.dialects.chat.reply import WrittenChoice, write_completion
+from tokencache.dialects.json_io import member
+from tokencache.dialects.text_completions import write_text_completion
 from tokencache.engine.reply import Reply
 from tokencache.proxy.call import REQUEST_ID, undelivered, with_request_id
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
@@ -76,16 +76,16 @@ async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool:
 async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamResponse:
     """Send a recorded reply in the form that the client asked for; `turns` are its choices."""
     first, chat, exchange = turns[0], response.chat, response.exchange
-    if exchange.speaks_as is not None:
-        response.exchange = exchange._replace(speaker=await exchange.speaks_as(first.handle))
+    if exchange.encoder_for is not None:
+        response.exchange = exchange._replace(encoder=await exchange.encoder_for(first.handle))
     per_prompt = max(1, member(chat.fields, "n", (int,), 1))
     prompt = sum(turn.prompt_tokens for turn in turns if turn.choice % per_prompt == 0)  # a text completion may have several prompts
-    write = whole_text if chat.dialect == "completions" else whole_reply
+    write = write_text_completion if chat.dialect == "completions" else write_completion
     body = write(
         call=with_request_id(exchange.headers, first.call)[REQUEST_ID],
         created=first.created,
         model=first.model,
-        choices=[WholeChoice(turn.choice, turn.served, turn.finish_reason, turn.stop_reason) for turn in turns],
+        choices=[WrittenChoice(turn.choice, turn.served, turn.finish_reason, turn.stop_reason) for turn in turns],
         prompt_tokens=prompt,
         completion_tokens=sum(turn.completion_tokens for turn in turns),
     )

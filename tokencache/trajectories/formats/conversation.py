@@ -17,7 +17,7 @@ from tokencache.core.context import Context, Raw
 from tokencache.core.lineage import SequenceTurn, TokenSequence
 from tokencache.core.messages import Message
 from tokencache.core.turn import Turn
-from tokencache.dialects.chat.messages import read_message
+from tokencache.dialects.chat.vocabulary import read_message
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Roles that every format has (`developer` is read as `system`)."""

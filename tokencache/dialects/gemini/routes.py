@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from tokencache.dialects import lenient
-from tokencache.dialects.dialect import EVENTS, Counting, DialectRequest, DirectReply, Meaning, ServedModel, Spoken
-from tokencache.dialects.gemini.contents import Contents
-from tokencache.dialects.gemini.entry import RequestObject, entry
-from tokencache.dialects.gemini.reply import GeminiSpeaker
-from tokencache.dialects.gemini.settings import chat_settings
-from tokencache.dialects.gemini.words import error_of
+from tokencache.dialects import json_io
+from tokencache.dialects.base import EVENT_STREAM, DialectRequest, DirectReply, ModelCall, ParsedRequest, ServedModel, TokenCount
+from tokencache.dialects.gemini.reply import GeminiReplyEncoder
+from tokencache.dialects.gemini.request import Contents, chat_settings
+from tokencache.dialects.gemini.vocabulary import RequestObject, entry, error_of
 from tokencache.errors import HarnessError
 
 _METHOD = re.compile(r"/v1(?:beta|alpha)?/(?:models|tunedModels)/(.+):(\w+)")
@@ -33,15 +31,17 @@ class GeminiDialect:
     """See `dialect.Dialect`."""
 
     name = "gemini"
+    credential_headers: tuple[str, ...] = ("x-goog-api-key",)
+    credential_parameters: tuple[str, ...] = ("key",)
 
-    def speaks(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
+    def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """See `Dialect.speaks`."""
         if method == "POST":
             return _METHOD.fullmatch(unquote(path)) is not None
         listed = _MODELS.fullmatch(path) if method == "GET" else None
         return listed is not None and (listed[1] is not None or "x-goog-api-key" in headers or "x-goog-api-client" in headers)
 
-    async def read(self, asked: DialectRequest) -> Meaning:
+    async def parse(self, asked: DialectRequest) -> ParsedRequest:
         """See `Dialect.read`."""
         called = _METHOD.fullmatch(unquote(asked.path)) if asked.method == "POST" else None
         if called is None:
@@ -60,31 +60,31 @@ class GeminiDialect:
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
         """See `Dialect.error`: kinds are told by the status here, and a message names the member itself."""
         del kind, param
-        return lenient.write(error_of(status, message))
+        return json_io.write(error_of(status, message))
 
 
-def _generate(asked: DialectRequest, model: str, *, stream: bool) -> Spoken:
-    request = entry(lenient.read_body(asked.body), "")
+def _generate(asked: DialectRequest, model: str, *, stream: bool) -> ModelCall:
+    request = entry(json_io.read_body(asked.body), "")
     contents, settings = _conversation(request), chat_settings(request)
     said: dict[str, Any] = {"messages": contents.messages, "model": model, "stream": stream}
     if stream:
         said["stream_options"] = {"include_usage": True}
     sse = asked.query.get("alt") == "sse"
-    speaker = GeminiSpeaker(model=model, handle=asked.handle, shows_thoughts="include_reasoning" not in settings, sse=sse)
-    media_type = EVENTS if sse else "application/json"
-    return Spoken(body=lenient.write(said | settings), speaker=speaker, handles=contents.handles, media_type=media_type)
+    encoder = GeminiReplyEncoder(model=model, handle=asked.handle, shows_thoughts="include_reasoning" not in settings, sse=sse)
+    media_type = EVENT_STREAM if sse else "application/json"
+    return ModelCall(body=json_io.write(said | settings), encoder=encoder, handles=contents.handles, media_type=media_type)
 
 
-def _count(asked: DialectRequest, model: str) -> Counting:
+def _count(asked: DialectRequest, model: str) -> TokenCount:
     """Read a question for a count: of contents alone, or of a whole request."""
-    body = entry(lenient.read_body(asked.body), "")
+    body = entry(json_io.read_body(asked.body), "")
     request = body.inner("generateContentRequest") or body
     settings = chat_settings(request)
-    return Counting(body=lenient.write({"messages": _conversation(request).messages, "model": model} | settings), say=_counted)
+    return TokenCount(body=json_io.write({"messages": _conversation(request).messages, "model": model} | settings), write=_counted)
 
 
 def _counted(tokens: int) -> bytes:
-    return lenient.write({"totalTokens": tokens})
+    return json_io.write({"totalTokens": tokens})
 
 
 def _conversation(request: RequestObject) -> Contents:
@@ -103,11 +103,11 @@ async def _models(asked: DialectRequest) -> DirectReply:
     found = _MODELS.fullmatch(asked.path)
     served = await asked.served()
     if found is None or found[2] is None:
-        return DirectReply(body=lenient.write({"models": [_model(model) for model in served]}))
+        return DirectReply(body=json_io.write({"models": [_model(model) for model in served]}))
     wanted = unquote(found[2])
     for model in served:
         if model.name == wanted:
-            return DirectReply(body=lenient.write(_model(model)))
+            return DirectReply(body=json_io.write(_model(model)))
     raise HarnessError(f"models/{wanted} is not found", status=_NOT_FOUND)
 
 

@@ -1,4 +1,10 @@
-"""Growth: a body that begins like the session's last one is read from where that one ended.
+"""MessageSpans: the messages of a body, where they stand in it.
+
+A history is long and nobody looks at most of it: who knows where each message begins and ends need not keep a copy of
+each, nor of the body. A message is cut out when it is asked for.
+
+
+Growth: a body that begins like the session's last one is read from where that one ended.
 
 An agent sends its whole history with every call, so nearly all of a body is the body before. Its bytes up to the last
 known message are hashed; if they are the same, only the rest is parsed: new messages and whatever members stand behind
@@ -14,19 +20,56 @@ import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import overload
 
 import msgspec
 import xxhash
 
 from tokencache.core.chain import Conversation
 from tokencache.core.messages import Message
-from tokencache.dialects.body import entries_of, fields_of
-from tokencache.dialects.chat.entries import Entries, spans_of
-from tokencache.dialects.chat.messages import MessageReader
+from tokencache.dialects.chat.vocabulary import MessageReader
+from tokencache.dialects.json_io import entries_of, fields_of
 from tokencache.errors import HarnessError
 
-Raw = msgspec.Raw
 
+class MessageSpans(Sequence[bytes]):
+    """The raw messages of `body`; `spans` says of each where it begins and where it ends, in bytes."""
+
+    __slots__ = ("_body", "_spans")
+
+    def __init__(self, body: bytes, spans: "array[int]") -> None:
+        self._body, self._spans = body, spans
+
+    def __len__(self) -> int:
+        return len(self._spans) // 2
+
+    @overload
+    def __getitem__(self, place: int) -> bytes: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[bytes]: ...
+    def __getitem__(self, place: int | slice) -> bytes | list[bytes]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        i = range(len(self))[place]
+        return self._body[self._spans[2 * i] : self._spans[2 * i + 1]]
+
+
+def spans_of(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | None":
+    """Find objects that stand one behind the other in a body from `at` on; `None` if they do not stand there like this.
+
+    Between two messages stand blanks and a comma, nothing that an object begins with.
+    """
+    spans = array("Q")
+    for entry in entries:
+        start = body.find(b"{", at)
+        if start < 0 or not body.startswith(entry, start):
+            return None
+        at = start + len(entry)
+        spans.extend((start, at))
+    return spans
+
+
+Raw = msgspec.Raw
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _LIST = msgspec.json.Decoder(list[Raw])
 _NAME = b'"messages"'
@@ -36,7 +79,7 @@ PER_MESSAGE = 600
 """Bytes: two digests, links of two chains, place in the body, the objects that hold them. The words of the model's messages come on top."""
 
 
-class Known(msgspec.Struct, frozen=True):
+class ParsedHistory(msgspec.Struct, frozen=True):
     """What was read of a body: the conversation that its messages make under `scope`, and what is said of them all.
 
     `malformed` are the places of messages with arguments that an engine may refuse; `rewritten` is whether one of the messages differs
@@ -50,7 +93,7 @@ class Known(msgspec.Struct, frozen=True):
     rewritten: bool = False
 
 
-class Split(msgspec.Struct, frozen=True):
+class SplitBody(msgspec.Struct, frozen=True):
     """A body taken apart: its members, its raw messages, and what is `known` of the first `old` of them.
 
     `spans` is where the messages stand in the body, empty where that cannot be told; `head` has hashed as much of the body as was known
@@ -62,12 +105,12 @@ class Split(msgspec.Struct, frozen=True):
     entries: Sequence[bytes]
     spans: "array[int]"
     old: int = 0
-    known: Known | None = None
+    known: ParsedHistory | None = None
     head: xxhash.xxh3_128 | None = None
     rewritten: bool = False
 
 
-def split_whole(body: bytes) -> Split:
+def split_whole(body: bytes) -> SplitBody:
     """Take a body apart of which nothing is known.
 
     Raises:
@@ -77,7 +120,7 @@ def split_whole(body: bytes) -> Split:
     entries = _messages(fields)
     start = _place(body, bytes(fields["messages"]))
     spans = spans_of(body, entries, start) if start >= 0 else None
-    return Split(fields, entries, spans if spans is not None else array("Q"))
+    return SplitBody(fields, entries, spans if spans is not None else array("Q"))
 
 
 def _messages(fields: dict[str, Raw]) -> list[bytes]:
@@ -107,11 +150,11 @@ class _Held(msgspec.Struct, frozen=True):
     leading: dict[str, Raw]
     spans: "array[int]"
     bare: Sequence[bytes] | None
-    known: Known
+    known: ParsedHistory
     weight: int
 
 
-class Bodies:
+class IncrementalParser:
     """What was read of the last body of every session that was seen here lately; up to `memory` bytes.
 
     `secret` is the deployment's, under which all conversations are chained (`Store.secret`): to be set before the first body is read. If
@@ -138,7 +181,7 @@ class Bodies:
             self._held.clear()
             self._bytes = 0
 
-    def split(self, session: str, body: bytes) -> Split | None:
+    def split(self, session: str, body: bytes) -> SplitBody | None:
         """Take a body apart with what is known of the session; `None` if it has to be read whole."""
         held = self._held.get(session)
         if held is None or len(body) < held.spans[-1]:
@@ -163,10 +206,10 @@ class Bodies:
         end = at + comma + len(listed) - 1
         fields = {**held.leading, **behind, "messages": Raw(all_of[held.start : end])}
         spans = held.spans + added
-        entries = Entries(body, spans) if held.bare is None else [*held.bare, *new]
-        return Split(fields, entries, spans, len(held.spans) // 2, held.known, head, held.known.rewritten)
+        entries = MessageSpans(body, spans) if held.bare is None else [*held.bare, *new]
+        return SplitBody(fields, entries, spans, len(held.spans) // 2, held.known, head, held.known.rewritten)
 
-    def remember(self, session: str, body: bytes, split: Split, known: Known) -> None:
+    def remember(self, session: str, body: bytes, split: SplitBody, known: ParsedHistory) -> None:
         """Keep what was read of a body for the session's next one; a body without a session is not kept."""
         before = self._forget(session)
         if not session or not split.spans:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from tokencache.dialects import lenient
-from tokencache.dialects.anthropic.errors import error_members
-from tokencache.dialects.anthropic.reply import MessagesSpeaker
+from tokencache.dialects import json_io
+from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
 from tokencache.dialects.anthropic.request import read_request
-from tokencache.dialects.dialect import Counting, DialectRequest, DirectReply, Meaning, ServedModel, Spoken
+from tokencache.dialects.anthropic.vocabulary import error_members
+from tokencache.dialects.base import AUTHORIZATION, DialectRequest, DirectReply, ModelCall, ParsedRequest, ServedModel, TokenCount
 from tokencache.errors import HarnessError
 
 _CALL = "/v1/messages"
@@ -27,18 +27,20 @@ _UNKNOWN_DATE = "1970-01-01T00:00:00Z"
 """What Anthropic's API says of a model whose release date is unknown (`anthropic` 2.12 `types/model_info.py`)."""
 
 
-class MessagesDialect:
+class AnthropicDialect:
     """Anthropic's Messages API, as `anthropic` 2.12 and Claude Code 2.1 speak it."""
 
     name = "messages"
+    credential_headers: tuple[str, ...] = ("x-api-key", AUTHORIZATION)
+    credential_parameters: tuple[str, ...] = ()
 
-    def speaks(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
+    def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """Whether a request is a Messages call, a count, or a question for models by an Anthropic client."""
         if method == "POST":
             return path in {_CALL, _COUNT}
         return method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")) and _VERSION in headers
 
-    async def read(self, asked: DialectRequest) -> Meaning:
+    async def parse(self, asked: DialectRequest) -> ParsedRequest:
         """Read a request.
 
         Raises:
@@ -47,22 +49,22 @@ class MessagesDialect:
         if asked.method == "GET":
             return await _models(asked)
         if asked.path == _COUNT:
-            return Counting(body=read_request(asked.body, counting=True).body, say=_count)
+            return TokenCount(body=read_request(asked.body, counting=True).body, write=_count)
         request = read_request(asked.body)
-        return Spoken(
+        return ModelCall(
             body=request.body,
-            speaker=MessagesSpeaker(request.model, asked.handle),
+            encoder=AnthropicReplyEncoder(request.model, asked.handle),
             handles=request.handles,
             left_out=request.left_out,
         )
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:  # noqa: ARG002 - no place for them here
         """Write an error's body: Anthropic's types follow the status."""
-        return lenient.write(error_members(status, message))
+        return json_io.write(error_members(status, message))
 
 
 def _count(tokens: int) -> bytes:
-    return lenient.write({"input_tokens": tokens})
+    return json_io.write({"input_tokens": tokens})
 
 
 async def _models(asked: DialectRequest) -> DirectReply:
@@ -70,12 +72,12 @@ async def _models(asked: DialectRequest) -> DirectReply:
     if asked.path == _MODELS:
         listed = [_model(model) for model in served]
         first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
-        return DirectReply(body=lenient.write({"data": listed, "has_more": False, "first_id": first, "last_id": last}))
+        return DirectReply(body=json_io.write({"data": listed, "has_more": False, "first_id": first, "last_id": last}))
     name = unquote(asked.path.removeprefix(_MODELS + "/"))
     found = next((model for model in served if model.name == name), None)
     if found is None:
         raise HarnessError(f"model: {name}", status=404, kind="not_found_error")
-    return DirectReply(body=lenient.write(_model(found)))
+    return DirectReply(body=json_io.write(_model(found)))
 
 
 def _model(model: ServedModel) -> dict[str, Any]:

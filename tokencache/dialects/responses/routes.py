@@ -20,23 +20,22 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects import gym_request, lenient
-from tokencache.dialects.body import member
-from tokencache.dialects.dialect import Counting, DialectRequest, Meaning, Spoken
-from tokencache.dialects.responses.errors import NO_PREVIOUS, error_members
-from tokencache.dialects.responses.items import Item, Talk, continues
-from tokencache.dialects.responses.kept import Library, kept
-from tokencache.dialects.responses.reply import ResponsesSpeaker
+from tokencache.dialects import gym_request, json_io
+from tokencache.dialects.base import AUTHORIZATION, DialectRequest, ModelCall, ParsedRequest, TokenCount
+from tokencache.dialects.json_io import member
+from tokencache.dialects.responses.reply import ResponsesReplyEncoder
 from tokencache.dialects.responses.request import (
     SEALED,
+    Talk,
     chat_request,
+    continues,
     items_of,
     members_of,
     members_shown,
     refuse_unsupported,
 )
-from tokencache.dialects.responses.stored import answer_stored
-from tokencache.dialects.responses.tools import Offer, ToolSelection, choose, read_tools
+from tokencache.dialects.responses.stored import Library, answer_stored, kept
+from tokencache.dialects.responses.vocabulary import NO_PREVIOUS, Item, Offer, ToolSelection, choose, error_members, read_tools
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -79,29 +78,31 @@ class ResponsesDialect:
     """OpenAI's Responses API, as openai 3.52 and Codex 0.169 speak it."""
 
     name = "responses"
+    credential_headers: tuple[str, ...] = (AUTHORIZATION,)
+    credential_parameters: tuple[str, ...] = ()
 
-    def speaks(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
+    def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """Everything under `/v1/responses`, but for vLLM's rendering, which samples nothing."""
         del method, headers
         return path == _ROOT or (path.startswith(f"{_ROOT}/") and path != _ENGINES_OWN)
 
-    async def read(self, asked: DialectRequest) -> Meaning:
+    async def parse(self, asked: DialectRequest) -> ParsedRequest:
         """Read a request; raises as `Dialect.read` says."""
         if asked.path == _ROOT and asked.method == "POST":
             return await _call(asked)
         if asked.path == f"{_ROOT}/input_tokens" and asked.method == "POST":
-            return Counting(body=(await _read(asked)).body(), say=_say_count)
+            return TokenCount(body=(await _read(asked)).body(), write=_say_count)
         return await answer_stored(asked, asked.path.removeprefix(_ROOT))
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
         """Write OpenAI's error body."""
         del status
-        return lenient.write({"error": error_members(message, kind, param)})
+        return json_io.write({"error": error_members(message, kind, param)})
 
 
-async def _call(asked: DialectRequest) -> Spoken:
+async def _call(asked: DialectRequest) -> ModelCall:
     request = await _read(asked)
-    shared = {name: Raw(lenient.write(value)) for name, value in request.shown.items()}
+    shared = {name: Raw(json_io.write(value)) for name, value in request.shown.items()}
     previous = f"resp_{request.previous}" if request.previous else None
     keep: Keep = _nothing
     if request.shown["store"]:
@@ -112,7 +113,7 @@ async def _call(asked: DialectRequest) -> Spoken:
             else await library.continued(request.items, request.sent)
         )
         keep = partial(kept, asked.handle, context, shared)
-    speaker = ResponsesSpeaker(
+    encoder = ResponsesReplyEncoder(
         asked.handle,
         model=member(request.fields, "model", (str,), ""),
         members={**shared, "previous_response_id": previous},
@@ -123,7 +124,7 @@ async def _call(asked: DialectRequest) -> Spoken:
         keep=keep,
     )
     left_out = ("items-merged",) if request.talk.merged else ()
-    return Spoken(body=request.body(), speaker=speaker, handles=request.talk.handles, echoes=request.talk.echoes, left_out=left_out)
+    return ModelCall(body=request.body(), encoder=encoder, handles=request.talk.handles, echoes=request.talk.echoes, left_out=left_out)
 
 
 async def _read(asked: DialectRequest) -> _Request:

@@ -14,10 +14,10 @@ from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import Leniency
 from tokencache.dialects import gym, gym_request
-from tokencache.dialects.body import entries_of, fields_of, member, model_of, value_of
-from tokencache.dialects.chat.growth import Bodies, Known, Split, split_whole
-from tokencache.dialects.chat.messages import with_stand_ins
+from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistory, SplitBody, split_whole
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
+from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
+from tokencache.dialects.json_io import entries_of, fields_of, member, value_of
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -136,7 +136,12 @@ class ChatCall(msgspec.Struct):
 
 
 def read_chat(
-    body: bytes, bodies: Bodies, session: str = "", *, served: Callable[[str], str] = str, rewrite: gym_request.Rewrite | None = None
+    body: bytes,
+    bodies: IncrementalParser,
+    session: str = "",
+    *,
+    served: Callable[[str], str] = str,
+    rewrite: gym_request.Rewrite | None = None,
 ) -> ChatCall:
     """Read a request body, with the help of what is known of the last one under the name `session`.
 
@@ -166,7 +171,7 @@ def read_chat(
             "'kv_transfer_params.prompt_token_ids' cannot be set within a session: the proxy supplies the exact ids",
             param="kv_transfer_params.prompt_token_ids",
         )
-    model = model_of(fields, served)
+    model = resolve_model(fields, served)
     call = ChatCall(
         fields=fields,
         raw_messages=raw_messages,
@@ -201,11 +206,11 @@ def read_chat(
     found = tuple(place for place, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *found) if known is not None else found
     call.plain = _plain_reason(call)
-    bodies.remember(session, body, split, Known(scope, call.conversation, call.media, call.malformed, split.rewritten))
+    bodies.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
     return call
 
 
-def _without_echoes(split: Split) -> tuple[Split, dict[int, gym.ReturnedIdFragments]]:
+def _without_echoes(split: SplitBody) -> tuple[SplitBody, dict[int, gym.ReturnedIdFragments]]:
     """Take token ids that came back with the messages out of them."""
     entries, echoes = gym.take_all(split.entries, split.old)
     if entries is split.entries:
@@ -213,7 +218,7 @@ def _without_echoes(split: Split) -> tuple[Split, dict[int, gym.ReturnedIdFragme
     return msgspec.structs.replace(split, entries=entries, rewritten=True), echoes
 
 
-def _as_gym_sends(split: Split) -> Split:
+def _as_gym_sends(split: SplitBody) -> SplitBody:
     """Write the new messages as NeMo Gym's model server sends them to vLLM."""
     new = split.entries[split.old :]
     sent = [gym_request.with_reasoning(entry) for entry in new]
@@ -228,7 +233,7 @@ def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:
 
 
 def read_tokenize(
-    body: bytes, bodies: Bodies, *, served: Callable[[str], str] = str, rewrite: gym_request.Rewrite | None = None
+    body: bytes, bodies: IncrementalParser, *, served: Callable[[str], str] = str, rewrite: gym_request.Rewrite | None = None
 ) -> ChatCall | None:
     """Read a `/tokenize` body in its chat form as the chat call that would follow; `None` for its prompt form. `rewrite`: `read_chat`."""
     return read_chat(body, bodies, served=served, rewrite=rewrite) if "messages" in fields_of(body) else None
@@ -241,7 +246,7 @@ def _plain_reason(call: ChatCall) -> str:
         Reason.MEDIA: call.media,
         Reason.NO_MESSAGES: not call.raw_messages,
         Reason.CONTINUE_FINAL_MESSAGE: member(fields, "continue_final_message", (bool,), False),
-        "no-generation-prompt": not member(fields, "add_generation_prompt", (bool,), True),
+        Reason.NO_GENERATION_PROMPT: not member(fields, "add_generation_prompt", (bool,), True),
         Reason.ECHO: member(fields, "echo", (bool,), False),
         Reason.TRUNCATED_PROMPT: member(fields, "truncate_prompt_tokens", (int,), -1) != -1,
     }

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tokencache.core.reasons import Reason
-from tokencache.dialects.body import fields_of, member, model_of
-from tokencache.dialects.chat.call import ChatCall
 from tokencache.dialects.chat.rendering import render_args
-from tokencache.dialects.chat.whole import WholeChoice
-from tokencache.dialects.presenter import ExtraMembers, Presenter
+from tokencache.dialects.chat.reply import HiddenMembers, PassthroughEncoder, WrittenChoice
+from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.vocabulary import resolve_model
+from tokencache.dialects.json_io import fields_of, member
 from tokencache.dialects.sse import event_of
 
 Raw = msgspec.Raw
@@ -35,7 +35,7 @@ _ENCODER = msgspec.json.Encoder()
 _NULL, _TRUE, _ZERO = Raw(b"null"), Raw(b"true"), Raw(b"0")
 
 
-class CompletionCall(msgspec.Struct, frozen=True):
+class TextCompletionCall(msgspec.Struct, frozen=True):
     """A text completion's request.
 
     Attributes:
@@ -80,14 +80,14 @@ class CompletionCall(msgspec.Struct, frozen=True):
         return _ENCODER.encode({**self.fields, **asked})
 
 
-def read(body: bytes, *, served: Callable[[str], str] = str) -> CompletionCall:
+def read(body: bytes, *, served: Callable[[str], str] = str) -> TextCompletionCall:
     """Read a request's body; `served` says which model is meant by the name that the harness gives it.
 
     Raises:
         HarnessError: it is no JSON object, or a member that matters here has the wrong type.
     """
     fields = fields_of(body)
-    model = model_of(fields, served)
+    model = resolve_model(fields, served)
     prompts = member(fields, "prompt", (str, list), "")
     several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
     causes = {
@@ -95,7 +95,7 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> CompletionCall:
         "beam-search": member(fields, "use_beam_search", (bool,), False),
         "prompt-embeds": member(fields, "prompt_embeds", (str, list), None),
     }
-    return CompletionCall(
+    return TextCompletionCall(
         fields=fields,
         model=model,
         stream=member(fields, "stream", (bool,), False),
@@ -106,10 +106,10 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> CompletionCall:
     )
 
 
-def whole_text(
-    *, call: str, created: float, model: str, choices: Sequence[WholeChoice], prompt_tokens: int, completion_tokens: int
+def write_text_completion(
+    *, call: str, created: float, model: str, choices: Sequence[WrittenChoice], prompt_tokens: int, completion_tokens: int
 ) -> bytes:
-    """Write a text completion (JSON) of our own, as vLLM 0.32 writes one; as `whole.whole_reply` writes a chat's."""
+    """Write a text completion (JSON) of our own, as vLLM 0.32 writes one; as `whole.write_completion` writes a chat's."""
     said = [
         {
             "index": one.place,
@@ -125,23 +125,23 @@ def whole_text(
     return _ENCODER.encode(whole)
 
 
-class CompletionPresenter(Presenter):
-    """The speaker of text completions: shows the engine's own bytes, with what was not asked for set back to `null`.
+class TextReplyEncoder(PassthroughEncoder):
+    """The encoder of text completions: shows the engine's own bytes, with what was not asked for set back to `null`.
 
     Unlike chat's, no chunk exists only for its ids: vLLM sends one for every step either way (0.32).
     """
 
-    def __init__(self, call: CompletionCall) -> None:
+    def __init__(self, call: TextCompletionCall) -> None:
         hidden = [] if call.shows_ids else ["token_ids", "prompt_token_ids"]
         self._hidden = () if call.unrecorded else (*hidden, *([] if call.shows_logprobs else ["logprobs"]))
-        self._extras = ExtraMembers(call.fields)
+        self._extras = HiddenMembers(call.fields)
 
-    def body(self, data: bytes) -> bytes:
-        """See `Speaker.body`; what cannot be read is passed on as it is."""
+    def whole(self, data: bytes) -> bytes:
+        """See `ReplyEncoder.whole`; what cannot be read is passed on as it is."""
         return self._present(data)
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
-        """See `Speaker.chunk`."""
+        """See `ReplyEncoder.chunk`."""
         del prompt_tokens
         shown = self._present(data)
         return event if shown is data else event_of(shown)

@@ -1,0 +1,177 @@
+"""Reads the JSON that clients send, and writes JSON for them.
+
+Reading is strict first (msgspec). Clients and models also write JSON that a strict reader refuses:
+
+    lone surrogates     `read` and `write` replace them with U+FFFD: UTF-8 has no encoding for them and no tokenizer accepts them.
+                        Claude Code sends U+FFFD for them itself. Digests treat both alike (`core.messages`)
+    very long integers  read; written with all their digits
+    NaN, Infinity       refused, as is a number outside the range of a double
+    nested too deeply   refused: no member of an API is nested so deeply
+
+Chat requests are not decoded as a whole. `fields_of` and `entries_of` return their members and list items as raw JSON, which
+the engine gets as the client wrote it. Where only Python's own JSON reader accepts a body, they return its members re-encoded.
+
+A `Position` names a member in an error message. It is a chain of pairs, and its text is made only for an error: a long history has
+thousands of positions.
+"""
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+import msgspec
+
+from tokencache.errors import HarnessError
+
+Raw = msgspec.Raw
+Position = str | tuple["Position", str | int]
+"""A name (`""` for the whole request), or a member name or list index within another position."""
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_LIST = msgspec.json.Decoder(list[Raw])
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_TOO_DEEP = "the request is nested too deeply"
+_SHOWN = 80
+
+
+def read(text: str | bytes) -> Any:
+    """Read JSON.
+
+    Raises:
+        ValueError: the text is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except ValueError:
+        found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        written = json.dumps(found, ensure_ascii=False)
+        return json.loads(replace_surrogates(written)) if _SURROGATE.search(written) else found
+
+
+def read_body(body: bytes) -> Any:
+    """Read the body of a request.
+
+    Raises:
+        HarnessError: the body is not JSON, or is nested too deeply.
+    """
+    try:
+        return read(body)
+    except ValueError as why:
+        raise HarnessError(f"the request body is not valid JSON: {why}") from None
+    except RecursionError:
+        raise HarnessError(_TOO_DEEP) from None
+
+
+def write(value: Any) -> bytes:
+    """Write compact JSON.
+
+    Raises:
+        HarnessError: the value is nested too deeply.
+    """
+    try:
+        return msgspec.json.encode(value)
+    except RecursionError:
+        raise HarnessError(_TOO_DEEP) from None
+    except (ValueError, OverflowError):
+        return replace_surrogates(json.dumps(value, ensure_ascii=False, separators=(",", ":"))).encode()
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates with U+FFFD."""
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def fields_of(body: bytes) -> dict[str, Raw]:
+    """Return the members of a JSON object, raw. Accepts what Python's JSON reader accepts, also NaN and lone surrogates.
+
+    Raises:
+        HarnessError: the body is not a JSON object.
+    """
+    try:
+        return _FIELDS.decode(body)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        decoded = json.loads(body)
+        if isinstance(decoded, dict):
+            return {key.encode().decode(): Raw(json.dumps(value).encode()) for key, value in decoded.items()}
+    except (ValueError, RecursionError) as why:
+        raise HarnessError(f"the request body is not valid JSON: {why}") from None
+    raise HarnessError("the request body must be a JSON object")
+
+
+def entries_of(raw: Raw) -> list[bytes]:
+    """Return the items of a JSON list, raw.
+
+    Raises:
+        ValueError: it is not a list.
+    """
+    try:
+        return [bytes(item) for item in _LIST.decode(raw)]
+    except msgspec.DecodeError:
+        decoded = json.loads(bytes(raw))
+        if not isinstance(decoded, list):
+            raise
+        return [json.dumps(item).encode() for item in decoded]
+
+
+def value_of(raw: Raw) -> Any:
+    """Decode a member for the record; text that strict JSON cannot hold (NaN, a lone surrogate) is returned as written."""
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        return bytes(raw).decode(errors="replace")
+
+
+def member(fields: dict[str, Raw], name: str, kinds: tuple[type, ...], default: Any) -> Any:
+    """Decode a member; `default` if it is missing or null.
+
+    Raises:
+        HarnessError: the value has none of the types `kinds`.
+    """
+    raw = fields.get(name)
+    if raw is None:
+        return default
+    try:
+        value = msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as why:
+        raise HarnessError(f"{name!r} cannot be read: {why}", param=name) from None
+    if value is None:
+        return default
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise HarnessError(f"{name!r} must be of type {wanted}, not {type(value).__name__}", param=name)
+    return value
+
+
+def dotted(position: Position) -> str:
+    """Name a position as Anthropic's API does: `messages.3.content`."""
+    return ".".join([str(name) for name in _names(position)])
+
+
+def bracketed(position: Position) -> str:
+    """Name a position as OpenAI's and Google's APIs do: `input[3].content`."""
+    text = ""
+    for name in _names(position):
+        text += f"[{name}]" if isinstance(name, int) else f".{name}" if text else name
+    return text
+
+
+def _names(position: Position) -> list[str | int]:
+    names: list[str | int] = []
+    while isinstance(position, tuple):
+        position, name = position
+        names.append(name)
+    return [*([position] if position else []), *reversed(names)]
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"the number {text[:_SHOWN]} is out of range")
+    return number
