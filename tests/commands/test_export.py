@@ -9,13 +9,13 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokencache.commands.export import Export
 
 from tests.core.forest import Forest, grow
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
 from tokencache.client import NotFoundError
 from tokencache.client.errors import ClientError
 from tokencache.commands import files, parquet
+from tokencache.commands.export import Export
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.formats.registry import FORMATS
 
