@@ -7,6 +7,7 @@ A test fails if a page is not up to date.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 
 import typer
@@ -74,6 +75,7 @@ def routes() -> str:
         parts = [operation.summary, operation.description]
         parts += [f"Body: [`{operation.body.__name__}`](openapi.json)."] if operation.body else []
         parts += [f"`?{parameter.name}=`: {parameter.description}" for parameter in operation.query]
+        parts += [f"{status}: {why}" for status, why in operation.errors.items() if status != HTTPStatus.NOT_FOUND]
         rows.append((f"`{operation.method} {operation.path}`", " ".join(filter(None, parts))))
     return table(*rows)
 

@@ -104,7 +104,8 @@ OPERATIONS = (
         _SESSION + "/trajectories",
         "Return the sequences of a session for training.",
         {"anyOf": [Trajectory, _ANY_OBJECT]},
-        description="The schema is that of the native format; other formats are JSON objects, too.",
+        description="The schema is that of the native format; other formats are JSON objects, too. `drift` is `sequences` by default in the "
+        "native format, and `off` in others.",
         query=(Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}), _DRIFT),
         errors=_NO_SESSION,
     ),
@@ -114,6 +115,8 @@ OPERATIONS = (
         _SESSION + "/drift",
         "Compare the prompts of a session with plain renderings of the same messages.",
         _object(session=_TEXT, turns=_ANY_OBJECT, unmeasured=_ANY_OBJECT),
+        description="`turns` maps the id of each measured turn to `rendered`, `tokens`, `at` and `sites`; `unmeasured` maps that of each "
+        "other turn to the reason. `drift` is `turns` by default.",
         query=(_DRIFT,),
         errors=_NO_SESSION,
     ),
