@@ -104,8 +104,8 @@ OPERATIONS = (
         _SESSION + "/trajectories",
         "Return the sequences of a session for training.",
         {"anyOf": [Trajectory, _ANY_OBJECT]},
-        description="The schema is that of the native format; other formats are JSON objects, too. `drift` is `sequences` by default in the "
-        "native format, and `off` in others.",
+        description="The schema is that of the native format; other formats are JSON objects, too. `drift` is `sequences` by default in "
+        "the native format, and `off` in others.",
         query=(Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}), _DRIFT),
         errors=_NO_SESSION,
     ),
