@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from rapidfuzz import process
 
 from tokencache.core.budget import Budget
-from tokencache.core.rules import BY_NAME
+from tokencache.core.rules import RULES
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
 from tokencache.engine.probe import Level
@@ -281,9 +281,9 @@ class Settings(BaseSettings):
     @field_validator("rules_off")
     @classmethod
     def _know_rules(cls, given: str) -> str:
-        unknown = [rule for rule in names_in(given) if rule not in BY_NAME]
+        unknown = [rule for rule in names_in(given) if rule not in RULES]
         if unknown:
-            raise ValueError(f"no such rule: {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
+            raise ValueError(f"no such rule: {', '.join(unknown)}; there are {', '.join(RULES)}")
         return given
 
     @field_validator("session_from")

@@ -9,7 +9,7 @@ import pytest
 from tests.adapters.kit import SHIPPED
 from tokencache.adapters.load import AdapterError, load, load_all, load_file, shipped
 from tokencache.adapters.schema import PLACEHOLDERS
-from tokencache.core.rules import BY_NAME, RULES
+from tokencache.core.rules import RULES
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOOD = 'title = "Mine"\ndialects = ["chat"]\ninstall = "pip install mine"\n'
@@ -43,14 +43,16 @@ def test_the_documentation_explains_every_field_and_every_rule():
     fields = {field for adapter in SHIPPED.values() for field in tomllib.loads((shipped() / f"{adapter.name}.toml").read_text())}
     named = set(re.findall(r"`\[{0,2}([a-z_-]+)\]{0,2}`", page))
     assert fields - named == set()
-    assert set(BY_NAME) - set(re.findall(r"`([a-z-]+)`", (DOCS / "rules.md").read_text())) == set()
+    assert set(RULES) - set(re.findall(r"`([a-z-]+)`", (DOCS / "rules.md").read_text())) == set()
     assert {f"{{{name}}}" for name in PLACEHOLDERS} - set(re.findall(r"\{[a-z_]+\}", page)) == set()
 
 
 def test_what_is_vouched_for_is_no_more_than_was_seen():
     """The rules that change values stand in the adapters of the harnesses that were caught at it."""
-    habits = {rule: {name for name, adapter in SHIPPED.items() if rule in adapter.mutations.rules} for rule in BY_NAME}
-    assert [rule.name for rule in RULES if rule.kind == "vouched" and len(habits[rule.name]) != len(set(rule.harnesses) - {"Crush"})] == []
+    habits = {rule: {name for name, adapter in SHIPPED.items() if rule in adapter.mutations.rules} for rule in RULES}
+    assert [
+        rule.name for rule in RULES.values() if rule.kind == "harness" and len(habits[rule.name]) != len(set(rule.harnesses) - {"Crush"})
+    ] == []
     assert habits["cd-prefix"] == habits["coerced-values"] == habits["unparsed-input"] == {"claude-code"}
     assert habits["secrets-masked"] == habits["markup-removed"] == habits["empty-marker"] == {"hermes"}
     assert habits["args-repaired"] == {"pi", "langgraph", "qwen-code"}

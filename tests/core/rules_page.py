@@ -4,11 +4,11 @@ from pathlib import Path
 
 from tokencache.core.rules import RULES, Rule
 
-_KINDS = {"canonical": "always", "vouched": "if the adapter names it", "dialect": "in its dialect"}
+_KINDS = {"canonical": "always", "harness": "if the adapter names it", "dialect": "in its dialect"}
 
 HEAD = """# What is forgiven
 
-Written by `python -m tests.core.rules_page` from `tokencache/core/rules.py`; a test holds it to that.
+Written by `python -m tests.core.rules_page` from `tokencache/core/rules/`; a test holds it to that.
 
 A reply that comes back is the model's turn only if every difference to what was served is explained by a rule here, and by no
 likeness. The verdicts: `same`; `equivalent` (canonical rules only); `rewritten` (a value changed: supplied only if the session's
@@ -154,7 +154,7 @@ HABITS: tuple[tuple[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]], ...
 
 
 def _rule(rule: Rule) -> str:
-    verdict = rule.verdict if rule.kind != "vouched" else "rewritten, supplied if vouched for"
+    verdict = rule.verdict if rule.kind != "harness" else "rewritten, supplied if the adapter names it"
     return _row(f"`{rule.name}`", f"{rule.kind}: {_KINDS[rule.kind]}", verdict, ", ".join(rule.harnesses), rule.what, rule.source)
 
 
@@ -164,7 +164,7 @@ def _row(*cells: str) -> str:
 
 def page() -> str:
     """Write the page."""
-    parts = [HEAD, *map(_rule, RULES), "\n# What harnesses do, and what becomes of it\n"]
+    parts = [HEAD, *map(_rule, RULES.values()), "\n# What harnesses do, and what becomes of it\n"]
     for title, rows in HABITS:
         parts += [f"\n## {title}\n\n", _row("what", "who", "verdict", "rules"), "|---|---|---|---|\n"]
         parts += [_row(what, who, verdict, ", ".join(f"`{rule}`" for rule in rules)) for what, who, verdict, rules in rows]

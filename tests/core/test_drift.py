@@ -187,7 +187,7 @@ def test_a_reply_that_needed_no_such_rule_is_not_blamed():
 
 
 def test_every_rule_touches_one_member():
-    members = {rule.name: causes.member_of(rule.name) for rule in RULES if rule.kind != "dialect"}
+    members = {rule.name: causes.member_of(rule.name) for rule in RULES.values() if rule.kind != "dialect"}
     assert {name for name, member in members.items() if member == "calls"} == {
         *("args-json", "tool-ids", "cd-prefix", "coerced-values", "trailing-blanks", "default-inserted", "unparsed-input"),
         *("invalid-tool", "args-repaired", "args-emptied", "invalid-json-wrapped", "malformed-wrapped"),

@@ -65,7 +65,7 @@ def _trusting_ids(served, echoed, leniency):
 
 
 def _forgiving_without_a_vouch(served, echoed, leniency):
-    return judge(served, echoed, Leniency(vouched=HABITS))
+    return judge(served, echoed, Leniency(harness_rules=HABITS))
 
 
 def _trusting_handles(self, i, hits):
@@ -165,7 +165,7 @@ def test_where_nothing_was_found_no_reply_is_looked_at_and_the_result_is_the_sam
     told, handles = build_conversation(b"", history), {i: "h" for i in named if i < len(history)}
     nothing = {key: [] for key in lookup_keys(told, handles=handles)} if looked_up else {}
     elsewhere = {b"another's": [Hit(_turn("a", OK))]}  # never asked for, and enough to make every reply be looked at
-    for leniency in (Leniency(), Leniency(vouched=HABITS)):
+    for leniency in (Leniency(), Leniency(harness_rules=HABITS)):
         assert match(told, nothing, leniency, handles) == match(told, nothing | elsewhere, leniency, handles)
 
 
@@ -289,7 +289,7 @@ def _bash(name, command):
     return Message("assistant", None, None, (ToolCall(name, "Bash", f'{{"command": "{command}"}}'),))
 
 
-CLAUDE = Leniency(vouched=frozenset({"cd-prefix"}))
+CLAUDE = Leniency(harness_rules=frozenset({"cd-prefix"}))
 
 
 def test_a_rewritten_call_is_known_in_its_place_and_out_of_it_by_its_id_alone():
@@ -314,7 +314,7 @@ def test_an_id_that_was_issued_to_another_turn_is_not_a_renamed_one():
 
 
 def test_two_replies_that_a_rewriting_makes_alike_are_ambiguous():
-    index = _Index(Leniency(vouched=frozenset({"markup-removed"})))
+    index = _Index(Leniency(harness_rules=frozenset({"markup-removed"})))
     index.add(_turn("a", OK), U1)
     assert index.match(U1, OK, U2).parent.id == "a"
     two = index.add(_turn("b", Message("assistant", "OK<tool_call>x</tool_call>")), U1)

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from tests.core.rules_page import HABITS, page
 from tests.core.settings import MANY
 from tokencache.core.messages import Message, ToolCall, digest
-from tokencache.core.repair import NotTruncatedJsonError, complete_json
-from tokencache.core.rewrites import expected_rewritings, explain_call, rewritings
-from tokencache.core.rules import BY_NAME, RULES, Leniency
+from tokencache.core.rules import RULES, Leniency, expected_rewritings, explain_call, register, rewritings
+from tokencache.core.rules.truncated_json import NotTruncatedJsonError, complete_json
 from tokencache.core.verdict import judge
 
-VOUCHED = frozenset(rule.name for rule in RULES if rule.kind == "vouched")
-ALL = Leniency(vouched=VOUCHED)
+HARNESS_RULES = frozenset(rule.name for rule in RULES.values() if rule.kind == "harness")
+ALL = Leniency(harness_rules=HARNESS_RULES)
 
 
 def said(content=None, reasoning=None, *calls):
@@ -137,13 +136,17 @@ NEVER = [
 
 @pytest.mark.parametrize(("rule", "served", "echoed", "beyond"), REWRITES, ids=[f"{n}-{row[0]}" for n, row in enumerate(REWRITES)])
 def test_a_vouched_rule_forgives_just_what_it_says(rule, served, echoed, beyond):
-    vouched = Leniency(vouched=frozenset({rule}))
+    vouched = Leniency(harness_rules=frozenset({rule}))
     if echoed is not None:
         verdict = judge(served, echoed, vouched)
         assert (verdict.kind, verdict.supplied) == ("rewritten", True)
         assert set(verdict.rules) - {"reasoning-dropped", "whitespace"} == {rule}
         if rule != "reasoning-emptied":  # without it, the reasoning is dropped, like any other's
-            for other in (Leniency(), Leniency(vouched=VOUCHED - {rule}), Leniency(vouched=VOUCHED, off=frozenset({rule}))):
+            for other in (
+                Leniency(),
+                Leniency(harness_rules=HARNESS_RULES - {rule}),
+                Leniency(harness_rules=HARNESS_RULES, off=frozenset({rule})),
+            ):
                 refused = judge(served, echoed, other)
                 assert (refused.supplied, refused.kind) in {(False, "rewritten"), (True, "rewritten")}
                 assert rule not in refused.rules or not refused.supplied
@@ -158,7 +161,7 @@ def test_rules_compose_field_by_field(rules, served, echoed):
     assert verdict.supplied
     assert rules <= set(verdict.rules)
     for rule in rules:
-        assert not judge(served, echoed, Leniency(frozenset({rule}), VOUCHED)).supplied
+        assert not judge(served, echoed, Leniency(frozenset({rule}), HARNESS_RULES)).supplied
 
 
 @pytest.mark.parametrize(("served", "echoed"), [row[1:] for row in NEVER], ids=[row[0] for row in NEVER])
@@ -192,32 +195,33 @@ def test_a_canonical_rule_can_be_switched_off(rule, served, echoed):
     refused = judge(served, echoed, Leniency(off=frozenset({rule})))
     assert refused[:2] == ("rewritten", (rule,))
     assert not refused.supplied
-    assert judge(served, served, Leniency(off=frozenset(BY_NAME))).kind == "same"
+    assert judge(served, served, Leniency(off=frozenset(RULES))).kind == "same"
 
 
 def test_of_two_explanations_the_one_that_is_vouched_for_counts():
     served, echoed = call("{"), call("{}")  # emptied, or closed
     for rule in ("args-emptied", "args-repaired"):
-        assert judge(served, echoed, Leniency(vouched=frozenset({rule}))).rules == (rule,)
+        assert judge(served, echoed, Leniency(harness_rules=frozenset({rule}))).rules == (rule,)
 
 
 def test_every_rule_is_named_once_and_said_to_be_somebodys():
-    assert len(BY_NAME) == len(RULES)
-    assert all(rule.harnesses and rule.what and rule.source for rule in RULES)
+    with pytest.raises(ValueError, match="defined twice"):
+        register(RULES["whitespace"])
+    assert all(rule.harnesses and rule.what and rule.source for rule in RULES.values())
     tried = {row[0] for row in REWRITES}
-    assert tried == VOUCHED
-    assert {rule.name for rule in RULES if rule.kind == "canonical"} == {
+    assert tried == HARNESS_RULES
+    assert {rule.name for rule in RULES.values() if rule.kind == "canonical"} == {
         *("content-shape", "whitespace", "args-json", "inline-think", "reasoning-dropped", "tool-ids", "interrupted")
     }
-    for rule in RULES:
-        assert Leniency().allows(rule.name) is (rule.kind != "vouched")
-        assert not Leniency(frozenset({rule.name}), VOUCHED).allows(rule.name)
+    for rule in RULES.values():
+        assert Leniency().allows(rule.name) is (rule.kind != "harness")
+        assert not Leniency(frozenset({rule.name}), HARNESS_RULES).allows(rule.name)
 
 
 def test_what_is_foretold_is_what_comes_back():
     served = said(f"{KEY} <tool_call>x</tool_call>")
     assert expected_rewritings(served, Leniency()) == []
-    hermes = Leniency(vouched=frozenset({"secrets-masked", "markup-removed", "empty-marker"}))
+    hermes = Leniency(harness_rules=frozenset({"secrets-masked", "markup-removed", "empty-marker"}))
     assert said("sk-pro...cdef") in expected_rewritings(served, hermes)
     assert expected_rewritings(said("nothing to change"), hermes) == []
     assert [m.content for m in expected_rewritings(said(None, "why"), hermes)] == ["(empty)"]
@@ -305,5 +309,5 @@ def test_the_page_is_written_from_the_rules():
 
     assert Path(__file__).parents[2].joinpath("docs/rules.md").read_text() == page()
     named = {rule for _, rows in HABITS for *_, rules in rows for rule in rules}
-    assert named <= set(BY_NAME)
-    assert named >= VOUCHED
+    assert named <= set(RULES)
+    assert named >= HARNESS_RULES

@@ -148,7 +148,7 @@ class World:
         """Whether its harness sends token ids back."""
         self.terse = self.rng.random() < 0.3
         """Whether the model says the same all the time, in ever other tokens."""
-        self.leniency = Leniency(vouched=HABITS if self.rng.random() < 0.7 else frozenset())
+        self.leniency = Leniency(harness_rules=HABITS if self.rng.random() < 0.7 else frozenset())
 
     def fresh(self) -> int:
         self.serial += 1
@@ -323,7 +323,7 @@ class World:
         said = Entry(
             served, name, meaning_of(served), handle, ReturnedIdHashes(turn.prefix_hash, turn.completion_hash) if self.carries else None
         )
-        self.sayings[name] = [said.meaning, meaning_of(rewritten(served))] if self.leniency.vouched else [said.meaning]
+        self.sayings[name] = [said.meaning, meaning_of(rewritten(served))] if self.leniency.harness_rules else [said.meaning]
         return said
 
     def left(self, completion: list[int], served: Message) -> tuple[list[int], Message, list[verdict.Cut]]:
@@ -539,10 +539,10 @@ class Harness:
         message = rewritten(said.message)
         if LIE in (said.message.reasoning or "") + (said.message.content or ""):
             return said
-        if not self.world.leniency.vouched:
+        if not self.world.leniency.harness_rules:
             message = msgspec.structs.replace(said.message, calls=message.calls)
         meaning = meaning_of(message)
-        kept = self.world.leniency.vouched or meaning == meaning_of(said.message)
+        kept = self.world.leniency.harness_rules or meaning == meaning_of(said.message)
         return replace(said, message=message, meaning=meaning, origin=said.origin if kept else None)
 
     def spaced(self, m: Message) -> Message:

@@ -26,8 +26,8 @@ def test_what_an_adapter_vouches_for_is_forgiven_in_its_harness_only():
     habits = HarnessProfiles(load_all(), off=["cd-prefix"])
     assert habits.leniency("") == Leniency(frozenset({"cd-prefix"}))
     claude = habits.leniency("claude-code")
-    assert "coerced-values" in claude.vouched
-    assert "cd-prefix" not in claude.vouched
+    assert "coerced-values" in claude.harness_rules
+    assert "cd-prefix" not in claude.harness_rules
     assert "cd-prefix" in claude.off
     with pytest.raises(HarnessError, match=r"no adapter 'nobody'; the adapters are .*claude-code"):
         habits.leniency("nobody")

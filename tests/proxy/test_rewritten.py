@@ -19,7 +19,7 @@ EPISODES = {
     "work": [f"<think>\nhm\n</think>\n\nLook.\n{CALL}", "<think>\nok\n</think>\n\nDone."],
     "long": ["<think>\nwell\n</think>\n\nOne, two, three, four, five, six, seven, eight, nine ☕ ten.", "<think>\nok\n</think>\n\nYes."],
 }
-CLAUDE = Leniency(vouched=frozenset({"cd-prefix", "coerced-values"}))
+CLAUDE = Leniency(harness_rules=frozenset({"cd-prefix", "coerced-values"}))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_a_rewritten_call_is_continued_where_the_adapter_vouches_for_it(le
 
 
 @pytest.mark.parametrize(
-    "leniency", [Leniency(), Leniency(vouched=frozenset({"cd-prefix"})), Leniency(frozenset({"cd-prefix"}), CLAUDE.vouched)]
+    "leniency", [Leniency(), Leniency(harness_rules=frozenset({"cd-prefix"})), Leniency(frozenset({"cd-prefix"}), CLAUDE.harness_rules)]
 )
 async def test_and_is_refused_where_it_does_not(lenient, leniency):
     lenient(leniency)
@@ -155,7 +155,7 @@ async def test_what_was_not_heard_is_not_taken(change):
 
 
 def test_all_rules_have_names_that_an_adapter_can_write():
-    assert all(rule.name.replace("-", "").isalpha() for rule in RULES)
+    assert all(rule.name.replace("-", "").isalpha() for rule in RULES.values())
 
 
 async def test_who_leaves_before_the_last_words_has_not_heard_the_whole(monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokencache.core.rules import BY_NAME
+from tokencache.core.rules import RULES
 
 Dialect = Literal["chat", "messages", "responses", "gemini"]
 
@@ -74,8 +74,8 @@ class Mutations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     notes: str = ""
 
     def __post_init__(self) -> None:
-        if unknown := [rule for rule in self.rules if rule not in BY_NAME]:
-            raise ValueError(f"rules: unknown: {', '.join(unknown)}; known are {', '.join(sorted(BY_NAME))}")
+        if unknown := [rule for rule in self.rules if rule not in RULES]:
+            raise ValueError(f"rules: unknown: {', '.join(unknown)}; known are {', '.join(sorted(RULES))}")
         if len(set(self.rules)) < len(self.rules):
             raise ValueError("rules: one is named twice")
 

@@ -13,7 +13,7 @@ import httpx2
 from tokencache.client.access import Access, access_to
 from tokencache.client.asking import Exchange, Request, ServerResponse, T
 from tokencache.client.errors import NotFoundError
-from tokencache.client.exchanges import Exchanges, Taken, check_deletion, missing
+from tokencache.client.exchanges import Exchanges, FetchedTrajectory, check_deletion, missing
 from tokencache.core.budget import Budget
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
@@ -196,11 +196,11 @@ class AsyncClient:
         return self._iterate(names, delete, concurrency, lambda name: self._exchanges.take(name, format, seal=seal, timeout=timeout))
 
     async def _iterate(
-        self, names: Iterable[str] | None, delete: bool, concurrency: int, take: Callable[[str], Exchange[Taken]]
+        self, names: Iterable[str] | None, delete: bool, concurrency: int, take: Callable[[str], Exchange[FetchedTrajectory]]
     ) -> AsyncIterator[Any]:
         left = iter(await self._line(self._exchanges.finished()) if names is None else names)
         absent = []
-        running: dict[asyncio.Task[Taken], str] = {}
+        running: dict[asyncio.Task[FetchedTrajectory], str] = {}
         try:
             while True:
                 for name in itertools.islice(left, concurrency - len(running)):

@@ -27,7 +27,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0
 _MISSING = 404
 
 
-class Taken(msgspec.Struct, frozen=True):
+class FetchedTrajectory(msgspec.Struct, frozen=True):
     """A trajectory in the format that was asked for; `quiet` says that no call was open when it was fetched."""
 
     trajectory: Any
@@ -170,7 +170,7 @@ class Exchanges:
             yield Pause(min(look, left))
             look = min(2 * look, _LAST_LOOK)
 
-    def take(self, name: str, form: str, *, seal: bool, timeout: float) -> Exchange[Taken]:
+    def take(self, name: str, form: str, *, seal: bool, timeout: float) -> Exchange[FetchedTrajectory]:
         """Fetch a session that is over: sealed first if wanted, and when no call is open any more, or time is up."""
         if seal:
             yield from self.seal(name)
@@ -179,7 +179,9 @@ class Exchanges:
             quiet = True
         except WaitTimeoutError:
             quiet = False
-        return Taken((yield from self.fetch(name, form, "off")), quiet)  # many rollouts, and an engine that has better things to do
+        return FetchedTrajectory(
+            (yield from self.fetch(name, form, "off")), quiet
+        )  # many rollouts, and an engine that has better things to do
 
     def _served(self, key: str, model: str | None) -> Exchange[tuple[str, int]]:
         """Find the model to name and its context in tokens, as `adapters.served.find` does."""

@@ -45,8 +45,7 @@ import msgspec
 import xxhash
 
 from tokencache.core.messages import Message, ToolCall, digest, exact_digest
-from tokencache.core.rewrites import expected_rewritings
-from tokencache.core.rules import STRICT, Leniency
+from tokencache.core.rules import STRICT, Leniency, expected_rewritings
 from tokencache.core.verdict import safe_id
 
 FIRST_CALL = "calls"

@@ -24,14 +24,15 @@ the template if more is left in the end. Which rules a reply needed is the verdi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rapidfuzz.distance import Levenshtein
 
 from tokencache.core import ids
 from tokencache.core.messages import Message
-from tokencache.core.rules import BY_NAME, RULES, Leniency
+from tokencache.core.rules import RULES, Leniency
+from tokencache.core.rules.base import Part
 from tokencache.core.turn import Anchor, Turn, TurnMark
 from tokencache.core.verdict import INTERRUPTED, judge
 
@@ -182,20 +183,18 @@ def break_points(token_ids: Sequence[int], steps: Sequence[MeasuredTurn]) -> lis
 
 RETOKENIZED, TEMPLATE = "retokenized", "template"
 
-Member = Literal["calls", "text", "reasoning"]
+Member = Part
 MEMBERS: tuple[Member, ...] = ("calls", "text", "reasoning")
 """In the order in which they are put back."""
 
-_REASONING = ("reasoning-dropped", "reasoning-emptied", "inline-think")
-_TEXT = ("content-shape", "whitespace", INTERRUPTED, "secrets-masked", "markup-removed", "empty-marker", "marker-broken", "calls-as-text")
-_EVERYONE = Leniency(vouched=frozenset(BY_NAME))
+_EVERYONE = Leniency(harness_rules=frozenset(RULES))
 _REACH = 3
 """Tokens read on either side of a site: a character's bytes may be spread over four tokens."""
 
 
 def member_of(rule: str) -> Member:
     """Say which member of a reply a rule touches."""
-    return "reasoning" if rule in _REASONING else "text" if rule in _TEXT else "calls"
+    return RULES[rule].part
 
 
 def own_spans(turn: Turn, turns: Mapping[str, Turn], prefix_of: Callable[[str], bytes]) -> list[Anchor]:
@@ -368,6 +367,6 @@ def rule_for_site(rules: Sequence[str], member: Member) -> str:
 
     One that changes a value comes before one that says the same otherwise; of equals, the first in the list of rules.
     """
-    touching = [rule for rule in RULES if rule.name in rules and member_of(rule.name) == member]
+    touching = [rule for rule in RULES.values() if rule.name in rules and member_of(rule.name) == member]
     ranked = sorted(touching, key=lambda rule: rule.verdict != "rewritten")
     return ranked[0].name if ranked else TEMPLATE

@@ -73,7 +73,7 @@ def judged_hash(conversation: Conversation, until: int, leniency: Leniency, hand
 
 @lru_cache(maxsize=256)
 def _rules(leniency: Leniency) -> bytes:
-    return "\0".join([*sorted(leniency.off), "", *sorted(leniency.vouched)]).encode()
+    return "\0".join([*sorted(leniency.off), "", *sorted(leniency.harness_rules)]).encode()
 
 
 class PrecedingHash(NamedTuple):

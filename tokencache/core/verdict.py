@@ -28,8 +28,7 @@ from typing import Literal, NamedTuple
 
 from tokencache.core import ids
 from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, split_think
-from tokencache.core.rewrites import Rules, explain_call, rewritings
-from tokencache.core.rules import BY_NAME, STRICT, Leniency
+from tokencache.core.rules import RULES, STRICT, Leniency, Rules, explain_call, rewritings
 from tokencache.core.turn import Turn
 
 _RANDOM = re.compile(r"[0-9A-Za-z]{8,}$")
@@ -81,7 +80,7 @@ def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verd
     if thought is None:
         return Verdict("rewritten", ids_kept=ids_kept, supplied=False)
     rules |= thought
-    rewritten = any(BY_NAME[rule].verdict == "rewritten" for rule in rules)
+    rewritten = any(RULES[rule].verdict == "rewritten" for rule in rules)
     supplied = all(map(leniency.allows, rules)) and (ids_kept or not rewritten)  # who changes values must keep the ids
     kind: Literal["same", "equivalent", "rewritten"] = "rewritten" if rewritten or not supplied else "equivalent" if rules else "same"
     return Verdict(kind, tuple(sorted(rules)), ids_kept, supplied)

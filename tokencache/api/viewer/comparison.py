@@ -25,7 +25,7 @@ from tokencache.dialects.chat.vocabulary import UnreadableError, read_message
 MAX_REPLIES = 64
 """Replies of one history that are compared: the last ones."""
 
-_ALL_RULES = Leniency(vouched=frozenset(rule.name for rule in RULES))
+_ALL_RULES = Leniency(harness_rules=frozenset(rule.name for rule in RULES.values()))
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 _DIFFABLE = 16_000_000
 """Product of the word counts of two texts up to which words are compared one by one, which takes about 10 ms."""

@@ -1,8 +1,8 @@
-"""Repair: what a truncated JSON text says, as far as it says anything.
+"""Completes truncated JSON as harnesses do that run a call whose arguments were cut off.
 
-A reply that ran into its token limit in the middle of a call leaves arguments like `{"command": "ls -1 && echo cu`.
-Some harnesses end them themselves and run the call. What they may have made of it is one value: an incomplete end is
-dropped (a key without its value, half an escape, half a number or word), and what is open is closed. Nothing is added.
+A reply that ran into its token limit inside a call leaves arguments like `{"command": "ls -1 && echo cu`. The value that a harness may
+have made of that is unique: an incomplete end is dropped (a key without a value, half an escape, half a number or word), and what is open
+is closed. Nothing is added.
 """
 
 import json
@@ -10,26 +10,27 @@ import re
 from typing import Any
 
 _HALF_ESCAPE = re.compile(r"\\(?:u[0-9A-Fa-f]{0,3})?")
+"""What may be dropped inside a string."""
 _HALF_MEMBER = re.compile(r""",?\s*(?:"(?:[^"\\]|\\.)*+(?:\\|"\s*:?\s*)?)?(?:[-+.\w]*)?""", re.DOTALL)
-"""What may be dropped within a string, and outside of one: a comma, a key, a part of a number or word."""
-_MOST = 256
-"""An incomplete end is a few characters; one that would be longer than this is not looked for."""
+"""What may be dropped outside a string: a comma, a key, a part of a number or word."""
+_MAX_DROPPED = 256
+"""Characters of an incomplete end that are tried at most."""
 
 
 class NotTruncatedJsonError(ValueError):
-    """A text is not the beginning of a JSON object, or it is a whole one."""
+    """A text is not the beginning of a JSON object, or it is a complete one."""
 
 
 def complete_json(text: str) -> dict[str, Any]:
-    """Read the beginning of a JSON object as the object that it becomes when its end is dropped and the rest closed.
+    """Parse the beginning of a JSON object: drop its incomplete end and close the rest.
 
     Raises:
-        NothingSaidError: it is no such beginning.
+        NotTruncatedJsonError: the text is not such a beginning.
     """
     text = text.rstrip()
     if not text.lstrip().startswith("{"):
         raise NotTruncatedJsonError(text[:20])
-    for end in range(len(text), max(0, len(text) - _MOST), -1):
+    for end in range(len(text), max(0, len(text) - _MAX_DROPPED), -1):
         closing = _closing(text[:end])
         half = _HALF_ESCAPE if closing[:1] == '"' else _HALF_MEMBER
         if not closing or (end < len(text) and not half.fullmatch(text, end)):
@@ -44,7 +45,7 @@ def complete_json(text: str) -> dict[str, Any]:
 
 
 def _closing(text: str) -> str:
-    """What ends all that is open at the end of a text: quotes, brackets, braces; nothing if nothing is."""
+    """The quotes, brackets and braces that close all that is open at the end of a text; `""` if nothing is open."""
     stack: list[str] = []
     quoted = False
     at = 0

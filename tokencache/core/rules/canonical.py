@@ -1,0 +1,111 @@
+"""Rules for all harnesses, and rules of the dialects' codecs.
+
+They have no function here: `core.messages` gives all canonical variants one digest, `core.verdict` names those that differ, and a
+dialect's codec leaves out what its rules name.
+"""
+
+from tokencache.core.rules.base import Rule
+
+_ALL = ("all",)
+_CAPTURED = "recorded traffic"
+
+CANONICAL: tuple[Rule, ...] = (
+    Rule(
+        name="content-shape",
+        kind="canonical",
+        verdict="equivalent",
+        harnesses=_ALL,
+        what='`null`, `""`, absent, an empty list and blank text are one; a list of text parts is its text',
+        source=f'{_CAPTURED}: null by agents, LangChain, pydantic-ai, Pi, Kimi Code; `""` by OpenCode, Qwen Code, Hermes',
+        part="text",
+    ),
+    Rule(
+        name="whitespace",
+        kind="canonical",
+        verdict="equivalent",
+        harnesses=("Hermes", "Qwen Code", "Gemini CLI", "smolagents", "Crush"),
+        what="white space (and U+FEFF) around a text or a reasoning, never inside it",
+        source=f"{_CAPTURED}: Hermes `str.strip()`; Gemini CLI after `--resume`; Crush `strings.TrimSpace` (source)",
+        part="text",
+    ),
+    Rule(
+        name="args-json",
+        kind="canonical",
+        verdict="equivalent",
+        harnesses=("all but Codex, openai-agents and mini-swe-agent",),
+        what="arguments by value: key order, spacing, escapes, numbers as doubles, the last duplicate key; "
+        '`""` is `{}`, a lone surrogate is U+FFFD',
+        source=f"{_CAPTURED}: every JavaScript client writes `10000.0` as `10000`; Hermes sorts keys; Claude Code writes them in "
+        "schema order",
+    ),
+    Rule(
+        name="inline-think",
+        kind="canonical",
+        verdict="equivalent",
+        harnesses=("Hermes", "clients without a member for reasoning"),
+        what="a leading `<think>…</think>` in a text is its reasoning",
+        source=f"{_CAPTURED}, `inline markup` script",
+        part="reasoning",
+    ),
+    Rule(
+        name="reasoning-dropped",
+        kind="canonical",
+        verdict="equivalent",
+        harnesses=("Hermes", "OpenCode (responses)", "Gemini CLI", "OpenHands", "Terminus-2", "LangChain", "smolagents"),
+        what="the reasoning did not come back; other reasoning than the model's is never forgiven",
+        source=f"{_CAPTURED}, table of echo habits",
+        part="reasoning",
+    ),
+    Rule(
+        name="tool-ids",
+        kind="canonical",
+        verdict="equivalent",
+        harnesses=("Kimi Code", "Hermes (messages)", "LiteLLM"),
+        what="ids of calls are rewritten: `[^A-Za-z0-9_-]` as `_`, or altogether where nothing else can be meant",
+        source=f"{_CAPTURED}: ids with `.` or `:` (`functions.Bash:0`)",
+    ),
+    Rule(
+        name="interrupted",
+        kind="canonical",
+        verdict="rewritten",
+        harnesses=("Claude Code", "any that shows what it had heard"),
+        what="a text that ends where the harness left, if it is what was delivered up to an event and its last token ends there, too",
+        source=f"{_CAPTURED}: Esc after 44 of 136 events, 180 of 180 characters came back",
+        part="text",
+    ),
+)
+
+DIALECT: tuple[Rule, ...] = (
+    Rule(
+        name="billing-line",
+        kind="dialect",
+        verdict="same",
+        harnesses=("Claude Code",),
+        what="the `x-anthropic-billing-header` line of the system prompt, which may hold a nonce",
+        source="recorded traffic; vLLM strips it, too (vllm#36829)",
+    ),
+    Rule(
+        name="cache-marks",
+        kind="dialect",
+        verdict="same",
+        harnesses=("Claude Code",),
+        what="`cache_control`, which moves with every call",
+        source=_CAPTURED,
+    ),
+    Rule(
+        name="items-merged",
+        kind="dialect",
+        verdict="same",
+        harnesses=("Codex", "openai-agents", "Pi", "LangChain", "OpenCode"),
+        what="the items of a reply (reasoning, message, calls) are one message; their `id`, `status`, `phase` and annotations are left out",
+        source=f"{_CAPTURED}, responses",
+    ),
+    Rule(
+        name="blocks-merged",
+        kind="dialect",
+        verdict="same",
+        harnesses=("Claude Code", "Goose"),
+        what="blocks, or messages, that together are one reply are one message",
+        source=f"{_CAPTURED}; source (Goose)",
+    ),
+)

@@ -1,0 +1,316 @@
+r"""Rules of single harnesses: how each rewrites a reply, as a function.
+
+A rule never says "close enough". Where a harness changes a *text*, the function makes of the served text the one that comes back. So the
+proxy knows what will come back when it records the reply, and finds it by its digest. Where a harness changes the *arguments* of a call,
+the function compares: all of them (`explains_call`), or member by member (`explains_member`), so that several rules may each explain a
+member of one call.
+
+`json` reads what harnesses may have read: lone surrogates and NaN, which msgspec refuses.
+"""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, canonical_json
+from tokencache.core.rules.base import Rule
+from tokencache.core.rules.truncated_json import NotTruncatedJsonError, complete_json
+
+_CAPTURED = "recorded traffic"
+
+_MARKUP = re.compile(r"<(think|tool_call)>.*?</\1>", re.DOTALL)
+_SECRET = re.compile(
+    r"(?<![\w-])(?:(?:sk|tvly|pypi|fc|hsk)-[\w-]{10,}|(?:gh[opusr]|github_pat|hf|npm|gsk|r8|sk|exa|dop_v1)_\w{10,}|pplx-[A-Za-z0-9]{10,}"
+    r"|xox[baprs]-[A-Za-z0-9-]{10,}|AIza[\w-]{30,}|AKIA[A-Z0-9]{16}|SG\.[\w-]{10,})(?![\w-])",
+    re.ASCII,
+)
+_SHORT_SECRET = 18
+_MARKER = re.compile(r"<(?=\|[^\s<>|\"\u200b-\u200d\u2060\ufeff]{1,64}\|>)")
+_CD = re.compile(r"""cd (?:'[^']*'|"[^"$`\\]*"|(?:[^\s'"\\;&|<>()$`]|\\.)+) && """)
+_LINE_END = re.compile(r"[ \t]+(?=\n|$)")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_OPENHANDS = "_openhands_malformed_tool_call"
+
+
+def parse_object(arguments: str, default: Any = None) -> Any:
+    """Parse arguments that are the JSON text of an object, `""` being an empty one; returns `default` if they are not."""
+    try:
+        value = json.loads(arguments) if arguments.strip(BLANK) else {}
+    except (ValueError, RecursionError):
+        return default
+    return value if isinstance(value, dict) else default
+
+
+# Texts.
+
+
+def _remove_markup(text: str) -> str:
+    return _MARKUP.sub("", text).strip(BLANK)
+
+
+def _mask_secrets(text: str) -> str:
+    return _SECRET.sub(lambda m: "***" if len(m[0]) < _SHORT_SECRET else f"{m[0][:6]}...{m[0][-4:]}", text)
+
+
+def _break_markers(text: str) -> str:
+    return _MARKER.sub("<\u200d", text)
+
+
+def _close_code(text: str) -> str:
+    """`</code>` is a stop string of smolagents' CodeAgent, which appends it again."""
+    return text + "</code>" if "<code>" in text and not text.endswith("</code>") else text
+
+
+# Whole replies.
+
+
+def _empty_marker(served: Message) -> Message | None:
+    return None if served.text or served.calls else msgspec.structs.replace(served, content="(empty)")
+
+
+def _calls_as_text(served: Message) -> Message | None:
+    """The calls as smolagents writes them, ids included."""
+    if not served.calls:
+        return None
+    functions = [{"name": call.name, "arguments": parse_object(call.arguments, {})} for call in served.calls]
+    calls = [{"id": call.id, "type": "function", "function": f} for call, f in zip(served.calls, functions, strict=True)]
+    return msgspec.structs.replace(served, content=f"{served.text}\nCalling tools:\n{calls}", calls=())
+
+
+# Arguments as a whole.
+
+
+def _is_broken(ours: ToolCall, theirs: ToolCall) -> bool:
+    """Whether our arguments are not a JSON object, and the call came back under its name."""
+    return ours.name == theirs.name and bool(ours.arguments.strip(BLANK)) and parse_object(ours.arguments) is None
+
+
+def _unparsed(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
+    """`len` is the length of a JavaScript string, in UTF-16 units."""
+    length = len(ours.arguments.encode("utf-16-le", "surrogatepass")) // 2
+    return _is_broken(ours, theirs) and value == {"__unparsedToolInput": {"raw": ours.arguments, "len": length}}
+
+
+def _repaired(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
+    if not _is_broken(ours, theirs):
+        return False
+    try:
+        return canonical_json(complete_json(ours.arguments)) == canonical_json(value)
+    except NotTruncatedJsonError:
+        return False
+
+
+def _emptied(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
+    return _is_broken(ours, theirs) and value == {}
+
+
+def _invalid_json(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
+    return _is_broken(ours, theirs) and value == {"INVALID_JSON": ours.arguments}
+
+
+def _malformed(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
+    """Empty arguments are malformed to OpenHands, too."""
+    empty = not ours.arguments.strip(BLANK)
+    broken = ours.name == theirs.name and (empty or parse_object(ours.arguments) is None)
+    return broken and value.keys() == {_OPENHANDS, "error"} and value[_OPENHANDS] is True and isinstance(value["error"], str)
+
+
+def _invalid_tool(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
+    """The only rule under which a call's name may change."""
+    return theirs.name == "invalid" and value.keys() == {"tool", "error"} and value["tool"] == ours.name and isinstance(value["error"], str)
+
+
+def _broken_markers(ours: ToolCall, theirs: ToolCall, _: dict[str, Any]) -> bool:
+    broken = _break_markers(ours.arguments)
+    return ours.name == theirs.name and broken != ours.arguments and canonical_arguments(broken) == canonical_arguments(theirs.arguments)
+
+
+# Single members of arguments.
+
+
+def _cd_prefix(tool: str, member: str, ours: Any, theirs: Any) -> bool:
+    if (tool, member) != ("Bash", "command") or not isinstance(ours, str):
+        return False
+    found = _CD.match(ours)
+    return found is not None and ours[found.end() :] == theirs
+
+
+def _coerced(_: str, __: str, ours: Any, theirs: Any) -> bool:
+    if not isinstance(ours, str):
+        return False
+    if isinstance(theirs, bool):
+        return ours == ("true" if theirs else "false")
+    if not isinstance(theirs, int | float) or _NUMBER.fullmatch(ours) is None:
+        return False
+    return canonical_json(json.loads(ours)) == canonical_json(theirs)
+
+
+def _trailing_blanks(_: str, member: str, ours: Any, theirs: Any) -> bool:
+    return member == "content" and isinstance(ours, str) and _LINE_END.sub("", ours) == theirs
+
+
+def _default_inserted(tool: str, member: str, ours: Any, theirs: Any) -> bool:
+    return ours is msgspec.UNSET and (tool, member) == ("Edit", "replace_all") and theirs is False
+
+
+HARNESS: tuple[Rule, ...] = (
+    Rule(
+        name="cd-prefix",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Claude Code",),
+        what="`Bash.command`: a leading `cd <one shell word> && ` is gone",
+        source=f"{_CAPTURED}, `input-rewrite`",
+        explains_member=_cd_prefix,
+    ),
+    Rule(
+        name="coerced-values",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Claude Code",),
+        what='a member `"5000"` came back as `5000`, `"true"` as `true`, `"false"` as `false`',
+        source=f"{_CAPTURED}, `input-rewrite`: only some members are coerced",
+        explains_member=_coerced,
+    ),
+    Rule(
+        name="trailing-blanks",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Claude Code",),
+        what="members named `content`: blanks and tabs at the ends of lines are gone",
+        source=f"{_CAPTURED}, `input-rewrite` (`Write.content`)",
+        explains_member=_trailing_blanks,
+    ),
+    Rule(
+        name="default-inserted",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Claude Code",),
+        what="`Edit` got the member `replace_all: false`",
+        source=f"{_CAPTURED}, `input-rewrite`",
+        explains_member=_default_inserted,
+    ),
+    Rule(
+        name="unparsed-input",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Claude Code",),
+        what='arguments that are no JSON object came back as `{"__unparsedToolInput": {"raw": …, "len": …}}`, `raw` being what was said',
+        source=f"{_CAPTURED}, malformed calls",
+        explains_call=_unparsed,
+    ),
+    Rule(
+        name="secrets-masked",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Hermes",),
+        what="credentials with a known prefix are masked: six characters, `...`, four characters; under 18 characters `***`",
+        source="source: Hermes 0.19.0 `agent/redact.py`; recorded traffic (`sk-pro...abcd`)",
+        part="text",
+        rewrites_text=_mask_secrets,
+        order=2,
+    ),
+    Rule(
+        name="markup-removed",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Hermes",),
+        what="`<think>…</think>` and `<tool_call>…</tool_call>` within a text are gone",
+        source="source: Hermes 0.19.0 `agent_runtime_helpers.py` (`strip_think_blocks`); recorded traffic",
+        part="text",
+        rewrites_text=_remove_markup,
+        order=1,
+    ),
+    Rule(
+        name="empty-marker",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Hermes",),
+        what="a reply without text and calls came back as `(empty)`; known in its own place only",
+        source=f"{_CAPTURED}, thinking-only answers",
+        part="text",
+        rewrites_reply=_empty_marker,
+        order=1,
+    ),
+    Rule(
+        name="invalid-tool",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("OpenCode",),
+        what='a call is renamed to `invalid`, its arguments are `{"tool": <its name>, "error": …}`; the id is kept',
+        source=f"{_CAPTURED}, malformed calls and unknown tools",
+        explains_call=_invalid_tool,
+        order=1,
+    ),
+    Rule(
+        name="args-repaired",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Pi", "LangChain", "Qwen Code"),
+        what="arguments that were cut came back closed: an incomplete end dropped, open strings, lists and objects ended, nothing added",
+        source=f"{_CAPTURED}, malformed calls and length stops",
+        explains_call=_repaired,
+    ),
+    Rule(
+        name="args-emptied",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Kimi Code", "Crush"),
+        what="arguments that are no JSON object came back as `{}`",
+        source=f"{_CAPTURED} (Kimi Code), source (Crush 37f36e9)",
+        explains_call=_emptied,
+    ),
+    Rule(
+        name="invalid-json-wrapped",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("pydantic-ai",),
+        what='arguments that are no JSON object came back as `{"INVALID_JSON": <what was said>}`',
+        source=f"{_CAPTURED}, malformed calls",
+        explains_call=_invalid_json,
+    ),
+    Rule(
+        name="malformed-wrapped",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("OpenHands",),
+        what='arguments that are no JSON object, or empty, came back as `{"_openhands_malformed_tool_call": true, "error": …}`',
+        source=f"{_CAPTURED}, malformed calls",
+        explains_call=_malformed,
+    ),
+    Rule(
+        name="marker-broken",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("pydantic-ai",),
+        what="U+200D stands behind the `<` of every `<|…|>` in texts and arguments",
+        source="source: pydantic-ai 2.68.0 `_special_tokens.py`; recorded traffic",
+        part="text",
+        rewrites_text=_break_markers,
+        explains_call=_broken_markers,
+        order=3,
+    ),
+    Rule(
+        name="calls-as-text",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("smolagents",),
+        what="calls came back within the text, as `Calling tools:` and a Python list; or a code block got its closing `</code>`",
+        source="source: smolagents 1.26.0 `memory.py`, `agents.py`; recorded traffic",
+        part="text",
+        rewrites_reply=_calls_as_text,
+        rewrites_text=_close_code,
+        order=4,
+    ),
+    Rule(
+        name="reasoning-emptied",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("LangChain (responses)",),
+        what="the item of a reasoning came back with no content in it",
+        source=f"{_CAPTURED}, responses, streamed",
+        part="reasoning",
+    ),
+)
