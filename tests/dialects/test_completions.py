@@ -169,7 +169,7 @@ def test_each_choice_is_collected_with_its_own_prompt(bodies):
     reply = Reply(2)
     for body in bodies:
         assert not reply.finished
-        reply.take(compact(body))
+        reply.add(compact(body))
     assert reply.finished
     first, second = reply.choices[0], reply.choices[1]
     assert (first.ids, first.logprobs, first.finish_reason) == ([5, 6, 8], [-0.5, -1.0, -0.25], "stop")

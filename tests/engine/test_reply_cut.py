@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
 from tokencache.dialects.chat.request import read_chat
-from tokencache.engine import chances
-from tokencache.engine import prompt_echo as echoed
+from tokencache.engine.long_values import FIRST_MARK
 from tokencache.engine.reply import Reply
 
 CALL = read_chat(b'{"model":"m","messages":[{"role":"user","content":"x"}]}', IncrementalParser())
@@ -104,9 +103,9 @@ def test_read_in_parts_it_says_the_same(made, sent, number, lost):
     data = written(made)[:-lost] if lost else written(made)
     parted, whole = Reply(number), Reply(number)
     parted.prompt.sent = sent
-    whole.prompt.leave()
-    brief = parted.take(data, unseen=True)
-    whole.take(data)
+    whole.prompt.stop_cutting()
+    brief = parted.add(data, hide_logprobs=True)
+    whole.add(data)
     assert heard(parted) == heard(whole)
     encoder = ChatReplyEncoder(CALL)
     assert encoder.whole(brief) == encoder.whole(data)
@@ -116,19 +115,19 @@ def test_read_in_parts_it_says_the_same(made, sent, number, lost):
 def test_the_usual_reply_is_left_short(sent):
     reply = Reply()
     reply.prompt.sent = sent
-    brief = reply.take(written(usual()), unseen=True)
+    brief = reply.add(written(usual()), hide_logprobs=True)
     left = json.loads(brief)
-    assert (left["prompt_token_ids"], left["choices"][0]["logprobs"]) == (json.loads(echoed.CUT), chances.CUT)
+    assert (left["prompt_token_ids"], left["choices"][0]["logprobs"]) == (json.loads(FIRST_MARK), json.loads(FIRST_MARK))
     assert reply.choices[0].logprobs == [-0.5, -1.25]
 
 
 def test_log_probabilities_that_are_shown_are_left():
-    brief = Reply().take(written(usual()))
+    brief = Reply().add(written(usual()))
     assert json.loads(brief)["choices"] == usual()["choices"]
 
 
 def test_the_ids_of_a_text_completion_are_left_with_its_choice():
     data = written({"choices": [{"index": 0, "text": "x", "prompt_token_ids": IDS}]})
     reply = Reply()
-    assert reply.take(data, unseen=True) == data
+    assert reply.add(data, hide_logprobs=True) == data
     assert (reply.choices[0].prompt, reply.prompt.raw) == (b"[1,22,333]", b"[1,22,333]")

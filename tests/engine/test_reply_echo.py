@@ -7,7 +7,7 @@ import pytest
 
 from tokencache.core import ids
 from tokencache.dialects.sse import EventSplitter
-from tokencache.engine.prompt_echo import read_ids, spelled
+from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Reply
 
 SENT = (b"1,2", b"2", b",333")
@@ -29,8 +29,8 @@ def reply_to(sent: tuple[bytes, ...]) -> Reply:
 )
 def test_the_echo_of_what_was_sent_is_cut_out_and_known(data):
     reply = reply_to(SENT)
-    brief = reply.take(data)
-    assert brief == data.replace(b"[1,22,333]", b'"="')
+    brief = reply.add(data)
+    assert brief == data.replace(b"[1,22,333]", b'"=0"')
     assert reply.prompt.agreed
     assert (reply.prompt.raw, reply.prompt.tokens) == (b"[1,22,333]", 3)
     assert reply.unreadable == 0
@@ -40,7 +40,7 @@ def test_the_echo_of_what_was_sent_is_cut_out_and_known(data):
 def test_another_echo_is_read_as_it_is(echo):
     reply = reply_to(SENT)
     data = b'{"choices":[],"prompt_token_ids":' + echo + b"}"
-    assert reply.take(data) == data
+    assert reply.add(data) == data
     assert not reply.prompt.agreed
     assert reply.prompt.raw == (b"" if echo == b"null" else echo)
 
@@ -55,27 +55,27 @@ def test_another_echo_is_read_as_it_is(echo):
 )
 def test_the_same_ids_elsewhere_are_left_alone(data):
     reply = reply_to(SENT)
-    assert reply.take(data) == data
+    assert reply.add(data) == data
     assert reply.prompt.raw == (b"[7]" if b"[7]" in data else b"")
 
 
 def test_an_engine_cannot_claim_the_echo():
     reply = reply_to(SENT)
-    reply.take(b'{"choices":[],"prompt_token_ids":"="}')
-    assert reply.prompt.raw == b'"="'
+    reply.add(b'{"choices":[],"prompt_token_ids":"=0"}')
+    assert reply.prompt.raw == b'"=0"'
     assert read_ids(reply.prompt.raw) is None
 
 
 def test_ids_that_were_not_sent_are_read():
     reply = Reply()
-    reply.take(b'{"choices":[],"prompt_token_ids":[1,22,333]}')
+    reply.add(b'{"choices":[],"prompt_token_ids":[1,22,333]}')
     assert reply.prompt.raw == b"[1,22,333]"
 
 
 def test_a_truncated_echo_is_unreadable():
     reply = reply_to(SENT)
     data = b'{"choices":[],"prompt_token_ids":[1,22,333],"prom'
-    assert reply.take(data) == data
+    assert reply.add(data) == data
     assert reply.unreadable == 1
     assert reply.prompt.raw == b""
 
@@ -84,7 +84,7 @@ def test_a_truncated_echo_is_unreadable():
 def test_the_engines_digits_are_sent_again_only_if_they_are_ours(echo):
     packed = read_ids(echo)
     assert packed is not None
-    assert b"".join(spelled(echo, packed)) == ids.fragment(packed)
+    assert b"".join(as_fragment(echo, packed)) == ids.fragment(packed)
 
 
 STREAM = b'data: {"a":1}\n\ndata: {"b":"x y"}\n\n: comment\n\ndata: [DONE]\n\n'
@@ -111,6 +111,6 @@ def test_replies_read_briefly_and_at_length_say_the_same():
         }
     )
     brief, long = reply_to(SENT), Reply()
-    brief.take(data)
-    long.take(data)
+    brief.add(data)
+    long.add(data)
     assert (brief.prompt.raw, brief.choices[0].ids, brief.finished) == (long.prompt.raw, long.choices[0].ids, long.finished)

@@ -69,7 +69,7 @@ def test_media_stay_out_of_the_store():
     call = read_chat(json.dumps(body).encode(), IncrementalParser())
     reply = Reply()
     choice = {"message": {"content": "A cat."}, "finish_reason": "stop", "token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}}
-    reply.take(json.dumps({"choices": [choice], "prompt_token_ids": [1, 2]}).encode())
+    reply.add(json.dumps({"choices": [choice], "prompt_token_ids": [1, 2]}).encode())
     plan = Plan(match="plain", reason=call.plain)
     outcome = Outcome(session="s", epoch="l", call_id="c", call=call, plan=plan, reply=reply, model=None, started=0.0)
     recorded = outcome.record(PrefixCache(MemoryStore(), max_bytes=1000))

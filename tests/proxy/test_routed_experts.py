@@ -7,8 +7,9 @@ import json
 import pytest
 
 from tests.proxy.kit import EPISODES, HEADER, proxied, user
-from tokencache.dialects import routing
-from tokencache.proxy.routed_experts import LocalFiles, ObjectFiles, open_files
+from tokencache.dialects.chat.reply import HiddenMembers
+from tokencache.engine.reply import Reply
+from tokencache.proxy.routed_experts import LocalFiles, ObjectFiles, as_file, open_files
 from tokencache.testing import SimulatedEngine
 
 SESSION = "r1:a@b+c=.."  # as odd as a session's name may be
@@ -150,18 +151,19 @@ async def test_a_root_that_cannot_be_written_is_no_start(tmp_path):
     ],
 )
 def test_what_is_cut_out(value, left, file):
-    pieces = []
+    reply = Reply()
     body = '{"choices":[{"message":{"content":"\\"routed_experts\\":\\"x\\""},"routed_experts":%s,"index":0}]}'
-    assert routing.cut((body % value).encode(), pieces) == (body % left).encode()
-    piece = routing.piece_of(left.encode(), pieces)
-    assert (routing.unpacked(piece)[0] if piece else None) == file
-    assert routing.there((body % left).encode()) == (value != "null")
+    short = reply.without_experts((body % value).encode())
+    assert short == (body % left).encode()
+    reply.add(short)
+    experts = reply.choices[0].experts
+    assert (as_file(experts)[0] if experts else None) == file
+    assert HiddenMembers({}).found(short) == (value != "null")
 
 
 def test_half_a_body_is_left_as_it_is():
-    pieces = []
-    assert routing.cut(b'{"routed_experts":"abc', pieces) == b'{"routed_experts":"abc'
-    assert pieces == []
+    reply = Reply()
+    assert reply.without_experts(b'{"routed_experts":"abc') == b'{"routed_experts":"abc'
 
 
 async def test_outside_a_session_they_are_the_clients_own(tmp_path):

@@ -355,6 +355,6 @@ async def _stops_at(ask: AskChat, model: str, token: int) -> bool:
     if answer.status in NOT_NOW:
         raise _refusal(answer)
     reply = Reply()
-    reply.take(answer.body)
+    reply.add(answer.body)
     choice = reply.choices.get(0)
     return choice is not None and choice.ids == [token] and choice.finish_reason == "stop"

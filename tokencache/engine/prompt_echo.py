@@ -1,32 +1,30 @@
-"""The prompt's ids as they come back: an engine says with every reply which it used.
+"""Reads the prompt's ids that come back: an engine reports with every reply which ids it used.
 
-That is hundreds of kilobytes of digits. They are held against those that were sent, byte for byte and once; where they are the same,
-nobody copies or parses them. Where none were sent, they are read once and by themselves. Either way they are cut out of the reply, and
-whoever reads it after that has a short one.
+That is hundreds of kilobytes of digits. If ids were sent, the echo is compared with them byte for byte, once; where they are equal,
+nothing copies or parses them. If none were sent, they are read once, by themselves. In both cases they are cut out of the reply, so
+that all later readers have a short one (docs/performance.md).
 """
 
 import msgspec
 
 from tokencache.core import ids
+from tokencache.engine import long_values
 
 Raw = msgspec.Raw
 
 _IDS = msgspec.json.Decoder(list[int])
-_ECHO = b'"prompt_token_ids":['
-"""No string in JSON can spell this: its quotes would be escaped."""
-CUT = b'"="'
-"""Stands where the echo stood."""
-_ODD = b" \t\r\n-"
-"""What a JSON list of integers may hold beside brackets, digits and commas."""
-_NOTHING = b"", 0, 0
+_NAME = b'"prompt_token_ids":['
+_NOT_DIGITS = b" \t\r\n-"
+"""What a JSON list of integers may contain beside brackets, digits and commas."""
+_NOWHERE = b"", 0, 0
 
 
-class EchoedPrompt:
-    """What an engine says of the ids of its prompt.
+class PromptEcho:
+    """The ids of the prompt as the engine reports them.
 
     Attributes:
         sent: the ids that were sent, as a JSON fragment in pieces (`core.ids`); empty if none were.
-        agreed: whether the engine says that it used just these.
+        agreed: whether the engine reports exactly these.
     """
 
     def __init__(self) -> None:
@@ -35,51 +33,51 @@ class EchoedPrompt:
         self._raw = b""
         self._packed: bytes | None = None
         self._tokens = 0
-        self._apart: tuple[bytes, bytes | None] = b"", None  # raw and packed: what was read by itself
-        self._whole = False  # nothing is cut out any more
-        self._found = _NOTHING  # what was looked at last, and where in it the echo stands
+        self._read: tuple[bytes, bytes | None] = b"", None  # raw and packed: what was read by itself
+        self._complete = False  # nothing is cut out any more
+        self._found = _NOWHERE  # what was searched last, and where in it the echo is
 
     @property
     def known(self) -> bool:
-        """Whether the engine has said it."""
+        """Whether the engine has reported the ids."""
         return self.agreed or bool(self._raw)
 
     @property
     def raw(self) -> bytes:
-        """The raw JSON list of the ids that it says it used; `b""` while unknown."""
+        """The raw JSON list of the reported ids; `b""` while unknown."""
         if self.agreed and not self._raw:
             self._raw = b"[%s]" % b"".join(self.sent)
         return self._raw
 
     @property
     def tokens(self) -> int:
-        """How many tokens the prompt has; 0 while unknown."""
+        """The number of tokens in the prompt; 0 while unknown."""
         if not self._tokens and self.known:
-            said = self.sent if self.agreed else (self._raw,)
-            self._tokens = sum(piece.count(b",") for piece in said) + 1
+            pieces = self.sent if self.agreed else (self._raw,)
+            self._tokens = sum(piece.count(b",") for piece in pieces) + 1
         return self._tokens
 
     @property
     def packed(self) -> bytes | None:
-        """The ids that it says it used, packed; `None` while unknown, and of what are no ids."""
+        """The reported ids, packed; `None` while unknown, and if they are no ids."""
         if self._packed is None:
             self._packed = read_ids(self.raw)
         return self._packed
 
     def find(self, data: bytes) -> tuple[int, int]:
-        """Where in a reply's JSON the ids stand that are to be cut out, without their brackets; (0, 0) if nowhere, or if they are known.
+        """Return where the ids to cut out are in a reply's JSON, without their brackets; (0, 0) if nowhere, or if they are known.
 
-        Those that were sent, if any were, and no others.
+        If ids were sent, only these are found.
         """
-        if self._whole or self.known:
+        if self._complete or self.known:
             return 0, 0
         if self._found[0] is not data:
             self._found = data, *(self._compared(data) if self.sent else self._listed(data))
         return self._found[1:]
 
     def _compared(self, data: bytes) -> tuple[int, int]:
-        start = end = data.find(_ECHO) + len(_ECHO)
-        if start < len(_ECHO):
+        start = end = data.find(_NAME) + len(_NAME)
+        if start < len(_NAME):
             return 0, 0
         for piece in self.sent:
             if not data.startswith(piece, end):
@@ -88,54 +86,54 @@ class EchoedPrompt:
         return (start, end) if data[end : end + 1] == b"]" else (0, 0)
 
     def _listed(self, data: bytes) -> tuple[int, int]:
-        start = data.find(_ECHO) + len(_ECHO)
+        start = data.find(_NAME) + len(_NAME)
         end = data.find(b"]", start)
-        if start < len(_ECHO) or end < 0:
+        if start < len(_NAME) or end < 0:
             return 0, 0
         raw = data[start - 1 : end + 1]
-        packed = read_ids(raw)  # what can be read as a list, to its last byte, is the whole one that began here
+        packed = read_ids(raw)  # if this can be read to its last byte as a list, it is the complete list that begins here
         if packed is None:
             return 0, 0
-        self._apart = raw, packed
+        self._read = raw, packed
         return start, end
 
     def cut(self, data: bytes) -> bytes:
-        """A reply's JSON with `CUT` in the place of the ids; the very bytes if they are not found."""
+        """Return a reply's JSON with a mark in place of the ids; the same bytes if they are not found."""
         start, end = self.find(data)
-        self._found = _NOTHING
-        return data[: start - 1] + CUT + data[end + 1 :] if end else data
+        self._found = _NOWHERE
+        return long_values.cut(data, [(start - 1, end + 1)]) if end else data
 
-    def leave(self) -> None:
-        """Cut nothing out any more: what was found stands elsewhere."""
-        self.sent, self._whole = (), True
+    def stop_cutting(self) -> None:
+        """Cut nothing out any more: what was found was another member."""
+        self.sent, self._complete = (), True
 
-    def hear(self, said: Raw, *, cut: bool) -> None:
-        """Take note of a raw member that says the ids; of what was not `cut` out, `CUT` is what an engine says. The first word counts."""
+    def note(self, reported: Raw, *, cut: bool) -> None:
+        """Note a raw member with the ids; if ids were `cut` out, the mark stands for them. The first report counts."""
         if self.known:
             return
-        value = given(said)
-        if cut and value == CUT and self.sent:
+        value = non_null(reported)
+        if cut and value == long_values.FIRST_MARK and self.sent:
             self.agreed = True
             return
-        raw, packed = self._apart
-        self._raw = raw if cut and value == CUT else value
-        self._packed = packed if self._raw == raw else None  # read already, wherever they stood
+        raw, packed = self._read
+        self._raw = raw if cut and value == long_values.FIRST_MARK else value
+        self._packed = packed if self._raw == raw else None  # read already, wherever they were
 
 
-def read_ids(echo: bytes) -> bytes | None:
-    """Pack the ids of an engine's raw JSON list; `None` if it is none."""
+def read_ids(raw: bytes) -> bytes | None:
+    """Pack the ids of a raw JSON list; `None` if it is not one."""
     try:
-        return ids.pack(_IDS.decode(echo)) if echo else None
+        return ids.pack(_IDS.decode(raw)) if raw else None
     except (ValueError, OverflowError):
         return None
 
 
-def spelled(echo: bytes, packed: bytes) -> ids.Pieces:
-    """The ids of a raw JSON list as a fragment: the engine's own digits, unless it writes them otherwise than we do."""
-    return (echo[1:-1],) if packed and not any(odd in echo for odd in _ODD) else ids.extended((), packed)
+def as_fragment(raw: bytes, packed: bytes) -> ids.Pieces:
+    """Return the ids of a raw JSON list as a fragment: the engine's own digits, unless it writes them otherwise than we do."""
+    return (raw[1:-1],) if packed and not any(byte in raw for byte in _NOT_DIGITS) else ids.extended((), packed)
 
 
-def given(raw: Raw) -> bytes:
-    """What a raw member says; `b""` for `null`."""
+def non_null(raw: Raw) -> bytes:
+    """Return a raw member's JSON; `b""` for `null`."""
     value = bytes(raw)
     return b"" if value == b"null" else value

@@ -1,7 +1,24 @@
-"""Replies: what an engine said, collected chunk by chunk or from a whole body.
+"""Collects an engine's reply, chunk by chunk from a stream or from a whole body.
 
-Text and token ids do not line up within a chunk of vLLM's stream (partial UTF-8, parsers that hold text back), so each
-is gathered on its own: the ids as the engine gives them, the message as the harness sees it.
+Text and token ids do not line up within a chunk of vLLM's stream (incomplete UTF-8, parsers that hold text back). So each is
+collected by itself: the ids as the engine reports them, the message as the harness receives it. Beside them an engine may report:
+
+*Routed experts.* A mixture-of-experts engine with `--enable-return-routed-experts` reports with every whole reply to which experts
+each token was routed: `choices[].routed_experts`, a `.npy` file in base64 (vLLM 0.32, `chat_completion/protocol.py`; text completions
+too; streamed replies have none). That is 384 bytes a token for Qwen3-30B-A3B, and 100 MiB a turn for the largest models. So it is
+cut out of the bytes before a JSON reader sees them (`long_values`).
+
+*Weight versions.* An engine whose weights are updated while it serves may sample one reply with several versions. The first of these
+reports counts:
+
+1. spans of a choice, `choices[].weight_versions: [{"version", "start", "end"}]` over its tokens: vLLM 0.33 and later, requested with
+   `return_weight_versions` (vLLM, `docs/training/weight_transfer/`; 0.32 ignores the request)
+2. spans or one version of the reply, `metadata.weight_versions` and `metadata.weight_version`: SGLang, whole replies only, of the first
+   choice (`sglang/srt/utils/weight_versions.py`); `sglext` instead of `metadata` in some releases (sglang PR 40347)
+3. the header `X-Weight-Version`: no known engine sends it; it is for a worker or a router of your own that knows the version (NeMo
+   RL's worker does not report it)
+
+One version of a whole reply is stored as one span. It hides a change in the middle of the reply, which only spans can show.
 """
 
 from typing import Any, Literal
@@ -9,13 +26,32 @@ from typing import Any, Literal
 import msgspec
 
 from tokencache.core.messages import Message, ToolCall
-from tokencache.dialects import routing
 from tokencache.dialects.completion_reader import ReplyMessage
-from tokencache.engine import chances, weights
-from tokencache.engine.chances import Logprobs
-from tokencache.engine.prompt_echo import CUT, EchoedPrompt, given
+from tokencache.engine import long_values
+from tokencache.engine.prompt_echo import PromptEcho, non_null
 
 Raw = msgspec.Raw
+
+WEIGHT_VERSION_HEADER = "X-Weight-Version"
+_LOGPROBS_NAME = b'"logprobs":'
+_LOGPROBS_BEGIN = _LOGPROBS_NAME + b'{"content":['
+_LOGPROBS_END = b'"top_logprobs":[]}]}'
+_EXPERTS = b'"routed_experts":"'
+_AT_ONCE = 32
+"""Deferred chunks that are parsed together: more would save little, and wait in memory."""
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    """What is kept of one sampled token: the natural logarithm of its probability."""
+
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    """Log probabilities of a chat (`content`) or of a text completion (`token_logprobs`)."""
+
+    content: list[TokenLogprob] | None = None
+    token_logprobs: list[float | None] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -27,7 +63,7 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: Raw = Raw(b"null")
-    logprobs: Logprobs | Literal["="] | None = None  # the mark of `chances.cut`
+    logprobs: Logprobs | Literal["=0"] | None = None  # `long_values.FIRST_MARK`
     weight_versions: list[Any] | None = None
     routed_experts: Raw = Raw(b"null")
 
@@ -45,7 +81,7 @@ class _Error(msgspec.Struct):
     code: int = 500
 
 
-class _Piece(msgspec.Struct):
+class _PlainChoice(msgspec.Struct):
     """A choice of a plain chunk (`dialects.chat.plain`)."""
 
     delta: ReplyMessage
@@ -54,19 +90,31 @@ class _Piece(msgspec.Struct):
     index: int = 0
 
 
-class _Plain(msgspec.Struct):
-    choices: tuple[_Piece]
+class _PlainChunk(msgspec.Struct):
+    choices: tuple[_PlainChoice]
+
+
+class _WeightMetadata(msgspec.Struct):
+    """What SGLang reports of a reply's weights."""
+
+    weight_version: Any = None
+    weight_versions: Any = None
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
-_PLAIN = msgspec.json.Decoder(list[_Plain])
-_METADATA = msgspec.json.Decoder(weights.Metadata)
-_AT_ONCE = 32
-"""Chunks that are read together: more would save little, and wait in memory."""
+_PLAIN = msgspec.json.Decoder(list[_PlainChunk])
+_LOGPROBS = msgspec.json.Decoder(Logprobs)
+_METADATA = msgspec.json.Decoder(_WeightMetadata)
 
 
 class Choice:
-    """One choice of a reply: sampled ids, their log probabilities, and the message as it was put together."""
+    """One choice of a reply: sampled ids, their log probabilities, and the message.
+
+    Attributes:
+        steps: for each delta: the number of ids before and after it, and the characters of content and reasoning that it added.
+        experts: routed experts, as base64 or JSON, as the engine reported them.
+        prompt: the raw JSON list of its own prompt's ids, if the engine reports them with each choice (text completions).
+    """
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -74,17 +122,15 @@ class Choice:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: dict[int, list[str]] = {}
-        self.steps: list[tuple[int, int, int, int]] = []  # tokens before and after a delta, its characters of content and reasoning
+        self.steps: list[tuple[int, int, int, int]] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.versions: list[Any] = []
         self.experts = b""
-        """The experts that were routed to: base64 or JSON, as the engine gave them."""
         self.prompt = b""
-        """The raw JSON list of its own prompt's ids, where the engine says them with each choice (text completions)."""
 
     def message(self, *, with_reasoning: bool) -> Message:
-        """The message as the harness was given it."""
+        """Return the message as the harness received it."""
         return Message(
             "assistant",
             content="".join(self.content) or None,
@@ -92,31 +138,31 @@ class Choice:
             calls=tuple(ToolCall(*self.calls[i]) for i in sorted(self.calls)),
         )
 
-    def take(self, choice: _Choice, pieces: list[bytes]) -> None:
-        """Add what one chunk, or a whole body, says of this choice; `pieces` were cut out of it (`routing`)."""
+    def add(self, choice: _Choice, experts: list[bytes]) -> None:
+        """Add what one chunk, or a whole body, has of this choice; `experts` were cut out of it."""
         before = len(self.ids)
         self.ids += choice.token_ids or ()
         if isinstance(choice.logprobs, Logprobs):
             self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
             self.logprobs += [value for value in choice.logprobs.token_logprobs or () if value is not None]
-        if bytes(choice.prompt_token_ids) != CUT:
-            self.prompt = self.prompt or given(choice.prompt_token_ids)
-        said = choice.delta or choice.message or ReplyMessage(content=choice.text)
-        self._say(said, before)
+        if bytes(choice.prompt_token_ids) != long_values.FIRST_MARK:
+            self.prompt = self.prompt or non_null(choice.prompt_token_ids)
+        self._add_message(choice.delta or choice.message or ReplyMessage(content=choice.text), before)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
-        self.experts = routing.piece_of(bytes(choice.routed_experts), pieces) or self.experts
+        number = long_values.mark_number(bytes(choice.routed_experts))
+        self.experts = experts[number] if 0 <= number < len(experts) else non_null(choice.routed_experts) or self.experts
 
-    def take_plain(self, piece: _Piece) -> None:
-        """Add what a plain chunk says of this choice."""
+    def add_plain(self, choice: _PlainChoice) -> None:
+        """Add what a plain chunk has of this choice."""
         before = len(self.ids)
-        self.ids += piece.token_ids
-        if piece.logprobs is not None:
-            self.logprobs += [item.logprob for item in piece.logprobs.content or ()]
-        self._say(piece.delta, before)
+        self.ids += choice.token_ids
+        if choice.logprobs is not None:
+            self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
+        self._add_message(choice.delta, before)
 
-    def _say(self, said: ReplyMessage, before: int) -> None:
+    def _add_message(self, said: ReplyMessage, before: int) -> None:
         content, thought = said.content, said.reasoning or said.reasoning_content
         if content:
             self.content.append(content)
@@ -125,127 +171,136 @@ class Choice:
         if content or thought:
             self.steps.append((before, len(self.ids), len(content or ""), len(thought or "")))
         if said.tool_calls:
-            self._call(said)
-
-    def _call(self, said: ReplyMessage) -> None:
-        for index, call in said.called():
-            parts = self.calls.setdefault(index, ["", "", ""])
-            parts[0] = call.id or parts[0]
-            parts[1] += call.name
-            parts[2] += call.arguments
+            for index, call in said.called():
+                parts = self.calls.setdefault(index, ["", "", ""])
+                parts[0] = call.id or parts[0]
+                parts[1] += call.name
+                parts[2] += call.arguments
 
 
 class Reply:
-    """All choices of one call, as they come in.
+    """All choices of one call, as they arrive.
 
     Attributes:
-        prompt: what the engine says of the prompt's ids; what was sent has to be said to it.
+        expected: the number of choices that were requested.
+        prompt: the engine's report of the prompt's ids; set its `sent` to what was sent.
+        model: the model's name in the reply.
         error: the raw JSON of an error that the engine reported within its reply; `b""` if none.
-        unreadable: chunks that could not be read.
-        version: the weight version in the answer's header, `""` if there is none.
+        unreadable: the number of chunks that could not be parsed.
+        version: the weight version in the reply's header, `""` if there is none.
     """
 
     def __init__(self, choices: int = 1) -> None:
         self.expected = choices
-        self.prompt = EchoedPrompt()
-        self._choices: dict[int, Choice] = {}
-        self._unread: list[bytes] = []
+        self.prompt = PromptEcho()
         self.model = ""
         self.error = b""
         self.unreadable = 0
         self.version = ""
-        self._metadata: weights.Metadata | None = None
-        self._pieces: list[bytes] = []
+        self._choices: dict[int, Choice] = {}
+        self._deferred: list[bytes] = []
+        self._metadata: _WeightMetadata | None = None
+        self._experts: list[bytes] = []
 
     @property
     def choices(self) -> dict[int, Choice]:
-        """The choices by their index, as far as they have come."""
-        if self._unread:
-            self._read()
+        """The choices by their index, as far as they have arrived."""
+        if self._deferred:
+            self._read_deferred()
         return self._choices
 
-    def later(self, data: bytes) -> None:
-        """Add a chunk's JSON that says a piece of a choice and nothing more (`dialects.chat.plain`): it is read when somebody looks."""
-        self._unread.append(data)
-        if len(self._unread) >= _AT_ONCE:
-            self._read()
+    def add_later(self, data: bytes) -> None:
+        """Add the JSON of a plain chunk (`dialects.chat.plain`), which is parsed when `choices` is read next."""
+        self._deferred.append(data)
+        if len(self._deferred) >= _AT_ONCE:
+            self._read_deferred()
 
-    def _read(self) -> None:
-        unread, self._unread = self._unread, []
+    def _read_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
         try:
-            chunks = _PLAIN.decode(b"[%s]" % b",".join(unread))
-        except (ValueError, RecursionError):  # one of them is no JSON after all: find out which
-            for data in unread:
-                self.take(data)
+            chunks = _PLAIN.decode(b"[%s]" % b",".join(deferred))
+        except (ValueError, RecursionError):  # one of them is not JSON after all: find out which
+            for data in deferred:
+                self.add(data)
             return
-        for (piece,) in [chunk.choices for chunk in chunks]:
-            self._choice(piece.index).take_plain(piece)
+        for (choice,) in [chunk.choices for chunk in chunks]:
+            self._choice(choice.index).add_plain(choice)
 
     def _choice(self, index: int) -> Choice:
-        held = self._choices.get(index)
-        if held is None:
-            held = self._choices[index] = Choice()
-        return held
+        found = self._choices.get(index)
+        if found is None:
+            found = self._choices[index] = Choice()
+        return found
 
     def without_experts(self, data: bytes) -> bytes:
-        """Take routed experts out of a chunk's JSON, or a whole body's, before it goes to `take` and to the harness."""
+        """Cut routed experts out of the JSON of a chunk or a whole body, before `add` and the harness get it."""
         start, end = self.prompt.find(data)
-        if end and not (routing.named(data, 0, start) or routing.named(data, end, len(data))):
-            return data  # among hundreds of kilobytes of ids nobody need look
-        return routing.cut(data, self._pieces)
+        if end and data.find(_EXPERTS, 0, start) < 0 and data.find(_EXPERTS, end) < 0:
+            return data  # the hundreds of kilobytes of ids in between need not be searched
+        spans = _expert_spans(data)
+        if not spans:
+            return data
+        first = len(self._experts)
+        self._experts += [data[start + 1 : end - 1] for start, end in spans]
+        return long_values.cut(data, spans, first)
 
-    def take(self, data: bytes, *, unseen: bool = False) -> bytes:
-        """Add a chunk's JSON, or that of a whole body; `unseen`: its log probabilities are shown to nobody.
+    def add(self, data: bytes, *, hide_logprobs: bool = False) -> bytes:
+        """Add the JSON of a chunk, or of a whole body; `hide_logprobs`: nobody else needs its log probabilities.
 
         Returns:
-            The same JSON; without the ids of the prompt (`EchoedPrompt`), and without log probabilities that are unseen.
+            The same JSON without the ids of the prompt (`PromptEcho`), and without log probabilities to hide.
         """
-        if self._unread:
-            self._read()
-        brief = cut = self.prompt.cut(data)
-        told = None
-        if unseen and self.expected == 1:
-            brief, told = chances.cut(cut)
+        if self._deferred:
+            self._read_deferred()
+        brief = short = self.prompt.cut(data)
+        logprobs = None
+        if hide_logprobs and self.expected == 1:
+            brief, logprobs = _without_logprobs(short)
         try:
             chunk = _CHUNK.decode(brief)
         except (ValueError, RecursionError):
             self.unreadable += 1
             return data
         echoes = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
-        if cut is not data and not self._placed(chunk, echoes):
-            return self._take_long(data)
-        if told is not None and not (_of_chat(chunk) and any(choice.logprobs == chances.CUT for choice in chunk.choices)):
-            return self.take(data)  # what was cut out stood elsewhere
+        if short is not data and not self._in_place(chunk, echoes):
+            self.prompt.stop_cutting()
+            return self.add(data)
+        if logprobs is not None and not (_of_chat(chunk) and any(choice.logprobs == _LOGPROBS_MARK for choice in chunk.choices)):
+            return self.add(data)  # what was cut out was another member
         self.model = chunk.model or self.model
-        self.error = self.error or given(chunk.error)
+        self.error = self.error or non_null(chunk.error)
         for echo in echoes:
-            self.prompt.hear(echo, cut=cut is not data)
+            self.prompt.note(echo, cut=short is not data)
         for choice in chunk.choices:
-            if choice.logprobs == chances.CUT:
-                choice.logprobs = told
-            self._choice(choice.index).take(choice, self._pieces)
+            if choice.logprobs == _LOGPROBS_MARK:
+                choice.logprobs = logprobs
+            self._choice(choice.index).add(choice, self._experts)
         for extra in (chunk.metadata, chunk.sglext):
-            self._metadata = self._metadata or _metadata(bytes(extra))
+            self._metadata = self._metadata or _weight_metadata(bytes(extra))
         return brief
 
     def versions(self, index: int) -> list[Any]:
-        """The weight version spans of a choice (`weights.spans`)."""
+        """Return the weight versions of a choice as spans over its tokens, half-open; none if the engine reported none."""
         choice = self.choices[index]
-        return weights.spans(choice.versions, self._metadata if index == 0 else None, self.version, len(choice.ids))
+        if choice.versions:
+            return choice.versions
+        found = self._metadata if index == 0 else None
+        if found is not None and isinstance(found.weight_versions, list) and found.weight_versions:
+            return found.weight_versions
+        version = found.weight_version if found is not None and found.weight_version is not None else self.version
+        return [{"version": version, "start": 0, "end": len(choice.ids)}] if version != "" and choice.ids else []
 
-    def _placed(self, chunk: _Chunk, echoes: list[Raw]) -> bool:
-        """Whether the ids that were cut out are what counts, in a reply; unless they were sent, in a chat's: each text has its own."""
-        first = next(filter(None, map(given, echoes)), b"")
-        return first == CUT and bool(chunk.choices) and (bool(self.prompt.sent) or _of_chat(chunk))
+    def _in_place(self, chunk: _Chunk, echoes: list[Raw]) -> bool:
+        """Whether the ids that were cut out are those of the prompt.
 
-    def _take_long(self, data: bytes) -> bytes:
-        """What was cut out stood elsewhere: read it all."""
-        self.prompt.leave()
-        return self.take(data)
+        Ids of a text completion that were not sent stay with their choice: each choice has its own.
+        """
+        first = next(filter(None, map(non_null, echoes)), b"")
+        return first == long_values.FIRST_MARK and bool(chunk.choices) and (bool(self.prompt.sent) or _of_chat(chunk))
 
     @property
     def refusal(self) -> int:
-        """The HTTP status of a refusal that is all there is of the reply, 0 if it is none: vLLM finds some faults only after its 200."""
+        """The HTTP status of a refusal that is all there is of the reply, otherwise 0: vLLM finds some errors only after its 200."""
         if not self.error or self.choices:
             return 0
         try:
@@ -256,25 +311,61 @@ class Reply:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has its finish reason: the reply is whole, whatever else the stream still brings."""
+        """Whether every choice has its finish reason: the reply is complete, whatever else the stream still brings."""
         return len(self.choices) >= self.expected and all(c.finish_reason for c in self.choices.values())
 
     @property
     def begun(self) -> bool:
-        """Whether anything was sampled, or said, or finished: more than who is speaking."""
+        """Whether a choice has ids, text, calls or a finish reason: more than a role."""
         return any(c.ids or c.content or c.reasoning or c.calls or c.finish_reason for c in self.choices.values())
 
     @property
     def aborted(self) -> bool:
-        """Whether the engine ended all of it by itself: `/pause?mode=abort` and `/abort_requests` (vLLM), weight updates."""
+        """Whether the engine itself ended all choices: `/pause?mode=abort` and `/abort_requests` (vLLM), weight updates."""
         return self.finished and all(choice.finish_reason == "abort" for choice in self.choices.values())
+
+
+_LOGPROBS_MARK = long_values.FIRST_MARK[1:-1].decode()
+
+
+def _without_logprobs(data: bytes) -> tuple[bytes, Logprobs | None]:
+    """Cut log probabilities out of the JSON of a reply of one choice, as vLLM (0.27 to 0.32) writes them.
+
+    They are most of the bytes of such a reply, and few harnesses request them. What begins as an object, and can be read to its last byte
+    as one, is the complete value that begins there.
+
+    Returns:
+        The JSON with a mark in their place, and the log probabilities; the same bytes and `None` if they are written otherwise.
+    """
+    start = data.find(_LOGPROBS_BEGIN) + len(_LOGPROBS_NAME)
+    end = data.rfind(_LOGPROBS_END) + len(_LOGPROBS_END)
+    if start < len(_LOGPROBS_NAME) or end < start:
+        return data, None
+    try:
+        found = _LOGPROBS.decode(memoryview(data)[start:end])
+    except (ValueError, RecursionError):
+        return data, None
+    return long_values.cut(data, [(start, end)]), found
+
+
+def _expert_spans(data: bytes) -> list[tuple[int, int]]:
+    """Find the strings of routed experts, with their quotes; none in half a body."""
+    spans, at = [], data.find(_EXPERTS)
+    while at >= 0:
+        start = at + len(_EXPERTS) - 1
+        end = data.find(b'"', start + 1) + 1
+        if not end:
+            return []
+        spans.append((start, end))
+        at = data.find(_EXPERTS, end)
+    return spans
 
 
 def _of_chat(chunk: _Chunk) -> bool:
     return all(choice.text is None for choice in chunk.choices)
 
 
-def _metadata(raw: bytes) -> weights.Metadata | None:
+def _weight_metadata(raw: bytes) -> _WeightMetadata | None:
     if b"weight_version" not in raw:
         return None
     try:

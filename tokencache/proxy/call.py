@@ -41,8 +41,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, ParsedCompletion, Target
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
-from tokencache.engine.reply import Reply
-from tokencache.engine.weights import HEADER as WEIGHT_VERSION
+from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy import echoes
 from tokencache.proxy.client_ids import require_prefix
@@ -478,7 +477,7 @@ class ModelCall:
             answer = await self._send_to_engines()
         try:
             self._reply.prompt.sent = self._outcome.plan.sent
-            self._reply.version = answer.headers.get(WEIGHT_VERSION, "")
+            self._reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
             if self._chat.echoes:
                 wrong = await echoes.compared(self._session, self._chat, self._outcome.plan, self._ledger)
                 self._outcome.noted += [self._outcome.incident(kind, detail) for kind, detail in wrong]

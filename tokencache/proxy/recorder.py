@@ -21,7 +21,7 @@ from tokencache.core.turn import Prefix, Tokens, Turn, TurnMark, hash_ids, hash_
 from tokencache.core.verdict import Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.model import Model
-from tokencache.engine.prompt_echo import read_ids, spelled
+from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice, Reply
 from tokencache.proxy.planner import Plan
 from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
@@ -147,9 +147,9 @@ class Outcome(msgspec.Struct, kw_only=True):
         if echoed is None:
             return None
         if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
-            return _Prompt(echoed, spelled(echo, echoed), plan)
+            return _Prompt(echoed, as_fragment(echo, echoed), plan)
         disagreed = Plan(match="plain", reason=Reason.ENGINE_DISAGREES, near=plan.near)
-        return _Prompt(echoed, spelled(echo, echoed), disagreed, (TurnMark.ENGINE_DISAGREES,), _difference(plan, echoed))
+        return _Prompt(echoed, as_fragment(echo, echoed), disagreed, (TurnMark.ENGINE_DISAGREES,), _difference(plan, echoed))
 
     def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
         call, plan = self.call, prompt.plan

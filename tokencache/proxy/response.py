@@ -302,7 +302,7 @@ class Delivery:
             The parts that the client may see: without long arrays, unless it asked for them.
         """
         body = driver.read(self._reply.without_experts(body))
-        brief = self._reply.take(body, unseen=not self._chat.shows_logprobs)
+        brief = self._reply.add(body, hide_logprobs=not self._chat.shows_logprobs)
         self._decide_whether_withheld()
         return body if self._chat.shows_ids else brief
 
@@ -365,7 +365,7 @@ class Delivery:
             return None
         shown = self._unread(event)
         if shown is not None:
-            self._reply.later(event[_DATA])
+            self._reply.add_later(event[_DATA])
         return shown
 
     def _read_event(self, event: bytes) -> bytes:
@@ -379,7 +379,7 @@ class Delivery:
             self._finished = self.ended = True
             return self._release() + self._encoder.end()
         data = self._reply.without_experts(data)
-        brief = self._reply.take(data)
+        brief = self._reply.add(data)
         self._finished = self._finished or self._reply.finished or bool(self._reply.error)
         allowed = data if self._chat.shows_ids else brief
         shown = self._response.with_token_ids(allowed, self._reply)

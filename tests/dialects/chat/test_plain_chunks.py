@@ -63,8 +63,8 @@ def test_read_later_as_it_would_have_been_at_once(told):
     at_once, later = Reply(3), Reply(3)
     for made, waits in told:
         data = written(made)
-        at_once.take(data)
-        later.later(data) if waits else later.take(data)
+        at_once.add(data)
+        later.add_later(data) if waits else later.add(data)
     assert gathered(later) == gathered(at_once)
     assert later.unreadable == 0
 
@@ -114,6 +114,6 @@ def test_what_turns_out_to_be_no_json_is_counted():
     reply = Reply()
     for data in (good, bad, good):
         assert hide_tokens(event_of(data)) is not None
-        reply.later(data)
+        reply.add_later(data)
     assert "".join(reply.choices[0].content) == "xx"
     assert reply.unreadable == 1

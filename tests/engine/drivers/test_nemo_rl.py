@@ -17,7 +17,7 @@ def answer(message, **choice):
 
 def read(body):
     reply = Reply()
-    reply.take(ids_from_messages(body))
+    reply.add(ids_from_messages(body))
     return reply
 
 

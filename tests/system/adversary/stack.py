@@ -294,7 +294,7 @@ class Stack:
             await self.ledger.settle(begun, session, name, [])
             return called
         called.prompt, called.completion, called.logprobs = entry.prompt, entry.completion, entry.logprobs
-        heard.take(data)
+        heard.add(data)
         outcome = Outcome(
             session=session, epoch=begun.epoch if begun else "", call_id=name, call=call, plan=plan, reply=heard, model=model, started=0.0
         )

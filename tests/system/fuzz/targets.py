@@ -139,7 +139,7 @@ def events(data: bytes) -> None:
 def reply(data: bytes) -> None:
     """What an engine may say: read, or kept as unreadable, never an exception."""
     kept = Reply(1)
-    kept.take(kept.without_experts(data))
+    kept.add(kept.without_experts(data))
     read_completion(data)
     gym.with_tokens(data, b"[1]", kept.choices)
     gym.take_out(data)

@@ -27,7 +27,7 @@ def reply_of(message):
     """What the driver reads of an answer with this message."""
     answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "model": "m"}
     reply = Reply()
-    reply.take(ids_from_messages(json.dumps(answer).encode()))
+    reply.add(ids_from_messages(json.dumps(answer).encode()))
     return reply
 
 

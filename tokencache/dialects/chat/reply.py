@@ -3,7 +3,7 @@
 Chat and text completions are answered with what the engine sent, less what only the proxy asked for. What is ours in such an
 answer is said as vLLM (0.32) says it.
 
-Routed experts are never shown (`routing`): an engine that gives them gives them unasked, and they are the trainer's. Weight
+Routed experts are never shown (`engine.reply`): an engine that gives them gives them unasked, and they are the trainer's. Weight
 versions are shown to who asked for them; who did not gets a reply without the member (vLLM 0.33).
 
 
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.core.messages import Message
-from tokencache.dialects import routing
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.completion_reader import hide_tokens
 from tokencache.dialects.sse import DONE, event_of
@@ -34,6 +33,7 @@ from tokencache.dialects.sse import DONE, event_of
 Raw = msgspec.Raw
 _NULL = Raw(b"null")
 _VERSIONS = "weight_versions"
+_EXPERTS = b'"routed_experts":'
 _UNAVAILABLE = 503
 
 
@@ -45,7 +45,7 @@ class HiddenMembers:
 
     def found(self, data: bytes) -> bool:
         """Whether something in a reply's JSON is to be hidden."""
-        return routing.there(data) or (not self._shows_versions and b'"%s":' % _VERSIONS.encode() in data)
+        return data.count(_EXPERTS) > data.count(_EXPERTS + b"null") or (not self._shows_versions and b'"%s":' % _VERSIONS.encode() in data)
 
     def hide(self, choice: dict[str, Raw]) -> None:
         """Hide it in one choice."""

@@ -248,7 +248,7 @@ class TextPrompts(Vllm):
         request: dict[str, Any] = {"model": model, "messages": _CHECK, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
         answer = await self.ask(upstream, request)
         chat = Reply()
-        chat.take(answer.body)
+        chat.add(answer.body)
         prompt = read_ids(chat.prompt.raw)
         if answer.status in NOT_NOW or prompt is None or 0 not in chat.choices:
             raise EngineError(f"the engine answered {answer.status}", status=answer.status)
@@ -286,7 +286,7 @@ class TextPrompts(Vllm):
         if parsed.error:
             raise EngineError(parsed.error, reached=not parsed.temporary)
         found = Reply()
-        found.take(parsed.body)
+        found.add(parsed.body)
         return found
 
 

@@ -52,7 +52,7 @@ async def echo_of_chat(ask: AskChat, body: dict[str, Any], reply: Reply | None =
     if answer.status != 200:  # noqa: PLR2004
         raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
     said = Reply()
-    said.take(answer.body)
+    said.add(answer.body)
     if reply is not None:
         reply.model = said.model
     return read_ids(said.prompt.raw)

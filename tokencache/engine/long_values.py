@@ -1,0 +1,26 @@
+"""Cuts long values out of a reply's JSON, so that they are parsed once, by themselves, or not at all.
+
+Three members hold nearly all bytes of a reply: the prompt's ids, the log probabilities, and routed experts. Each is found by its
+name as vLLM writes it, which no JSON string can contain, because its quotes would be escaped. A mark, a short JSON string, takes
+the place of the value. Parsing the rest shows whether the value belonged to the expected member: then the mark stands there.
+"""
+
+from collections.abc import Sequence
+
+FIRST_MARK = b'"=0"'
+_BEGIN = b'"='
+
+
+def cut(data: bytes, spans: Sequence[tuple[int, int]], first: int = 0) -> bytes:
+    """Replace spans of JSON, each one complete value, by the marks `"=0"`, `"=1"`, …, numbered from `first`."""
+    kept, end = [], 0
+    for number, (start, after) in enumerate(spans, first):
+        kept += [data[end:start], b'"=%d"' % number]
+        end = after
+    return b"".join((*kept, data[end:]))
+
+
+def mark_number(raw: bytes) -> int:
+    """Return the number of a mark; -1 for any other raw JSON value."""
+    digits = raw[len(_BEGIN) : -1]
+    return int(digits) if raw.startswith(_BEGIN) and digits.isdigit() else -1
