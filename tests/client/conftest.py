@@ -1,8 +1,8 @@
-"""A rig, and a client of either kind to its proxy."""
+"""A proxy, and a client of either kind for it."""
 
 import pytest
 
-from tests.client.faces import KINDS, Face
+from tests.client.both import KINDS, Wrapped
 from tests.proxy.kit import proxied
 
 
@@ -14,5 +14,5 @@ async def rig():
 
 @pytest.fixture(params=KINDS)
 async def client(request, rig):
-    async with Face(KINDS[request.param](rig.url)) as face:
-        yield face
+    async with Wrapped(KINDS[request.param](rig.url)) as wrapped:
+        yield wrapped

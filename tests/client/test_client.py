@@ -1,4 +1,4 @@
-"""What a trainer does with a client, of either kind, against a proxy and an engine on real sockets."""
+"""Either client against a proxy and an engine on real sockets."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import contextlib
 import openai
 import pytest
 
-from tests.client.faces import KINDS, Face
+from tests.client.both import KINDS, Wrapped
 from tests.proxy.kit import EPISODES, proxied, until, user
 from tokencache.adapters.load import AdapterError
 from tokencache.client import (
@@ -35,7 +35,7 @@ async def chat(session, turns=2):
 
 @contextlib.asynccontextmanager
 async def open_call(rig, session):
-    """A call that the engine never answers."""
+    """A call that the engine does not answer."""
     rig.engine.faults.append(Fault.hang())
     call = asyncio.create_task(rig.post(session, messages=[user("EPISODE:talk")]))
 
@@ -77,7 +77,7 @@ async def test_a_rollout_from_key_to_tokens(rig, client):
         await session.state()
 
 
-async def test_names_are_found_if_none_is_given(client):
+async def test_a_session_without_a_name_gets_a_random_one(client):
     first, second = await client.create(), await client.create(harness="openai")
     assert first.id.startswith("rollout-")
     assert second.id.startswith("openai-")
@@ -86,9 +86,9 @@ async def test_names_are_found_if_none_is_given(client):
     assert first.key not in repr(first.inner)
 
 
-async def test_another_process_takes_a_session_up_by_its_name(client):
+async def test_another_process_opens_a_session_by_its_name(client):
     await chat(client.inner.session("r1"), turns=1)
-    assert len((await Face(client.inner.session("r1")).fetch()).sequences) == 1
+    assert len((await Wrapped(client.inner.session("r1")).fetch()).sequences) == 1
 
 
 async def test_other_formats_are_plain_json(client):
@@ -98,7 +98,7 @@ async def test_other_formats_are_plain_json(client):
         await session.fetch("nope")
 
 
-async def test_the_sampling_of_a_key_is_what_the_engine_is_told(rig, client):
+async def test_the_sampling_of_a_key_is_sent_to_the_engine(rig, client):
     session = await client.create("r1", sampling={"temperature": 0.25}, models={"gpt-*": "sim"})
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
         await model.chat.completions.create(model="gpt-9", messages=[user("EPISODE:talk")], temperature=1.0)
@@ -138,14 +138,14 @@ async def test_the_environment_of_a_harness(client, rig):
 
 
 async def test_a_harness_that_keeps_its_settings_in_a_file(client, rig, tmp_path):
-    with pytest.raises(AdapterError, match=r"Codex CLI finds the proxy in a file .*config_dir"):
+    with pytest.raises(AdapterError, match=r"Codex CLI reads the URL of the proxy from a configuration file.*config_dir"):
         await client.create("r1", harness="codex")
     session = await client.create("r1", harness="codex", config_dir=tmp_path / "codex")
     assert session.env["CODEX_HOME"] == str(tmp_path / "codex")
     assert f'base_url = "{rig.url}/s/r1/h/codex/v1"' in (tmp_path / "codex" / "config.toml").read_text()
 
 
-async def test_a_harness_that_nobody_knows(client, rig):
+async def test_an_unknown_harness(client, rig):
     with pytest.raises(AdapterError, match="no adapter 'nobody'"):
         await client.create("r1", harness="nobody")
 
@@ -153,14 +153,14 @@ async def test_a_harness_that_nobody_knows(client, rig):
 # --- waiting ---
 
 
-async def test_waiting_for_turns_that_come(client):
+async def test_waiting_for_turns(client):
     session = await client.create("r1")
     waiting = asyncio.create_task(session.wait(turns=2))
     await chat(session)
     assert (await waiting).turns == 2
 
 
-async def test_waiting_names_what_it_waited_for(client, rig):
+async def test_a_timeout_names_the_conditions(client, rig):
     session = await client.create("r1")
     with pytest.raises(WaitTimeoutError, match="waited 0 s for no open call and at least 3 turns; no call has begun in it"):
         await session.wait(turns=3, timeout=0)
@@ -169,7 +169,7 @@ async def test_waiting_names_what_it_waited_for(client, rig):
             await session.wait(timeout=0)
 
 
-async def test_turns_that_cannot_come_are_not_waited_for(client):
+async def test_waiting_ends_if_a_session_is_sealed_with_fewer_turns(client):
     session = await client.create("r1")
     await chat(session, turns=1)
     await session.seal()
@@ -184,7 +184,7 @@ async def test_a_session_that_never_began(client):
             await ask()
 
 
-# --- taking trajectories home ---
+# --- iterating over trajectories ---
 
 
 async def three(client):
@@ -196,7 +196,7 @@ async def left(client):
     return sorted(state.session for state in await client.sessions())
 
 
-async def test_all_that_was_taken_is_gone(client):
+async def test_processed_sessions_are_deleted(client):
     await three(client)
     taken = [trajectory async for trajectory in client.iterate(["a", "b", "c"])]
     assert sorted(one.session for one in taken) == ["a", "b", "c"]
@@ -204,34 +204,34 @@ async def test_all_that_was_taken_is_gone(client):
     assert await left(client) == []
 
 
-async def test_what_the_consumer_did_not_take_is_still_there(client):
-    """It fails with a trajectory in its hands: that one, and those behind it, were not deleted."""
+async def test_sessions_that_were_not_processed_are_kept(client):
+    """The consumer fails while it processes a trajectory. That session and those after it are not deleted."""
     await three(client)
-    trip = client.iterate(["a", "b", "c"])
-    first, second = await anext(trip), await anext(trip)
-    await trip.aclose()
+    iteration = client.iterate(["a", "b", "c"])
+    first, second = await anext(iteration), await anext(iteration)
+    await iteration.aclose()
     remaining = await left(client)
     assert remaining == sorted({"a", "b", "c"} - {first.session})
     assert second in [one async for one in client.iterate(remaining)]
 
 
-async def test_without_names_only_what_is_sealed(client):
+async def test_without_names_only_sealed_sessions_are_returned(client):
     await three(client)
-    await Face(client.inner.session("b")).seal()
+    await Wrapped(client.inner.session("b")).seal()
     assert [one.session async for one in client.iterate()] == ["b"]
     assert await left(client) == ["a", "c"]
 
 
-async def test_names_that_are_not_there_are_told_at_the_end(client):
+async def test_unknown_names_are_reported_at_the_end(client):
     await three(client)
-    trip = client.iterate(["x", "a", "y", "b"], delete=False)
-    assert sorted([(await anext(trip)).session, (await anext(trip)).session]) == ["a", "b"]
-    with pytest.raises(NotFoundError, match=r"no session '[xy]', '[xy]'; all others were handed over"):
-        await anext(trip)
+    iteration = client.iterate(["x", "a", "y", "b"], delete=False)
+    assert sorted([(await anext(iteration)).session, (await anext(iteration)).session]) == ["a", "b"]
+    with pytest.raises(NotFoundError, match=r"no session '[xy]', '[xy]'; all others were returned"):
+        await anext(iteration)
     assert await left(client) == ["a", "b", "c"]
 
 
-async def test_an_open_call_is_handed_over_as_a_hole_and_not_deleted(client, rig):
+async def test_a_session_with_an_open_call_is_returned_as_incomplete_and_not_deleted(client, rig):
     async with open_call(rig, "a"):
         (taken,) = [one async for one in client.iterate(["a"], timeout=0)]
         assert not taken.complete
@@ -239,15 +239,15 @@ async def test_an_open_call_is_handed_over_as_a_hole_and_not_deleted(client, rig
         assert await left(client) == ["a"]
 
 
-async def test_to_delete_what_may_go_on_is_refused(client):
-    with pytest.raises(ValueError, match="delete=True wants seal=True"):
+async def test_deleting_without_sealing_is_refused(client):
+    with pytest.raises(ValueError, match="delete=True needs seal=True"):
         client.iterate(["a"], seal=False)
     await three(client)
     assert [one.sealed async for one in client.iterate(["a"], seal=False, delete=False)] == [False]
 
 
-async def test_no_more_at_a_time_than_was_said(rig, monkeypatch):
-    """Two at a time: the store sees two readers, and never three."""
+async def test_concurrency_is_limited(rig, monkeypatch):
+    """With two at a time the store sees two readers and never three."""
     names = [f"r{n}" for n in range(5)]
     inside, most, turns = 0, 0, rig.store.turns
     pair = asyncio.Barrier(2)
@@ -273,12 +273,12 @@ async def test_no_more_at_a_time_than_was_said(rig, monkeypatch):
             client.iterate(names, concurrency=0)
 
 
-# --- who may not ---
+# --- access ---
 
 
 @pytest.mark.parametrize("kind", KINDS.values())
 async def test_the_admin_key(kind):
-    async with proxied(admin_key="secret") as rig, Face(kind(rig.url)) as stranger, Face(kind(rig.url, "secret")) as trainer:
+    async with proxied(admin_key="secret") as rig, Wrapped(kind(rig.url)) as stranger, Wrapped(kind(rig.url, "secret")) as trainer:
         with pytest.raises(UnauthorizedError, match="POST /tokencache/v1/keys: 401: this needs the admin key"):
             await stranger.create("r1")
         session = await trainer.create("r1", harness="openai")
@@ -287,7 +287,7 @@ async def test_the_admin_key(kind):
         assert session.env["OPENAI_API_KEY"] == session.key != "secret"
 
 
-def test_nobody_there():
+def test_no_proxy():
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(UnreachableError, match="POST /tokencache/v1/keys: no answer, tried 1 times"),
@@ -295,7 +295,7 @@ def test_nobody_there():
         client.create()
 
 
-async def test_engines_come_and_go(rig, client):
+async def test_engines_are_added_and_removed(rig, client):
     other = SimulatedEngine(episodes=EPISODES, seed=7)
     async with other.serve() as url:
         added = await client.add_engine(url + "/v1")

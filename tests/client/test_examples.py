@@ -1,4 +1,4 @@
-"""The example of the documentation is the file, the file is short, and it runs."""
+"""The example in the documentation equals the file, is short, and runs."""
 
 import re
 import subprocess

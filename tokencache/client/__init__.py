@@ -1,4 +1,4 @@
-"""The trainer's client: open sessions, give them to harnesses, take trajectories home. `docs/client.md` is its manual.
+"""The trainer's Python client: opens sessions, gives harnesses access to them, and fetches trajectories (`docs/client.md`).
 
     with Client("http://127.0.0.1:8100") as client:
         session = client.create()
@@ -8,19 +8,18 @@
 
 `AsyncClient` is the same with `await`.
 
-============  ========================================================================================================
-`blocking`    `Client` and `Session`
-`awaited`     `AsyncClient` and `AsyncSession`
-`exchanges`   what both say to the server and make of its answers, waiting included; opens no socket
-`asking`      one request and its answer, and trying again
-`access`      how a harness gets into a session
-`values`      trajectories, sequences, turns, as typed values
-`errors`      what can go wrong
-============  ========================================================================================================
+==============  ========================================================================================================
+`sync_client`   `Client` and `Session`
+`async_client`  `AsyncClient` and `AsyncSession`
+`operations`    what both send to the proxy and how they read its responses; opens no socket
+`access`        what a harness needs to use a session
+`errors`        the exceptions
+==============  ========================================================================================================
+
+The values that it returns are those of `tokencache.trajectories.values`.
 """
 
-from tokencache.client.awaited import AsyncClient, AsyncSession
-from tokencache.client.blocking import Client, Session
+from tokencache.client.async_client import AsyncClient, AsyncSession
 from tokencache.client.errors import (
     AnswerError,
     ClientError,
@@ -32,6 +31,7 @@ from tokencache.client.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
+from tokencache.client.sync_client import Client, Session
 from tokencache.core.budget import Budget
 from tokencache.trajectories.values import (
     EngineState,

@@ -1,7 +1,7 @@
-"""How a harness gets into a session: what a trainer gives it instead of the engine's address.
+"""What a harness needs to use a session: a base URL, an API key, headers, or the environment of its process.
 
-A program with an OpenAI client needs `base_url` and `key`; one that speaks plain HTTP, `base_url` and `headers`; a harness
-that there is an adapter for, the environment (and files) of `launch`, the same that `tokencache env` and `tokencache run` use.
+A program with an OpenAI client needs `base_url` and `key`. A program that sends plain HTTP needs `base_url` and `headers`. A harness
+with an adapter needs the environment (and files) of `launch`, as `tokencache env` and `tokencache run` use them.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ _NOWHERE = Path("{config_dir}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Access:
-    """The way into one session.
+    """How to send calls to one session.
 
-    A dataclass, so that the key can be kept out of what is printed.
+    A dataclass, so that `repr` can leave out the key.
 
     Attributes:
-        id: the session's name.
-        key: the API key to send; it names the session by itself.
-        key_id: the id under which the key was registered, `""` if it was not.
-        base_url: the URL for OpenAI-type clients; ends in `/v1`.
-        launch: how the harness is started, `None` where none was named: `launch.argv` is the program with its first arguments,
+        id: the name of the session.
+        key: the API key. It names the session by itself.
+        key_id: the id of the registered key; `""` if the key was not registered.
+        base_url: the URL for OpenAI clients. It ends with `/v1`.
+        launch: how to start the harness; `None` if no harness was named. `launch.argv` is the program with its first arguments,
             `launch.environment(os.environ)` the whole environment of its process.
     """
 
@@ -41,37 +41,37 @@ class Access:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers for a client that is given headers."""
+        """The headers to send with each call."""
         return {"Authorization": f"Bearer {self.key}"}
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment variables to set for the harness; empty where none was named."""
+        """The environment variables to set for the harness; empty if no harness was named."""
         return dict(self.launch.env) if self.launch is not None else {}
 
 
 def access_to(url: str, session: str, key: str | None = None, key_id: str = "") -> Access:
-    """Return the way into a session; without a registered key it is the key that names the session by itself."""
+    """Return the access to a session. Without a registered key it uses the key that names the session, `tcs-NAME`."""
     return Access(id=session, key=key or session_key(session), base_url=f"{session_url(url, session)}/v1", key_id=key_id)
 
 
 def check_directory(adapter: Adapter, config_dir: Path | None) -> None:
-    """Check that a harness can be pointed at the proxy without a directory of its own, where none is named.
+    """Check that a harness can use the proxy if no configuration directory is given.
 
     Raises:
-        AdapterError: it finds the proxy in a file only.
+        AdapterError: the harness reads the URL of the proxy only from a file.
     """
     if config_dir is None and adapter.files and not any("{url}" in text for text in adapter.variables.values()):
-        raise AdapterError(f"{adapter.title} finds the proxy in a file of its own: name a directory for it (config_dir=…)")
+        raise AdapterError(f"{adapter.title} reads the URL of the proxy from a configuration file: name a directory for it (config_dir=…)")
 
 
 def launch_of(adapter: Adapter, url: str, access: Access, model: str, context: int, config_dir: Path | None) -> Launch:  # noqa: PLR0917
-    """Fill an adapter in for a session, and write the harness's files if a directory is named.
+    """Prepare a harness for a session, and write its configuration files if a directory is given.
 
-    Without one, the variables that would name it are left out, as `tokencache env` does.
+    Without a directory, variables that name it are left out, as `tokencache env` does.
 
     Raises:
-        AdapterError: the directory holds something else, or cannot be written.
+        AdapterError: the directory has other content, or cannot be written.
     """
     place = _NOWHERE if config_dir is None else config_dir.absolute()
     launch = prepare(adapter, url, access.id, access.key, model, place, context=context)

@@ -1,16 +1,16 @@
-"""What can go wrong for a trainer, each under a name of its own, with the server's words.
+"""The exceptions of the client.
 
     ClientError
-    ├── UnreachableError      nobody answered, however often it was tried
-    ├── WaitTimeoutError      what was waited for did not come in time (a `TimeoutError`, too)
-    └── AnswerError           the server answered that it cannot or will not
-        ├── RefusedError      400: what was asked makes no sense to it
+    ├── UnreachableError      the proxy did not answer, although the request was repeated
+    ├── WaitTimeoutError      a condition did not hold in time (also a `TimeoutError`)
+    └── AnswerError           the proxy answered with an error
+        ├── RefusedError      400: the request is invalid
         ├── UnauthorizedError 401: the admin key is missing or wrong
-        ├── NotFoundError     404: there is no such session, or engine
-        ├── SealedError       409: the session takes no more calls
-        └── EngineInUseError  409: the engine is not drained, or is named by `--upstream`
+        ├── NotFoundError     404: there is no such session, engine or key
+        ├── SealedError       409: the session is sealed
+        └── EngineInUseError  409: the engine is not drained, or `--upstream` names it
 
-An `AnswerError` that is none of these is the server's own trouble (5xx), or the answer of something else that listens there.
+Any other `AnswerError` is a failure of the proxy (5xx), or the response of another program at that address.
 """
 
 from http import HTTPStatus
@@ -19,22 +19,22 @@ import msgspec
 
 
 class ClientError(Exception):
-    """Anything that can go wrong here."""
+    """The base of all exceptions of the client."""
 
 
 class UnreachableError(ClientError):
-    """The proxy could not be reached, or broke off."""
+    """The proxy could not be reached, or closed the connection."""
 
 
 class WaitTimeoutError(ClientError, TimeoutError):
-    """What was waited for did not come in time; the message says what it was, and what there is."""
+    """A condition did not hold in time. The message says which one, and the state of the session."""
 
 
 class AnswerError(ClientError):
-    """The server said no.
+    """The proxy answered with an error.
 
     Attributes:
-        status: HTTP status of the answer.
+        status: the HTTP status.
     """
 
     status = 0
@@ -45,7 +45,7 @@ class AnswerError(ClientError):
 
 
 class RefusedError(AnswerError):
-    """The request makes no sense to the server: no session's name, an unknown format, a setting that is none."""
+    """The request is invalid: the name of a session, the format, or a setting."""
 
     status = 400
 
@@ -57,41 +57,41 @@ class UnauthorizedError(AnswerError):
 
 
 class NotFoundError(AnswerError):
-    """There is no such session: no call was made in it yet, or it was deleted, or the store has forgotten it. Or no such engine."""
+    """There is no such session (no call was made in it yet, it was deleted, or it has expired), or no such engine or key."""
 
     status = 404
 
 
 class SealedError(AnswerError):
-    """The session is sealed: what was waited for cannot come any more."""
+    """The session is sealed, so the awaited turns cannot come."""
 
     status = 409
 
 
 class EngineInUseError(AnswerError):
-    """The engine was not removed: it is not drained, or it is named by `--upstream`."""
+    """The engine was not removed: it is not drained, or `--upstream` names it."""
 
     status = 409
 
 
-_OF_ENGINES = frozenset({"engine_in_use", "engine_configured"})
+_ENGINE_ERRORS = frozenset({"engine_in_use", "engine_configured"})
 _BY_STATUS = {kind.status: kind for kind in (RefusedError, UnauthorizedError, NotFoundError, SealedError)}
 
 
-class _Words(msgspec.Struct):
+class _Error(msgspec.Struct):
     message: str
     type: str = ""
 
 
 class _Body(msgspec.Struct):
-    error: _Words
+    error: _Error
 
 
-def error_of(status: int, body: bytes, asked: str) -> AnswerError:
-    """Make the exception for an answer that is not 2xx; `asked` says what had been asked (method and path)."""
+def error_of(status: int, body: bytes, request: str) -> AnswerError:
+    """Return the exception for a response that is not 2xx. `request` is its method and path."""
     try:
-        said = msgspec.json.decode(body, type=_Body).error
+        found = msgspec.json.decode(body, type=_Body).error
     except msgspec.MsgspecError:
-        said = _Words(body[:300].decode(errors="replace") or HTTPStatus(status).phrase)
-    kind = EngineInUseError if said.type in _OF_ENGINES else _BY_STATUS.get(status, AnswerError)
-    return kind(f"{asked}: {status}: {said.message}", status=status)
+        found = _Error(body[:300].decode(errors="replace") or HTTPStatus(status).phrase)
+    kind = EngineInUseError if found.type in _ENGINE_ERRORS else _BY_STATUS.get(status, AnswerError)
+    return kind(f"{request}: {status}: {found.message}", status=status)

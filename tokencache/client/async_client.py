@@ -1,4 +1,4 @@
-"""The client for asyncio: `AsyncClient` and `AsyncSession`. All that they do is described at `Client` and `Session`."""
+"""The client for asyncio: `AsyncClient` and `AsyncSession`. Their methods are described at `Client` and `Session`."""
 
 import asyncio
 import dataclasses
@@ -11,88 +11,87 @@ from typing import Any, Literal, Self, cast, overload
 import httpx2
 
 from tokencache.client.access import Access, access_to
-from tokencache.client.asking import Exchange, Request, ServerResponse, T
 from tokencache.client.errors import NotFoundError
-from tokencache.client.exchanges import Exchanges, FetchedTrajectory, check_deletion, missing
+from tokencache.client.operations import FetchedTrajectory, Operations, Request, ServerResponse, Steps, T, check_deletion, missing
 from tokencache.core.budget import Budget
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 
-class _Line:
-    """Drives exchanges over a connection pool."""
+class _Transport:
+    """Runs operations over a connection pool."""
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         self._admin_key = admin_key
         self.http = httpx2.AsyncClient(base_url=url, timeout=timeout)
 
-    async def __call__(self, exchange: Exchange[T]) -> T:
+    async def run(self, steps: Steps[T]) -> T:
         try:
-            step = next(exchange)
+            step = next(steps)
             while True:
                 if isinstance(step, Request):
-                    step = exchange.send(await self._send(step))
+                    step = steps.send(await self._send(step))
                 else:
                     await asyncio.sleep(step.seconds)
-                    step = next(exchange)
+                    step = next(steps)
         except StopIteration as done:
             return cast("T", done.value)
 
     async def _send(self, request: Request) -> ServerResponse:
         try:
-            answer = await self.http.request(
+            response = await self.http.request(
                 request.method, request.path, params=request.params, content=request.body, headers=request.headers(self._admin_key)
             )
-        except httpx2.TransportError as why:
-            return ServerResponse(0, f"{type(why).__name__}: {why}".encode())
-        return ServerResponse(answer.status_code, answer.content)
+        except httpx2.TransportError as error:
+            return ServerResponse(0, f"{type(error).__name__}: {error}".encode())
+        return ServerResponse(response.status_code, response.content)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AsyncSession(Access):
     """As `Session`."""
 
-    _line: _Line = dataclasses.field(repr=False)
-    _exchanges: Exchanges = dataclasses.field(repr=False)
+    _transport: _Transport = dataclasses.field(repr=False)
+    _operations: Operations = dataclasses.field(repr=False)
 
     async def state(self) -> SessionState:
         """As `Session.state`."""
-        return await self._line(self._exchanges.state(self.id))
+        return await self._transport.run(self._operations.state(self.id))
 
     async def wait(self, *, turns: int = 0, sealed: bool = False, timeout: float = 60.0) -> SessionState:  # noqa: ASYNC109 - as `Session`'s
         """As `Session.wait`."""
-        return await self._line(self._exchanges.wait(self.id, turns=turns, sealed=sealed, timeout=timeout))
+        return await self._transport.run(self._operations.wait(self.id, turns=turns, sealed=sealed, timeout=timeout))
 
     async def seal(self) -> None:
         """As `Session.seal`."""
-        await self._line(self._exchanges.seal(self.id))
+        await self._transport.run(self._operations.seal(self.id))
 
     @overload
     async def fetch(self, format: Literal["native"] = "native", *, drift: str = "") -> Trajectory: ...
     @overload
     async def fetch(self, format: str, *, drift: str = "") -> Any: ...
-    async def fetch(self, format: str = "native", *, drift: str = "") -> Any:  # noqa: A002 - the route's own word
+    async def fetch(self, format: str = "native", *, drift: str = "") -> Any:  # noqa: A002 - the name of the query parameter
         """As `Session.fetch`."""
-        return await self._line(self._exchanges.fetch(self.id, format, drift))
+        return await self._transport.run(self._operations.fetch(self.id, format, drift))
 
-    async def fetch_json(self, format: str = "native", *, drift: str = "") -> bytes:  # noqa: A002 - the route's own word
+    async def fetch_json(self, format: str = "native", *, drift: str = "") -> bytes:  # noqa: A002 - the name of the query parameter
         """As `Session.fetch_json`."""
-        return await self._line(self._exchanges.fetch_json(self.id, format, drift))
+        return await self._transport.run(self._operations.fetch_json(self.id, format, drift))
 
     async def delete(self) -> None:
         """As `Session.delete`."""
-        await self._line(self._exchanges.delete(self.id))
+        await self._transport.run(self._operations.delete(self.id))
 
     async def revoke(self) -> None:
         """As `Session.revoke`."""
-        await self._line(self._exchanges.revoke(self))
+        await self._transport.run(self._operations.revoke(self))
 
 
 class AsyncClient:
     """As `Client`, for asyncio."""
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout: float = 60.0, adapters: Path | None = None) -> None:
-        self._line = _Line(url, admin_key, timeout)
-        self._exchanges = Exchanges(url, adapters)
+        self._transport = _Transport(url, admin_key, timeout)
+        self._operations = Operations(url, adapters)
 
     async def __aenter__(self) -> Self:
         return self
@@ -102,7 +101,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._line.http.aclose()
+        await self._transport.http.aclose()
 
     async def create(
         self,
@@ -117,8 +116,8 @@ class AsyncClient:
         config_dir: Path | None = None,
     ) -> AsyncSession:
         """As `Client.create`."""
-        access = await self._line(
-            self._exchanges.create(
+        access = await self._transport.run(
+            self._operations.create(
                 name,
                 harness=harness,
                 model=model,
@@ -132,28 +131,28 @@ class AsyncClient:
         return self._session(access)
 
     def session(self, name: str) -> AsyncSession:
-        """As `Client.session`; asks nobody."""
-        return self._session(access_to(self._exchanges.url, name))
+        """As `Client.session`."""
+        return self._session(access_to(self._operations.url, name))
 
     async def sessions(self, prefix: str = "") -> list[SessionState]:
         """As `Client.sessions`."""
-        return await self._line(self._exchanges.sessions(prefix))
+        return await self._transport.run(self._operations.sessions(prefix))
 
     async def engines(self) -> list[EngineState]:
         """As `Client.engines`."""
-        return await self._line(self._exchanges.engines())
+        return await self._transport.run(self._operations.engines())
 
     async def add_engine(self, url: str) -> EngineState:
         """As `Client.add_engine`."""
-        return await self._line(self._exchanges.add_engine(url))
+        return await self._transport.run(self._operations.add_engine(url))
 
     async def drain_engine(self, url: str) -> EngineState:
         """As `Client.drain_engine`."""
-        return await self._line(self._exchanges.drain_engine(url))
+        return await self._transport.run(self._operations.drain_engine(url))
 
     async def remove_engine(self, url: str, *, force: bool = False) -> None:
         """As `Client.remove_engine`."""
-        await self._line(self._exchanges.remove_engine(url, force=force))
+        await self._transport.run(self._operations.remove_engine(url, force=force))
 
     @overload
     def iterate(
@@ -180,35 +179,35 @@ class AsyncClient:
         self,
         names: Iterable[str] | None = None,
         *,
-        format: str = "native",  # noqa: A002 - the route's own word
+        format: str = "native",  # noqa: A002 - the name of the query parameter
         seal: bool = True,
         delete: bool = True,
         timeout: float = 60.0,
         concurrency: int = 8,
     ) -> AsyncIterator[Any]:
-        """As `Client.iterate`, but in the order in which the sessions come to rest.
+        """As `Client.iterate`, but in the order in which the sessions finish.
 
-        At most `concurrency` of them (at least 1) are waited for and fetched at a time, and as many trajectories held.
+        At most `concurrency` sessions (at least 1) are waited for and fetched at a time, and as many trajectories are in memory.
         """
         check_deletion(seal=seal, delete=delete)
         if concurrency < 1:
             raise ValueError(f"concurrency: {concurrency} is less than 1")
-        return self._iterate(names, delete, concurrency, lambda name: self._exchanges.take(name, format, seal=seal, timeout=timeout))
+        return self._iterate(names, delete, concurrency, lambda name: self._operations.take(name, format, seal=seal, timeout=timeout))
 
     async def _iterate(
-        self, names: Iterable[str] | None, delete: bool, concurrency: int, take: Callable[[str], Exchange[FetchedTrajectory]]
+        self, names: Iterable[str] | None, delete: bool, concurrency: int, take: Callable[[str], Steps[FetchedTrajectory]]
     ) -> AsyncIterator[Any]:
-        left = iter(await self._line(self._exchanges.finished()) if names is None else names)
+        left = iter(await self._transport.run(self._operations.finished()) if names is None else names)
         absent = []
         running: dict[asyncio.Task[FetchedTrajectory], str] = {}
         try:
             while True:
                 for name in itertools.islice(left, concurrency - len(running)):
-                    running[asyncio.create_task(self._line(take(name)))] = name
+                    running[asyncio.create_task(self._transport.run(take(name)))] = name
                 if not running:
                     break
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                task = next(iter(done))  # the others stay among those that run: what is at hand is bounded with them
+                task = next(iter(done))  # the others stay in `running`, which bounds the number of trajectories in memory
                 name = running.pop(task)
                 try:
                     taken = task.result()
@@ -216,8 +215,8 @@ class AsyncClient:
                     absent.append(name)
                     continue
                 yield taken.trajectory
-                if delete and taken.quiet:
-                    await self._line(self._exchanges.discard(name))
+                if delete and taken.idle:
+                    await self._transport.run(self._operations.delete_if_present(name))
         finally:
             for task in running:
                 task.cancel()
@@ -227,4 +226,4 @@ class AsyncClient:
 
     def _session(self, access: Access) -> AsyncSession:
         given = {field.name: getattr(access, field.name) for field in dataclasses.fields(access)}
-        return AsyncSession(**given, _line=self._line, _exchanges=self._exchanges)
+        return AsyncSession(**given, _transport=self._transport, _operations=self._operations)

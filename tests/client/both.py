@@ -1,4 +1,4 @@
-"""The client's two faces as one: the same test is run on both."""
+"""Wraps either client so that the same test runs on both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Self
 from tokencache.client import AsyncClient, Client
 
 
-class Face:
-    """Makes every method of a client or a session awaitable; a blocking one runs in a thread."""
+class Wrapped:
+    """Makes every method of a client or a session awaitable. A blocking method runs in a thread."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -25,12 +25,12 @@ class Face:
                 result = await found(*args, **named)
             else:
                 result = await asyncio.to_thread(found, *args, **named)
-            return Face(result) if hasattr(result, "fetch") else result
+            return Wrapped(result) if hasattr(result, "fetch") else result
 
         return call
 
-    def iterate(self, *args: Any, **named: Any) -> Trip:
-        return Trip(self.inner.iterate(*args, **named))
+    def iterate(self, *args: Any, **named: Any) -> Iteration:
+        return Iteration(self.inner.iterate(*args, **named))
 
     async def __aenter__(self) -> Self:
         return self
@@ -39,13 +39,13 @@ class Face:
         await self.close()
 
 
-class Trip:
-    """Trajectories on their way: an async iterator over either kind."""
+class Iteration:
+    """An async iterator over the trajectories of either client."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
-    def __aiter__(self) -> Trip:
+    def __aiter__(self) -> Iteration:
         return self
 
     async def __anext__(self) -> Any:
@@ -58,11 +58,11 @@ class Trip:
         return found
 
     async def aclose(self) -> None:
-        """Stop in the middle, as a consumer that fails does."""
+        """Stop in the middle, as a failing consumer does."""
         if hasattr(self.inner, "aclose"):
             await self.inner.aclose()
         else:
             self.inner.close()
 
 
-KINDS = {"blocking": Client, "awaited": AsyncClient}
+KINDS = {"sync": Client, "async": AsyncClient}
