@@ -14,7 +14,7 @@ from tests.system.adversary.stack import Stack
 from tokencache.core import ids
 from tokencache.core.messages import Message, ToolCall
 from tokencache.core.splice import fill
-from tokencache.engine.template.tails import TailRefusedError
+from tokencache.engine.template.learned import TailRefusedError
 from tokencache.proxy import client_ids
 from tokencache.proxy.client_ids import _between, _same_words
 

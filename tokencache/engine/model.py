@@ -30,13 +30,14 @@ from tokencache.backoff import delays
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.logprob_kind import NONE
-from tokencache.engine.probe import LEVELS, Capability, Level, ProbeRequests, higher, probe
+from tokencache.engine.probe import LEVELS, Capability, Level, ProbeRequests, chat_prompt_ids, higher, probe
 from tokencache.engine.reply import Choice
-from tokencache.engine.template.agreement import agrees
+from tokencache.engine.template.agreement import agreeing_local, chat_agrees
+from tokencache.engine.template.edited import EditedHistories
+from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.template.renderer import Renderer
 from tokencache.engine.template.tails import Tails
-from tokencache.engine.template.trial import tried
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError
 
@@ -58,8 +59,10 @@ class Model:
         self.driver = driver
         self.stop_ids: set[int] = set(capability.stop_ids)
         self.renderer = driver.renderer(upstream)
-        self.tails = Tails(self.renderer, self.stop_ids, small=small)
-        self._ask = partial(driver.ask, upstream)
+        template = LearnedTemplate(self.renderer, self.stop_ids, small)
+        self.tails = Tails(template)
+        self.edited_histories = EditedHistories(template)
+        self._prompt_ids = partial(chat_prompt_ids, partial(driver.ask, upstream))
         self._agreed: dict[bytes, bool] = {}
         self._lock = asyncio.Lock()
 
@@ -70,7 +73,7 @@ class Model:
             async with self._lock:
                 known = self._agreed.get(args.digest)
                 if known is None:
-                    known = await agrees(self._ask, self.renderer, self.capability.model, args)
+                    known = await chat_agrees(self._prompt_ids, self.renderer, self.capability.model, args)
                     if known is not None:
                         self._agreed[args.digest] = known
                     if not known:
@@ -251,7 +254,7 @@ class Engine:
         if self._local is None or found.level != "exact" or not found.tokenizes:
             return None
         requests = ProbeRequests(self.upstream)
-        small = await tried(self._local, self._drivers[found.driver].renderer(requests), found.model)
+        small = await agreeing_local(self._local, self._drivers[found.driver].renderer(requests), found.model)
         if requests.unanswered is not None:
             raise requests.unanswered
         return small

@@ -22,9 +22,9 @@ from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
+from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
-from tokencache.engine.template.agreement import echo_of_chat
-from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, candidates
+from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
 from tokencache.engine.upstream import AskChat, EngineResponse, Upstream, retry_until_answered
 from tokencache.errors import NOT_NOW, EngineError
@@ -46,6 +46,24 @@ _MAX_CANDIDATES = 16
 def higher(one: Level, other: Level) -> Level:
     """Return the higher of two levels."""
     return max(one, other, key=LEVELS.index)
+
+
+async def chat_prompt_ids(ask: AskChat, body: dict[str, Any], reply: Reply | None = None) -> bytes | None:
+    """Generate one token and return the packed prompt ids that the engine reports; `None` if it reports none.
+
+    The model's name in the answer is set on `reply`.
+
+    Raises:
+        EngineError: the engine cannot be reached, or refuses.
+    """
+    answer = await ask({"max_tokens": 1, "temperature": 0, "return_token_ids": True, **body})
+    if answer.status != _OK:
+        raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
+    read = Reply()
+    read.add(answer.body)
+    if reply is not None:
+        reply.model = read.model
+    return read_ids(read.prompt.raw)
 
 
 class Capability(msgspec.Struct, frozen=True):
@@ -187,7 +205,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
             return _changed(found, level="exact", how=f"{driver.how}; its tail is the engine's: no rendering: {why_unrendered}")
         return _changed(found, level="record", why=f"no rendering: {why_unrendered}")
     try:
-        ends = await candidates(renderer, model, PLAIN_ARGS)
+        ends = await stop_candidates(renderer, model, PLAIN_ARGS)
     except (BoundaryUnknownError, RenderError) as why:
         return _changed(found, level="record", why=f"the template hides where a reply ends: {why}")
     if why_not := await driver.cannot_parse(requests, renderer, found.model):
@@ -264,15 +282,15 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
 async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Supply:
     """Supply ids that no rendering begins or ends with: the prompt of the plain question twice, and its first id."""
     said = Reply()
-    used = plain or await echo_of_chat(ask, {"model": model, "messages": _QUESTION}, said)
+    used = plain or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, said)
     if not used:
         return _Supply("relay", why="the engine reports no token ids")
     wanted = used + used + ids.head(used, 1)
     body = {"model": model, **driver.probe_members(ASK, _REPLY, ids.unpack(wanted))}
     try:
-        echo = await echo_of_chat(ask, body, said)
+        echo = await chat_prompt_ids(ask, body, said)
     except EngineError as why:
-        if why.passing or await echo_of_chat(ask, {"model": model, "messages": _QUESTION}, said) is None:
+        if why.passing or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, said) is None:
             raise
         return _Supply("record", why=f"supplied ids are refused: {why}", model=said.model, plain=used)
     if echo is None:

@@ -36,8 +36,9 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.gym import PREFIX, ReturnedIdFragments
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import read_ids
-from tokencache.engine.template.shapes import TailAsk
-from tokencache.engine.template.tails import Around, TailRefusedError
+from tokencache.engine.template.edited import HistoryFrame
+from tokencache.engine.template.learned import TailRefusedError
+from tokencache.engine.template.shapes import TailRequest
 from tokencache.errors import HarnessError
 from tokencache.proxy.prefix_cache import CachedPrefix
 
@@ -153,17 +154,17 @@ async def prove(session: str, call: ChatCall, returned: ReturnedIds, model: Mode
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     last = replies[-1]
     assert call.conversation is not None  # noqa: S101 - messages came back
-    ask = TailAsk(call.model, call.args, call.conversation, call.safe_messages(), last.place + 1, None, session)
-    around = await model.tails.around(ask, [reply.place for reply in replies])
-    openers = [around.opener(n, reply.prompt, alike=True) for n, reply in enumerate(replies)]
+    ask = TailRequest(call.model, call.args, call.conversation, call.safe_messages(), last.place + 1, None, session)
+    frame = await model.edited_histories.frame(ask, [reply.place for reply in replies])
+    openers = [frame.generation_prompt(n, reply.prompt, same_message=True) for n, reply in enumerate(replies)]
     known = [opener for opener in openers if opener is not None]
     if len(known) < len(openers):
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
-    prompt, spans = fill(around.pieces, known, [reply.generation for reply in replies], model.stop_ids)
+    prompt, spans = fill(frame.pieces, known, [reply.generation for reply in replies], model.stop_ids)
     apart = any(start != ids.count(reply.prompt) for reply, (start, _) in zip(replies, spans, strict=True))
     if apart or not prompt.startswith(last.prompt + last.generation):
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
-    await _prove_words(call, replies, (around, known), model)
+    await _prove_words(call, replies, (frame, known), model)
     return ClientPrompt(prompt, tuple(reply.place for reply in replies), *spans[-1])
 
 
@@ -187,7 +188,7 @@ def require_prefix(session: str, call: ChatCall, prompt: bytes | None, reason: s
     )
 
 
-async def _prove_words(call: ChatCall, replies: Sequence[_Reply], stands: tuple[Around, Sequence[bytes]], model: Model) -> None:
+async def _prove_words(call: ChatCall, replies: Sequence[_Reply], stands: tuple[HistoryFrame, Sequence[bytes]], model: Model) -> None:
     """Prove that each generation says what the template writes for its message; `stands`: what stands around replies, and what opens each.
 
     Raises:
@@ -198,10 +199,10 @@ async def _prove_words(call: ChatCall, replies: Sequence[_Reply], stands: tuple[
     async def read(packed: bytes) -> str:
         return await model.renderer.read(call.model, packed) if packed else ""
 
-    around, openers = stands
+    frame, openers = stands
     rendered = await read(await model.renderer.render(call.model, call.safe_messages(), call.args, generation=True))
-    written = _between(rendered, [await read(piece) for piece in around.pieces])
-    for reply, opener, head, own in zip(replies, openers, around.heads, written, strict=True):
+    written = _between(rendered, [await read(piece) for piece in frame.pieces])
+    for reply, opener, head, own in zip(replies, openers, frame.openings, written, strict=True):
         header = (await read(ids.head(opener, ids.common_head(opener, head or b"")))).partition("<think>")[0]  # reasoning is the reply's
         sampled = await read(opener + _unstopped(reply.generation, model))
         message = call.messages[reply.place]

@@ -21,9 +21,10 @@ from tokencache.core.verdict import DeliveredPrefix, is_unique
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.model import Model
+from tokencache.engine.template.edited import HistoryFrame
+from tokencache.engine.template.learned import TailRefusedError
 from tokencache.engine.template.renderer import RenderError
-from tokencache.engine.template.shapes import TailAsk
-from tokencache.engine.template.tails import Around, TailRefusedError
+from tokencache.engine.template.shapes import TailRequest
 from tokencache.errors import passing_cause
 from tokencache.proxy import partial_reply as interrupts
 from tokencache.proxy.client_ids import ReturnedIds, prove
@@ -342,8 +343,8 @@ class Planner:
             replies = [*await self._standing(session, found.parent), last, *replies]
         stored = await self._store.tokens(session, [reply.turn.id for reply in replies])
         while replies:
-            around = await model.tails.around(_ask(session, call, replies[-1].place + 1), [reply.place for reply in replies])
-            openers = [await self._opener(session, call, (around, n), reply, stored) for n, reply in enumerate(replies)]
+            frame = await model.edited_histories.frame(_ask(session, call, replies[-1].place + 1), [reply.place for reply in replies])
+            openers = [await self._opener(session, call, (frame, n), reply, stored) for n, reply in enumerate(replies)]
             if None not in openers:
                 break
             replies = [reply for reply, opener in zip(replies, openers, strict=True) if opener is not None]
@@ -352,7 +353,7 @@ class Planner:
             raise TailRefusedError(Reason.OPENER_UNKNOWN)
         said = [ids.head(stored[reply.turn.id].completion, reply.end - reply.start) for reply in replies]
         opened = [opener or b"" for opener in openers]
-        prompt, spans = fill(around.pieces, opened, said, model.stop_ids)
+        prompt, spans = fill(frame.pieces, opened, said, model.stop_ids)
         replies = [msgspec.structs.replace(reply, start=start, end=end) for reply, (start, end) in zip(replies, spans, strict=True)]
         last = replies[-1]
         parent = await self._gone_on_from(session, prompt, last)
@@ -380,16 +381,16 @@ class Planner:
         return msgspec.structs.replace(follows, match="branch") if continued else follows
 
     async def _opener(
-        self, session: str, call: ChatCall, place: tuple[Around, int], reply: PlacedReply, stored: Mapping[str, Tokens]
+        self, session: str, call: ChatCall, place: tuple[HistoryFrame, int], reply: PlacedReply, stored: Mapping[str, Tokens]
     ) -> bytes | None:
         """Find the generation prompt that a reply was sampled behind; `None` if it is not known to be one."""
-        around, n = place
+        frame, n = place
         assert call.conversation is not None  # noqa: S101 - it was matched
         opened = stored[reply.turn.id].delta
-        if len(opened) < around.longest:  # most of its prompt is stored with another turn
+        if len(opened) < frame.longest:  # most of its prompt is stored with another turn
             opened = (await self._prefixes.get(session, reply.turn.id)).prefix.prompt
         before = evidence.split_preceding_hash(evidence.preceding_hash(call.conversation, reply.place)).message
-        return around.opener(n, opened, alike=before == evidence.split_preceding_hash(reply.turn.before).message)
+        return frame.generation_prompt(n, opened, same_message=before == evidence.split_preceding_hash(reply.turn.before).message)
 
     async def _gone_on_from(self, session: str, prompt: bytes, last: PlacedReply) -> Turn | None:
         """Find the turn whose exact ids a prompt goes on from, though its context was edited: the template renders both alike."""
@@ -426,9 +427,9 @@ def _unasked(messages: Sequence[Message]) -> Iterator[str]:
             yield message.answers
 
 
-def _ask(session: str, call: ChatCall, at: int, opened: bytes | None = None) -> TailAsk:
+def _ask(session: str, call: ChatCall, at: int, opened: bytes | None = None) -> TailRequest:
     assert call.conversation is not None  # noqa: S101 - it was matched
-    return TailAsk(call.model, call.args, call.conversation, call.safe_messages(), at, opened, session)
+    return TailRequest(call.model, call.args, call.conversation, call.safe_messages(), at, opened, session)
 
 
 def keys_wanted(call: ChatCall) -> list[bytes]:

@@ -9,7 +9,7 @@ import msgspec
 from tokencache.core.chain import build_conversation
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import read_message
-from tokencache.engine.template.shapes import TailAsk
+from tokencache.engine.template.shapes import TailRequest
 
 TOOLS = [
     {
@@ -100,10 +100,10 @@ SHAPES = {
 }
 
 
-def ask(messages: Sequence[dict[str, Any]], at: int, until: int, *, tools: bool, kwargs: dict[str, Any] | None = None) -> TailAsk:
+def ask(messages: Sequence[dict[str, Any]], at: int, until: int, *, tools: bool, kwargs: dict[str, Any] | None = None) -> TailRequest:
     """Ask for the tail behind `messages[at - 1]` up to `messages[until]`, as the planner does."""
     raw = [msgspec.json.encode(message) for message in messages[:until]]
     read = [read_message(message) for message in messages[:until]]
     offered = msgspec.Raw(msgspec.json.encode(TOOLS)) if tools else None
     args = RenderArgs(b"%d" % tools + msgspec.json.encode(kwargs or {}), b"", {}, {}, kwargs or {}, offered)
-    return TailAsk("m", args, build_conversation(b"m", read), raw, at)
+    return TailRequest("m", args, build_conversation(b"m", read), raw, at)

@@ -12,6 +12,7 @@ from tests.engine.template.shapes import SHAPES, TOOLS, ask
 from tests.engine.template.template_lab import KINDS, Kind, Lab, own_stop
 from tokencache.core import ids
 from tokencache.core.splice import junction
+from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.tails import Tails
 
 DOC = Path(__file__).parents[3] / "docs" / "templates.md"
@@ -78,7 +79,7 @@ async def by_kind() -> str:
     for kind in KINDS.values():
         lab = Lab.of(kind)
         stops = await lab.found_stops(kind.stops)
-        tails = Tails(lab, stops)
+        tails = Tails(LearnedTemplate(lab, stops))
         begins, meets = [], []
         for shape in (SHAPES["text → user"], SHAPES["call → result"]):
             tail = await tails.tail(ask(shape.messages, len(shape.history), len(shape.messages), tools=shape.tools))

@@ -31,7 +31,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
-from tokencache.engine.template.boundary import candidates
+from tokencache.engine.template.boundary import stop_candidates
 from tokencache.engine.template.renderer import TemplateRefusedError
 from tokencache.testing.tokenizer import training_text
 
@@ -329,7 +329,7 @@ class Lab:
     async def found_stops(self, stops: Sequence[str]) -> set[int]:
         """The stop ids that the engine's probe would find: candidates at which the engine stops."""
         real = {self.words.id_of(token) for token in stops}
-        return set((await candidates(self, "m", NO_ARGS)).possible) & real
+        return set((await stop_candidates(self, "m", NO_ARGS)).possible) & real
 
 
 NO_ARGS = RenderArgs(b"", b"", {}, {}, {})

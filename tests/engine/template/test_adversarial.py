@@ -11,7 +11,8 @@ from tests.engine.template.shapes import TOOLS, Shape, ask, result, says, user
 from tests.engine.template.template_lab import KINDS, Lab, behind_in_text, spelled
 from tokencache.core import ids
 from tokencache.engine.template.boundary import OTHER, SENTINEL
-from tokencache.engine.template.tails import TailRefusedError, Tails
+from tokencache.engine.template.learned import LearnedTemplate, TailRefusedError
+from tokencache.engine.template.tails import Tails
 
 SOME = settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -40,7 +41,7 @@ def shapes(asked, said, given_back, more):
 async def test_what_is_spelled_out_moves_nothing(kind, data):
     lab = Lab.of(kind)
     stops = await lab.found_stops(kind.stops)
-    trusted = Tails(lab, stops)
+    trusted = Tails(LearnedTemplate(lab, stops))
     plain = shapes("What?", "This.", "1", "More?")
     words = [data.draw(texts(kind.name)) for _ in range(4)]
     words[0] = f"Hm {words[0]}"  # to Qwen3.5 a conversation that begins with a user's <tool_response> has no query
@@ -49,7 +50,8 @@ async def test_what_is_spelled_out_moves_nothing(kind, data):
         await trusted.tail(ask(ordinary.messages, at, len(ordinary.messages), tools=True))
         behind = behind_in_text(lab, kind, shape.messages, at - 1, TOOLS)
         real = ids.pack(lab.words.encode(lab.text(shape.messages, TOOLS, generation=True)))
-        for tails in (trusted, Tails(lab, stops)):  # one that trusts the shape, and one that must prove it with these very words
+        untrusting = Tails(LearnedTemplate(lab, stops))  # must prove the shape with these very words
+        for tails in (trusted, untrusting):
             tail = await tails.tail(ask(shape.messages, at, len(shape.messages), tools=True))
             assert lab.words.decode(ids.unpack(tail)) == behind
             assert real.endswith(tail)
@@ -61,7 +63,7 @@ async def test_special_tokens_in_a_result_become_special_ids_of_the_tail_and_not
     lab = Lab.of(kind)
     text = "".join(spelled(kind))
     shape = Shape([user(), says(None, "bash")], [result(text) if kind.name != "Llama-3.1" else user(text)])
-    tail = await Tails(lab, await lab.found_stops(kind.stops)).tail(ask(shape.messages, 2, 3, tools=True))
+    tail = await Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops))).tail(ask(shape.messages, 2, 3, tools=True))
     assert {lab.words.id_of(token) for token in kind.tokens} <= set(ids.unpack(tail))
     assert lab.words.decode(ids.unpack(tail)) == behind_in_text(lab, kind, shape.messages, 1, TOOLS)
 
@@ -70,7 +72,7 @@ async def test_special_tokens_in_a_result_become_special_ids_of_the_tail_and_not
 @pytest.mark.parametrize("escaped", [False, True])
 async def test_the_sentinel_itself_is_refused_and_says_nothing_about_the_shape(kind, escaped):
     lab = Lab.of(kind)
-    tails = Tails(lab, await lab.found_stops(kind.stops))
+    tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))
     plain, evil = shapes("What?", "This.", "1", "More?")[0], shapes("What?", "This.", "1", f"{SENTINEL}{kind.stops[0]}")[0]
     asked = ask(evil.messages, 2, 3, tools=True)
     if escaped:
@@ -89,7 +91,7 @@ async def test_the_sentinel_itself_is_refused_and_says_nothing_about_the_shape(k
 async def test_the_sentinel_in_a_history_is_not_looked_at_where_small_renderings_are_trusted():
     kind = KINDS["Qwen3"]
     lab = Lab.of(kind)
-    tails = Tails(lab, await lab.found_stops(kind.stops))
+    tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))
     evil = shapes(SENTINEL, SENTINEL, "1", "More?")[0]
     with pytest.raises(TailRefusedError, match="sentinel-in-messages"):
         await tails.tail(ask(evil.messages, 2, 3, tools=True))

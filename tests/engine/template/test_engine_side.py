@@ -11,8 +11,8 @@ from tests.engine.template.template_lab import KINDS, NO_ARGS, Lab
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.vllm import Vllm
-from tokencache.engine.probe import probe
-from tokencache.engine.template.agreement import agrees
+from tokencache.engine.probe import chat_prompt_ids, probe
+from tokencache.engine.template.agreement import chat_agrees
 from tokencache.engine.template.boundary import ASK
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
 from tokencache.engine.upstream import EngineResponse, Upstream
@@ -43,7 +43,7 @@ class Chat:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 async def test_one_template_agrees_with_itself(kind, args):
     engine = Chat(kind)
-    assert await agrees(engine.ask, Lab.of(kind), "m", args)
+    assert await chat_agrees(partial(chat_prompt_ids, engine.ask), Lab.of(kind), "m", args)
     assert engine.calls == 2
 
 
@@ -54,26 +54,28 @@ async def test_a_result_written_otherwise_is_seen(args):
     def raw(messages):
         return [{**m, "content": "1"} if m["role"] == "tool" else m for m in messages]
 
-    assert not await agrees(Chat(KINDS["gpt-oss"], raw).ask, Lab.of(KINDS["gpt-oss"]), "m", args)
+    assert not await chat_agrees(partial(chat_prompt_ids, Chat(KINDS["gpt-oss"], raw).ask), Lab.of(KINDS["gpt-oss"]), "m", args)
 
 
 @pytest.mark.parametrize(("status", "learned"), [(400, False), (422, False), (500, None)])
 async def test_no_answer_is_no_disagreement(status, learned):
     kind = KINDS["Qwen3"]
-    assert await agrees(Chat(kind, refuse=status).ask, Lab.of(kind), "m", NO_ARGS) is learned
+    assert await chat_agrees(partial(chat_prompt_ids, Chat(kind, refuse=status).ask), Lab.of(kind), "m", NO_ARGS) is learned
 
     class Gone(Lab):
         async def render(self, model, messages, args, *, generation):
             raise RenderError("nobody there")
 
-    assert await agrees(Chat(kind).ask, Gone(Lab.of(kind).template, Lab.of(kind).words), "m", NO_ARGS) is None
+    assert (
+        await chat_agrees(partial(chat_prompt_ids, Chat(kind).ask), Gone(Lab.of(kind).template, Lab.of(kind).words), "m", NO_ARGS) is None
+    )
 
 
 @pytest.mark.parametrize("status", [503, 429])
 async def test_an_engine_that_does_not_answer_now_is_asked_later(status):
     """Whoever asks waits: what is not known yet must not be taken for a difference."""
     with pytest.raises(EngineError) as why:
-        await agrees(Chat(KINDS["Qwen3"], refuse=status).ask, Lab.of(KINDS["Qwen3"]), "m", NO_ARGS)
+        await chat_agrees(partial(chat_prompt_ids, Chat(KINDS["Qwen3"], refuse=status).ask), Lab.of(KINDS["Qwen3"]), "m", NO_ARGS)
     assert why.value.passing
 
 
@@ -86,8 +88,8 @@ async def test_an_episode_that_is_refused_by_both_is_let_pass_and_one_that_chat_
 
     kind = KINDS["Qwen3"]
     refusing = NoCalls(Lab.of(kind).template, Lab.of(kind).words)
-    assert await agrees(Chat(kind).ask, refusing, "m", NO_ARGS)
-    assert not await agrees(Chat(kind, refuse=400).ask, Lab.of(kind), "m", NO_ARGS)
+    assert await chat_agrees(partial(chat_prompt_ids, Chat(kind).ask), refusing, "m", NO_ARGS)
+    assert not await chat_agrees(partial(chat_prompt_ids, Chat(kind, refuse=400).ask), Lab.of(kind), "m", NO_ARGS)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ async def test_an_engine_that_cannot_detokenize_keeps_its_candidates():
 async def test_the_simulated_engine_agrees_with_itself():
     async with simulated() as (_, upstream):
         for args in (NO_ARGS, WITH_TOOLS):
-            assert await agrees(partial(Vllm().ask, upstream), EngineRenderer(upstream), "sim", args)
+            assert await chat_agrees(partial(chat_prompt_ids, partial(Vllm().ask, upstream)), EngineRenderer(upstream), "sim", args)
 
 
 async def test_ids_are_packed_as_they_come():

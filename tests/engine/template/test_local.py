@@ -17,12 +17,12 @@ from tokencache.cli import app
 from tokencache.config import Settings
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engine.template.agreement import SAMPLES, agreeing_local
 from tokencache.engine.template.boundary import ASK
-from tokencache.engine.template.local import LARGE_BYTES, LocalRenderer, LocalTokenizerError, quieten
-from tokencache.engine.template.prepared import DeclinedError, prepare, prepare_tools
+from tokencache.engine.template.learned import LearnedTemplate, TailRefusedError
+from tokencache.engine.template.local import LARGE_BYTES, DeclinedError, LocalRenderer, LocalTokenizerError, prepare, prepare_tools, quieten
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
-from tokencache.engine.template.tails import TailRefusedError, Tails
-from tokencache.engine.template.trial import TABLE, tried
+from tokencache.engine.template.tails import Tails
 from tokencache.engine.upstream import Upstream
 from tokencache.server.app import Proxy
 from tokencache.testing import Fault, SimulatedEngine
@@ -76,7 +76,7 @@ class Rig:
         self.truth = EngineRenderer(upstream)
 
     def tails(self, small=None, **settings):
-        return Tails(self.truth, {self.engine.tokenizer.stop_id}, small=small, **settings)
+        return Tails(LearnedTemplate(self.truth, {self.engine.tokenizer.stop_id}, small), **settings)
 
     async def asked(self, work):
         """What came of it, and how many times /tokenize was asked meanwhile."""
@@ -104,17 +104,17 @@ def asked_of(name):
 
 async def test_the_engines_own_tokenizer_agrees(rig, local, caplog):
     caplog.set_level(logging.INFO)
-    found, requests = await rig.asked(tried(local, rig.truth, "sim"))
+    found, requests = await rig.asked(agreeing_local(local, rig.truth, "sim"))
     assert found is local
-    assert requests == len(TABLE)
-    assert f"renders {len(TABLE)} conversations as the engine does" in caplog.text
+    assert requests == len(SAMPLES)
+    assert f"renders {len(SAMPLES)} conversations as the engine does" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if not kind.kwargs], ids=lambda kind: kind.name)
 async def test_every_template_is_rendered_as_vllm_does(kind, tmp_path):
     """With content in parts where the template wants that, developers and tools, and all the shapes that tails can have."""
     lab = Lab.of(kind)
-    found = await tried(LocalRenderer(saved(kind, tmp_path)), lab, "m")
+    found = await agreeing_local(LocalRenderer(saved(kind, tmp_path)), lab, "m")
     assert found is not None
     refused = 0
     for name, shape in SHAPES.items():
@@ -135,7 +135,7 @@ async def test_every_template_is_rendered_as_vllm_does(kind, tmp_path):
 async def test_a_servers_own_template_arguments_are_seen(tmp_path):
     """What a server adds to every request (`--default-chat-template-kwargs`) is not known here."""
     kind = KINDS["Qwen3.5 nothink"]
-    assert await tried(LocalRenderer(saved(kind, tmp_path)), Lab.of(kind), "m") is None
+    assert await agreeing_local(LocalRenderer(saved(kind, tmp_path)), Lab.of(kind), "m") is None
 
 
 def saved(kind, where):
@@ -147,7 +147,7 @@ def saved(kind, where):
 
 
 async def test_another_template_is_refused(rig, folder, caplog):
-    assert await tried(LocalRenderer(folder(OTHER_TEMPLATE)), rig.truth, "sim") is None
+    assert await agreeing_local(LocalRenderer(folder(OTHER_TEMPLATE)), rig.truth, "sim") is None
     [record] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "NOT used for sim" in record.message
     assert "'plain' at token 11: " in record.message
@@ -155,7 +155,7 @@ async def test_another_template_is_refused(rig, folder, caplog):
 
 async def test_an_engine_that_cannot_be_asked(rig, local, caplog):
     rig.engine.choose_fault = lambda route, body: Fault.answer(500, "x", path="/tokenize")
-    assert await tried(local, rig.truth, "sim") is None
+    assert await agreeing_local(local, rig.truth, "sim") is None
     assert "could not be compared" in caplog.text
 
 
@@ -164,7 +164,7 @@ async def test_an_engine_that_refuses_everything_proves_nothing(local, caplog):
         async def render(self, *given, **how):
             raise TemplateRefusedError("no")
 
-    assert await tried(local, No(), "sim") is None
+    assert await agreeing_local(local, No(), "sim") is None
     assert "the engine renders nothing" in caplog.text
 
 
@@ -186,7 +186,7 @@ async def test_tails_are_the_engines(rig, local, name):
     assert local_proof == proof - 2  # the engine's small renderings, with the generation prompt and without, need not be proven, too
     assert await rig.asked(without.tail(asked_of(name))) == (right, 1)
     assert await rig.asked(with_it.tail(asked_of(name))) == (right, 0)
-    assert with_it.renders["local"] == 4  # three for the proof
+    assert with_it.template.renders["local"] == 4  # three for the proof
 
 
 async def test_only_proofs_are_asked_for(rig, local):
@@ -202,7 +202,7 @@ async def test_only_proofs_are_asked_for(rig, local):
 
 async def test_a_shape_that_differs_falls_back(rig, folder, caplog):
     """It agreed on the table, but writes the results of this shape otherwise: the engine's small renderings serve."""
-    other = await tried(LocalRenderer(folder(OTHER_SHAPE)), rig.truth, "sim")
+    other = await agreeing_local(LocalRenderer(folder(OTHER_SHAPE)), rig.truth, "sim")
     assert other is not None
     tails, plain = rig.tails(other), rig.tails()
     for name in ("call → result", "two calls → two results"):
@@ -217,7 +217,7 @@ async def test_a_shape_that_differs_falls_back(rig, folder, caplog):
 
 async def test_words_that_differ_are_found_by_the_recheck(rig, folder, caplog):
     """What it says otherwise has the form of what was proven: the recheck finds it, and then it is used no more."""
-    other = await tried(LocalRenderer(folder(OTHER_WORD)), rig.truth, "sim")
+    other = await agreeing_local(LocalRenderer(folder(OTHER_WORD)), rig.truth, "sim")
     tails, plain = rig.tails(other, recheck_every=2), rig.tails()
     one = asked_of("call → result")
     two = msgspec.structs.replace(one, raw=[*one.raw[: one.at], one.raw_new[0].replace(b"total", b"xyzzy")])
@@ -229,7 +229,7 @@ async def test_words_that_differ_are_found_by_the_recheck(rig, folder, caplog):
     right = await plain.tail(two)
     for _ in range(3):
         assert await tails.tail(two) == right
-    assert tails.renders["local"] == 6  # none after the recheck
+    assert tails.template.renders["local"] == 6  # none after the recheck
 
 
 async def test_what_is_declined_is_rendered_by_the_engine(rig, local):

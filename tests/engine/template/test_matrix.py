@@ -63,7 +63,7 @@ def unchecked(monkeypatch):
     async def nothing(*_):
         return b""
 
-    monkeypatch.setattr(tails.Tails, "_opener_of_shape", nothing)
+    monkeypatch.setattr(tails.Tails, "_generation_prompt", nothing)
 
 
 async def test_a_tail_of_other_words_is_found(monkeypatch):

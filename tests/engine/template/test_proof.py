@@ -12,10 +12,12 @@ from tests.engine.template.shapes import ask, parts, result, says, system, user
 from tests.engine.template.template_lab import CHATML, KINDS, NO_ARGS, Lab, vocabulary
 from tokencache.core import ids
 from tokencache.core.splice import REPLACED, SHARED, junction
+from tokencache.engine.template import learned
 from tokencache.engine.template import tails as tails_module
-from tokencache.engine.template.boundary import OTHER, Boundary, BoundaryUnknownError, candidates, reworded
+from tokencache.engine.template.boundary import OTHER, Boundary, BoundaryUnknownError, reworded, stop_candidates
+from tokencache.engine.template.learned import LearnedTemplate, TailRefusedError
 from tokencache.engine.template.renderer import RenderError
-from tokencache.engine.template.tails import TailRefusedError, Tails
+from tokencache.engine.template.tails import Tails
 
 HEAD = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n"
@@ -35,7 +37,7 @@ def lab_with(template):
 
 
 def tails_of(lab, *stops, **kwargs):
-    return Tails(lab, {lab.words.id_of(stop) for stop in stops or ("<|im_end|>",)}, **kwargs)
+    return Tails(LearnedTemplate(lab, {lab.words.id_of(stop) for stop in stops or ("<|im_end|>",)}), **kwargs)
 
 
 def asked(history, new, tools=True):
@@ -48,7 +50,7 @@ def late(when):
 
 async def outcome(tails, history, new, tools=True):
     try:
-        return (await tails.tail(asked(history, new, tools)), tails._shape(asked(history, new, tools)).way)[1]
+        return (await tails.tail(asked(history, new, tools)), tails._shape(asked(history, new, tools)).method)[1]
     except TailRefusedError as why:
         return str(why)
 
@@ -115,21 +117,21 @@ async def test_a_developers_message_in_the_history_makes_a_shape_of_its_own():
 async def test_what_is_small_depends_on_what_came_before():
     kind = KINDS["DeepSeek-V3"]
     lab = Lab.of(kind)
-    tails = Tails(lab, await lab.found_stops(kind.stops))
+    tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))
     second = [user("Q"), CALL, result("1"), says("", "look")]
     for _ in range(3):
         assert await outcome(tails, *RESULT) == "small"
         assert await outcome(tails, [*QUESTION[0], user("And?"), CALL], [result("1")]) == "small"
         assert await outcome(tails, second, [result("2")]) == "full"
-    full = tails.renders["full"]
+    full = tails.template.renders["full"]
     assert await outcome(tails, second, [result("3")]) == "full"
-    assert tails.renders["full"] == full + 1
+    assert tails.template.renders["full"] == full + 1
 
 
 async def test_a_tail_that_depends_on_what_the_reply_says_is_not_proven():
     tails = tails_of(lab_with(late("messages[1].content == 'Boom.'")))
     assert await outcome(tails, [user("Q"), says("Boom.")], [user("More?")]) == "tail-not-proven"
-    assert await outcome(tails_of(tails._renderer), *QUESTION) == "small"
+    assert await outcome(tails_of(tails.template.renderer), *QUESTION) == "small"
 
 
 async def test_a_template_that_refuses_only_the_small_conversation_is_rendered_in_full():
@@ -153,14 +155,14 @@ async def test_a_template_that_shows_names_but_no_arguments_is_learned_per_name(
 @pytest.mark.parametrize("kind", [k for k in KINDS.values() if k.name != "DeepSeek-V3"], ids=lambda k: k.name)
 async def test_cost_grows_with_the_new_messages_and_not_with_the_history(kind):
     lab = Lab.of(kind)
-    tails = Tails(lab, await lab.found_stops(kind.stops))
+    tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))
     history, sizes = [system(), user("Q")], []
     for i in range(150):
         history.append(says("", "bash"))
         new = [result(f"{i}")] if i % 3 else [result(f"{i}"), user("And?")]
-        before, full = len(lab.rendered), tails.renders["full"]
+        before, full = len(lab.rendered), tails.template.renders["full"]
         await tails.tail(asked(history, new))
-        sizes.append((tails.renders["full"] - full, lab.rendered[before:], len(new)))
+        sizes.append((tails.template.renders["full"] - full, lab.rendered[before:], len(new)))
         history += new
     first = [fulls for fulls, _, _ in sizes[:8]]
     assert set(first) <= {0, 4, 5, 6, 7}, "whole thrice, the beginning; twice more behind a reply, once more where calls share an id"
@@ -182,7 +184,7 @@ async def test_fifty_at_once_cause_one_proof():
     tails = tails_of(lab)
     found = await asyncio.gather(*[tails.tail(asked([user(f"Q{i}"), says(f"A{i}")], [user(f"More {i}?")])) for i in range(50)])
     assert len(set(found)) == 50
-    assert (tails.renders["small"], tails.renders["full"]) == (2 + 2 + 49, 4)
+    assert (tails.template.renders["small"], tails.template.renders["full"]) == (2 + 2 + 49, 4)
     assert len(rendered) == 57
 
 
@@ -238,13 +240,13 @@ async def test_an_engine_that_does_not_answer_is_asked_again_at_once():
 
 
 async def test_shapes_and_boundaries_are_not_remembered_for_ever(monkeypatch):
-    monkeypatch.setattr(tails_module, "MOST_KEPT", 5)
+    monkeypatch.setattr(learned, "MOST_BOUNDARIES", 5)
     monkeypatch.setattr(tails_module, "MOST_SHAPES", 5)
     tails = tails_of(lab_with(PLAIN))
     history, new = QUESTION
     for i in range(12):
         await tails.tail(ask([*history, *new], 2, 3, tools=True, kwargs={"today": i}))
-    assert len(tails._shapes) == len(tails._boundaries) == 5
+    assert len(tails._shapes) == len(tails.template._boundaries) == 5
 
 
 # --- drift ---------------------------------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ async def test_a_stop_id_learned_later_makes_a_refused_boundary_known():
     kind = KINDS["Qwen3"]
     lab = Lab.of(kind)
     stops = set()
-    tails = Tails(lab, stops)
+    tails = Tails(LearnedTemplate(lab, stops))
     assert [await outcome(tails, *QUESTION) for _ in range(3)] == ["stop-ids-unknown"] * 3
     assert lab.rendered == []
     stops.add(lab.words.id_of("<|endoftext|>"))
@@ -301,7 +303,7 @@ async def test_another_stop_id_is_replaced_where_it_is_known():
     kind = KINDS["Qwen3"]
     lab = Lab.of(kind)
     end, text_end = lab.words.id_of("<|im_end|>"), lab.words.id_of("<|endoftext|>")
-    tail = await Tails(lab, {end, text_end}).tail(asked(*QUESTION))
+    tail = await Tails(LearnedTemplate(lab, {end, text_end})).tail(asked(*QUESTION))
     assert junction(ids.pack([5, end]), tail, {end, text_end}) == SHARED
     assert junction(ids.pack([5, text_end]), tail, {end, text_end}) == REPLACED
 
@@ -320,18 +322,18 @@ CANDIDATES = {
 @pytest.mark.parametrize("name", CANDIDATES)
 async def test_candidates_hold_what_ends_a_turn_and_what_opens_the_next(name):
     lab = Lab.of(KINDS[name])
-    found = [lab.words.decode([token]) for token in (await candidates(lab, "m", NO_ARGS)).possible]
+    found = [lab.words.decode([token]) for token in (await stop_candidates(lab, "m", NO_ARGS)).possible]
     assert [token for token in found if token in KINDS[name].tokens] == CANDIDATES[name]
     assert len(found) <= 5
 
 
 def test_a_sentinel_that_is_there_twice_or_not_at_all_cuts_nothing():
     where = Boundary(ids.pack([1, 2]), ids.pack([3]), ids.pack([9]))
-    assert where.cut(ids.pack([0, 1, 2, 3, 9, 1, 2, 9])) == ids.pack([9, 1, 2, 9])
-    assert where.before(ids.pack([0, 1, 2, 3, 9])) == ids.pack([0, 1, 2, 3])
+    assert where.after(ids.pack([0, 1, 2, 3, 9, 1, 2, 9])) == ids.pack([9, 1, 2, 9])
+    assert where.until(ids.pack([0, 1, 2, 3, 9])) == ids.pack([0, 1, 2, 3])
     for rendered, why in (([0, 1, 2, 3, 9, 1, 2, 3], "sentinel-twice"), ([0, 1, 2, 9], "sentinel-lost")):
         with pytest.raises(BoundaryUnknownError, match=why):
-            where.cut(ids.pack(rendered))
+            where.after(ids.pack(rendered))
 
 
 # --- other words ---------------------------------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ async def test_a_users_text_dressed_as_a_tool_result_is_no_query_and_may_be_spli
     for name in ("Qwen3", "Qwen3.5 think"):
         kind = KINDS[name]
         lab = Lab.of(kind)
-        tails = Tails(lab, await lab.found_stops(kind.stops))
+        tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))
         history = [user("Q"), says("A.", think="Hm.")]
         assert await outcome(tails, history, [user("<tool_response>\n1\n</tool_response>")]) == "small"
 
@@ -375,10 +377,10 @@ BY_ANYONE = (
 
 async def told(tails, history, new, session=""):
     """The text of a tail, asked for as the planner does: with what the reply was sampled behind."""
-    lab = tails._renderer
+    lab = tails.template.renderer
     wanted = asked(history, new)
     opened = await lab.render("m", wanted.raw[: len(history) - 1], wanted.args, generation=True)
-    tail = await tails.tail(msgspec.structs.replace(wanted, opened=opened, session=session))
+    tail = await tails.tail(msgspec.structs.replace(wanted, reply_prompt=opened, session=session))
     return lab.words.decode(ids.unpack(tail))
 
 
@@ -389,18 +391,18 @@ async def test_one_context_proves_nothing_for_another(template):
     for _ in range(3):
         assert (await told(tails, loud, QUESTION[1])).endswith("assistant\n<think>")
         assert (await told(tails, quiet, QUESTION[1])).endswith("assistant\n<quiet>")
-    full = tails.renders["full"]
+    full = tails.template.renders["full"]
     assert (await told(tails, quiet, QUESTION[1])).endswith("<quiet>")
-    assert tails.renders["full"] == full, "its system message in front of a small conversation is enough"
+    assert tails.template.renders["full"] == full, "its system message in front of a small conversation is enough"
 
 
 async def test_a_further_context_costs_one_rendering_and_the_beginnings():
     tails = tails_of(lab_with(PLAIN))
     costs = []
     for n in range(3):
-        before = tails.renders["full"]
+        before = tails.template.renders["full"]
         await told(tails, [system(f"You are agent {n}."), *QUESTION[0]], QUESTION[1])
-        costs.append(tails.renders["full"] - before)
+        costs.append(tails.template.renders["full"] - before)
     assert costs == [4, 2, 2]
 
 
@@ -420,7 +422,7 @@ async def test_without_what_it_was_sampled_behind_a_switch_in_the_middle_is_miss
     history = [*QUESTION[0], user("More? /no_think"), says("A.")]
     await tails.tail(asked([*QUESTION[0], user("More?"), says("A.")], [user("And?")]))
     tail = await tails.tail(asked(history, [user("And?")]))
-    assert tails._renderer.words.decode(ids.unpack(tail)).endswith("<think>")
+    assert tails.template.renderer.words.decode(ids.unpack(tail)).endswith("<think>")
 
 
 async def test_a_refusal_that_one_conversation_is_the_reason_of_holds_for_it_alone():

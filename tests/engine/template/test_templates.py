@@ -10,7 +10,8 @@ from tests.engine.template.table import DOC, EXCEPTIONS, expected, written
 from tests.engine.template.template_lab import KINDS, Kind, Lab, behind_in_text, own_stop, qwen_vocabulary, speech
 from tokencache.core import ids
 from tokencache.core.splice import join, junction
-from tokencache.engine.template.tails import TailRefusedError, Tails
+from tokencache.engine.template.learned import LearnedTemplate, TailRefusedError
+from tokencache.engine.template.tails import Tails
 
 ENDINGS = ("its own stop", "cut", "another stop")
 BOTH = pytest.mark.parametrize("shared", [False, True], ids=["stand-in", "real"])
@@ -38,7 +39,7 @@ def ended(said: list[int], own: int, tail_begins: int, how: str, stops: set[int]
 async def converse(kind: Kind, lab: Lab, shape: Shape, how: str, kwargs=None) -> tuple[str, str]:
     """Play a conversation turn by turn, each prompt spliced onto the turn before; return the way and boundary of the last splice."""
     stops = await lab.found_stops(kind.stops)
-    tails, rng = Tails(lab, stops), random.Random(0)
+    tails, rng = Tails(LearnedTemplate(lab, stops)), random.Random(0)
     messages, tools = shape.messages, TOOLS if shape.tools else None
     replies = [i for i, message in enumerate(shape.history) if message["role"] == "assistant"]
     prompt = ids.pack(lab.words.encode(lab.text(messages[: replies[0]], tools, generation=True, **(kwargs or {}))))
@@ -73,7 +74,7 @@ async def converse(kind: Kind, lab: Lab, shape: Shape, how: str, kwargs=None) ->
         assert lab.words.decode(ids.unpack(tail)[:1] * where.skip + new) == behind
         real = lab.words.encode(lab.text(messages[:until], tools, generation=True, **(kwargs or {})))
         assert real[-len(ids.unpack(tail)) :] == ids.unpack(tail)
-        outcome = (tails._shape(wanted).way, where.kind)
+        outcome = (tails._shape(wanted).method, where.kind)
     return outcome
 
 
@@ -132,7 +133,7 @@ async def test_what_the_model_kept_the_template_would_strip():
     kind, shape = KINDS["Qwen3"], SHAPES["text with thinking → user"]
     lab = Lab.of(kind)
     asked = ask(shape.messages, 3, 4, tools=True)
-    tail = ids.unpack(await Tails(lab, await lab.found_stops(kind.stops)).tail(asked))
+    tail = ids.unpack(await Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops))).tail(asked))
     first = lab.text(shape.history[:2], TOOLS, generation=True)
     prompt = first + "<think>\nIs it?\n</think>\n\nIt is done." + lab.words.decode(tail)
     plain = lab.text(shape.messages, TOOLS, generation=True)

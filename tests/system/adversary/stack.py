@@ -37,6 +37,8 @@ from tokencache.dialects.chat.vocabulary import as_reminders
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.reply import Reply
+from tokencache.engine.template.edited import EditedHistories
+from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.renderer import TemplateRefusedError
 from tokencache.engine.template.tails import Tails
 from tokencache.proxy.ledger import Ledger
@@ -263,7 +265,8 @@ class Stack:
                 driver=Vllm(),
                 renderer=self.renderer,
                 stop_ids=stop_ids,
-                tails=Tails(self.renderer, stop_ids),
+                tails=Tails(template := LearnedTemplate(self.renderer, stop_ids)),
+                edited_histories=EditedHistories(template),
                 renders_alike=alike,
                 observe=lambda _: None,
             )

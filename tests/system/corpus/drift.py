@@ -34,6 +34,7 @@ from tokencache.commands.drift_plot import draw
 from tokencache.core import ids
 from tokencache.core.drift import RETOKENIZED, TEMPLATE, Site, differences
 from tokencache.core.splice import join, junction
+from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.tails import Tails
 from tokencache.testing import SimulatedEngine, build_tokenizer
 from tokencache.testing.tokenizer import MARKUP_TOKENS, SimTokenizer
@@ -111,7 +112,7 @@ async def faithful(kind: Kind) -> str:
     prompt = lab.words.encode(lab.text(shape.history[:-1], TOOLS, generation=True))
     said = lab.words.encode(speech(kind, shape.history[-1], lab.words.decode(prompt)))
     reply = ids.pack([*prompt, *said, lab.words.id_of(own_stop(kind, shape.history[-1]))])
-    tail = await Tails(lab, stops).tail(ask(shape.messages, at, at + len(shape.new), tools=True))
+    tail = await Tails(LearnedTemplate(lab, stops)).tail(ask(shape.messages, at, at + len(shape.new), tools=True))
     spliced = join(reply, tail, junction(reply, tail, stops))
     return _cell(differences(spliced, ids.pack(lab.words.encode(lab.text(shape.messages, TOOLS, generation=True)))))
 

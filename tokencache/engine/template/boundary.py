@@ -1,15 +1,15 @@
-r"""Boundaries: where does a reply end, in ids?
+r"""Finds where a reply ends in a rendering, with a sentinel in place of the reply.
 
-A small conversation is rendered with a *sentinel* where the assistant's words would stand: in its text, or, if it made
-calls, in the arguments of its last call, because templates put calls after the text. Rendered twice with two sentinels
-that share no character, the two results differ in the sentinel alone; so what stands behind it is known without
-decoding a single id and without searching for anything that a user could spell out.
+A small conversation is rendered with a *sentinel* in place of the model's words: in the text, or, if the reply made
+calls, in the arguments of its last call, because templates write calls after the text. The conversation is rendered
+twice, with two sentinels that share no character. The two results differ in the sentinel alone. So what follows it is
+known without decoding an id, and without searching for anything that a user could write.
 
     <|im_start|>user . <|im_end|> <|im_start|>assistant Qa1b2x <|im_end|> \n
-                                                 sentinel ^^^^^^ ^^^^^^^^^^^^ behind
+                                                 sentinel ^^^^^^ ^^^^^^^^^^^^ after the reply
 
-`behind` is the *closing* that the model samples itself (a call's `"}}</tool_call>`) and then the template's end of
-turn, which starts with a stop id; or nothing after the closing, where the stop id is the next message's opener (GLM).
+After the sentinel comes the *closing* that the model samples itself (a call's `"}}</tool_call>`), and then the template's
+end of turn, which starts with a stop id. Nothing follows the closing where the next message's opening is the stop id (GLM).
 """
 
 import secrets
@@ -29,18 +29,18 @@ from tokencache.engine.template.renderer import Renderer, RenderError
 
 _RUN = secrets.token_hex(4)
 SENTINEL, OTHER = f"Q{_RUN}x", f"W{_RUN[::-1]}k"
-"""Two sentinels without a common beginning or end; unknown to those who write messages. Only `SENTINEL` stays in use."""
+"""Two sentinels without a common beginning or end, drawn at random per process. `OTHER` only serves to learn a boundary."""
 
 ASK = b'{"role":"user","content":"."}'
-"""What the user says in a small conversation."""
+"""The user's message in a small conversation."""
 
 
 class BoundaryUnknownError(Exception):
-    """The template hides the end of a reply: nothing is spliced behind such replies."""
+    """The rendering does not show where a reply ends. The text of the error is the match reason."""
 
 
-class Spot(Enum):
-    """Where in a reply the sentinel stands: in the arguments of a call, or in the text."""
+class SentinelPlace(Enum):
+    """Where in a reply the sentinel is: in the arguments of a call, or in the text."""
 
     LAST_CALL = "last call"
     FIRST_CALL = "first call"
@@ -48,38 +48,38 @@ class Spot(Enum):
 
 
 class Boundary(msgspec.Struct, frozen=True):
-    """What a template puts behind a reply.
+    """What a template writes after a reply (packed ids).
 
-    `mark` is the packed sentinel, which stands at `spot`, `closing` what the model samples behind it, `turn_end` what the template adds
-    then when nothing follows (empty where the next message's opener ends a turn).
+    `mark` is the sentinel, written at `place`. `closing` is what the model samples after it. `turn_end` is what the template adds when
+    no message follows; it is empty where the next message's opening ends a turn.
     """
 
     mark: bytes
     closing: bytes
     turn_end: bytes
-    spot: Spot = Spot.TEXT
+    place: SentinelPlace = SentinelPlace.TEXT
 
-    def cut(self, rendered: bytes) -> bytes:
-        """Cut what stands behind the sentinel's reply out of a rendering.
+    def after(self, rendered: bytes) -> bytes:
+        """Return what follows the reply that holds the sentinel.
 
         Raises:
-            BoundaryUnknownError: the sentinel is not there, or not as it was when the boundary was learned, or not once.
+            BoundaryUnknownError: the sentinel is missing, is rendered in another way than when it was learned, or occurs twice.
         """
         return rendered[self._end(rendered) :]
 
-    def before(self, rendered: bytes) -> bytes:
-        """What stands up to the end of the sentinel's reply.
+    def until(self, rendered: bytes) -> bytes:
+        """Return everything up to the end of the reply that holds the sentinel.
 
         Raises:
-            BoundaryUnknownError: as for `cut`.
+            BoundaryUnknownError: as for `after`.
         """
         return rendered[: self._end(rendered)]
 
-    def around(self, rendered: bytes) -> tuple[bytes, bytes]:
-        """Part a rendering at the first sentinel: what stands before it, and what stands behind its reply.
+    def split(self, rendered: bytes) -> tuple[bytes, bytes]:
+        """Split a rendering at the first sentinel: what precedes the sentinel, and what follows its reply.
 
         Raises:
-            BoundaryUnknownError: the sentinel is not there, or not as it was when the boundary was learned.
+            BoundaryUnknownError: the sentinel is missing, or is rendered in another way than when it was learned.
         """
         key = self.mark + self.closing
         at = ids.find(rendered, key)
@@ -88,16 +88,16 @@ class Boundary(msgspec.Struct, frozen=True):
         return ids.head(rendered, at), rendered[at * ids.ID_BYTES + len(key) :]
 
     def _end(self, rendered: bytes) -> int:
-        _, behind = self.around(rendered)
-        if ids.find(behind, self.mark + self.closing) >= 0:
+        _, rest = self.split(rendered)
+        if ids.find(rest, self.mark + self.closing) >= 0:
             raise BoundaryUnknownError(Reason.SENTINEL_TWICE)
-        return len(rendered) - len(behind)
+        return len(rendered) - len(rest)
 
 
 def reworded(message: bytes) -> bytes:
-    """Put other words into the middle of a raw message's text, so that it can be seen where the template puts it.
+    """Insert other words into the middle of a raw message's text, which shows where the template writes that text.
 
-    Beginning and end stay, for templates look there: to Qwen3's, a user's text in `<tool_response>` is no query.
+    Beginning and end are kept because templates inspect them: Qwen3's does not count a user's text in `<tool_response>` as a query.
     """
     entry = msgspec.json.decode(message)
     content = entry.get("content")
@@ -109,28 +109,28 @@ def reworded(message: bytes) -> bytes:
     return msgspec.json.encode({**entry, "content": _interject(content if isinstance(content, str) else "")})
 
 
-def answering(message: bytes, names: Mapping[str, str]) -> bytes:
-    """Let a raw tool message answer the call of another id, by `names`; all others stay as they are."""
-    entry = msgspec.json.decode(message)
-    answers = entry.get("tool_call_id")
-    return msgspec.json.encode({**entry, "tool_call_id": names[answers]}) if answers in names else message
-
-
 def _interject(text: str) -> str:
     middle = len(text) // 2
     return text[:middle] + OTHER + text[middle:]
 
 
-def stand_in(reply: Message, sentinel: str, spot: Spot) -> bytes:
-    """Write an assistant message like `reply`, raw, with the sentinel where its words end, or where the template shows it."""
+def answering(message: bytes, names: Mapping[str, str]) -> bytes:
+    """Change the call id that a raw tool message answers, by `names`; other messages are returned unchanged."""
+    entry = msgspec.json.decode(message)
+    answers = entry.get("tool_call_id")
+    return msgspec.json.encode({**entry, "tool_call_id": names[answers]}) if answers in names else message
+
+
+def stand_in(reply: Message, sentinel: str, place: SentinelPlace) -> bytes:
+    """Write a raw assistant message of the same kind as `reply`, with the sentinel at `place`."""
     calls: list[dict[str, Any]] = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "{}"}} for call in reply.calls
     ]
     entry: dict[str, Any] = {"role": "assistant"}
-    if calls and spot is not Spot.TEXT:
+    if calls and place is not SentinelPlace.TEXT:
         entry["content"] = "." if reply.text else None
-        shown = calls[-1 if spot is Spot.LAST_CALL else 0]
-        shown["function"]["arguments"] = msgspec.json.encode({"s": sentinel}).decode()
+        marked = calls[-1 if place is SentinelPlace.LAST_CALL else 0]
+        marked["function"]["arguments"] = msgspec.json.encode({"s": sentinel}).decode()
     else:
         entry["content"] = sentinel
     if calls:
@@ -138,69 +138,73 @@ def stand_in(reply: Message, sentinel: str, spot: Spot) -> bytes:
     return msgspec.json.encode(entry)
 
 
-async def learn(renderer: Renderer, model: str, args: RenderArgs, reply: Message, stop_ids: AbstractSet[int], *, spot: Spot) -> Boundary:
-    """Learn what the template puts behind replies like `reply`.
+async def learn(
+    renderer: Renderer, model: str, args: RenderArgs, reply: Message, stop_ids: AbstractSet[int], *, place: SentinelPlace
+) -> Boundary:
+    """Learn what the template writes after replies of the same kind as `reply`.
 
     Raises:
-        BoundaryUnknownError: the template does not show the sentinel, or no stop id ends the reply.
+        BoundaryUnknownError: the template does not show the sentinel.
         RenderError: the template refuses the small conversation.
     """
-    first, second = [await renderer.render(model, [ASK, stand_in(reply, s, spot)], args, generation=False) for s in (SENTINEL, OTHER)]
+    first, second = [await renderer.render(model, [ASK, stand_in(reply, s, place)], args, generation=False) for s in (SENTINEL, OTHER)]
     if first == second:
         raise BoundaryUnknownError(Reason.REPLY_NOT_RENDERED)
     start, end = ids.common_head(first, second), ids.count(first) - ids.common_end(first, second)
-    mark, behind = ids.tail(ids.head(first, end), start), ids.tail(first, end)
-    stop = next((i for i, token in enumerate(ids.unpack(behind)) if token in stop_ids), None)
+    mark, rest = ids.tail(ids.head(first, end), start), ids.tail(first, end)
+    stop = next((i for i, token in enumerate(ids.unpack(rest)) if token in stop_ids), None)
     if stop is None:
-        return Boundary(mark, behind, b"", spot)
-    return Boundary(mark, ids.head(behind, stop), ids.tail(behind, stop), spot)
+        return Boundary(mark, rest, b"", place)
+    return Boundary(mark, ids.head(rest, stop), ids.tail(rest, stop), place)
 
 
-class Candidates(NamedTuple):
-    """The ids with which a template may end a reply, `possible` ones and those that can only do that.
+class StopCandidates(NamedTuple):
+    """The ids with which a template may end a reply.
 
-    Behind a reply of text stands its end of turn and nothing else; behind calls stands their closing, too, so of that
-    only the last ids are taken (gpt-oss ends calls with `<|call|>`). What can follow begins with an opener.
+    `possible` are all of them. After a reply of text comes its end of turn and nothing else. After calls comes their closing, too, so
+    only its last ids are candidates (gpt-oss ends calls with `<|call|>`). The first id of the message that follows is one as well.
 
-    `turn_ends` are what comes first behind a text, or if nothing does, the openers. A reply that ends with one of them
-    has shown that the engine stops there; of the others it would prove nothing (a call cut by the limit may end with
-    `</tool_call>`, a text with a newline).
+    `turn_ends` are ids that can only end a turn: what comes first after a text, or if nothing does, the openings of the next message.
+    A reply that ends with one of them shows that the engine stops there. Of the others it would prove nothing: a call that the limit
+    cut may end with `</tool_call>`, a text with a newline.
     """
 
     possible: list[int]
     turn_ends: list[int]
 
 
-async def candidates(renderer: Renderer, model: str, args: RenderArgs) -> Candidates:
+async def stop_candidates(renderer: Renderer, model: str, args: RenderArgs) -> StopCandidates:
     """List the ids with which a template may end a reply.
 
     Raises:
         BoundaryUnknownError: the template does not show the sentinel.
         RenderError: the template refuses the small conversation.
     """
-    said, called = Message("assistant", content="."), Message("assistant", calls=(_CALL,))
-    boundary = await learn(renderer, model, args, said, frozenset(), spot=Spot.TEXT)
+    text, call = Message("assistant", content="."), Message("assistant", calls=(_CALL,))
+    boundary = await learn(renderer, model, args, text, frozenset(), place=SentinelPlace.TEXT)
     ends = ids.unpack(boundary.closing)
-    openers = await _opener(renderer, model, args, said, boundary=msgspec.structs.replace(boundary, closing=b""), following=ASK)
-    possible = [*ends, *openers]
-    with suppress(RenderError, BoundaryUnknownError):  # a template without tools, say
-        boundary = await learn(renderer, model, args, called, frozenset(), spot=Spot.LAST_CALL)
-        results = await _opener(renderer, model, args, called, boundary=boundary, following=_RESULT)
+    openings = await _first_id_of(ASK, renderer, model, args, text, msgspec.structs.replace(boundary, closing=b""))
+    possible = [*ends, *openings]
+    with suppress(RenderError, BoundaryUnknownError):  # for example a template without tools
+        boundary = await learn(renderer, model, args, call, frozenset(), place=SentinelPlace.LAST_CALL)
+        results = await _first_id_of(_RESULT, renderer, model, args, call, boundary)
         possible += [*ids.unpack(boundary.closing)[-_END_OF_TURN:], *results]
-        openers += results
-    return Candidates(list(dict.fromkeys(possible)), ends[:1] or openers)
+        openings += results
+    return StopCandidates(list(dict.fromkeys(possible)), ends[:1] or openings)
 
 
-async def _opener(renderer: Renderer, model: str, args: RenderArgs, reply: Message, *, boundary: Boundary, following: bytes) -> list[int]:
-    """Find the id with which `following` begins behind a reply."""
+async def _first_id_of(  # noqa: PLR0917
+    following: bytes, renderer: Renderer, model: str, args: RenderArgs, reply: Message, boundary: Boundary
+) -> list[int]:
+    """Return the id with which a message begins that follows a reply; nothing if it cannot be rendered."""
     try:
-        shown = await renderer.render(model, [ASK, stand_in(reply, SENTINEL, boundary.spot), following], args, generation=True)
-        return ids.unpack(ids.head(boundary.cut(shown), 1))
+        rendered = await renderer.render(model, [ASK, stand_in(reply, SENTINEL, boundary.place), following], args, generation=True)
+        return ids.unpack(ids.head(boundary.after(rendered), 1))
     except (RenderError, BoundaryUnknownError):
         return []
 
 
 _END_OF_TURN = 2
-"""An end of turn is a stop id, and perhaps a newline that the model never says."""
+"""Tokens of an end of turn: a stop id, and perhaps a newline that the model does not sample."""
 _CALL = ToolCall("call_0", "f", "{}")
 _RESULT = b'{"role":"tool","tool_call_id":"call_0","content":"."}'

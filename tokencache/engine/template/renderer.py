@@ -1,6 +1,6 @@
-"""Renderers: messages → the ids that the template makes of them.
+"""Renders chat messages to token ids, through the engine's `/tokenize`.
 
-The truth is the engine's own rendering. `EngineRenderer` asks its `/tokenize`, which needs no flag on any vLLM.
+The engine's own rendering is the reference for every other renderer. `/tokenize` needs no flag on any vLLM version.
 """
 
 from collections.abc import Sequence
@@ -15,29 +15,30 @@ from tokencache.engine.upstream import EngineClient
 
 Raw = msgspec.Raw
 REFUSALS = frozenset({400, 422})
-"""Status codes with which an engine refuses a conversation for good; all others may pass."""
+"""Status codes with which an engine rejects a conversation permanently. Other error codes may be temporary."""
+_OK = 200
 
 
 class RenderError(Exception):
-    """The conversation cannot be rendered: the template or the engine refuses it, or nobody answers."""
+    """The conversation cannot be rendered: the template or the engine refuses it, or the engine does not answer."""
 
 
 class TemplateRefusedError(RenderError):
-    """The template, or the engine, will not have this conversation: to ask again would change nothing."""
+    """The template or the engine refuses this conversation; a second attempt would fail in the same way."""
 
 
 class Renderer(Protocol):
     """Renders chat messages (raw JSON objects) for a model."""
 
     async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
-        """Render; `generation` asks for the generation prompt behind the last message.
+        """Render messages; `generation` adds the generation prompt after the last message.
 
         Returns:
             Packed token ids.
 
         Raises:
             TemplateRefusedError: the template or the engine refuses the conversation.
-            RenderError: it cannot be rendered now.
+            RenderError: the conversation cannot be rendered now.
         """
 
 
@@ -53,10 +54,14 @@ class TextRenderer(Renderer, Protocol):
 
 
 class EngineRenderer:
-    """Renders through the engine's `/tokenize`, whose answers also name the longest prompt (`max_model_len`, tokens; 0 if unknown)."""
+    """Renders through the engine's `/tokenize`.
 
-    def __init__(self, upstream: EngineClient) -> None:
-        self._upstream = upstream
+    Attributes:
+        max_model_len: the longest prompt in tokens, as the last answer named it; 0 if unknown.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
         self.max_model_len = 0
 
     async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
@@ -73,28 +78,24 @@ class EngineRenderer:
         if args.tools is not None:
             body["tools"] = args.tools
         try:
-            answer = await self._upstream.post("/tokenize", body)
+            answer = await self._engine.post("/tokenize", body)
         except Exception as why:
             raise RenderError(str(why)) from why
-        if answer.status != 200:  # noqa: PLR2004
+        if answer.status != _OK:
             kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
             raise kind(f"/tokenize answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
         try:
-            told = msgspec.json.decode(answer.body, type=_Tokenized)
-            self.max_model_len = told.max_model_len or self.max_model_len
-            return ids.pack(told.tokens)
+            tokenized = msgspec.json.decode(answer.body, type=_Tokenized)
+            self.max_model_len = tokenized.max_model_len or self.max_model_len
+            return ids.pack(tokenized.tokens)
         except (ValueError, OverflowError) as why:
-            raise RenderError(f"/tokenize gave no token ids: {why}") from why
+            raise RenderError(f"/tokenize returned no token ids: {why}") from why
 
     async def read(self, model: str, packed: bytes) -> str:
-        """Read packed ids as text, special tokens included: the engine's `/detokenize`.
-
-        Raises:
-            RenderError: it cannot say.
-        """
+        """See `TextRenderer.read`; asks the engine's `/detokenize`."""
         try:
-            answer = await self._upstream.post("/detokenize", {"model": model, "tokens": ids.unpack(packed)})
-            return msgspec.json.decode(answer.body, type=_Read).prompt
+            answer = await self._engine.post("/detokenize", {"model": model, "tokens": ids.unpack(packed)})
+            return msgspec.json.decode(answer.body, type=_Detokenized).prompt
         except Exception as why:
             raise RenderError(f"/detokenize: {why}") from why
 
@@ -104,5 +105,5 @@ class _Tokenized(msgspec.Struct):
     max_model_len: int | None = None
 
 
-class _Read(msgspec.Struct):
+class _Detokenized(msgspec.Struct):
     prompt: str

@@ -1,9 +1,9 @@
-"""Shapes: on what the form of a tail may depend, and what is known of each.
+"""Names the features of a conversation that the form of a tail may depend on, and keeps what is known of each combination.
 
-A tail is the ids that a template puts behind a reply (`tails`). Which template, which arguments, what kind of reply, who speaks behind
-it and who has spoken before: conversations that agree in all of this have one *form*. A template may look further: at the system
-prompt, the tools. So what is trusted is a form in one *context* (what the conversation starts from), a *shape*: what was proven for one
-conversation of a shape holds for all that have it.
+A tail is what a template writes after a reply (`tails`). Its *form* may depend on the template and its arguments, the kind of reply, the
+roles of the messages after it, and the roles before it. A template may look further: at the system prompt and the tools, which are the
+*context*, what a conversation starts from. A form in one context is a *shape*. What was proven for one conversation of a shape holds
+for all conversations of that shape.
 """
 
 import asyncio
@@ -18,13 +18,23 @@ from tokencache.core.verdict import is_unique
 from tokencache.dialects.chat.rendering import RenderArgs
 
 MANY = 2
+"""Counts of calls and messages are distinguished up to this number."""
+MOST_REFUSALS = 64
+"""Refusals remembered for one shape."""
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
-class TailAsk(msgspec.Struct, frozen=True):
-    """A request for a tail: what stands behind the reply `messages[at - 1]` of a history.
+class TailRequest(msgspec.Struct, frozen=True):
+    """A request for a tail: what the template writes after the reply `messages[at - 1]` of a history.
 
-    The history is the whole `conversation`; `raw` are its messages as they were written. Both are long, and only looked into. `opened`
-    is the prompt that the reply was sampled behind (packed), `None` if it is not known. `session` is whose conversation this is.
+    Attributes:
+        model: the model's name.
+        args: the template arguments.
+        conversation: the whole history.
+        raw: its messages as JSON.
+        at: how many messages the history has up to and including the reply.
+        reply_prompt: the prompt after which the reply was sampled (packed ids), `None` if unknown.
+        session: the session that the conversation belongs to.
     """
 
     model: str
@@ -32,42 +42,44 @@ class TailAsk(msgspec.Struct, frozen=True):
     conversation: Conversation
     raw: Sequence[bytes]
     at: int
-    opened: bytes | None = None
+    reply_prompt: bytes | None = None
     session: str = ""
 
     @property
     def reply(self) -> Message:
-        """The reply whose end is the boundary."""
+        """The reply before the tail."""
         return self.conversation.messages[self.at - 1]
 
     @property
     def new(self) -> Sequence[Message]:
-        """The messages behind it."""
+        """The messages after the reply."""
         return self.conversation.messages[self.at :]
 
     @property
     def raw_new(self) -> Sequence[bytes]:
-        """The messages behind it, raw."""
+        """The messages after the reply, raw."""
         return self.raw[self.at :]
 
     @property
     def lead(self) -> int:
-        """How many messages stand before the first answer to a user: a greeting in front is none, and may be all that stands still."""
+        """How many messages precede the first answer to a user; an assistant's greeting before them is no answer."""
         messages = self.conversation.messages
         asked = self.conversation.debuts.get("user", 0)
         return next((i for i in range(asked, self.at) if messages[i].role == "assistant"), self.conversation.debuts["assistant"])
 
     @property
     def systems(self) -> Sequence[bytes]:
-        """The system messages in front, raw."""
+        """The system messages at the beginning, raw."""
         return self.raw[: self.conversation.systems]
 
-
-_ROLES = frozenset({"system", "user", "assistant", "tool"})
+    @property
+    def episode(self) -> object:
+        """A key for conversations that share a refusal: the session, and how the conversation began."""
+        return self.session, self.conversation.chain[self.lead]
 
 
 class TailRefusal:
-    """Why no tail is given, and how often one was asked for since."""
+    """Why a tail was refused, and how many calls asked for it since."""
 
     __slots__ = ("asked", "reason")
 
@@ -78,73 +90,97 @@ class TailRefusal:
 class Shape:
     """What is known of one shape.
 
-    `way` is set if it was proven, `opener` is then what its small conversations end with: the generation prompt.
-    `deepest` is the longest history (messages) that was looked at as a whole. `refusals` are those of single conversations; that of `None`
-    is the template's own, whoever asks.
+    Attributes:
+        key: context and form, as from `shape_of`.
+        lock: held while the shape is proven.
+        method: how its tails are found (`tails`); empty while it is not proven.
+        generation_prompt: what its small conversations end with, once it is proven.
+        deepest: the longest history, in messages, that was rendered as a whole.
+        proofs: how often a proof was tried.
+        uses: how many tails were found since the last proof.
+        trust: how many times the usual number of uses passes until the next proof.
     """
 
-    __slots__ = ("deepest", "lock", "name", "opener", "proofs", "refusals", "trust", "uses", "way")
+    __slots__ = ("_refusals", "deepest", "generation_prompt", "key", "lock", "method", "proofs", "trust", "uses")
 
-    def __init__(self, name: tuple[object, ...]) -> None:
-        self.name = name
+    def __init__(self, key: tuple[object, ...]) -> None:
+        self.key = key
         self.lock = asyncio.Lock()
-        self.way = ""
-        self.opener = b""
+        self.method = ""
+        self.generation_prompt = b""
         self.deepest = 0
-        self.refusals: dict[object, TailRefusal] = {}
         self.proofs = 0
-        self.uses = 0  # since it was proven or looked at again
+        self.uses = 0
         self.trust = 1
+        self._refusals: dict[object, TailRefusal] = {}  # by episode; that of `None` is due to the template
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Its name without its context."""
-        return self.name[1:]
+        """The key without the context."""
+        return self.key[1:]
 
     def __str__(self) -> str:
-        """Describe it for the log. Roles that a harness made up are not shown."""
-        context, model, digest, calls, text, thought, _, runs, *_ = self.name
+        """Describe the shape for the log. Roles that a client invented are not shown."""
+        context, model, digest, calls, text, thought, _, runs, *_ = self.key
         assert isinstance(context, bytes) and isinstance(digest, bytes) and isinstance(runs, tuple)  # noqa: S101, PT018 - `shape_of` makes them
         new = ", ".join(f"{n} {role if role in _ROLES else 'other'}" for role, n in runs)
         reply = [*(["thinking"] if thought else []), *(["text"] if text else []), *([f"{calls} tool calls"] if calls else [])]
         after = " and ".join(reply) or "nothing"
         return f"new messages ({new}) after a reply with {after} (model {model}, context {context.hex()[:8]}, arguments {digest.hex()[:8]})"
 
+    def refusal(self, request: TailRequest, *, everyone: bool = False) -> TailRefusal | None:
+        """Return why a request's episode was refused; with `everyone`, also a refusal of all conversations."""
+        own = self._refusals.get(request.episode)
+        return (self._refusals.get(None) or own) if everyone else own
+
+    def refuse(self, request: TailRequest, reason: str, *, everyone: bool) -> None:
+        """Remember a refusal of a request's episode, or of all conversations."""
+        key = None if everyone else request.episode
+        if len(self._refusals) >= MOST_REFUSALS and key not in self._refusals:
+            del self._refusals[next(iter(self._refusals))]
+        self._refusals[key] = TailRefusal(reason)
+
+    def proven(self, request: TailRequest, method: str) -> None:
+        """Remember that a request's tail was proven, and the method."""
+        self.method, self.uses, self.deepest = method, 0, request.at
+        self._refusals.pop(None, None)
+        self._refusals.pop(request.episode, None)
+
     def forget(self) -> None:
-        """Unlearn what was proven."""
-        self.way, self.trust, self.deepest = "", 1, 0
+        """Forget what was proven."""
+        self.method, self.trust, self.deepest = "", 1, 0
 
 
-def shape_of(ask: TailAsk) -> tuple[object, ...]:
-    """Name what the form of a tail may depend on: its context first, then arguments, the reply, the new messages, what came before."""
-    new = ask.new
+def shape_of(request: TailRequest) -> tuple[object, ...]:
+    """Return the key of a shape: its context, then the arguments, the reply, the new messages, and what precedes the reply."""
+    new = request.new
     runs = tuple((role, min(len(list(run)), MANY)) for role, run in groupby(m.role for m in new))
-    spoken = {role for role, place in ask.conversation.debuts.items() if place < ask.at - 1}
+    earlier = {role for role, place in request.conversation.debuts.items() if place < request.at - 1}
     return (
-        ask.conversation.context,
-        ask.model,
-        ask.args.digest,
-        min(len(ask.reply.calls), MANY),
-        bool(ask.reply.text),
-        bool(ask.reply.thought),
-        counted_twice(ask),
+        request.conversation.context,
+        request.model,
+        request.args.digest,
+        min(len(request.reply.calls), MANY),
+        bool(request.reply.text),
+        bool(request.reply.thought),
+        counted_twice(request),
         runs,
-        # Behind whom the reply was sampled: a template may write the last message otherwise than those before it.
-        ask.conversation.messages[ask.at - 2].role if ask.at > 1 else "",
+        # The role before the reply: a template may write the last message in another way than those before it.
+        request.conversation.messages[request.at - 2].role if request.at > 1 else "",
         any(m.calls for m in new),
-        "tool" in spoken,
-        FIRST_CALL in spoken,
-        "assistant" in spoken,
-        "user" in spoken,
-        ask.at > 1 and ask.conversation.messages[0].role == "system",
-        # A later system message stays where it is, unless vLLM makes system messages of a developer's, and one of all of them.
-        any(m.role == "system" for m in new) and any(b'"developer"' in raw for raw in ask.raw),
+        "tool" in earlier,
+        FIRST_CALL in earlier,
+        "assistant" in earlier,
+        "user" in earlier,
+        request.at > 1 and request.conversation.messages[0].role == "system",
+        # A later system message stays in its place, unless vLLM turns developer messages into system messages and merges them all.
+        any(m.role == "system" for m in new) and any(b'"developer"' in raw for raw in request.raw),
     )
 
 
-def counted_twice(ask: TailAsk) -> bool:
-    """Whether a call of the reply has an id that an earlier call has: a template that looks results up by it finds the earlier one."""
-    names = {call.id for call in ask.reply.calls if not is_unique(call.id)}
-    if not names or ask.conversation.debuts.get(FIRST_CALL, ask.at) >= ask.at - 1:
+def counted_twice(request: TailRequest) -> bool:
+    """Whether a call of the reply has the id of an earlier call: a template that looks up results by id finds the earlier one."""
+    names = {call.id for call in request.reply.calls if not is_unique(call.id)}
+    if not names or request.conversation.debuts.get(FIRST_CALL, request.at) >= request.at - 1:
         return False
-    return any(call.id in names for message in ask.conversation.messages[: ask.at - 1] for call in message.calls)
+    return any(call.id in names for message in request.conversation.messages[: request.at - 1] for call in message.calls)

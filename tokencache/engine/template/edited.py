@@ -1,0 +1,258 @@
+"""Finds what the template writes around recorded replies in a history that was edited.
+
+The whole history is rendered with sentinels in place of the replies that were recognised. What is between the sentinels is the *frame*
+into which the exact ids of the replies are put. A reply was sampled after a generation prompt, but the rendering of a history opens each
+reply in its own way, often with other ids. So each piece of the frame ends where its last message ends, and the reply's own generation
+prompt is put after it. What opens a reply in a history (its *opening*) is found by rendering the messages before it by themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from typing import NamedTuple
+
+from cachetools import LRUCache
+
+from tokencache.core import ids
+from tokencache.core.reasons import Reason
+from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engine.template.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, SentinelPlace, stand_in
+from tokencache.engine.template.learned import REPLY, LearnedTemplate, check_same_past, tail_refusals, without_tools
+from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
+from tokencache.engine.template.shapes import TailRequest
+
+MOST_CONTEXTS, MOST_KINDS, MOST_OPENINGS = 65_536, 4096, 8
+"""How many contexts, kinds of replies, and openings of one kind are remembered."""
+END_OF_MESSAGE, SHORT_END = 8, 3
+"""Tokens that identify the end of a message, and that of a short message."""
+
+
+class HistoryFrame(NamedTuple):
+    """What a template writes around recognised replies: packed ids.
+
+    `pieces` are what precedes the first reply, separates replies, and follows the last, without what opens a reply in a history
+    (`openings`, one for each reply; `None` where it cannot be separated). `generation_prompts` are the known ones. `unprompted` says for
+    each reply whether the template writes no generation prompt after messages of the role before it.
+    """
+
+    pieces: list[bytes]
+    openings: list[bytes | None]
+    generation_prompts: tuple[bytes, ...]
+    unprompted: list[bool]
+
+    @property
+    def longest(self) -> int:
+        """How many bytes at the end of a prompt `generation_prompt` looks at."""
+        return max(END_OF_MESSAGE * ids.ID_BYTES, *map(len, self.generation_prompts))
+
+    def generation_prompt(self, n: int, prompt: bytes, *, same_message: bool) -> bytes | None:
+        """Find the generation prompt at the end of `prompt`, after which reply `n` was sampled; `None` if it cannot be identified.
+
+        There may be none at all, in the template or after such a message: then the reply was sampled directly after the message before it.
+        With `same_message`, that is the message before it now, and the end of this message shows it. Otherwise, and after a short message
+        with other words before it, only a template without a generation prompt at this place leaves no doubt.
+        """
+        opening = self.openings[n]
+        if opening is None:
+            return None
+        known = [ending for ending in (*self.generation_prompts, opening) if ending and prompt.endswith(ending)]
+        end, last = self.pieces[n][-END_OF_MESSAGE * ids.ID_BYTES :], self.pieces[n][-ids.ID_BYTES :]
+        unprompted = self.unprompted[n] or not (opening and any(self.generation_prompts))
+        bare = (same_message and prompt.endswith(end)) or (prompt.endswith(last) and unprompted)
+        return max(known, key=len, default=b"" if bare else None)
+
+
+class _ContextEnd(NamedTuple):
+    """How conversations of a context end: the generation prompt, and the part that is written even without one."""
+
+    generation_prompt: bytes
+    trailer: bytes
+
+
+class _Openings:
+    """What opens replies of one kind in a history; `unprompted`: no generation prompt was ever seen there."""
+
+    __slots__ = ("known", "unprompted")
+
+    def __init__(self) -> None:
+        self.known: set[bytes] = set()
+        self.unprompted = True
+
+
+class EditedHistories:
+    """Finds the frames of edited histories for one engine."""
+
+    def __init__(self, template: LearnedTemplate) -> None:
+        self._template = template
+        self._openings: LRUCache[object, _Openings] = LRUCache(MOST_KINDS)
+        self._ends: LRUCache[bytes, _ContextEnd] = LRUCache(MOST_CONTEXTS)
+
+    async def frame(self, request: TailRequest, places: Sequence[int]) -> HistoryFrame:
+        """Render a whole conversation and return what is around the replies at `places`, of which the last is that of `request`.
+
+        Raises:
+            TailRefusedError: it cannot be proven what that is.
+        """
+        with tail_refusals():
+            return await self._frame(request, places)
+
+    async def _frame(self, request: TailRequest, places: Sequence[int]) -> HistoryFrame:
+        boundaries = {place: await self._template.boundary(request, request.conversation.messages[place]) for place in places}
+        rendered = rest = await self._template.full(request, boundaries)
+        real = await self._template.real(request, places)
+        await self._learn_generation_prompts(request, rendered, real)
+        pieces: list[bytes] = []
+        openings: list[bytes | None] = []
+        unprompted: list[bool] = []
+        for n, (place, boundary) in enumerate(boundaries.items()):
+            front, rest = boundary.split(rest)
+            self._template.check_tail(rest, boundary)
+            piece, opening, bare = await self._split_opening(request, front, place, places[n - 1] if n else None, boundaries)
+            pieces.append(piece)
+            openings.append(opening)
+            unprompted.append(bare)
+        pieces.append(rest)
+        if None not in openings:
+            _check_pieces(pieces, real)
+        return HistoryFrame(pieces, openings, tuple(self._template.generation_prompts), unprompted)
+
+    async def _split_opening(
+        self, request: TailRequest, front: bytes, place: int, last: int | None, boundaries: Mapping[int, Boundary]
+    ) -> tuple[bytes, bytes | None, bool]:
+        """Split what was rendered between the reply at `last` and that at `place` into the messages and the opening of the latter.
+
+        Returns:
+            The messages, the opening (`None` if they cannot be separated), and whether the template writes no generation prompt there.
+        """
+        messages = request.conversation.messages
+        named = tuple(call.name for call in messages[place].calls) if boundaries[place].place is not SentinelPlace.TEXT else ()
+        role = messages[place - 1].role if place else ""
+        kind = (request.conversation.context, named, bool(messages[place].text), role)
+        openings = self._openings.get(kind)
+        if openings is None:
+            openings = self._openings[kind] = _Openings()
+        opening = max((known for known in openings.known if front.endswith(known)), key=len, default=b"")
+        if opening:
+            return front[: len(front) - len(opening)], opening, openings.unprompted
+        body, generation_prompt = await self._body(request, place, last, boundaries)
+        openings.unprompted = openings.unprompted and not generation_prompt
+        bare = not any(self._template.generation_prompts)
+        piece, found = await self._split_after(request, body, front, bare=bare)
+        if found is None and (request.systems or request.args.tools is not None):  # a template may write these before the last message
+            with suppress(BoundaryUnknownError, TemplateRefusedError):
+                body, _ = await self._body(request, place, last, boundaries, args=without_tools(request.args))
+                piece, found = await self._split_after(request, body, front, bare=bare)
+        if found is not None and len(openings.known) < MOST_OPENINGS and front == piece + found:
+            openings.known.add(found)
+        return piece, found, openings.unprompted
+
+    async def _split_after(self, request: TailRequest, body: bytes, front: bytes, *, bare: bool) -> tuple[bytes, bytes | None]:
+        """Split a rendering after the messages that `body` is a rendering of; the second part is `None` if that place is not known.
+
+        The last token of `body` may be another one in `front`. Either it merged with the text after it, or the template closes its last
+        message with it and leaves it out where the reply follows (DeepSeek-V3 closes results so, but not before a reply with calls).
+        In the latter case, the reply must follow a known generation prompt.
+        """
+        piece, found = _split_ids(body, front, self._template.stop_ids, bare=bare)
+        same = ids.common_head(body, front)
+        if found is None or same != ids.count(body) - 1:
+            return piece, found
+        rest = ids.tail(front, same)
+        try:
+            parts = ids.tail(body, same), ids.head(rest, 1)
+            closing, merged = [await self._template.renderer.read(request.model, part) for part in parts]
+        except RenderError:
+            closing = merged = ""
+        if closing and merged.startswith(closing):
+            return piece, found
+        prompted = any(prompt and rest.startswith(prompt) for prompt in self._template.generation_prompts)
+        return (ids.head(front, same), rest) if prompted else (front, None)
+
+    async def _body(
+        self, request: TailRequest, place: int, last: int | None, boundaries: Mapping[int, Boundary], *, args: RenderArgs | None = None
+    ) -> tuple[bytes, bytes]:
+        """Render the messages between two replies without the latter reply.
+
+        With other `args`, the system messages at the beginning are left out.
+
+        Returns:
+            What is rendered both with and without a generation prompt, and the generation prompt.
+        """
+        systems = request.systems if args is None else ()
+        if last is None:
+            messages = [*systems, *request.raw[len(request.systems) : place]]
+        else:
+            reply = stand_in(request.conversation.messages[last], SENTINEL, boundaries[last].place)
+            messages = [*systems, ASK, reply, *request.raw[last + 1 : place]]
+        kind = "full" if last is None else "small"
+        both = [await self._template.render(kind, request, messages, args, generation=generation) for generation in (True, False)]
+        if last is not None:
+            both = [boundaries[last].after(one) for one in both]
+        end = self._ends.get(request.conversation.context)
+        body = ids.head(both[0], ids.common_head(*both)).removesuffix(end.trailer if end is not None else b"")
+        return body, self._template.generation_prompt(both[0], body)
+
+    async def _learn_generation_prompts(self, request: TailRequest, rendered: bytes, real: bytes) -> None:
+        """Learn the generation prompts after which replies in this conversation may have been sampled."""
+        context = request.conversation.context
+        end = self._ends.get(context)
+        if end is None:
+            with suppress(TemplateRefusedError):
+                end = self._ends[context] = await self._context_end(request)
+        if end is None or not rendered.endswith(end.generation_prompt):
+            self._template.generation_prompt(real, await self._template.full(request, {}, generation=False))
+
+    async def _context_end(self, request: TailRequest) -> _ContextEnd:
+        """Find out how a small conversation of this context ends."""
+        prompted, unprompted = [
+            await self._template.render("small", request, [*request.systems, ASK], generation=generation) for generation in (True, False)
+        ]
+        plain = without_tools(request.args)  # without system messages and tools, which some templates move
+        alone, answered = [
+            await self._template.render("small", request, messages, plain, generation=False) for messages in ([ASK], [ASK, REPLY])
+        ]
+        same = ids.common_head(alone, answered)
+        trailer = ids.tail(alone, same) if same < ids.count(alone) - 1 else b""  # the last token may have merged with the next
+        return _ContextEnd(self._template.generation_prompt(prompted, unprompted.removesuffix(trailer)), trailer)
+
+
+def _split_ids(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool) -> tuple[bytes, bytes | None]:
+    """Split a rendering where the ids of `body` end in it, as `EditedHistories._split_after` says.
+
+    `bare`: the template has no generation prompts, so fewer tokens identify the end of a message.
+    """
+    same = ids.common_head(body, front)
+    if same == ids.count(body):
+        return body, front[len(body) :]
+    if same == ids.count(body) - 1:  # its last token has merged with what follows, but the reply was sampled after the unmerged one
+        return body, ids.tail(front, same)
+    # The last message begins in another way there, or other text precedes it: look for its end. Its last token may have merged with the
+    # next; then the tokens before it are found farther on than an earlier message with the same end. An end that repeats itself cannot
+    # be told from its repetition.
+    for length in (END_OF_MESSAGE, SHORT_END) if bare else (END_OF_MESSAGE,):
+        end = ids.tail(body, max(ids.count(body) - length, 0))
+        size = ids.count(end)
+        whole, but_one = ids.find_last(front, end), ids.find_last(front, ids.head(end, size - 1))
+        if but_one < 0:
+            continue
+        merged = length == END_OF_MESSAGE and (whole < 0 or but_one >= whole + size)
+        if but_one != whole and not merged:
+            return front, None
+        cut = but_one + size - merged
+        piece, rest = ids.head(front, but_one) + end, ids.tail(front, cut)
+        return (piece, rest) if stop_ids.isdisjoint(ids.unpack(rest)) else (front, None)
+    return front, None
+
+
+def _check_pieces(pieces: Sequence[bytes], real: bytes) -> None:
+    """Refuse pieces that are not, in order, in the rendering with the real replies: those replies change what is around them."""
+    check_same_past(pieces[0], real)
+    if not real.endswith(pieces[-1]):
+        raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
+    rest = ids.tail(real, max(ids.count(pieces[0]) - 1, 0))
+    for piece in pieces[1:-1]:
+        sure = ids.head(piece, max(ids.count(piece) - 1, 0))  # the last token may have merged with the next
+        at = ids.find(rest, sure)
+        if at < 0:
+            raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
+        rest = ids.tail(rest, at + ids.count(sure))

@@ -1,0 +1,214 @@
+"""Renders conversations with sentinels, and remembers what was learned of one chat template.
+
+Tails (`tails`) and edited histories (`edited`) are found with these renderings. What is remembered: the boundary of each kind of
+reply, and the generation prompts that were seen.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, suppress
+
+import msgspec
+from cachetools import LRUCache
+
+from tokencache.core import ids
+from tokencache.core.messages import Message
+from tokencache.core.reasons import Reason
+from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.engine.template.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, SentinelPlace, learn, stand_in
+from tokencache.engine.template.renderer import Renderer, RenderError, TemplateRefusedError, TextRenderer
+from tokencache.engine.template.shapes import MANY, TailRequest
+
+log = logging.getLogger(__name__)
+
+REPLY = b'{"role":"assistant","content":"."}'
+MOST_BOUNDARIES, MOST_GENERATION_PROMPTS = 4096, 64
+"""How much is remembered: template arguments and system prompts come from clients and may be new with every call."""
+
+
+class TailRefusedError(Exception):
+    """It cannot be proven what the template writes. The text of the error is the match reason."""
+
+
+class LearnedTemplate:
+    """Renders with one engine's template, and remembers what it learns of it.
+
+    Attributes:
+        renderer: the engine's own rendering, the reference.
+        local: a renderer for small conversations, used where it gives the same ids as `renderer`; `None` if there is none.
+        stop_ids: the ids at which the engine stops. The set may still grow: what is learned is keyed by its size.
+        generation_prompts: the generation prompts seen so far (packed ids).
+        renders: counts of renderings: of a few messages by `local` or by `renderer` ("small"), and of whole histories ("full").
+    """
+
+    def __init__(self, renderer: TextRenderer, stop_ids: AbstractSet[int], local: Renderer | None = None) -> None:
+        self.renderer = renderer
+        self.stop_ids = stop_ids
+        self.local = local
+        self.generation_prompts: LRUCache[bytes, bytes] = LRUCache(MOST_GENERATION_PROMPTS)
+        self.renders = {"local": 0, "small": 0, "full": 0}
+        self._boundaries: LRUCache[object, Boundary] = LRUCache(MOST_BOUNDARIES)
+        self._learning = asyncio.Lock()
+
+    # boundaries
+
+    async def boundary(self, request: TailRequest, reply: Message | None = None) -> Boundary:
+        """Return the boundary of a reply, by default the one before the requested tail; learn it where it is not known.
+
+        Raises:
+            BoundaryUnknownError: the template does not show where such a reply ends.
+            RenderError: the small conversation cannot be rendered.
+        """
+        if not self.stop_ids:
+            raise BoundaryUnknownError(Reason.STOP_IDS_UNKNOWN)
+        reply = reply or request.reply
+        kind = (request.model, request.args.digest, min(len(reply.calls), MANY), bool(reply.text), len(self.stop_ids))
+        # A template may write the names of the calls after the text, and their ids after the arguments.
+        named = (*kind, *(call.name for call in reply.calls))
+        identified = (*named, *(call.id for call in reply.calls))
+        async with self._learning:
+            known = self._boundaries.get(kind) or self._boundaries.get(named) or self._boundaries.get(identified)
+            if known is None:
+                known = await self._learn(request, reply)
+                key: tuple[object, ...] = kind
+                if reply.calls and known.place is SentinelPlace.TEXT:
+                    key = named
+                elif reply.calls and await self._writes_call_ids(request, reply, known):
+                    key = identified
+                self._boundaries[key] = known
+        return known
+
+    def forget_boundaries(self) -> None:
+        """Learn all boundaries again: the template has changed."""
+        self._boundaries.clear()
+
+    async def _learn(self, request: TailRequest, reply: Message) -> Boundary:
+        # A template may show one call only, the first, or none, and still the text beside them.
+        *places, last = SentinelPlace if reply.calls else [SentinelPlace.TEXT]
+        for place in places:
+            with suppress(BoundaryUnknownError):
+                return await self._learn_at(place, request, reply)
+        return await self._learn_at(last, request, reply)
+
+    async def _learn_at(self, place: SentinelPlace, request: TailRequest, reply: Message) -> Boundary:
+        self.renders["small"] += 2
+        return await learn(self.renderer, request.model, request.args, reply, self.stop_ids, place=place)
+
+    async def _writes_call_ids(self, request: TailRequest, reply: Message, known: Boundary) -> bool:
+        """Whether a template writes the ids of calls after their arguments."""
+        other = with_call_ids(reply, other_call_ids(reply))
+        try:
+            rendered = await self.render("small", request, [ASK, stand_in(other, SENTINEL, known.place)], generation=False)
+            return known.after(rendered) != known.turn_end
+        except (BoundaryUnknownError, TemplateRefusedError):
+            return True
+
+    def check_tail(self, tail: bytes, boundary: Boundary) -> bytes:
+        """Return what was rendered after a reply.
+
+        Raises:
+            BoundaryUnknownError: it is empty, or does not begin where a reply ends.
+        """
+        if not tail:
+            raise BoundaryUnknownError(Reason.EMPTY_TAIL)
+        if boundary.closing and not boundary.turn_end and ids.unpack(ids.head(tail, 1))[0] not in self.stop_ids:
+            # What counts as the model's own closing may hold an end of turn whose stop id is not known yet.
+            raise BoundaryUnknownError(Reason.NO_STOP_ID_BEHIND_THE_REPLY)
+        return tail
+
+    # renderings
+
+    async def render(
+        self,
+        kind: str,
+        request: TailRequest,
+        messages: Sequence[bytes],
+        args: RenderArgs | None = None,
+        *,
+        generation: bool = True,
+    ) -> bytes:
+        """Render messages and count the rendering as `kind` (a key of `renders`); `local` ones go to the local renderer."""
+        self.renders[kind] += 1
+        renderer = self.local if kind == "local" and self.local is not None else self.renderer
+        return await renderer.render(request.model, messages, args or request.args, generation=generation)
+
+    async def small(self, request: TailRequest, boundary: Boundary, method: str, *, generation: bool = True) -> bytes:
+        """Render the new messages in a small conversation; `method` as in `tails`: "local", "small" or "context"."""
+        check_no_sentinel(request.raw_new)
+        front, args = (request.systems, request.args) if method == "context" else ((), without_tools(request.args))
+        messages = [*front, ASK, stand_in(request.reply, SENTINEL, boundary.place), *request.raw_new]
+        return await self.render("local" if method == "local" else "small", request, messages, args, generation=generation)
+
+    async def full(self, request: TailRequest, marked: Mapping[int, Boundary], *, end: int | None = None, generation: bool = True) -> bytes:
+        """Render the whole conversation, or what precedes `end`, with the sentinel in the replies at the places of `marked`."""
+        messages = list(request.raw)
+        for place in marked:
+            messages[place] = b""
+        if marked:
+            check_no_sentinel(messages)
+        for place, boundary in marked.items():
+            messages[place] = stand_in(request.conversation.messages[place], SENTINEL, boundary.place)
+        return await self.render("full", request, messages[:end], generation=generation)
+
+    async def real(self, request: TailRequest, places: Sequence[int]) -> bytes:
+        """Render the whole conversation as it is, with a word in empty replies (at `places`): templates leave empty ones out."""
+        messages = request.conversation.messages
+        empty = {place for place in places if not messages[place].text and not messages[place].calls}
+        shown = [REPLY if place in empty else raw for place, raw in enumerate(request.raw)] if empty else request.raw
+        return await self.render("full", request, shown)
+
+    def generation_prompt(self, with_it: bytes, without: bytes) -> bytes:
+        """Return the ids that `with_it` has at its end and `without` has not, and remember them as a generation prompt."""
+        prompt = ids.tail(with_it, ids.common_head(with_it, without))
+        self.generation_prompts[prompt] = prompt
+        return prompt
+
+
+def other_call_ids(reply: Message) -> dict[str, str]:
+    """Map the ids of a reply's calls to ids that no other call has, because they hold the secret sentinel."""
+    return {call.id: f"{call.id}{SENTINEL[::-1]}" for call in reply.calls}
+
+
+def with_call_ids(reply: Message, names: Mapping[str, str]) -> Message:
+    """Return a reply with other ids of its calls."""
+    return msgspec.structs.replace(reply, calls=tuple(msgspec.structs.replace(call, id=names[call.id]) for call in reply.calls))
+
+
+def without_tools(args: RenderArgs) -> RenderArgs:
+    """Return template arguments without the tools."""
+    return msgspec.structs.replace(args, tools=None)
+
+
+def check_same_past(before: bytes, rendered: bytes) -> None:
+    """Refuse a rendering that does not begin with what was rendered for the messages before.
+
+    The last token may have merged with what follows, where no special token separates them.
+    """
+    if ids.common_head(before, rendered) < ids.count(before) - 1:
+        raise BoundaryUnknownError(Reason.PAST_CHANGES)
+
+
+def check_no_sentinel(messages: Sequence[bytes]) -> None:
+    """Refuse messages that contain the sentinel. It is secret, so this says nothing about their shape."""
+    plain = (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw for raw in messages)
+    if any(SENTINEL.encode() in raw for raw in plain):
+        raise TailRefusedError(Reason.SENTINEL_IN_MESSAGES)
+
+
+@contextmanager
+def tail_refusals() -> Iterator[None]:
+    """Convert what a template or an engine refuses into a `TailRefusedError`."""
+    try:
+        yield
+    except (BoundaryUnknownError, TemplateRefusedError) as why:
+        raise TailRefusedError(reason_of(why)) from why
+    except RenderError as why:
+        log.debug("no rendering: %s", why)
+        raise TailRefusedError(Reason.RENDER_ERROR) from why
+
+
+def reason_of(why: Exception) -> str:
+    """Return the match reason for an error."""
+    return Reason.TEMPLATE_REFUSES if isinstance(why, TemplateRefusedError) else str(why)
