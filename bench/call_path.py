@@ -1,0 +1,109 @@
+"""Counts the product files that one warm chat call runs through, and the moves between them: `python -m bench.call_path [--files]`.
+
+The call is the fourth turn of a session (memory store, whole reply, one connection) against the simulated engine. The figures:
+
+- product files: files of `tokencache/`, without `tokencache/testing/`, in which a function ran;
+- modules of `proxy/`: those among them;
+- moves: how often a function was called, or a coroutine resumed, in another product file than the one before.
+
+Only the thread of the proxy's event loop is counted. Engine and client run in threads of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import tokencache
+from tokencache.config import Settings
+from tokencache.server.serve import serving
+from tokencache.store.memory import MemoryStore
+from tokencache.testing import SimulatedEngine
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+PACKAGE = f"{Path(tokencache.__file__).parent}/"
+WITHOUT = f"{PACKAGE}testing/"
+TURNS = 4
+REPLIES = [f"<think>\nStep {n}.\n</think>\n\nDone with step {n}." for n in range(TURNS)]
+
+
+class CallPath:
+    """The product files that a thread runs through, in order; a file that follows itself counts once."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+
+    def follow(self, frame: FrameType, event: str, _arg: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE) and not file.startswith(WITHOUT):
+            name = file.removeprefix(PACKAGE)
+            if not self.files or self.files[-1] != name:
+                self.files.append(name)
+
+    def figures(self) -> dict[str, int]:
+        entered = set(self.files)
+        proxy = [name for name in entered if name.startswith("proxy/")]
+        return {"product files": len(entered), "modules of proxy/": len(proxy), "moves": len(self.files) - 1}
+
+
+async def measured() -> CallPath:
+    """Make the calls, and follow the last one."""
+    path, found = CallPath(), asyncio.Queue[str]()
+    loop, done = asyncio.get_running_loop(), threading.Event()
+
+    async def serve_engine() -> None:
+        async with SimulatedEngine(episodes={"steps": REPLIES}, seed=1).serve() as url:
+            loop.call_soon_threadsafe(found.put_nowait, url)
+            await asyncio.to_thread(done.wait)
+
+    engine = threading.Thread(target=lambda: asyncio.run(serve_engine()))
+    engine.start()
+    try:
+        async with serving(Settings(upstream=await found.get(), port=0), MemoryStore()) as (url, _):
+            client = http.client.HTTPConnection(urlsplit(url).netloc)
+            messages = [{"role": "user", "content": "EPISODE:steps"}]
+            for turn in range(TURNS):
+                if turn == TURNS - 1:
+                    await asyncio.sleep(0.5)  # what the turn before left behind is done
+                    sys.setprofile(path.follow)
+                reply = await asyncio.to_thread(ask, client, messages)
+                sys.setprofile(None)
+                messages += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "go on"}]
+            client.close()
+    finally:
+        done.set()
+        engine.join()
+    return path
+
+
+def ask(client: http.client.HTTPConnection, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    body = json.dumps({"model": "sim", "messages": messages})
+    client.request("POST", "/s/path/v1/chat/completions", body, {"Content-Type": "application/json"})
+    message: dict[str, Any] = json.loads(client.getresponse().read())["choices"][0]["message"]
+    return message
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(prog="python -m bench.call_path", description=__doc__.partition("\n")[0])
+    asked.add_argument("--files", action="store_true", help="list the files, and how often each was entered")
+    options = asked.parse_args()
+    path = asyncio.run(measured())
+    for name, figure in path.figures().items():
+        print(f"{name:20}{figure:4}")
+    if options.files:
+        for name, times in sorted(Counter(path.files).items()):
+            print(f"  {name:38}{times:4}")
+
+
+if __name__ == "__main__":
+    main()
