@@ -29,13 +29,21 @@ from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import Turn
-from tokencache.errors import EngineError
+from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.call import CallRequest, ModelCall, Opening, Services
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
 from tokencache.proxy.dedup.replay import can_be_replayed, claim, is_due, refused_second_sample, send_again, whole_reply_of
 from tokencache.proxy.engine_retry import MAX_RESAMPLES, pause_before_resample
 from tokencache.proxy.ledger import SampledCounter
-from tokencache.store.base import Join, OpenCall, SessionGoneError, StoreError
+from tokencache.store.base import (
+    Join,
+    OpenCall,
+    SessionDeletedError,
+    SessionGoneError,
+    SessionSealedError,
+    StoreError,
+    StoreFullError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +52,8 @@ HEARTBEAT_SECONDS, LIVE_SECONDS = 3.0, 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two looks at a call that another replica serves."""
 
+_EXPECTED = (EngineError, HarnessError, SessionDeletedError, SessionSealedError, StoreError, StoreFullError)
+"""Errors for which a client would get an answer."""
 _Task = asyncio.Task[web.StreamResponse | Opening | None]
 
 
@@ -298,5 +308,5 @@ class CallsInFlight:
 async def _log_failure(task: _Task) -> None:
     """Wait for a task that has no client any more, and log an unexpected failure; its call is recorded either way."""
     await asyncio.wait({task})
-    if not task.cancelled() and (why := task.exception()) is not None and not isinstance(why, (EngineError, StoreError)):
+    if not task.cancelled() and (why := task.exception()) is not None and not isinstance(why, _EXPECTED):
         log.error("a call without a client failed", exc_info=why)
