@@ -1,10 +1,12 @@
-"""Errors, named by whose fault they are.
+"""Errors that a client receives, each with the HTTP status and the kind that it is answered with.
 
-`HarnessError`  the harness's: answered 4xx in its dialect, never sent to the engine
-`EngineError`   the engine's: relayed where there is something to relay, else 502 / 504
-`StoreError`    the store's (in `store.base`): the call goes on without its session's past, the session is marked
+`TokencacheError` is their base; `server.app` turns one into a response, in the shape of the client's dialect. By cause:
 
-What remains is ours: 500 in the dialect, with a log line that names session and call.
+`HarnessError`  the request cannot be served: 4xx, never sent to the engine
+`EngineError`   the engine failed: its own response is passed on where there is one, else 502 or 504
+`StoreError`    the store failed, and its siblings in `store.base`: 409 or 503
+
+Any other exception is a bug: 500, with a traceback in the log.
 """
 
 from collections.abc import Mapping
@@ -13,20 +15,37 @@ from types import MappingProxyType
 NOT_NOW = frozenset({429, 503})
 """Status codes of an engine that has sampled nothing and may take the call later: vLLM 0.33 answers 503 while it is paused."""
 
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
 
 def extra_missing(what: str, extra: str, module: str | None) -> str:
-    """Say that something needs an extra of this package, and how to install it. The package is on no index."""
+    """Return the message that something needs an extra of this package. The package is on no index, hence the source folder."""
     return f"{what} needs the extra '{extra}' ({module} is missing). In the source folder of tokencache: pip install '.[{extra}]'"
 
 
-class HarnessError(Exception):
-    """What the harness sent cannot be served.
+class TokencacheError(Exception):
+    """A failure that is answered to the client.
 
     Attributes:
-        status: HTTP status, 4xx.
-        param: the member of the body that is at fault, if one is.
-        headers: what the answer's head says beside that.
+        status: the HTTP status of the response.
+        kind: the error type in the response's body.
+        param: the member of the request's body that is at fault, if one is.
+        headers: further headers of the response.
     """
+
+    status: int = 500
+    kind: str = "internal_error"
+    param: str | None = None
+    headers: Mapping[str, str] = _NO_HEADERS
+
+    @property
+    def client_message(self) -> str:
+        """The message that the client receives."""
+        return str(self)
+
+
+class HarnessError(TokencacheError):
+    """The request cannot be served; `status` is 4xx."""
 
     def __init__(
         self,
@@ -35,7 +54,7 @@ class HarnessError(Exception):
         status: int = 400,
         param: str | None = None,
         kind: str = "invalid_request_error",
-        headers: Mapping[str, str] = MappingProxyType({}),
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -44,13 +63,15 @@ class HarnessError(Exception):
         self.headers = headers
 
 
-class EngineError(Exception):
-    """The engine could not be reached or broke off.
+class EngineError(TokencacheError):
+    """The engine could not be reached, or closed the connection.
 
     Attributes:
-        status: what to answer with if nothing was relayed yet.
+        status: the HTTP status of the response, if nothing of the reply was sent yet.
         reached: the request was sent, so the engine may have sampled.
     """
+
+    kind = "upstream_error"
 
     def __init__(self, message: str, *, status: int = 502, reached: bool = True) -> None:
         super().__init__(message)
@@ -59,13 +80,13 @@ class EngineError(Exception):
 
     @property
     def passing(self) -> bool:
-        """Whether nothing was sampled, and the engine may take the same request later: no connection, or it said so."""
+        """Whether nothing was sampled, and the engine may take the same request later: no connection, or it answered so."""
         return not self.reached or self.status in NOT_NOW
 
 
-def passing_cause(why: BaseException) -> EngineError | None:
-    """The engine's error from which another one came (`raise … from`), if it is one that may pass."""
-    cause: BaseException | None = why
+def passing_cause(error: BaseException) -> EngineError | None:
+    """Return the engine's error that caused this one (`raise … from`), if the engine may take the request later."""
+    cause: BaseException | None = error
     while cause is not None and not isinstance(cause, EngineError):
         cause = cause.__cause__
     return cause if isinstance(cause, EngineError) and cause.passing else None

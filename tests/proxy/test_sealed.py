@@ -63,7 +63,7 @@ async def test_it_is_refused_in_the_dialects_words_and_noted(rig, dialect, strea
     status, said = await rig.post("s", path, **body)
     assert status == 409
     _, words = error_of(dialect, said)
-    assert words == "session s is sealed and takes no more calls"
+    assert words == "session s is sealed and accepts no more calls"
     assert (len(rig.engine.requests), len(rig.engine.completions)) == asked  # nothing was sampled
     (incident,) = await late(rig)
     assert (incident["hole"], incident["at"] > 0) == (False, True)

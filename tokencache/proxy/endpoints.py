@@ -39,7 +39,7 @@ from tokencache.dialects.gym import prefix_of
 from tokencache.dialects.probes import model_list
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
-from tokencache.errors import EngineError, HarnessError
+from tokencache.errors import EngineError, HarnessError, TokencacheError
 from tokencache.proxy.call import CallRequest
 from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.dedup.fingerprint import Policy, fingerprint_of
@@ -51,9 +51,7 @@ from tokencache.proxy.prompts import Prompts, tokenized
 from tokencache.proxy.request_body import body_of
 from tokencache.proxy.response import Exchange, Response
 from tokencache.proxy.sessions import Origin
-from tokencache.store.base import SessionDeletedError, SessionSealedError, StoreError, StoreFullError
-
-_UNAVAILABLE = 503
+from tokencache.store.base import SessionSealedError
 
 
 class Visit(NamedTuple):
@@ -228,13 +226,12 @@ class Caller:
         with metrics.IN_FLIGHT.track_inprogress():
             try:
                 return await self._calls.serve(asked, fingerprint, visit.origin.budget.over(self._budget))
-            except (SessionSealedError, SessionDeletedError, StoreFullError, EngineError, StoreError, HarnessError) as why:
+            except TokencacheError as why:
                 if isinstance(why, SessionSealedError):
                     await self._ledger.turn_away(visit.session, f"{call.dialect}, {visit.route}")
                 if response.opened is None:
                     raise
-                status = why.status if isinstance(why, EngineError | HarnessError) else _UNAVAILABLE
-                return await response.fail(status, f"the call was given up: {why}")
+                return await response.fail(why.status, f"the call was given up: {why}")
 
     async def admit(self, visit: Visit, dialect: str) -> None:
         """Let a request pass that samples and is only relayed, unless its session is sealed or has a budget.

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from aiohttp import web
@@ -19,7 +19,6 @@ from tokencache import metrics
 from tokencache.adapters.load import load_all
 from tokencache.api.auth import AdminAuth
 from tokencache.api.engines import add_engine_routes, engine_object
-from tokencache.api.openapi import BASE
 from tokencache.api.routes import add_trainer_routes
 from tokencache.api.viewer.routes import add_viewer_routes
 from tokencache.config import Settings, names_in
@@ -37,7 +36,7 @@ from tokencache.engine.pool import Pool
 from tokencache.engine.probe import Capability
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
-from tokencache.errors import EngineError, HarnessError
+from tokencache.errors import HarnessError, TokencacheError
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import Services
 from tokencache.proxy.dedup.in_flight import HEARTBEAT_SECONDS, CallsInFlight
@@ -55,7 +54,7 @@ from tokencache.proxy.sessions import Origin, SessionFinder, SessionInBody, Sess
 from tokencache.server.http_guard import check_head, check_path
 from tokencache.session_url import route_of
 from tokencache.store import StoreOptions, open_store
-from tokencache.store.base import SessionDeletedError, SessionSealedError, Store, StoreError, StoreFullError
+from tokencache.store.base import Store, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +67,6 @@ _MODELS = "/v1/models"
 _FOR_TENANTS = frozenset({("GET", _MODELS), ("GET", "/health"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize")})
 """What of the engine's other routes a session may use that is not trusted: they neither sample nor change anything (vLLM 0.32)."""
 _DIALECT = web.RequestKey("dialect", TranslatedDialect)
-_FULL_SECONDS = 30
-"""After how long a harness that begins a session may ask again whether there is room."""
-_SAID = (HarnessError, EngineError, SessionSealedError, SessionDeletedError, StoreFullError, StoreError, web.HTTPRequestEntityTooLarge)
-"""Errors that are answered in the dialect."""
 
 
 class Proxy:
@@ -301,41 +296,19 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error in the shape that the dialect's clients expect; OpenAI's where it is unknown."""
     try:
         return await handler(request)
-    except _SAID as why:
-        return _answer_to(why, request)
+    except TokencacheError as error:
+        response = _error(request, error.status, error.client_message, error.kind, error.param)
+        response.headers.update(error.headers)
+        return response
+    except web.HTTPRequestEntityTooLarge as error:
+        return _error(request, 413, f"the request body is too large: {error.text}", "invalid_request_error")
     except (web.HTTPException, ConnectionError):
         raise
     except Exception:
         log.exception("%s %s: our own error", request.method, request.path)
         if request.writer.output_size:
             raise  # an answer is under way: aiohttp breaks the connection off
-        return _error(request, 500, "tokencache failed; its log says why", "internal_error")
-
-
-def _answer_to(why: Exception, request: web.Request) -> web.Response:
-    param: str | None = None
-    headers: Mapping[str, str] = {}
-    match why:
-        case HarnessError():
-            status, words, kind, param, headers = why.status, str(why), why.kind, why.param, why.headers
-        case EngineError():
-            status, words, kind = why.status, str(why), "upstream_error"
-        case SessionSealedError():
-            status, words, kind = 409, f"session {why} is sealed and takes no more calls", "session_sealed"
-        case SessionDeletedError():
-            again = f"DELETE {BASE}/sessions/{why}?reuse=true lets its name be used again"
-            status, words, kind = 409, f"session {why} was deleted, and a late call does not bring it back; {again}", "session_deleted"
-        case StoreFullError():
-            wanted = "export and delete sessions (tokencache export --delete), or raise the bound; sessions that are there go on"
-            status, words, kind = 503, f"the store takes no new sessions: {why}: {wanted}", "store_full"
-            headers = {"Retry-After": str(_FULL_SECONDS)}
-        case web.HTTPRequestEntityTooLarge():
-            status, words, kind = 413, f"the request body is too large: {why.text}", "invalid_request_error"
-        case _:
-            status, words, kind = 503, f"the store failed: {why}", "store_error"
-    answer = _error(request, status, words, kind, param)
-    answer.headers.update(headers)
-    return answer
+        return _error(request, 500, "Internal error in tokencache; see its log.", "internal_error")
 
 
 def _error(request: web.Request, status: int, message: str, kind: str, param: str | None = None) -> web.Response:

@@ -20,26 +20,62 @@ from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.turn import Prefix, Tokens, Turn
+from tokencache.errors import TokencacheError
 
 
-class StoreError(Exception):
+class StoreError(TokencacheError):
     """The store cannot do this now: it is unreachable, slow or full, or its data is damaged. The harness's call must go on."""
 
+    status = 503
+    kind = "store_error"
 
-class SessionSealedError(Exception):
-    """The session is sealed: it accepts no more calls."""
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        return f"the store failed: {self}"
+
+
+class SessionSealedError(TokencacheError):
+    """The session, which the message names, is sealed: it accepts no more calls."""
+
+    status = 409
+    kind = "session_sealed"
+
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        return f"session {self} is sealed and accepts no more calls"
 
 
 class SessionGoneError(Exception):
     """The session was deleted after the call began, and possibly created again. Nothing was written."""
 
 
-class SessionDeletedError(Exception):
-    """The session was deleted recently. Its name accepts no calls until its tombstone expires or is lifted."""
+class SessionDeletedError(TokencacheError):
+    """The session, which the message names, was deleted recently. Its name accepts no calls until its tombstone expires or is lifted."""
+
+    status = 409
+    kind = "session_deleted"
+
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        reuse = f"DELETE /tokencache/v1/sessions/{self}?reuse=true makes its name usable again"
+        return f"session {self} was deleted, and a late call does not create it again; {reuse}"
 
 
-class StoreFullError(Exception):
+class StoreFullError(TokencacheError):
     """The store is full: it accepts no new sessions. Existing sessions go on."""
+
+    status = 503
+    kind = "store_full"
+    headers = MappingProxyType({"Retry-After": "30"})
+
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        advice = "export and delete sessions (tokencache export --delete), or raise the bound; existing sessions continue"
+        return f"the store accepts no new sessions: {self}: {advice}"
 
 
 Join = Literal["never", "orphaned", "any"]

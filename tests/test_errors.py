@@ -1,0 +1,48 @@
+"""Every error that a client receives has a status and a kind, and the server sends them with the error's own message."""
+
+import pytest
+
+from tokencache.errors import EngineError, HarnessError, TokencacheError, passing_cause
+from tokencache.store.base import SessionDeletedError, SessionSealedError, StoreError, StoreFullError
+
+ANSWERS = [
+    (HarnessError("no", status=404, kind="not_found_error", param="model"), 404, "not_found_error", "no"),
+    (HarnessError("no"), 400, "invalid_request_error", "no"),
+    (EngineError("gone"), 502, "upstream_error", "gone"),
+    (StoreError("redis: slow"), 503, "store_error", "the store failed: redis: slow"),
+    (SessionSealedError("r1"), 409, "session_sealed", "session r1 is sealed"),
+    (SessionDeletedError("r1"), 409, "session_deleted", "session r1 was deleted"),
+    (StoreFullError("9 sessions"), 503, "store_full", "accepts no new sessions: 9 sessions"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "kind", "message"), ANSWERS, ids=[type(row[0]).__name__ for row in ANSWERS])
+def test_an_error_has_a_status_a_kind_and_a_message(error, status, kind, message):
+    assert isinstance(error, TokencacheError)
+    assert (error.status, error.kind) == (status, kind)
+    assert message in error.client_message
+
+
+def test_every_error_class_is_in_the_table():
+    def below(cls):
+        return {cls} | {one for child in cls.__subclasses__() for one in below(child)}
+
+    ours = {cls for cls in below(TokencacheError) - {TokencacheError} if cls.__module__.startswith("tokencache")}
+    assert {type(row[0]) for row in ANSWERS} == ours
+
+
+def test_a_full_store_asks_the_client_to_retry_later():
+    assert StoreFullError("full").headers == {"Retry-After": "30"}
+    assert TokencacheError("x").headers == {}
+
+
+def test_the_engine_error_behind_another_error_is_found_if_it_may_pass():
+    def caused(cause):
+        error = ValueError("x")
+        error.__cause__ = cause
+        return error
+
+    passing, final = EngineError("busy", status=503), EngineError("refused", status=400)
+    assert passing_cause(caused(passing)) is passing
+    assert passing_cause(caused(final)) is None
+    assert passing_cause(caused(None)) is None
