@@ -19,6 +19,7 @@ from tokencache.cli import app
 from tokencache.config import PREFIX
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.reasons import Described, Reason
+from tokencache.core.rules import RULES
 from tokencache.core.turn import TurnMark
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -80,6 +81,12 @@ def routes() -> str:
     return table(*rows)
 
 
+def rules() -> str:
+    """All rules, and where each was seen."""
+    rows = [(f"`{rule.name}`", rule.kind, rule.verdict, ", ".join(rule.harnesses), rule.what, rule.source) for rule in RULES.values()]
+    return table(("rule", "kind", "verdict", "harnesses", "what comes back", "where it was seen"), *rows)
+
+
 def incidents() -> str:
     """The kinds of incidents and what happened."""
     rows = [(f"`{kind}`", "yes" if kind.hole else "no", kind.meaning, kind.missing) for kind in IncidentKind]
@@ -115,6 +122,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "metrics": metric_families,
     "incidents": incidents,
     "incident-actions": incident_actions,
+    "rules": rules,
     "reasons": lambda: described("reason", Reason),
     "marks": lambda: described("mark", TurnMark),
 }
