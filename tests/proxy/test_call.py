@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokencache.core.budget import Budget
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
-from tokencache.proxy.call import DEFERRED, TERMINAL, TRANSITIONS, CallRequest, Event, IllegalTransitionError, ModelCall, Services, State
+from tokencache.proxy.call import DEFERRED, TERMINAL, TRANSITIONS, CallAttempt, CallRequest, Event, IllegalTransitionError, Services, State
 from tokencache.proxy.call import next_state as following
 from tokencache.proxy.response import Exchange, Response
 from tokencache.store.base import BeginResult
@@ -58,7 +58,7 @@ def test_a_call_is_written_at_most_once():
 
 
 def test_an_open_call_can_always_be_written():
-    """So that any mistake can still be recorded: `ModelCall.__aexit__` relies on it."""
+    """So that any mistake can still be recorded: `CallAttempt.__aexit__` relies on it."""
     open_states = set(State) - TERMINAL - DEFERRED - {State.NEW, State.OPENING, State.STORING}
     for state in open_states:
         assert Event.STORE in TRANSITIONS[state], state
@@ -113,7 +113,7 @@ class Store:
 def a_call(store):
     chat = read_chat(CHAT, IncrementalParser())
     response = Response(None, chat, Exchange("/", {}, None, 1.0))
-    return ModelCall(CallRequest("s", chat, response, b""), Services(None, store, None, 0), Budget(), may_resample=False)
+    return CallAttempt(CallRequest("s", chat, response, b""), Services(None, store, None, 0), Budget(), may_resample=False)
 
 
 async def test_a_write_is_finished_before_the_call_is_cancelled():

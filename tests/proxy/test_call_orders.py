@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, until, user
-from tokencache.proxy.call import TERMINAL, TRANSITIONS, Event, ModelCall, State
+from tokencache.proxy.call import TERMINAL, TRANSITIONS, CallAttempt, Event, State
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import Fault, SimulatedEngine
@@ -171,14 +171,14 @@ async def one_session(rig, trace: Trace, seed: int) -> None:
 async def random_orders(monkeypatch, linger: float) -> Trace:
     """Run many sessions, and return what happened; no call stays open."""
     trace = Trace()
-    advance = ModelCall._advance
+    advance = CallAttempt._advance
 
-    def traced(call: ModelCall, event: Event) -> None:
+    def traced(call: CallAttempt, event: Event) -> None:
         before = call.state
         advance(call, event)
         trace.transitions[call.id].append((before, event, call.state))
 
-    monkeypatch.setattr(ModelCall, "_advance", traced)
+    monkeypatch.setattr(CallAttempt, "_advance", traced)
     monkeypatch.setattr("tokencache.proxy.engine_retry.FIRST_PAUSE", 0.005)
     monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.02)
     store = WatchedStore(trace, random.Random(linger))
@@ -288,10 +288,10 @@ def test_each_violation_is_found(spoil, words):
 async def test_a_broken_deferral_is_found(monkeypatch):
     """With a cancellation that does not wait for the store, the same orders of events violate something."""
 
-    def at_once(call: ModelCall, task: asyncio.Task) -> None:
+    def at_once(call: CallAttempt, task: asyncio.Task) -> None:
         call._advance(Event.CANCEL)
         task.cancel()
 
-    monkeypatch.setattr(ModelCall, "cancel", at_once)
+    monkeypatch.setattr(CallAttempt, "cancel", at_once)
     found = violations(await random_orders(monkeypatch, 0))
     assert any("started and not finished" in violation for violation in found)

@@ -7,12 +7,12 @@
 The turn is stored before the last byte of the reply leaves. So a client that has seen the end of a reply can send its next call to any
 replica of the proxy.
 
-A client that disconnects cancels its call (`ModelCall.cancel`). While the store is being written to, the cancellation is deferred until
+A client that disconnects cancels its call (`CallAttempt.cancel`). While the store is being written to, the cancellation is deferred until
 the store has answered: otherwise it would be unknown what is stored. (A shielded task of its own for each write does the same, and costs
 about 50 µs per call.) A call of which the client has received nothing may instead go on as an *orphaned generation* (`dedup.in_flight`).
 
 An illegal transition raises `IllegalTransitionError`, in production as in tests. It can only come from a mistake in this package, so
-nothing is known about what would be recorded. `ModelCall.__aexit__` then closes the call in the store like after any other internal error:
+nothing is known about what would be recorded. `CallAttempt.__aexit__` then closes the call in the store like after any other internal error:
 without a turn, and with the incident `internal-error`, so that the trainer does not take the session for complete.
 """
 
@@ -240,7 +240,7 @@ class Opening(NamedTuple):
     earlier: tuple[Turn, ...] = ()
 
 
-class ModelCall:
+class CallAttempt:
     """One attempt at a model call. Used as a context, which ends it in the store exactly once, whatever happens.
 
     Within the context: `open`, and then, unless there is a duplicate, `run` or `close`.

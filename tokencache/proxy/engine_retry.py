@@ -3,7 +3,7 @@
 Engines of a training run go away and come back: they are restarted, or paused while their weights are replaced. Everything that makes a
 session is in our store, so a call can wait, or go to another engine. There are two cases:
 
-- *not taken*: no connection, or a refusal (503, 429) before any answer began. Nothing was sampled. `call.ModelCall` asks each engine in
+- *not taken*: no connection, or a refusal (503, 429) before any answer began. Nothing was sampled. `call.CallAttempt` asks each engine in
   the session's order; when all refused, `until_taken` waits with growing pauses and asks them again. Each attempt plans the call anew.
 - *aborted*: the engine ended the reply itself (`finish_reason: "abort"`), and the client received nothing of it. What was sampled is
   recorded as a turn that is never continued, and `dedup.in_flight` makes the call again: a fresh sample on the same prompt. A client

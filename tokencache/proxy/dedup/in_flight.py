@@ -30,7 +30,7 @@ from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import Turn
 from tokencache.errors import EngineError, HarnessError
-from tokencache.proxy.call import CallRequest, ModelCall, Opening, Services
+from tokencache.proxy.call import CallAttempt, CallRequest, Opening, Services
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
 from tokencache.proxy.dedup.replay import can_be_replayed, claim, is_due, refused_second_sample, send_again, whole_reply_of
 from tokencache.proxy.engine_retry import MAX_RESAMPLES, pause_before_resample
@@ -77,22 +77,22 @@ class CallsInFlight:
         self._services, self._ledger, self._store = services, services.ledger, services.ledger.store
         self._policy, self._grace = policy, grace
         self._retries = SampledCounter()
-        self._calls: dict[str, ModelCall] = {}
+        self._calls: dict[str, CallAttempt] = {}
         self._watched: dict[str, asyncio.Task[_Ended]] = {}
-        self._orphans: dict[_Task, ModelCall] = {}
+        self._orphans: dict[_Task, CallAttempt] = {}
 
     async def serve(self, asked: CallRequest, fingerprint: Fingerprint, budget: Budget) -> web.StreamResponse:
         """Answer a request, with as many attempts as it takes.
 
         Raises:
-            EngineError: and what else `ModelCall.open` and `ModelCall.run` raise.
+            EngineError: and what else `CallAttempt.open` and `CallAttempt.run` raise.
         """
         replayable = bool(fingerprint.digest) and can_be_replayed(asked.response)
         join: Join = fingerprint.join if replayable else "never"
         resamples = 0
         while True:
             may_resample = self._services.hold > 0 and resamples < MAX_RESAMPLES
-            call = ModelCall(asked, self._services, budget, may_resample=may_resample)
+            call = CallAttempt(asked, self._services, budget, may_resample=may_resample)
             result = await self._outlive_client(asked.session, call, self._attempt(call, asked, fingerprint, join, replayable=replayable))
             if isinstance(result, Opening):
                 ended = await self._end_of_duplicate(asked, result)
@@ -108,7 +108,7 @@ class CallsInFlight:
                     await pause_before_resample()
 
     async def _attempt(
-        self, call: ModelCall, asked: CallRequest, fingerprint: Fingerprint, join: Join, *, replayable: bool
+        self, call: CallAttempt, asked: CallRequest, fingerprint: Fingerprint, join: Join, *, replayable: bool
     ) -> web.StreamResponse | Opening | None:
         """Make one attempt at a call.
 
@@ -241,7 +241,7 @@ class CallsInFlight:
     # Orphaned generations
 
     async def _outlive_client(
-        self, session: str, call: ModelCall, attempt: Coroutine[Any, Any, web.StreamResponse | Opening | None]
+        self, session: str, call: CallAttempt, attempt: Coroutine[Any, Any, web.StreamResponse | Opening | None]
     ) -> web.StreamResponse | Opening | None:
         """Run an attempt in a task of its own, which may outlive the client."""
         task = asyncio.create_task(attempt)
@@ -259,7 +259,7 @@ class CallsInFlight:
                 self._ledger.detach(asyncio.create_task(_log_failure(task)))
             raise
 
-    async def _wait_for_orphan(self, session: str, call: ModelCall, task: _Task) -> None:
+    async def _wait_for_orphan(self, session: str, call: CallAttempt, task: _Task) -> None:
         """Let an orphaned generation go on for the grace period, and for as long as a retry waits for it."""
         await self._is_wanted(session, call)
         while (await asyncio.wait({task}, timeout=self._grace))[1]:
@@ -269,7 +269,7 @@ class CallsInFlight:
         await _log_failure(task)
         del self._orphans[task]
 
-    async def _is_wanted(self, session: str, call: ModelCall) -> bool:
+    async def _is_wanted(self, session: str, call: CallAttempt) -> bool:
         """Note in the store that the call is orphaned; true if a retry waits for it."""
         try:
             return await self._store.mark_orphaned(session, call.id)
