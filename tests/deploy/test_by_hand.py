@@ -141,7 +141,7 @@ async def test_the_containers_commands(installed, tmp_path):
             await _calls(http)
             code, printed = await _stopped_in_mid_stream(proxy, http)
         assert code == 0, printed
-        assert "calls that are under way may finish" in printed
+        assert "calls in progress may finish" in printed
         assert "Traceback" not in printed
         assert list(nowhere.iterdir()) == []
         kept.process.kill()

@@ -15,8 +15,8 @@ from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, until, user
 from tests.proxy.serve import SECONDS, served
 from tokencache.config import Settings
 from tokencache.engine import upstream
-from tokencache.server import listener as door
-from tokencache.server.descriptors import raise_limit
+from tokencache.server import listener
+from tokencache.server.listener import raise_file_limit
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
@@ -29,7 +29,7 @@ MANY = 1500
 def many():
     """A number of streams for which this process has the files: client, proxy (two) and engine are all in it."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    raise_limit()
+    raise_file_limit()
     yield min(MANY, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500) // 4)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -108,7 +108,7 @@ class Short(socket.socket):
 
 async def test_no_descriptor_for_a_harness(monkeypatch, caplog):
     """It waits before the door; who should open it does not spin, and says it once."""
-    monkeypatch.setattr(door, "PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(listener, "PAUSE_SECONDS", 3600.0)
 
     async def hello(_):
         return web.Response(text="hello")
@@ -117,8 +117,8 @@ async def test_no_descriptor_for_a_harness(monkeypatch, caplog):
     listening.bind(("127.0.0.1", 0))
     listening.setblocking(False)
     url = "http://{}:{}".format(*listening.getsockname())
-    entrance = door.Door(web.Server(hello), [listening])
-    entrance.open()
+    accepting = listener.Listener(web.Server(hello), [listening])
+    accepting.open()
 
     async def tried():
         return listening.tried
@@ -132,13 +132,13 @@ async def test_no_descriptor_for_a_harness(monkeypatch, caplog):
         for _ in range(200):
             await asyncio.sleep(0)
         assert listening.tried == 1
-        entrance._go_on()  # as if the pause were over
+        accepting._resume()  # as if the pause were over
         await until(tried_again, SECONDS)
         listening.short = False
-        entrance._go_on()
+        accepting._resume()
         async with await asked as answer:
             assert await answer.text() == "hello"
-    entrance.close()
+    accepting.close()
     assert caplog.text.count("no connection can be accepted: Too many open files") == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.proxy.kit import CHAT, EPISODES, HEADER, until, user
 from tests.proxy.serve import SECONDS, served
 from tokencache.config import Settings
-from tokencache.server.drain import Stop
+from tokencache.server.drain import StopSignal
 from tokencache.server.serve import serving
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
@@ -25,7 +25,7 @@ class Rack:
     def __init__(self, store=None, **settings):
         self.engine = SimulatedEngine(episodes=EPISODES, seed=7)
         self.store, self.settings = store or MemoryStore(), settings
-        self.stop = Stop()
+        self.stop = StopSignal()
         self._over, self._up = asyncio.Event(), asyncio.Event()
 
     async def __aenter__(self):
@@ -46,7 +46,10 @@ class Rack:
         quiet = self.settings.pop("quiet", 0.0)
         async with self.engine.serve() as up:
             settings = Settings(upstream=up, port=0, linger=0, **self.settings)
-            async with serving(settings, self.store, drain_seconds=drain, quiet_seconds=quiet, stop=self.stop) as (self.url, self.proxy):
+            async with serving(settings, self.store, drain_seconds=drain, last_request_seconds=quiet, stop=self.stop) as (
+                self.url,
+                self.proxy,
+            ):
                 await self.proxy.engine.model()
                 self._up.set()
                 await self._over.wait()
@@ -176,10 +179,10 @@ async def test_one_process_told_twice_ends_at_once():
                 first = await answer.content.readuntil(b"\n\n")
                 assert json.loads(first.removeprefix(b"data: "))["object"] == "chat.completion.chunk"
                 proxy.signal(signal.SIGTERM)
-                await proxy.said("calls that are under way may finish")
+                await proxy.said("calls in progress may finish")
                 proxy.signal(signal.SIGTERM)
                 with pytest.raises(aiohttp.ClientError):
                     await answer.read()
         assert await proxy.ended() == 0
-    assert "1 calls and other requests are cut off" in proxy.log
+    assert "1 requests are cancelled" in proxy.log
     assert "Traceback" not in proxy.log

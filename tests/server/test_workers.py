@@ -18,8 +18,7 @@ from tests.proxy.kit import CHAT, HEADER, until, user
 from tests.proxy.serve import SECONDS, served
 from tests.support.redis_server import RealRedis, find_binary
 from tokencache.config import Settings
-from tokencache.server import listener as door
-from tokencache.server import workers
+from tokencache.server import listener, workers
 from tokencache.testing import SimulatedEngine
 
 pytestmark = pytest.mark.redis
@@ -168,7 +167,7 @@ async def test_told_to_stop_all_finish_what_they_do(redis):
         assert await proxy.ended() == 0
         with pytest.raises(aiohttp.ClientConnectorError):
             await ask(http, "too-late")
-        assert "cut off" not in proxy.log
+        assert "are cancelled" not in proxy.log
 
 
 async def test_told_again_all_end_at_once(redis):
@@ -181,13 +180,13 @@ async def test_told_again_all_end_at_once(redis):
 
         await until(all_there, SECONDS)
         proxy.signal(signal.SIGINT)
-        await proxy.said("stopping: calls that are under way may finish", 2)
+        await proxy.said("stopping: calls in progress may finish", 2)
         assert not any(call.done() for call in calls)
         proxy.signal(signal.SIGINT)
         assert await proxy.ended() == 0
         ends = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(end, aiohttp.ClientError) for end in ends)
-        assert "cut off" in proxy.log
+        assert "are cancelled" in proxy.log
 
 
 async def test_workers_do_not_outlive_their_supervisor(redis):
@@ -228,22 +227,22 @@ def test_sessions_in_memory_are_not_shared():
 
 def test_metrics_need_a_place_that_can_be_written_to(monkeypatch, tmp_path):
     """Memory first; a read-only root is no hindrance where /dev/shm is."""
-    monkeypatch.setattr(workers, "_SCRATCH", tmp_path / "shm")
+    monkeypatch.setattr(workers, "_SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "shm").mkdir()
-    with workers._scratch() as folder:
+    with workers._metrics_folder() as folder:
         assert Path(folder).parent == tmp_path / "shm"
     (tmp_path / "shm").rmdir()
-    with workers._scratch() as folder:
+    with workers._metrics_folder() as folder:
         assert Path(folder).parent == tmp_path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(OSError, match="workers need a folder for their metrics, in /dev/shm or where TMPDIR says"):
-        workers._scratch()
+        workers._metrics_folder()
 
 
 def test_all_addresses_of_a_host_have_the_same_port():
-    sockets = door.bind("localhost", 0, shared=True)
-    again = door.bind("localhost", sockets[0].getsockname()[1], shared=True)
+    sockets = listener.bind("localhost", 0, shared=True)
+    again = listener.bind("localhost", sockets[0].getsockname()[1], shared=True)
     assert len({sock.getsockname()[1] for sock in [*sockets, *again]}) == 1
     for sock in [*sockets, *again]:
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

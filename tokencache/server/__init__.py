@@ -1,11 +1,11 @@
-"""Serving: the application on a port, in one process or several, until told to stop.
+"""Runs the proxy: the application on a port, in one process or several, until it is told to stop.
 
 ==============  =====================================================================================================
-`server`        the application on a socket; what `tokencache serve` runs
-`workers`       several processes on one port; `worker` is one of them
-`door`          where connections come in, as many as there are descriptors for
-`descriptors`   open files: how many, and what that means
-`guarding`      what comes in before it is a request that anybody reads
-`drain`         how a server ends without cutting off what it is doing
+`app`           the application: makes the parts, wires them together, routes requests
+`serve`         runs the application on a socket; what `tokencache serve` does in one process
+`workers`       runs it in several processes on one port
+`listener`      accepts connections, as many as file descriptors allow
+`http_guard`    refuses requests that two servers could read differently
+`drain`         lets requests in progress finish when the server stops
 ==============  =====================================================================================================
 """

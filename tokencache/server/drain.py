@@ -1,9 +1,9 @@
-"""Drain: how a server ends without cutting off what it is doing.
+"""Stops a server without cutting off the requests in progress.
 
-Told to stop, it lets nobody in any more and finishes what is under way. A harness that has a connection already may
-still ask: it is answered, with `Connection: close`, so that its next call goes elsewhere; aiohttp by itself would end such connections
-without a word, and a call that was sent at that moment would be lost. When its time is over, what is left is cut, and recorded as far as
-it had come; likewise when it is told to stop a second time.
+When told to stop, the server accepts no more connections and finishes the requests in progress. A harness that already has a connection may
+send one more request: the response says `Connection: close`, so that its next call goes elsewhere. aiohttp alone would close such
+connections silently, and a call sent at that moment would be lost. When the time to drain is over, or when told to stop a second time,
+the remaining requests are cancelled; what was received of them is recorded.
 """
 
 import asyncio
@@ -17,78 +17,78 @@ from aiohttp.typedefs import Handler
 
 log = logging.getLogger(__name__)
 
-CUT_SECONDS = 5.0
-"""For calls that were cut off to write what they came to."""
+CANCEL_SECONDS = 5.0
+"""Time for cancelled calls to be recorded."""
 
 
-class Stop:
-    """The word to stop: `asked` when it came, `at_once` when it came again."""
+class StopSignal:
+    """Tells a server to stop: `requested` is set at the first signal, `at_once` at the second."""
 
     def __init__(self) -> None:
-        self.asked, self.at_once = asyncio.Event(), asyncio.Event()
+        self.requested, self.at_once = asyncio.Event(), asyncio.Event()
 
     def on_signals(self) -> None:
-        """Take SIGTERM and SIGINT for that word."""
+        """Listen for SIGTERM and SIGINT."""
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, self._again)
+            loop.add_signal_handler(name, self._receive)
 
-    def _again(self) -> None:
-        (self.at_once if self.asked.is_set() else self.asked).set()
+    def _receive(self) -> None:
+        (self.at_once if self.requested.is_set() else self.requested).set()
 
 
 class Drain:
-    """Knows the requests of an application that are under way, and ends them."""
+    """Tracks the requests in progress of an application, and ends them."""
 
     def __init__(self, app: web.Application) -> None:
-        self._under_way: set[asyncio.Task[Any]] = set()
-        self._rest = asyncio.Event()
-        self._rest.set()
-        self._ending = False
-        app.middlewares.insert(0, self._count)
-        app.on_response_prepare.append(self._say_close)
+        self._requests: set[asyncio.Task[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
+        app.middlewares.insert(0, self._track)
+        app.on_response_prepare.append(self._close_connection)
 
     @web.middleware
-    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _track(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - aiohttp runs each request in one
-        self._under_way.add(task)
-        self._rest.clear()
+        self._requests.add(task)
+        self._idle.clear()
         try:
             return await handler(request)
         finally:
-            self._under_way.discard(task)
-            if not self._under_way:
-                self._rest.set()
+            self._requests.discard(task)
+            if not self._requests:
+                self._idle.set()
 
-    async def _say_close(self, _request: web.Request, response: web.StreamResponse) -> None:
-        if self._ending:
+    async def _close_connection(self, _request: web.Request, response: web.StreamResponse) -> None:
+        if self._closing:
             response.headers["Connection"] = "close"
             response.force_close()
 
     def begin(self) -> None:
-        """From now on every answer says that its connection ends with it."""
-        self._ending = True
+        """Close each connection after its next response from now on."""
+        self._closing = True
 
-    async def rest(self, quiet: float) -> None:
-        """Return when nothing is under way, but not before `quiet` seconds: who has a connection may be about to ask."""
-        await asyncio.sleep(quiet)
-        await self._rest.wait()
+    async def wait_idle(self, seconds: float) -> None:
+        """Wait until no request is in progress, but at least `seconds`: a client with a connection may be about to send one."""
+        await asyncio.sleep(seconds)
+        await self._idle.wait()
 
-    async def cut(self) -> None:
-        """End what is under way: it is recorded as far as it has come."""
-        if not self._under_way:
+    async def cancel(self) -> None:
+        """Cancel the requests in progress. What was received of them is recorded."""
+        if not self._requests:
             return
-        log.warning("%d calls and other requests are cut off: the time to drain is over", len(self._under_way))
-        for task in self._under_way:
+        log.warning("the time to drain is over: %d requests are cancelled; see --drain", len(self._requests))
+        for task in self._requests:
             task.cancel()
-        await asyncio.wait(set(self._under_way), timeout=CUT_SECONDS)
+        await asyncio.wait(set(self._requests), timeout=CANCEL_SECONDS)
 
 
-async def patiently(work: Coroutine[Any, Any, None], until: float, at_once: asyncio.Event) -> None:
-    """Wait for some work to be done, until a time of the event loop's clock, or until all must end at once."""
+async def run_until(work: Coroutine[Any, Any, None], deadline: float, at_once: asyncio.Event) -> None:
+    """Run some work until it is done, until a time of the event loop's clock, or until `at_once` is set."""
     tasks = {asyncio.create_task(work), asyncio.create_task(at_once.wait())}
-    await asyncio.wait(tasks, timeout=max(0.0, until - asyncio.get_running_loop().time()), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()), return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,12 +1,12 @@
-"""Guarding: what comes in over a connection before it is a request that anybody reads.
+"""Refuses requests that two servers could read differently, before any handler sees them.
 
-aiohttp's parser refuses what two servers could read in two ways: two lengths, a length beside chunks, folded lines, line ends without CR,
-control characters, heads that are too long (`tests/system/fuzz/test_framing.py` holds it to that). What it leaves open is done here:
+aiohttp's parser refuses most of them: two lengths, a length beside chunks, folded lines, line ends without CR, control characters, heads
+that are too long (`tests/system/fuzz/test_framing.py` checks it). This module does the rest:
 
-    a head that dribbles     closed when it is not whole in time; else one socket could be held for ever with a byte a minute
-    what is no HTTP          told so in JSON like every other error, and in one line of the log, without what was sent
-    an ambiguous head        another version or coding than both sides mean the same by, two keys, two sessions: refused
-    a path that climbs       `/../x`: refused
+    an incomplete head       the connection is closed after a while; otherwise a byte a minute would hold a socket forever
+    not HTTP                 answered in JSON like every other error, with one log line that does not contain what was received
+    an ambiguous head        refused: another version or transfer coding than HTTP/1.1's, two keys, two sessions
+    a path that climbs       refused: `/../x`
 """
 
 import asyncio
@@ -25,37 +25,37 @@ from tokencache.errors import HarnessError
 log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 60.0
-"""For a request's head, from its first byte to its last."""
+"""Longest time from the first byte of a request's head to its last."""
 _BAD_REQUEST = 400
 _SHOWN = 120
 _SEPARATORS = tuple(re.compile(some, re.IGNORECASE) for some in ("/", r"[/\\]", "/|%2f", r"[/\\]|%2f|%5c"))
-"""What servers take for the end of a segment, in all combinations that there are."""
+"""What servers may take for the end of a path segment, in all combinations."""
 
 
 def check_head(request: web.Request, session_headers: Iterable[str]) -> None:
-    """Refuse a head that an engine, or a server before us, may read otherwise than we do.
+    """Check that an engine, or a server in front of the proxy, reads a head as the proxy does.
 
     Raises:
-        HarnessError: it is one.
+        HarnessError: it may read it differently.
     """
     if request.version not in {HttpVersion10, HttpVersion11}:
-        raise HarnessError(f"HTTP/{request.version.major}.{request.version.minor} is not spoken here: HTTP/1.1 is")
+        raise HarnessError(f"HTTP/{request.version.major}.{request.version.minor} is not supported; use HTTP/1.1")
     coding = request.headers.get("Transfer-Encoding", "chunked").strip()
     if coding.lower() != "chunked" or (request.version != HttpVersion11 and "Transfer-Encoding" in request.headers):
-        raise HarnessError("the only transfer coding that is taken is 'chunked', of HTTP/1.1")
+        raise HarnessError("the only supported transfer coding is 'chunked', with HTTP/1.1")
     for name in (*session_headers, *credential_headers()):
         _only_one(request.headers, name)
 
 
 def check_path(path: str) -> None:
-    """Refuse a path that climbs above its beginning, however that is written: an engine's base URL may have a path in front of it.
+    """Check that a path does not climb above its start, in any encoding: an engine's base URL may have a path before it.
 
     Raises:
         HarnessError: it does.
     """
     route = path.partition("?")[0]
     if ".." in route.lower().replace("%2e", ".") and any(_climbs(separator.split(route)) for separator in _SEPARATORS):
-        raise HarnessError("this path leads out of what the engine serves")
+        raise HarnessError("this path climbs above the engine's base URL")
 
 
 def _climbs(segments: list[str]) -> bool:
@@ -69,13 +69,13 @@ def _climbs(segments: list[str]) -> bool:
 
 
 def _only_one(headers: CIMultiDictProxy[str], name: str) -> None:
-    """One request belongs to one session: two headers that name it would leave the choice to whoever reads first."""
+    """Refuse two different values of one header: servers would disagree about which one counts."""
     if name in headers and len(set(headers.getall(name))) > 1:
-        raise HarnessError(f"there are two headers {name}, and they differ")
+        raise HarnessError(f"the header {name} is given twice, with different values")
 
 
-class Runner(web.AppRunner):
-    """Runs an application on connections that are guarded."""
+class GuardedRunner(web.AppRunner):
+    """Runs an application on guarded connections."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -84,7 +84,7 @@ class Runner(web.AppRunner):
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=asyncio.get_running_loop(),
-            **made._kwargs,  # noqa: SLF001 - aiohttp has no way to name another protocol (3.14)
+            **made._kwargs,  # noqa: SLF001 - aiohttp (3.14) has no public way to set the protocol class
         )
 
 
@@ -94,52 +94,52 @@ class _Server(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """One connection: aiohttp's, with a clock for heads and words of ours for what is no request."""
+    """aiohttp's connection with a timeout for heads and an error message for bytes that are not HTTP."""
 
-    __slots__ = ("_clock",)
+    __slots__ = ("_head_timer",)
 
     def __init__(self, manager: web.Server, **settings: Any) -> None:
         super().__init__(manager, **settings)
-        self._clock: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in; those that end no head begin one, or go on with it."""
+        """Receive bytes, and start or stop the timeout of a head."""
         super().data_received(data)
         if self._waits_for_head:
-            if self._clock is None:
-                self._clock = self._loop.call_later(HEAD_SECONDS, self._too_slow)
-        elif self._clock is not None:
-            self._stop_clock()
+            if self._head_timer is None:
+                self._head_timer = self._loop.call_later(HEAD_SECONDS, self._time_out)
+        elif self._head_timer is not None:
+            self._stop_head_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Stop the clock, too."""
-        self._stop_clock()
+        """Stop the timeout, too."""
+        self._stop_head_timer()
         super().connection_lost(exc)
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Answer what is no request: in JSON, and the connection is closed. Whoever scans ports must not fill the log."""
+        """Answer bytes that are not HTTP in JSON, and close the connection. Only debug logs it: port scans must not fill the log."""
         if status != _BAD_REQUEST or request.writer.output_size:
             return super().handle_error(request, status, exc, message)
-        log.debug("no request from %s", request.remote, exc_info=exc)
-        said = (message or "").strip().partition("\n")[0][:_SHOWN].rstrip(": ")
-        error = {"message": f"this is no HTTP request: {said}", "type": "invalid_request_error", "param": None, "code": status}
-        answer = web.Response(body=msgspec.json.encode({"error": error}), status=status, content_type="application/json")
-        answer.force_close()
-        return answer
+        log.debug("not an HTTP request from %s", request.remote, exc_info=exc)
+        detail = (message or "").strip().partition("\n")[0][:_SHOWN].rstrip(": ")
+        error = {"message": f"this is not an HTTP request: {detail}", "type": "invalid_request_error", "param": None, "code": status}
+        response = web.Response(body=msgspec.json.encode({"error": error}), status=status, content_type="application/json")
+        response.force_close()
+        return response
 
     @property
     def _waits_for_head(self) -> bool:
         return self._waiter is not None and not self._waiter.done()
 
-    def _too_slow(self) -> None:
-        self._clock = None
+    def _time_out(self) -> None:
+        self._head_timer = None
         if self._waits_for_head:
-            log.info("a connection is closed: its request's head did not end within %g s", HEAD_SECONDS)
+            log.info("a connection is closed: its request's head was not complete after %g s", HEAD_SECONDS)
             self.force_close()
 
-    def _stop_clock(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

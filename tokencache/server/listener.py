@@ -1,18 +1,24 @@
-"""The door: where harnesses' connections come in.
+"""Accepts connections from harnesses, as many as the limit of open files allows.
 
-It is not the event loop's own server, for one reason: what happens when file descriptors run short. uvloop's server then takes
-connections and closes them, without a word in any log. Here a connection that cannot be served is left in the kernel's queue,
-where its harness waits; it is said once a minute; and nobody spins. Connections are let in only while there is a descriptor for
-the engine's side of each, so that a call that was let in can be made.
+A streaming call needs two file descriptors: the harness's connection and the engine's. At start the soft limit, 1,024 on most machines, is
+raised to the hard one, and the log says how many streams fit. Some descriptors are reserved for other uses: the store's connections (64),
+logs, trainers, the proxy's own requests to engines.
 
-Workers of one machine share a port by `SO_REUSEPORT`: each has a socket of its own, and the kernel deals connections out by a hash of
-their addresses. One socket that all accept from is not dealt out evenly (docs/operations.md has figures), and a connection stays where it
-was taken for as long as a harness keeps it.
+The event loop's own server is not used because of what it does when descriptors run short: uvloop's accepts connections and closes them,
+without a log line. Here a connection that cannot be served stays in the kernel's queue, where its harness waits; the log says so once a
+minute; and no CPU is wasted. A connection is accepted only while there is a descriptor for its engine's side, so that an accepted call can
+be made.
+
+Workers on one machine share a port by `SO_REUSEPORT`: each has a socket of its own, and the kernel distributes connections by a hash of
+their addresses. Connections to one shared socket are distributed unevenly (docs/operations.md has figures), and a connection stays with
+its worker for as long as the harness keeps it.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
+import resource
 import socket
 import time
 from collections.abc import Sequence
@@ -20,25 +26,52 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from tokencache.net import keep_alive
-from tokencache.server.descriptors import PER_STREAM, streams_that_fit
 
 log = logging.getLogger(__name__)
 
+RESERVED = 128
+PER_STREAM = 2
+FEW = 4096
+"""Fewer streams than this in one process draw a warning."""
 BACKLOG = 4096
 AT_ONCE = 64
-"""Connections that are taken before others get their turn."""
+"""Connections accepted before other tasks run."""
 PAUSE_SECONDS = 0.25
 REMIND_SECONDS = 60.0
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
-def bind(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
-    """Take a port on all addresses of a host, without listening yet; port 0 takes a free one, the same on all of them.
+def raise_file_limit() -> int:
+    """Raise the limit of open files as far as allowed, and log how many streams fit. Returns that number."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, streams = resource.getrlimit(resource.RLIMIT_NOFILE)[0], stream_capacity()
+    if streams < FEW:
+        log.warning(
+            "ONLY %d STREAMS FIT AT A TIME: a process may open %d files, and a streaming call needs two. Further harnesses have to wait. "
+            "Raise the hard limit (ulimit -Hn, LimitNOFILE= of systemd, ulimits of compose)",
+            streams,
+            limit,
+        )
+    else:
+        log.info("%d streams fit at a time: a process may open %d files", streams, limit)
+    return streams
 
-    `shared`: others of this user may take it, too, and share what comes in once they listen.
+
+def stream_capacity() -> int:
+    """Return how many streams the limit of open files allows; at least one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, (limit - RESERVED) // PER_STREAM)
+
+
+def bind(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
+    """Bind a port on all addresses of a host, without listening. Port 0 picks a free one, the same on all addresses.
+
+    With `shared`, other processes of this user may bind it too, and share its connections once they listen.
 
     Raises:
-        OSError: there is no such address, or the port is taken.
+        OSError: there is no such address, or the port is in use.
     """
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
@@ -63,44 +96,44 @@ def bind(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
     return bound
 
 
-class Door:
-    """Lets connections in to an HTTP server from sockets that are bound; they are closed with it."""
+class Listener:
+    """Accepts connections to an HTTP server on bound sockets. Closing it closes the sockets."""
 
     def __init__(self, server: web.Server, sockets: Sequence[socket.socket]) -> None:
         self._server, self._sockets = server, sockets
         self._loop = asyncio.get_running_loop()
-        self._entering: set[asyncio.Task[None]] = set()
-        self._later: asyncio.TimerHandle | None = None
-        self._said = -REMIND_SECONDS
-        self._room = streams_that_fit()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._logged = -REMIND_SECONDS
+        self._capacity = stream_capacity()
 
     def open(self) -> None:
         """Listen.
 
         Raises:
-            OSError: another one listens there.
+            OSError: another process listens there.
         """
         for sock in self._sockets:
             sock.listen(BACKLOG)
-        self._go_on()
+        self._resume()
 
     def close(self) -> None:
-        """Let nobody in any more; who is in stays."""
-        if self._later is not None:
-            self._later.cancel()
+        """Accept no more connections. Open ones stay."""
+        if self._timer is not None:
+            self._timer.cancel()
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             sock.close()
 
-    def _go_on(self) -> None:
-        self._later = None
+    def _resume(self) -> None:
+        self._timer = None
         if self._is_full():
             self._pause()
             return
         for sock in self._sockets:
-            self._loop.add_reader(sock, self._knock, sock)
+            self._loop.add_reader(sock, self._accept, sock)
 
-    def _knock(self, sock: socket.socket) -> None:
+    def _accept(self, sock: socket.socket) -> None:
         for _ in range(AT_ONCE):
             try:
                 accepted, _ = sock.accept()
@@ -109,37 +142,37 @@ class Door:
             except OSError as why:
                 if why.errno not in _SHORT:
                     raise
-                self._say(f"no connection can be accepted: {why.strerror}")
+                self._log_full(f"no connection can be accepted: {why.strerror}")
                 self._pause()
                 return
-            entering = self._loop.create_task(self._enter(accepted))
-            self._entering.add(entering)
-            entering.add_done_callback(self._entering.discard)
-            # Descriptors are numbered from below: while this number is small, so is the count.
-            if accepted.fileno() >= self._room and self._is_full():
+            starting = self._loop.create_task(self._start(accepted))
+            self._starting.add(starting)
+            starting.add_done_callback(self._starting.discard)
+            # The kernel gives out the lowest free number: while it is below the capacity, fewer connections than that are open.
+            if accepted.fileno() >= self._capacity and self._is_full():
                 self._pause()
                 return
 
-    async def _enter(self, accepted: socket.socket) -> None:
+    async def _start(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
         try:
             await self._loop.connect_accepted_socket(self._server, accepted)
-        except OSError as why:  # it has gone already
+        except OSError as why:  # the client has disconnected already
             log.debug("a connection ended as it began: %s", why)
             accepted.close()
 
     def _is_full(self) -> bool:
-        full = len(self._server.connections) + len(self._entering) >= self._room
+        full = len(self._server.connections) + len(self._starting) >= self._capacity
         if full:
-            self._say(f"{self._room} connections are open, and each may need {PER_STREAM} of the files that this process may open")
+            self._log_full(f"{self._capacity} connections are open, and each may need {PER_STREAM} of the files that this process may open")
         return full
 
     def _pause(self) -> None:
         for sock in self._sockets:
             self._loop.remove_reader(sock)
-        self._later = self._loop.call_later(PAUSE_SECONDS, self._go_on)
+        self._timer = self._loop.call_later(PAUSE_SECONDS, self._resume)
 
-    def _say(self, why: str) -> None:
-        if time.monotonic() - self._said >= REMIND_SECONDS:
-            self._said = time.monotonic()
-            log.error("FULL: %s; others wait until one of them ends", why)
+    def _log_full(self, why: str) -> None:
+        if time.monotonic() - self._logged >= REMIND_SECONDS:
+            self._logged = time.monotonic()
+            log.error("FULL: %s. Further connections wait until one of them closes", why)

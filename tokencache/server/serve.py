@@ -1,8 +1,8 @@
-"""The server: the application on a socket, until told to stop.
+"""Runs the proxy on a socket until it is told to stop.
 
-`serving` is for tests and for those who embed the proxy; `run` is what `tokencache serve` does in one process, and what each
-worker does where there are several (`server.workers`): it raises the limit of open files, stops on SIGTERM and SIGINT, and lets
-calls that are under way finish.
+`serving` is for tests and for programs that embed the proxy. `run` is what `tokencache serve` does in one process, and what each worker
+does if there are several (`server.workers`): it raises the limit of open files, stops on SIGTERM and SIGINT, and lets calls in progress
+finish.
 """
 
 import asyncio
@@ -13,16 +13,15 @@ from collections.abc import AsyncIterator, Callable
 
 from tokencache.config import Settings
 from tokencache.server.app import Proxy
-from tokencache.server.descriptors import raise_limit
-from tokencache.server.drain import CUT_SECONDS, Drain, Stop, patiently
-from tokencache.server.http_guard import Runner
-from tokencache.server.listener import Door, bind
+from tokencache.server.drain import CANCEL_SECONDS, Drain, StopSignal, run_until
+from tokencache.server.http_guard import GuardedRunner
+from tokencache.server.listener import Listener, bind, raise_file_limit
 from tokencache.store.base import Store
 
 log = logging.getLogger(__name__)
 
-QUIET_SECONDS = 1.0
-"""For who has a connection and is about to ask, when the server stops: it is told then to go elsewhere."""
+LAST_REQUEST_SECONDS = 1.0
+"""How long a stopping server waits for requests on open connections. Their responses close the connection."""
 
 
 @contextlib.asynccontextmanager
@@ -31,30 +30,35 @@ async def serving(
     store: Store | None = None,
     *,
     drain_seconds: float = 1.0,
-    quiet_seconds: float = 0.0,
-    stop: Stop | None = None,
+    last_request_seconds: float = 0.0,
+    stop: StopSignal | None = None,
     shared: bool = False,
 ) -> AsyncIterator[tuple[str, Proxy]]:
-    """Serve while the context is open; yields the base URL (without `/v1`) and the proxy.
+    """Serve while the context is open. Yields the base URL (without `/v1`) and the proxy.
 
-    On leaving, calls that are under way have `drain_seconds` to finish, unless `stop` says that all must end at once, and
-    connections have `quiet_seconds` to ask once more. `shared`: others of this user may listen on the port, too.
+    Args:
+        settings: settings of the proxy.
+        store: store to use instead of the one that the settings name.
+        drain_seconds: time for requests in progress to finish when the context is left.
+        last_request_seconds: how long open connections may then send another request.
+        stop: ends all of this at once.
+        shared: other processes of this user may listen on the port, too.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the address is in use or does not exist.
         StoreError: the store cannot be opened.
     """
-    stop = stop or Stop()
+    stop = stop or StopSignal()
     proxy = Proxy(settings, store)
     app = proxy.application()
-    under_way = Drain(app)
-    # handler_cancellation: a harness that leaves ends its call, and with it the generation.
-    # auto_decompress: a compressed body goes on as it came.
-    runner = Runner(
+    drain = Drain(app)
+    # handler_cancellation: a client that disconnects ends its call, and with it the generation.
+    # auto_decompress: a compressed body is forwarded as it was received.
+    runner = GuardedRunner(
         app,
         handler_cancellation=True,
         access_log=None,
-        shutdown_timeout=CUT_SECONDS,
+        shutdown_timeout=CANCEL_SECONDS,
         max_line_size=64 * 1024,
         max_field_size=64 * 1024,
         auto_decompress=False,
@@ -65,49 +69,52 @@ async def serving(
     try:
         await runner.setup()
         server = runner.server
-        assert server is not None  # noqa: S101 - it is made by `setup`
-        door = Door(server, sockets)
+        assert server is not None  # noqa: S101 - `setup` makes it
+        listener = Listener(server, sockets)
     except BaseException:
         for sock in sockets:
             sock.close()
         raise
     loop = asyncio.get_running_loop()
     try:
-        door.open()
+        listener.open()
         yield f"http://{host}:{port}", proxy
     finally:
-        until = loop.time() + drain_seconds
-        under_way.begin()
-        door.close()
-        await patiently(under_way.rest(quiet_seconds if server.connections else 0.0), until, stop.at_once)
-        await under_way.cut()
-        await patiently(proxy.ledger.settled(), until, stop.at_once)
+        deadline = loop.time() + drain_seconds
+        drain.begin()
+        listener.close()
+        await run_until(drain.wait_idle(last_request_seconds if server.connections else 0.0), deadline, stop.at_once)
+        await drain.cancel()
+        await run_until(proxy.ledger.settled(), deadline, stop.at_once)
         await runner.cleanup()
 
 
-def _settle_memory() -> None:
-    """Take what is there now for good: the collector need not look at it again, nor look so often; calls leave few cycles behind."""
+def _freeze_memory() -> None:
+    """Exclude present objects from garbage collection, and collect less often: calls leave few cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
 
-async def run(settings: Settings, stop: Stop | None = None, *, shared: bool = False, ready: Callable[[], None] = lambda: None) -> None:
-    """Serve until told to stop: by `stop`, and by SIGTERM or SIGINT in any case. `ready` is called once it listens.
+async def run(
+    settings: Settings, stop: StopSignal | None = None, *, shared: bool = False, ready: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until `stop`. Calls `ready` once it listens.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the address is in use or does not exist.
         StoreError: the store cannot be opened.
     """
-    raise_limit()
-    stop = stop or Stop()
+    raise_file_limit()
+    stop = stop or StopSignal()
     stop.on_signals()
-    async with serving(settings, drain_seconds=settings.drain, quiet_seconds=QUIET_SECONDS, stop=stop, shared=shared) as (url, proxy):
-        urls = ", ".join(monitor.url for monitor in proxy.pool.monitors)  # never a password
+    seconds = LAST_REQUEST_SECONDS
+    async with serving(settings, drain_seconds=settings.drain, last_request_seconds=seconds, stop=stop, shared=shared) as (url, proxy):
+        urls = ", ".join(monitor.url for monitor in proxy.pool.monitors)
         engines = f"the engine at {urls}" if urls else "no engine yet (add one: POST /tokencache/v1/engines)"
-        where = settings.store.rpartition("@")[2]
+        where = settings.store.rpartition("@")[2]  # without its password
         log.info("tokencache listens on %s for %s, store %s", url, engines, where)
-        _settle_memory()
+        _freeze_memory()
         ready()
-        await stop.asked.wait()
-        log.info("stopping: calls that are under way may finish")
+        await stop.requested.wait()
+        log.info("stopping: calls in progress may finish")

@@ -1,16 +1,16 @@
-"""Workers: several processes that serve one port, for a machine with more than one core.
+"""Serves one port with several processes, for a machine with more than one core.
 
-`tokencache serve --workers N` is then a supervisor that serves nothing itself. It takes the port, so that nobody else does, and starts N
-workers, each a fresh interpreter (`server.worker`) that listens there with a socket of its own; the kernel deals connections out. Any
-worker serves any call, because all that matters is in the store. One that dies is started again, after a pause that grows
-with each death. Told to stop, it tells them, and waits until they have drained.
+`tokencache serve --workers N` runs a supervisor that serves no requests. It binds the port, so that no other program does, and starts N
+workers. Each is a fresh interpreter that listens on the port with a socket of its own; the kernel distributes the connections. Any worker
+can serve any call, because the store holds everything that calls need. A worker that dies is restarted after a delay, which grows with
+each death. When the supervisor is told to stop, it tells the workers and waits until they have drained.
 
-A worker hears its supervisor over its standard input (its settings, then `stop`, then `now`) and says `ready` over its
-standard output. Where that input ends, the supervisor is gone, and the worker stops as if it had been told to: none is left behind.
+A worker reads its settings from standard input, then `stop` and `now`, and writes `ready` to standard output. When the input ends, the
+supervisor is gone, and the worker stops as if it had been told to: none is left running.
 
-Not one listening socket that all accept from: of 1,000 connections that came at once one of two workers took 704, of four
-workers one took 489; with a socket each (`SO_REUSEPORT`) it were 495 and 505, and a harness keeps its connection. The price: who knocked
-at a worker that dies and was not let in yet is cut off like those whom it served.
+The workers do not share one listening socket: of 1,000 connections opened at once one of two workers accepted 704, and one of four 489.
+With a socket each (`SO_REUSEPORT`) two workers got 495 and 505, and a harness keeps its connection. The price: connections that wait for a
+worker that dies are lost like those that it served.
 """
 
 import asyncio
@@ -24,150 +24,169 @@ import tempfile
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
+from tokencache import logs, metrics
 from tokencache.backoff import delays
 from tokencache.config import Settings
-from tokencache.server.drain import Stop
+from tokencache.engine.template.local import quieten
+from tokencache.server.drain import StopSignal
 from tokencache.server.listener import bind
+from tokencache.server.serve import run
+from tokencache.store.base import StoreError
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before a worker that died is started again; each is twice the one before, unless it had lived for `WELL` seconds."""
-WELL = 60.0
+FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
+"""Seconds before a worker that died is restarted. Each delay is twice the one before, until a worker has lived for `STABLE_SECONDS`."""
+STABLE_SECONDS = 60.0
 MARGIN = 30.0
-"""Seconds that a worker has beyond its time to drain, to write what is owed."""
-_SCRATCH = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
+"""Seconds that a worker has after its time to drain, to write what it still has to."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
+_MAX_SETTINGS = 16 * 2**20
+"""Bytes of the line with the settings."""
+_START = """
+import sys
+sys.path[:] = {path!r}
+from prometheus_client import values
+values.ValueClass = values.MultiProcessValue(process_identifier=lambda: {number})
+from tokencache.server.workers import serve_as_worker
+serve_as_worker({restarted})
+"""
+"""Program of a worker. Its metrics are in files named by its number, not its process id, so that its successor goes on counting. This must
+be set before a metric is made, and metrics are made when `tokencache.metrics` is imported."""
 
 
 class WorkerError(Exception):
-    """The workers cannot be started; the message says why."""
+    """The workers cannot start. The message says why."""
 
 
 async def supervise(settings: Settings) -> None:
     """Serve with several workers until SIGTERM or SIGINT.
 
     Raises:
-        OSError: the address cannot be listened on, or there is no folder for metrics.
+        OSError: the address is in use or does not exist, or there is no folder for metrics.
         WorkerError: a worker could not start.
     """
-    stop = Stop()
+    stop = StopSignal()
     stop.on_signals()
-    for sock in bind(settings.host, settings.port):  # with `shared` alone it would join whoever listens there already
+    for sock in bind(settings.host, settings.port):  # fails if the port is in use; with `shared` alone it would join its user
         sock.close()
-    held = bind(settings.host, settings.port, shared=True)  # never listened on: it keeps the port while workers come and go
+    held = bind(settings.host, settings.port, shared=True)  # never listened on: it keeps the port while workers restart
     try:
         settings = settings.model_copy(update={"port": held[0].getsockname()[1]})
-        with _scratch() as folder:
+        with _metrics_folder() as folder:
             workers = [_Worker(number, settings, folder, stop) for number in range(settings.workers)]
             log.info("%d workers share %s port %d", settings.workers, settings.host or "*", settings.port)
-            await _until_one_fails([*(worker.keep() for worker in workers), _pass_on(stop, workers, settings.drain)])
+            await _until_one_fails([*(worker.keep_running() for worker in workers), _forward_stop(stop, workers, settings.drain)])
             log.info("all workers have ended")
     finally:
         for sock in held:
             sock.close()
 
 
-def _scratch() -> "tempfile.TemporaryDirectory[str]":
-    """Make a folder for the workers' metrics, in memory where there is such a place; it is gone with the supervisor."""
+def _metrics_folder() -> "tempfile.TemporaryDirectory[str]":
+    """Make a folder for the workers' metrics, in memory if possible. It is deleted with the supervisor."""
     try:
-        place = _SCRATCH if os.access(_SCRATCH, os.W_OK) else None
-        return tempfile.TemporaryDirectory(prefix="tokencache-", dir=place, ignore_cleanup_errors=True)
+        parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+        return tempfile.TemporaryDirectory(prefix="tokencache-", dir=parent, ignore_cleanup_errors=True)
     except OSError as why:
         raise OSError(why.errno, f"workers need a folder for their metrics, in /dev/shm or where TMPDIR says: {why.strerror}") from None
 
 
 async def _until_one_fails(works: list[Coroutine[Any, Any, None]]) -> None:
+    """Run workers and, last in the list, what serves them. Returns when all workers have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        *keepers, _ = tasks
-        await asyncio.gather(*keepers)
+        *workers, _ = tasks
+        await asyncio.gather(*workers)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pass_on(stop: Stop, workers: "list[_Worker]", drain: float) -> None:
-    await stop.asked.wait()
-    log.info("stopping: the workers are told; calls that are under way may finish")
+async def _forward_stop(stop: StopSignal, workers: "list[_Worker]", drain: float) -> None:
+    await stop.requested.wait()
+    log.info("stopping: calls in progress may finish; waiting for the workers")
     for worker in workers:
-        worker.tell("stop")
+        worker.send("stop")
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(stop.at_once.wait(), drain + MARGIN)
     for worker in workers:
-        worker.tell("now")
+        worker.send("now")
     await asyncio.sleep(MARGIN)
     for worker in workers:
         worker.kill()
 
 
 class _Worker:
-    """One worker's place: the process that is there, and the one after it."""
+    """One of the workers: its process, and the processes that replace it."""
 
-    def __init__(self, number: int, settings: Settings, folder: str, stop: Stop) -> None:
+    def __init__(self, number: int, settings: Settings, folder: str, stop: StopSignal) -> None:
         self._number, self._settings, self._folder, self._stop = number, settings, folder, stop
         self._process: asyncio.subprocess.Process | None = None
         self._has_served = False
 
-    def tell(self, word: str) -> None:
-        """Tell the process that is there now."""
+    def send(self, command: str) -> None:
+        """Send a command to the present process."""
         if self._process is not None and self._process.returncode is None and self._process.stdin is not None:
-            self._process.stdin.write(f"{word}\n".encode())
+            self._process.stdin.write(f"{command}\n".encode())
 
     def kill(self) -> None:
-        """Kill the process that is there now, if one is: it was told to end, and had its time."""
+        """Kill the present process, if it still runs."""
         if self._process is not None and self._process.returncode is None:
-            log.error("WORKER %d DOES NOT END: it is killed", self._number)
+            log.error("WORKER %d DOES NOT STOP: it is killed", self._number)
             self._process.kill()
 
-    async def keep(self) -> None:
-        """Keep a process there until it is told to stop.
+    async def keep_running(self) -> None:
+        """Run the process, and restart it when it dies, until the supervisor is told to stop.
 
         Raises:
-            WorkerError: the first one did not come as far as to serve.
+            WorkerError: the first process ended before it served.
         """
-        pauses = delays(FIRST_PAUSE, LONGEST_PAUSE)
-        while not self._stop.asked.is_set():
+        restarts = delays(FIRST_DELAY, LONGEST_DELAY)
+        while not self._stop.requested.is_set():
             began = time.monotonic()
             code, why = await self._run()
-            if self._stop.asked.is_set():
+            if self._stop.requested.is_set():
                 return
+            ending = f"signal {-code}" if code < 0 else f"exit code {code}"
             if not self._has_served:
-                raise WorkerError(why or f"worker {self._number} ended before it served ({_said(code)}); what it wrote stands above")
-            if time.monotonic() - began > WELL:
-                pauses = delays(FIRST_PAUSE, LONGEST_PAUSE)
-            pause = next(pauses)
+                raise WorkerError(why or f"worker {self._number} ended before it served ({ending}); see its output above")
+            if time.monotonic() - began > STABLE_SECONDS:
+                restarts = delays(FIRST_DELAY, LONGEST_DELAY)
+            delay = next(restarts)
             log.error(
-                "WORKER %d DIED (%s)%s: its calls are lost, and marked on their sessions; another one is started in %g s",
+                "WORKER %d DIED (%s)%s: its calls are lost, and marked as lost in their sessions. It is restarted in %g s",
                 self._number,
-                _said(code),
+                ending,
                 f": {why}" if why else "",
-                pause,
+                delay,
             )
-            mark_process_dead(self._number, self._folder)  # type: ignore[no-untyped-call]  # what it had in flight is not
+            mark_process_dead(self._number, self._folder)  # type: ignore[no-untyped-call]  # drops its gauges
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.asked.wait(), pause)
+                await asyncio.wait_for(self._stop.requested.wait(), delay)
 
     async def _run(self) -> tuple[int, str]:
-        """Run one process to its end: its exit code, and why it did not serve, if it said so."""
+        """Run one process to its end. Returns its exit code, and why it did not serve, if it reported that."""
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
-            f"import sys; sys.path[:] = {sys.path!r}; from tokencache.server.worker import main; main({self._number}, {self._has_served})",
+            _START.format(path=sys.path, number=self._number, restarted=self._has_served),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._folder},
-            start_new_session=True,  # Ctrl-C is for the supervisor: a worker that heard it twice would end at once
+            start_new_session=True,  # Ctrl-C must reach only the supervisor; a worker would take it for a second signal and stop at once
         )
         try:
             assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018 - both are pipes
-            self.tell(base64.b64encode(pickle.dumps(self._settings)).decode())
-            if self._stop.asked.is_set():  # while it was started
-                self.tell("stop")
+            self.send(base64.b64encode(pickle.dumps(self._settings)).decode())
+            if self._stop.requested.is_set():  # while it was started
+                self.send("stop")
             why = ""
             async for line in process.stdout:
                 word, _, rest = line.decode(errors="replace").strip().partition(" ")
@@ -182,8 +201,8 @@ class _Worker:
             self._process = None
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """End a process whose supervisor gives up."""
-        self.tell("now")
+        """End a process whose supervisor fails."""
+        self.send("now")
         try:
             await asyncio.wait_for(process.wait(), MARGIN)
         except TimeoutError:
@@ -191,5 +210,45 @@ class _Worker:
             await process.wait()
 
 
-def _said(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def serve_as_worker(restarted: bool) -> None:
+    """Serve as a worker under a supervisor. Runs in the worker's process and ends it.
+
+    Args:
+        restarted: whether it replaces a process that died.
+    """
+    with os.fdopen(os.dup(1), "w", buffering=1) as out:
+        os.dup2(2, 1)  # standard output belongs to the supervisor: anything else that prints goes to standard error
+        sys.exit(uvloop.run(_serve_worker(out, restarted=restarted)))
+
+
+async def _serve_worker(out: TextIO, *, restarted: bool) -> int:
+    """Serve until told to stop. Returns the exit code."""
+    commands = asyncio.StreamReader(limit=_MAX_SETTINGS)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), os.fdopen(0, "rb", buffering=0))
+    settings = pickle.loads(base64.b64decode(await commands.readline()))  # noqa: S301 - it comes from our own supervisor
+    logs.set_up(settings.log_level, several=True)
+    if settings.tokenizer is not None:
+        quieten()
+    if restarted:
+        metrics.WORKER_RESTARTS.inc()
+    stop = StopSignal()
+    obeying = asyncio.create_task(_obey(commands, stop))
+    try:
+        await run(settings, stop, shared=True, ready=lambda: print("ready", file=out))
+    except (OSError, StoreError, ValueError) as why:
+        print("failed", " ".join(str(why).split()), file=out)
+        return 1
+    finally:
+        obeying.cancel()
+    return 0
+
+
+async def _obey(commands: asyncio.StreamReader, stop: StopSignal) -> None:
+    """Follow the supervisor's commands. The end of the input means that the supervisor is gone."""
+    while command := (await commands.readline()).strip():
+        stop.requested.set()
+        if command == b"now":
+            stop.at_once.set()
+    if not stop.requested.is_set():
+        log.error("THE SUPERVISOR IS GONE: this worker stops, too")
+        stop.requested.set()

@@ -13,12 +13,16 @@ To run it as a process: `python -m tokencache.testing.engine --port 8000 --episo
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
+import json
+import signal
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from aiohttp import web
 
@@ -28,6 +32,7 @@ from tokencache.testing.completion import ChatCompletion, Completion, Completion
 from tokencache.testing.derender import derendered, rendered
 from tokencache.testing.errors import RefusalResponse, room_for_reply, schema_refusal, senseless, unknown_model
 from tokencache.testing.faults import Fault, FaultKind, FaultOrders
+from tokencache.testing.generation import LogprobsMode
 from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
 from tokencache.testing.metadata import ReplyMetadata
 from tokencache.testing.prompt import has_media, prompt_ids
@@ -37,10 +42,8 @@ from tokencache.testing.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from pathlib import Path
 
     from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.generation import LogprobsMode
     from tokencache.testing.metadata import VersionStyle
 
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
@@ -354,7 +357,47 @@ class SimulatedEngine:
         return entries
 
 
-if __name__ == "__main__":
-    from tokencache.testing.cli import main
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run an engine until interrupted. Prints its base URL on a line of its own once it serves."""
+    parser = argparse.ArgumentParser(prog="python -m tokencache.testing.engine", description="A simulated vLLM engine.")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0, the default, picks a free port")
+    parser.add_argument("--episodes", type=Path, help="JSON file that maps names to lists of replies")
+    parser.add_argument("--model", default="sim", help="name of the model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drift", type=float, default=0.3, help="probability that a token is split into two")
+    parser.add_argument("--max-model-len", type=int, default=131072, help="tokens")
+    parser.add_argument("--token-delay", type=float, default=0.0, help="seconds")
+    parser.add_argument("--chunk-tokens", type=int, default=1, help="tokens in each chunk of a stream")
+    parser.add_argument("--ignore-ids", action="store_true", help="ignore supplied prompt ids, as vLLM before 0.27 does")
+    parser.add_argument("--logprobs-mode", default="raw_logprobs", choices=get_args(LogprobsMode), help="as vLLM's option")
+    parser.add_argument("--journal", type=Path, help="file that receives every token before it is sent")
+    parser.add_argument("--control", action="store_true", help="accept faults over HTTP: POST /control/faults")
+    options = parser.parse_args(arguments)
+    engine = SimulatedEngine(
+        episodes=json.loads(options.episodes.read_text(encoding="utf-8")) if options.episodes else None,
+        model=options.model,
+        seed=options.seed,
+        drift=options.drift,
+        max_model_len=options.max_model_len,
+        token_delay=options.token_delay,
+        chunk_tokens=options.chunk_tokens,
+        honours_ids=not options.ignore_ids,
+        logprobs_mode=options.logprobs_mode,
+        journal=options.journal,
+        orders=FaultOrders() if options.control else None,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(engine, options.host, options.port))
 
+
+async def _serve(engine: SimulatedEngine, host: str, port: int) -> None:
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    async with engine.serve(host, port) as url:
+        print(url, flush=True)  # noqa: T201 - what the caller waits for
+        await stopped.wait()
+
+
+if __name__ == "__main__":
     main()

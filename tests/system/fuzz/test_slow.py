@@ -10,12 +10,12 @@ from tests.proxy.kit import proxied
 from tests.proxy.raw import read_message
 from tests.system.fuzz.kit import ASK, PATIENCE, Strict, answers, request
 from tokencache.proxy import request_body as intake
-from tokencache.server import http_guard as guarding
+from tokencache.server import http_guard
 
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
-    monkeypatch.setattr(guarding, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(http_guard, "HEAD_SECONDS", 0.05)
     monkeypatch.setattr(intake, "PATIENCE", 0.05)
 
 
