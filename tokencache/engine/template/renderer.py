@@ -60,6 +60,8 @@ class EngineRenderer:
         max_model_len: the longest prompt in tokens, as the last answer named it; 0 if unknown.
     """
 
+    route = "/tokenize"
+
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self.max_model_len = 0
@@ -78,18 +80,18 @@ class EngineRenderer:
         if args.tools is not None:
             body["tools"] = args.tools
         try:
-            answer = await self._engine.post("/tokenize", body)
+            answer = await self._engine.post(self.route, body)
         except Exception as why:
             raise RenderError(str(why)) from why
         if answer.status != _OK:
             kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
-            raise kind(f"/tokenize answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
+            raise kind(f"{self.route} answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
         try:
             tokenized = msgspec.json.decode(answer.body, type=_Tokenized)
             self.max_model_len = tokenized.max_model_len or self.max_model_len
             return ids.pack(tokenized.tokens)
         except (ValueError, OverflowError) as why:
-            raise RenderError(f"/tokenize returned no token ids: {why}") from why
+            raise RenderError(f"{self.route} returned no token ids: {why}") from why
 
     async def read(self, model: str, packed: bytes) -> str:
         """See `TextRenderer.read`; asks the engine's `/detokenize`."""
