@@ -27,6 +27,7 @@ from cachetools import LRUCache
 from multidict import CIMultiDict
 
 from tokencache.core import ids
+from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import CHAT, EngineRequest, ExactPrompt, ParsedCompletion, Target
@@ -43,7 +44,7 @@ Raw = msgspec.Raw
 COMPLETIONS = "/v1/completions"
 DERENDER = CHAT + "/derender"
 RENDER = CHAT + "/render"
-UNSUPPORTED = "not-for-completions"
+UNSUPPORTED = Reason.NOT_FOR_COMPLETIONS
 """The reason of a call that needs something which text completions do not offer; chat does."""
 
 _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
