@@ -98,7 +98,7 @@ def test_a_hundred_thousand_tokens_with_dozens_of_sites():
 # --- replies within a prompt -------------------------------------------------------------------------------------------
 
 
-def spans_of(forest, name):
+def find_spans(forest, name):
     turns = {turn.id: turn for turn in forest.turns}
     return [(span.turn, span.start, span.end) for span in causes.own_spans(turns[name], turns, forest.prefix.__getitem__)]
 
@@ -108,8 +108,8 @@ def test_the_replies_in_a_prompt_are_those_of_the_turns_before():
     first = forest.add([1, 2], [10, 11])
     second = forest.add([3], [12], first)
     third = forest.add([4, 5], [13], second)
-    assert spans_of(forest, first) == []
-    assert spans_of(forest, third) == [(first, 2, 4), (second, 5, 6)]
+    assert find_spans(forest, first) == []
+    assert find_spans(forest, third) == [(first, 2, 4), (second, 5, 6)]
 
 
 def test_in_a_resplice_they_are_its_anchors_and_what_is_left_of_its_origin():
@@ -119,8 +119,8 @@ def test_in_a_resplice_they_are_its_anchors_and_what_is_left_of_its_origin():
     anchor = Anchor(second, 6, 8)
     again = forest.add([1, 2, 10, 11, 3, 9, 12, 14, 5], [13], match="resplice", origin=second, anchors=(anchor,), base=second)
     last = forest.add([6], [15], again)
-    assert spans_of(forest, again) == [(first, 2, 4), (second, 6, 8)]
-    assert spans_of(forest, last) == [(first, 2, 4), (second, 6, 8), (again, 9, 10)]
+    assert find_spans(forest, again) == [(first, 2, 4), (second, 6, 8)]
+    assert find_spans(forest, last) == [(first, 2, 4), (second, 6, 8), (again, 9, 10)]
 
 
 def test_sites_are_given_to_the_reply_that_they_touch():

@@ -24,8 +24,8 @@ def test_faults(error, fault):
 
 def test_calls_have_a_number_even_if_the_engine_gives_none():
     calls = [{"id": "a", "function": {"name": "f"}}, {"index": 7}, {"function": None}]
-    said = read_completion(json.dumps({"choices": [{"index": 1}, {"index": 0, "message": {"tool_calls": calls}}]}).encode()).choice.said
-    assert [(n, call.name, call.arguments) for n, call in said.called()] == [(0, "f", ""), (7, "", ""), (2, "", "")]
+    said = read_completion(json.dumps({"choices": [{"index": 1}, {"index": 0, "message": {"tool_calls": calls}}]}).encode()).choice.reply
+    assert [(n, call.name, call.arguments) for n, call in said.calls()] == [(0, "f", ""), (7, "", ""), (2, "", "")]
 
 
 @pytest.mark.parametrize("data", [b"", b"oops", b"[]", b'{"choices": 5}', b"[" * 9000])

@@ -38,7 +38,7 @@ def cut(content, places):
 
 def parted(hear, chunks):
     """The thinking and the text that come out of some chunks."""
-    said = [heard.choice.said for data in chunks if (heard := hear(data)) is not None and heard.choice is not None]
+    said = [heard.choice.reply for data in chunks if (heard := hear(data)) is not None and heard.choice is not None]
     return "".join(one.thought for one in said), "".join(one.content or "" for one in said)
 
 

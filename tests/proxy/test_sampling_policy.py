@@ -159,7 +159,7 @@ async def counted(rig):
 
 
 WRONG = [
-    ({"temprature": 1}, "'temprature' cannot be pinned; what can is: temperature, top_p"),
+    ({"temprature": 1}, "'temprature' cannot be pinned; these can: temperature, top_p"),
     ({"temperature": "1"}, "'temperature' must be a number from 0 to 2, not 1"),
     ({"temperature": -0.1}, "from 0 to 2"),
     ({"temperature": 2.5}, "from 0 to 2"),

@@ -1,26 +1,20 @@
-"""What the codecs read of a chat completion, or of a chunk of one; ids and log probabilities are skipped unread.
+"""Parses chat completions and their chunks for the dialects that translate them; skips token ids and log probabilities.
 
-    heard = read_completion(data)
-    heard.choice.said.thought, .content, .called()      what the model thought, said and calls, or the next piece of it
-    heard.choice.finish_reason, heard.usage             once it is over
-    heard.fault                                         an engine's error in the place of all that
+    completion = read_completion(data)
+    completion.choice.reply.thought, .content, .calls()     reasoning, text and tool calls, or the next piece of each
+    completion.choice.finish_reason, completion.usage         at the end of the reply
+    completion.fault                                          an engine's error instead of a reply
 
-How an end, a usage or an error is said is the dialects' own business.
-
-
-Plain chunks: nearly all of a stream says a piece of text, or nothing, and need not be read to be passed on.
+Plain chunks: most events of a stream carry a piece of text, or nothing, and are passed on without parsing.
 
     data: {"id":…,"object":"chat.completion.chunk","created":…,"model":…,"choices":[{"index":0,"delta":{"content":" and"},
            "logprobs":{"content":[…]},"finish_reason":null,"token_ids":[323]}]}
 
-Of such an event a harness that asked for neither sees the same bytes with `null` for its log probabilities and ids. Where the delta is
-`{}` it sees nothing: there the engine's parsers hold text back (tags, the heads of calls), and without the ids no chunk would have
-come. One regular expression finds it, member by member as vLLM (0.27 to 0.32) writes it, in a sixth of the time that a JSON reader and
-writer need; whatever is written in any other way is no plain chunk, and is read. What was passed on so is read later, many at once
-(`engine.reply`).
-
-A dialect that is translated says the same piece of text in its own words (`piece_of`): the expression finds where it stands, and that
-string alone is decoded, by a JSON reader.
+A client that asked for neither ids nor log probabilities gets the same bytes with `null` for both (`hide_tokens`). If the delta is `{}`, it
+gets nothing: the engine's parsers hold back text (tags, the beginning of calls), and without ids vLLM sends no such chunk. One regular
+expression matches the event member by member as vLLM 0.27 to 0.32 writes it, in a sixth of the time of a JSON reader and writer. Any
+other event is not plain and gets parsed. `engine.reply` parses plain chunks later, many at once. Translated dialects need the text alone
+(`text_piece`): the expression finds it, and a JSON reader decodes that string.
 """
 
 import re
@@ -32,7 +26,7 @@ import msgspec
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PROMPT
 
 Raw = msgspec.Raw
-_SERVERS_FAULT = 500
+_SERVER_ERROR = 500
 
 
 class _Function(msgspec.Struct):
@@ -41,7 +35,7 @@ class _Function(msgspec.Struct):
 
 
 class ToolCallPart(msgspec.Struct):
-    """A tool call, or a piece of the one with this `index`; a whole message's have none."""
+    """A tool call, or a piece of the call with this `index`; in a whole message calls have no index."""
 
     index: int | None = None
     id: str | None = None
@@ -54,12 +48,12 @@ class ToolCallPart(msgspec.Struct):
 
     @property
     def arguments(self) -> str:
-        """Its arguments, or the next piece of them: the engine's text, whatever it is."""
+        """The arguments, or the next piece of them: the engine's text, which may not be JSON."""
         return (self.function.arguments or "") if self.function is not None else ""
 
 
 class ReplyMessage(msgspec.Struct):
-    """A message, or a delta. `reasoning_content` is what older engines call `reasoning`; ids stand on it as `gym` writes them."""
+    """A message, or a delta. Older engines call `reasoning` `reasoning_content`; `gym` writes the ids."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -76,14 +70,14 @@ class ReplyMessage(msgspec.Struct):
 
     @property
     def tokens(self) -> dict[str, Raw]:
-        """Ids and log probabilities by their names, raw; empty if there are none."""
+        """Ids and log probabilities by member name, raw; empty without them."""
         found = {PROMPT: self.prompt_token_ids, GENERATION: self.generation_token_ids, LOG_PROBS: self.generation_log_probs}
         return found if all(found.values()) else {}
 
-    def called(self) -> Iterator[tuple[int, ToolCallPart]]:
-        """The calls, each with the number by which its pieces are told from others'."""
-        for place, call in enumerate(self.tool_calls or ()):
-            yield place if call.index is None else call.index, call
+    def calls(self) -> Iterator[tuple[int, ToolCallPart]]:
+        """The calls, each with the number that the pieces of one call share."""
+        for position, call in enumerate(self.tool_calls or ()):
+            yield position if call.index is None else call.index, call
 
 
 class ChoicePart(msgspec.Struct):
@@ -96,8 +90,8 @@ class ChoicePart(msgspec.Struct):
     stop_reason: int | str | None = None
 
     @property
-    def said(self) -> ReplyMessage:
-        """What is said in it."""
+    def reply(self) -> ReplyMessage:
+        """The message or delta; an empty one if there is neither."""
         return self.delta or self.message or ReplyMessage()
 
 
@@ -111,7 +105,7 @@ class _Completion(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Numbers of tokens, as chat has them."""
+    """Numbers of tokens of a chat completion."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
@@ -120,22 +114,22 @@ class Usage(msgspec.Struct):
 
     @property
     def completion(self) -> int:
-        """Of what the model said, reasoning included."""
+        """Tokens of the reply, reasoning included."""
         return self.completion_tokens or 0
 
     @property
     def reasoning(self) -> int:
-        """Of its reasoning; 0 where the engine does not count it."""
+        """Tokens of the reasoning; 0 if the engine does not count them."""
         return (self.completion_tokens_details.reasoning_tokens or 0) if self.completion_tokens_details is not None else 0
 
     @property
     def cached(self) -> int:
-        """Of the prompt, those that a cache gave; 0 where the engine does not count them."""
+        """Tokens of the prompt that came from a cache; 0 if the engine does not count them."""
         return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details is not None else 0
 
     @property
     def cache_created(self) -> int:
-        """Of the prompt, those that were put into a cache; vLLM 0.32 does not count them."""
+        """Tokens of the prompt that were put into a cache; vLLM 0.32 does not count them."""
         return (self.prompt_tokens_details.created_cache_tokens or 0) if self.prompt_tokens_details is not None else 0
 
 
@@ -151,50 +145,50 @@ class CompletionChunk(msgspec.Struct):
 
     @property
     def choice(self) -> ChoicePart | None:
-        """The first choice, which is the only one in every dialect but chat."""
+        """The first choice, the only one in every dialect but chat."""
         return next((choice for choice in self.choices if choice.index == 0), None)
 
     @property
     def fault(self) -> tuple[int, str] | None:
-        """The engine's error, if it is one: the HTTP status that belongs to it, and its words."""
+        """The engine's error, `None` if it sent none: the HTTP status for it, and its message."""
         if self.error is None:
             return None
         members = self.error if isinstance(self.error, dict) else {"message": self.error}
         status, message = members.get("code"), members.get("message")
         return (
-            status if isinstance(status, int) and not isinstance(status, bool) else _SERVERS_FAULT,
+            status if isinstance(status, int) and not isinstance(status, bool) else _SERVER_ERROR,
             message if isinstance(message, str) and message else "the engine failed",
         )
 
 
-_HEARD = msgspec.json.Decoder(CompletionChunk)
+_COMPLETION = msgspec.json.Decoder(CompletionChunk)
 
 
 def read_completion(data: bytes) -> CompletionChunk | None:
-    """Read a completion or a chunk; `None` if it is none."""
+    """Parse a completion or a chunk; `None` if it is neither."""
     try:
-        return _HEARD.decode(data)
+        return _COMPLETION.decode(data)
     except (ValueError, RecursionError):
         return None
 
 
 _TEXT = rb'"[^"\\\x00-\x1f]*+(?:\\[ -~][^"\\\x00-\x1f]*+)*+"'
-"""A string of JSON: it has no line breaks, so that what is found is one event and not two."""
-_CHANCE = rb'\{"token":' + _TEXT + rb',"logprob":-?+[0-9.eE+-]++,"bytes":(?:\[[0-9,]*+\]|null),"top_logprobs":\[\]\}'
-_SAID = rb'\{"(content|reasoning)":(' + _TEXT + rb")\}"
+"""A JSON string. It contains no line breaks, so a match is one event and not two."""
+_LOGPROB = rb'\{"token":' + _TEXT + rb',"logprob":-?+[0-9.eE+-]++,"bytes":(?:\[[0-9,]*+\]|null),"top_logprobs":\[\]\}'
+_CONTENT = rb'\{"(content|reasoning)":(' + _TEXT + rb")\}"
 _ARGUMENTS = rb'\{"content":null,"tool_calls":\[\{"index":([0-9]++),"function":\{"arguments":(' + _TEXT + rb")\}\}\]\}"
 _PLAIN = re.compile(
     rb'(data: \{"id":' + _TEXT + rb',"object":"chat\.completion\.chunk","created":[0-9]++,"model":' + _TEXT + rb","
-    rb'"choices":\[\{"index":([0-9]++),"delta":(?:' + _SAID + rb"|" + _ARGUMENTS + rb'|\{\}),"logprobs":)'
-    rb'(?:null|\{"content":\[' + _CHANCE + rb"(?:," + _CHANCE + rb')*+\]\}),"finish_reason":null,"token_ids":\[[0-9,]*+\]\}\]\}\n\n'
+    rb'"choices":\[\{"index":([0-9]++),"delta":(?:' + _CONTENT + rb"|" + _ARGUMENTS + rb'|\{\}),"logprobs":)'
+    rb'(?:null|\{"content":\[' + _LOGPROB + rb"(?:," + _LOGPROB + rb')*+\]\}),"finish_reason":null,"token_ids":\[[0-9,]*+\]\}\]\}\n\n'
 )
 _HIDDEN = b'null,"finish_reason":null,"token_ids":null}]}\n\n'
-"""What stands in the place of log probabilities and ids, and what is between and behind them."""
+"""Replaces log probabilities and ids, with what stands between and after them."""
 _STRING = msgspec.json.Decoder(str)
 
 
 def hide_tokens(event: bytes) -> bytes | None:
-    """A plain chunk's event without log probabilities and ids, `b""` if it says nothing else; `None` for every other event."""
+    """Remove log probabilities and ids from a plain chunk's event, `b""` if nothing else is in it; `None` for every other event."""
     found = _PLAIN.fullmatch(event)
     if found is None:
         return None
@@ -202,10 +196,10 @@ def hide_tokens(event: bytes) -> bytes | None:
 
 
 def text_piece(event: bytes) -> tuple[bytes, int, str] | None:
-    """What a plain chunk of the first choice says; `None` for every other event, and for a text that is no JSON.
+    """Return the text of a plain chunk of the first choice; `None` for every other event, and for text that is not JSON.
 
     Returns:
-        What it is a piece of: `b"content"`, `b"reasoning"`, of a call `b"arguments"`, `b""` of nothing; that call's number; the text.
+        The kind of text, `b"content"`, `b"reasoning"`, `b"arguments"` of a call, or `b""` for none; that call's number; the text.
     """
     found = _PLAIN.fullmatch(event)
     if found is None or found[2] != b"0":

@@ -112,7 +112,7 @@ def write_text_completion(
     """Write a text completion (JSON) of our own, as vLLM 0.32 writes one; as `whole.write_completion` writes a chat's."""
     said = [
         {
-            "index": one.place,
+            "index": one.position,
             "text": one.message.content or "",
             "logprobs": None,
             "finish_reason": one.finish_reason,

@@ -56,7 +56,7 @@ class Thinking:
         return heard
 
     def _split(self, choice: ChoicePart) -> None:
-        said = choice.said
+        said = choice.reply
         over = choice.message is not None or choice.finish_reason is not None
         if said.thought and not self.mark:  # the engine has a reasoning parser
             self.settled = True

@@ -171,7 +171,7 @@ class Choice:
         if content or thought:
             self.steps.append((before, len(self.ids), len(content or ""), len(thought or "")))
         if said.tool_calls:
-            for index, call in said.called():
+            for index, call in said.calls():
                 parts = self.calls.setdefault(index, ["", "", ""])
                 parts[0] = call.id or parts[0]
                 parts[1] += call.name

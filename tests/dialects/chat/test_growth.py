@@ -76,7 +76,7 @@ def test_memory_is_bounded():
     bodies = IncrementalParser(memory=10_000)
     for i in range(100):
         read_chat(_body("", [json.dumps({"role": "assistant", "content": "x" * 500})], ",", "", space=False), bodies, f"s{i}")
-    assert len(bodies._held) < 10
+    assert len(bodies._cache) < 10
 
 
 def test_long_histories_take_little_memory(monkeypatch):

@@ -69,13 +69,13 @@ class AnthropicReplyEncoder:
         choice = heard.choice if heard is not None else None
         if heard is None or choice is None:
             return data
-        said = choice.said
+        said = choice.reply
         content: list[dict[str, Any]] = []
         if thought := said.thought:
             content.append({"type": "thinking", "thinking": thought, "signature": self._signature})
         if said.content:
             content.append({"type": "text", "text": said.content})
-        calls = [call for _, call in said.called()]
+        calls = [call for _, call in said.calls()]
         content += [{"type": "tool_use", "id": call.id or "", "name": call.name, "input": _input(call.arguments)} for call in calls]
         last = calls[-1].arguments if calls else None
         message = self._message(content or [{"type": "text", "text": ""}], usage_of(heard.usage or Usage()))
@@ -162,12 +162,12 @@ class AnthropicReplyEncoder:
         return [_event("message_start", message=self._message([], usage_of(Usage(prompt_tokens)))), self.keep_alive()]
 
     def _choice(self, choice: ChoicePart, out: list[bytes]) -> None:
-        said = choice.said
+        said = choice.reply
         if thought := said.thought:
             self._speak("thinking", {"thinking": "", "signature": ""}, thought, out)
         if said.content:
             self._speak("text", {"text": ""}, said.content, out)
-        for index, call in said.called():
+        for index, call in said.calls():
             self._call(index, call, out)
         if choice.finish_reason is not None:
             self._finish, self._stop = choice.finish_reason, choice.stop_reason

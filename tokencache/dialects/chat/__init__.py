@@ -1,11 +1,14 @@
-"""OpenAI chat completions: what harnesses speak most, and what every other dialect is turned into.
+"""OpenAI chat completions: the dialect of most clients, and the one that every other dialect is translated into.
 
-There is no codec: the request's members stay raw JSON, and the reply is the engine's own bytes.
+A request's members stay raw JSON, and the client gets the engine's own bytes.
 
-`call`       the request as the harness wrote it, and what of it is known
-`growth`     a body taken apart; one that begins like the session's last is read from where that one ended
-`messages`   an entry of `messages` ↔ a canonical message
-`sampling`   parameters that are used whatever the harness asks for
-`rendering`  what besides the messages decides how it becomes a prompt
-`reply`      what the harness is shown of the reply
+`routes`       routes, credential header, error shape
+`request`      the request as the client wrote it, and what is known of it
+`reply`        what the client gets of a reply
+`vocabulary`   messages and sampling parameters
+`incremental`  parses only what is new in a body that begins like the session's last one
+`rendering`    what else, besides the messages, shapes the prompt
+
+The last two are not in every dialect: only chat requests are rendered, and the other dialects reach the incremental parser as chat
+requests.
 """

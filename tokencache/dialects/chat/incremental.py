@@ -1,29 +1,23 @@
-"""MessageSpans: the messages of a body, where they stand in it.
+"""Parses only the new part of a request body that begins like the session's previous one.
 
-A history is long and nobody looks at most of it: who knows where each message begins and ends need not keep a copy of
-each, nor of the body. A message is cut out when it is asked for.
-
-
-Growth: a body that begins like the session's last one is read from where that one ended.
-
-An agent sends its whole history with every call, so nearly all of a body is the body before. Its bytes up to the last
-known message are hashed; if they are the same, only the rest is parsed: new messages and whatever members stand behind
-them. What comes out is what a whole reading would give, or the whole body is read.
+An agent sends its whole history with every call, so most of a body repeats the body before. This module hashes the bytes up to the last
+known message. If the hash is the same, it parses only the rest: the new messages, and the members after them. The result equals
+that of parsing the whole body; in every doubtful case the whole body is parsed.
 
     {"model":"m","messages":[{…},{…}          ,{…},{…}],"tools":[…]}
-    └──────────── head, as before ──┘          └─────── parsed ────┘
+    └──────────── known head ─────┘          └─────── parsed ────┘
 
-Of a body nothing is kept but that hash, where its messages stand, and what was read of them: thousands of rollouts send long histories.
+Of a body only the hash, the position of each message and the parsed messages are kept, because thousands of rollouts send long histories.
 """
 
 import secrets
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import overload
 
 import msgspec
 import xxhash
+from cachetools import LRUCache
 
 from tokencache.core.chain import Conversation
 from tokencache.core.messages import Message
@@ -31,9 +25,19 @@ from tokencache.dialects.chat.vocabulary import MessageReader
 from tokencache.dialects.json_io import entries_of, fields_of
 from tokencache.errors import HarnessError
 
+Raw = msgspec.Raw
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_LIST = msgspec.json.Decoder(list[Raw])
+_NAME = b'"messages"'
+_TRIES = 4
+MEMORY = 256 * 2**20
+PER_MESSAGE = 600
+"""Bytes for two digests, links of two chains, position in the body, and the objects around them, without the text."""
+
 
 class MessageSpans(Sequence[bytes]):
-    """The raw messages of `body`; `spans` says of each where it begins and where it ends, in bytes."""
+    """The raw messages of `body`, cut out on access; `spans` holds the begin and end of each in bytes."""
 
     __slots__ = ("_body", "_spans")
 
@@ -44,20 +48,20 @@ class MessageSpans(Sequence[bytes]):
         return len(self._spans) // 2
 
     @overload
-    def __getitem__(self, place: int) -> bytes: ...
+    def __getitem__(self, index: int) -> bytes: ...
     @overload
-    def __getitem__(self, place: slice) -> list[bytes]: ...
-    def __getitem__(self, place: int | slice) -> bytes | list[bytes]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        i = range(len(self))[place]
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
         return self._body[self._spans[2 * i] : self._spans[2 * i + 1]]
 
 
-def spans_of(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | None":
-    """Find objects that stand one behind the other in a body from `at` on; `None` if they do not stand there like this.
+def find_spans(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | None":
+    """Find the spans of consecutive JSON objects in a body, from `at` on; `None` if they are not there.
 
-    Between two messages stand blanks and a comma, nothing that an object begins with.
+    Only white space and a comma stand between two messages, and no object begins with either.
     """
     spans = array("Q")
     for entry in entries:
@@ -69,21 +73,15 @@ def spans_of(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | No
     return spans
 
 
-Raw = msgspec.Raw
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_LIST = msgspec.json.Decoder(list[Raw])
-_NAME = b'"messages"'
-_TRIES = 4
-MEMORY = 256 * 2**20
-PER_MESSAGE = 600
-"""Bytes: two digests, links of two chains, place in the body, the objects that hold them. The words of the model's messages come on top."""
-
-
 class ParsedHistory(msgspec.Struct, frozen=True):
-    """What was read of a body: the conversation that its messages make under `scope`, and what is said of them all.
+    """The parsed messages of a body.
 
-    `malformed` are the places of messages with arguments that an engine may refuse; `rewritten` is whether one of the messages differs
-    from the body's: token ids were taken out (`gym`), or it was written as Gym sends it (`gym_request`).
+    Attributes:
+        scope: the prompt context that `conversation` is chained under.
+        conversation: the messages in canonical form.
+        media: whether a message has parts other than text.
+        malformed: indexes of messages with tool-call arguments that an engine may refuse.
+        rewritten: whether a message differs from the body's: token ids were removed (`gym`), or it was rewritten (`gym_request`).
     """
 
     scope: bytes
@@ -94,11 +92,16 @@ class ParsedHistory(msgspec.Struct, frozen=True):
 
 
 class SplitBody(msgspec.Struct, frozen=True):
-    """A body taken apart: its members, its raw messages, and what is `known` of the first `old` of them.
+    """A body split into members and messages.
 
-    `spans` is where the messages stand in the body, empty where that cannot be told; `head` has hashed as much of the body as was known
-    before.
-    `rewritten` is whether `entries` differ from those in the body (`Known`).
+    Attributes:
+        fields: the members, raw.
+        entries: the messages, raw.
+        spans: positions of the messages in the body; empty if unknown.
+        old: how many messages `known` covers.
+        known: what was parsed of the previous body; `None` if the whole body has to be parsed.
+        head: a hash that has read the known part of the body.
+        rewritten: whether `entries` differ from the body's messages.
     """
 
     fields: dict[str, Raw]
@@ -111,63 +114,61 @@ class SplitBody(msgspec.Struct, frozen=True):
 
 
 def split_whole(body: bytes) -> SplitBody:
-    """Take a body apart of which nothing is known.
+    """Split a body without knowledge of a previous one.
 
     Raises:
-        HarnessError: it is no JSON object, or has no list of objects for messages.
+        HarnessError: it is not a JSON object, or `messages` is not a list of objects.
     """
     fields = fields_of(body)
-    entries = _messages(fields)
-    start = _place(body, bytes(fields["messages"]))
-    spans = spans_of(body, entries, start) if start >= 0 else None
-    return SplitBody(fields, entries, spans if spans is not None else array("Q"))
-
-
-def _messages(fields: dict[str, Raw]) -> list[bytes]:
     raw = fields.get("messages")
     if raw is None:
         raise HarnessError("'messages' is missing", param="messages")
     try:
-        messages = entries_of(raw)
+        entries = entries_of(raw)
     except (ValueError, RecursionError):
         raise HarnessError("'messages' must be a list of objects", param="messages") from None
-    for i, item in enumerate(messages):
+    for i, item in enumerate(entries):
         if item[:1] != b"{":
             raise HarnessError(f"'messages[{i}]' must be an object", param=f"messages[{i}]")
-    return messages
+    start = _find_list(body, bytes(raw))
+    spans = find_spans(body, entries, start) if start >= 0 else None
+    return SplitBody(fields, entries, spans if spans is not None else array("Q"))
 
 
-class _Held(msgspec.Struct, frozen=True):
+class _CachedBody(msgspec.Struct, frozen=True):
     """What is kept of a session's last body.
 
-    `head` is the hash of its bytes up to the end of the last message, `leading` are the members in front of the list, `start` is where that
-    begins. `spans` is where each message stands; `bare` are the messages themselves where they differ from the body's. `weight` is
-    about how many bytes all this takes.
+    Attributes:
+        head: hash of its bytes up to the end of the last message.
+        start: where the list of messages begins.
+        leading: the members before that list.
+        spans: position of each message.
+        rewritten: the messages, if they differ from the body's.
+        known: the parsed messages.
+        size: approximate size of this object in bytes.
     """
 
     head: bytes
     start: int
     leading: dict[str, Raw]
     spans: "array[int]"
-    bare: Sequence[bytes] | None
+    rewritten: Sequence[bytes] | None
     known: ParsedHistory
-    weight: int
+    size: int
 
 
 class IncrementalParser:
-    """What was read of the last body of every session that was seen here lately; up to `memory` bytes.
+    """Remembers the last parsed body of recently active sessions, up to `memory` bytes.
 
-    `secret` is the deployment's, under which all conversations are chained (`Store.secret`): to be set before the first body is read. If
-    it changes, what was read is forgotten.
+    `secret` is the deployment's (`Store.secret`), under which all conversations are chained. Set it before the first body is parsed; a
+    change drops everything that is remembered.
     """
 
     def __init__(self, messages: MessageReader | None = None, *, memory: int = MEMORY) -> None:
         self.messages = messages or MessageReader()
         self._secret = b""
-        self._seed = secrets.randbits(64)  # as for messages: nobody can choose two heads with one hash
-        self._memory = memory
-        self._held: OrderedDict[str, _Held] = OrderedDict()
-        self._bytes = 0
+        self._seed = secrets.randbits(64)  # as for messages: clients cannot construct two heads with one hash
+        self._cache: LRUCache[str, _CachedBody] = LRUCache(memory, getsizeof=lambda cached: cached.size)
 
     @property
     def secret(self) -> bytes:
@@ -178,77 +179,68 @@ class IncrementalParser:
     def secret(self, secret: bytes) -> None:
         if secret != self._secret:
             self._secret = secret
-            self._held.clear()
-            self._bytes = 0
+            self._cache.clear()
 
     def split(self, session: str, body: bytes) -> SplitBody | None:
-        """Take a body apart with what is known of the session; `None` if it has to be read whole."""
-        held = self._held.get(session)
-        if held is None or len(body) < held.spans[-1]:
+        """Split a body that continues the session's previous one; `None` if the whole body has to be parsed."""
+        cached = self._cache.get(session)
+        if cached is None or len(body) < cached.spans[-1]:
             return None
-        at, all_of = held.spans[-1], memoryview(body)
-        head = xxhash.xxh3_128(all_of[:at], self._seed)
-        if head.digest() != held.head:
+        at, view = cached.spans[-1], memoryview(body)
+        head = xxhash.xxh3_128(view[:at], self._seed)
+        if head.digest() != cached.head:
             return None
         comma = body[at : at + 1] == b","
         rest = body[at + comma :]
-        if _NAME in rest:  # as a member once more, or in some text: not worth telling apart
+        if _NAME in rest:  # a second member of that name, or some text: parse the whole body
             return None
         try:
-            behind = _FIELDS.decode(b'{"messages":[' + rest)
-            listed = behind["messages"]
+            following = _FIELDS.decode(b'{"messages":[' + rest)
+            listed = following["messages"]
             new = [bytes(entry) for entry in _LIST.decode(listed)]
         except (ValueError, RecursionError):
             return None
-        added = spans_of(body, new, at + comma)
+        added = find_spans(body, new, at + comma)
         if comma != bool(new) or added is None:
             return None
         end = at + comma + len(listed) - 1
-        fields = {**held.leading, **behind, "messages": Raw(all_of[held.start : end])}
-        spans = held.spans + added
-        entries = MessageSpans(body, spans) if held.bare is None else [*held.bare, *new]
-        return SplitBody(fields, entries, spans, len(held.spans) // 2, held.known, head, held.known.rewritten)
+        fields = {**cached.leading, **following, "messages": Raw(view[cached.start : end])}
+        spans = cached.spans + added
+        entries = MessageSpans(body, spans) if cached.rewritten is None else [*cached.rewritten, *new]
+        return SplitBody(fields, entries, spans, len(cached.spans) // 2, cached.known, head, cached.known.rewritten)
 
     def remember(self, session: str, body: bytes, split: SplitBody, known: ParsedHistory) -> None:
-        """Keep what was read of a body for the session's next one; a body without a session is not kept."""
-        before = self._forget(session)
+        """Remember a parsed body for the session's next one; without a session nothing is remembered."""
+        before = self._cache.pop(session, None)
         if not session or not split.spans:
             return
-        if before is not None and split.known is not None:  # it has grown
-            start, leading, hashed, weight = before.start, before.leading, before.spans[-1], before.weight
+        if before is not None and split.known is not None:  # the body continues the one before
+            start, leading, hashed, size = before.start, before.leading, before.spans[-1], before.size
         else:
-            start = weight = body.rindex(b"[", 0, split.spans[0])
+            start = size = body.rindex(b"[", 0, split.spans[0])
             hashed = 0
             try:
                 leading = _FIELDS.decode(body[:start] + b"[]}")
-            except ValueError:  # what only a lenient reader takes (`chat`) is read whole each time
+            except ValueError:  # JSON that only the lenient reader accepts (`json_io`): parsed as a whole each time
                 return
         head = split.head or xxhash.xxh3_128(b"", self._seed)
         head.update(memoryview(body)[hashed : split.spans[-1]])
-        bare = split.entries if split.rewritten else None
-        weight += _weight(known.conversation.messages[split.old :]) + sum(map(len, bare[split.old :] if bare is not None else ()))
-        self._held[session] = _Held(head.digest(), start, leading, split.spans, bare, known, weight)
-        self._bytes += weight
-        while self._bytes > self._memory:
-            self._forget(next(iter(self._held)))
-
-    def _forget(self, session: str) -> _Held | None:
-        held = self._held.pop(session, None)
-        if held is not None:
-            self._bytes -= held.weight
-        return held
+        rewritten = split.entries if split.rewritten else None
+        size += _size(known.conversation.messages[split.old :]) + sum(map(len, rewritten[split.old :] if rewritten is not None else ()))
+        if size <= self._cache.maxsize:
+            self._cache[session] = _CachedBody(head.digest(), start, leading, split.spans, rewritten, known, size)
 
 
-def _weight(messages: Iterable[Message]) -> int:
-    """About how many bytes of memory messages take that were read."""
+def _size(messages: Iterable[Message]) -> int:
+    """Estimate the memory of parsed messages, in bytes."""
     return sum(
         PER_MESSAGE + len(m.content or "") + len(m.reasoning or "") + sum(len(call.arguments) + PER_MESSAGE for call in m.calls)
         for m in messages
     )
 
 
-def _place(body: bytes, listed: bytes) -> int:
-    """Find where the list of messages stands in a body; -1 if that cannot be told cheaply."""
+def _find_list(body: bytes, listed: bytes) -> int:
+    """Find where the list of messages begins in a body; -1 if a few searches do not find it."""
     at = -1
     for _ in range(_TRIES):
         at = body.find(_NAME, at + 1)

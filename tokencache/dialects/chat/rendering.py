@@ -1,4 +1,4 @@
-"""Rendering arguments: what besides its messages decides how a chat request becomes a prompt."""
+"""Collects what shapes the prompt of a chat request besides its messages: template arguments, tools and similar members."""
 
 import hashlib
 import secrets
@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import xxhash
+from cachetools import LRUCache
 
 from tokencache.core.messages import canonical_json
 from tokencache.dialects.json_io import member
@@ -14,19 +15,22 @@ from tokencache.errors import HarnessError
 Raw = msgspec.Raw
 
 _NULL = Raw(b"null")
-
 _RENDERED_BY_BOTH = ("chat_template", "add_special_tokens", "mm_processor_kwargs")
 _RENDERED_BY_CHAT = ("chat_template_kwargs", "reasoning_effort", "documents")
-"""Members, beside messages and tools, that change what vLLM 0.32 renders (`chat_completion/protocol.py`, `ChatParams`):
-those that `/tokenize` takes too, and those that must be folded into its template arguments."""
+"""Members, besides messages and tools, that change what vLLM 0.32 renders (`chat_completion/protocol.py`, `ChatParams`): those that
+`/tokenize` accepts too, and those that have to go into its template arguments."""
 
 
 class RenderArgs(msgspec.Struct, frozen=True):
-    """What besides the messages decides how a prompt is rendered, in the form that `/tokenize` takes.
+    """What shapes a prompt besides the messages, in the form that `/tokenize` accepts.
 
-    `members` are top-level members, `chat` those that only chat completions understand, and `kwargs` the template
-    arguments with the latter folded in. `digest` names all of it but the tools' content, `template` the template's arguments
-    alone; `tools` is their raw JSON.
+    Attributes:
+        digest: of everything here but the content of the tools.
+        template: digest of the template's arguments alone.
+        members: top-level members.
+        chat: members that only chat completions accept.
+        kwargs: template arguments, with `chat` folded in.
+        tools: raw JSON of the tools; `None` without any.
     """
 
     digest: bytes
@@ -38,7 +42,7 @@ class RenderArgs(msgspec.Struct, frozen=True):
 
 
 def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
-    """Gather a request's rendering arguments.
+    """Collect a request's rendering arguments.
 
     Raises:
         HarnessError: one of them has the wrong type or cannot be read.
@@ -65,7 +69,7 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
 
 
 def scope_of(model: str, fields: dict[str, Raw]) -> bytes:
-    """Digest all that shapes a prompt besides its messages: the scope of a chain."""
+    """Digest everything that shapes a prompt besides its messages (16 bytes): the scope of a chain."""
     h = hashlib.sha256(model.encode("utf-8", "surrogatepass") + b"\0")
     for name in ("tools", *_RENDERED_BY_BOTH, *_RENDERED_BY_CHAT):
         raw = fields.get(name)
@@ -75,21 +79,20 @@ def scope_of(model: str, fields: dict[str, Raw]) -> bytes:
 
 
 def _hash(data: bytes) -> bytes:
-    """16 bytes of SHA-256: harnesses choose what is hashed here, and what is learned under it is used for all sessions."""
+    """16 bytes of SHA-256: clients choose what is hashed here, and what is learned under it applies to all sessions."""
     return hashlib.sha256(data).digest()[:16]
 
 
-_members: dict[bytes, bytes] = {}
+_digests: LRUCache[bytes, bytes] = LRUCache(4096)
+"""Digests of members by hash: tool lists are long and rarely change. 4096 is many times the tool lists of one training run."""
 _seed = secrets.randbits(64)
-"""Of a hash that is fast and not cryptographic: unknown to others, who could choose members that collide."""
+"""Of that hash, which is not cryptographic: without the seed clients cannot construct collisions."""
 
 
 def _canonical_member(raw: bytes) -> bytes:
-    """Digest a member by value; tool lists are long and nearly always the same, so what was read is remembered."""
+    """Digest a member by value."""
     key = xxhash.xxh3_128_digest(raw, _seed)
-    known = _members.get(key)
+    known = _digests.get(key)
     if known is None:
-        if len(_members) >= 4096:  # noqa: PLR2004 - many times the tool lists of one training run
-            _members.clear()
-        known = _members[key] = _hash(canonical_json(msgspec.json.decode(raw)))
+        known = _digests[key] = _hash(canonical_json(msgspec.json.decode(raw)))
     return known

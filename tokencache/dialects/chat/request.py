@@ -1,7 +1,6 @@
-"""Chat completions: the request as the harness wrote it.
+"""Parses a chat completions request and keeps its members as the client wrote them.
 
-Nothing is rebuilt that need not be: the members of the body stay raw JSON, and what we add or replace is put beside
-them. Members unknown to us go on to the engine as they came.
+Members stay raw JSON, and members that the proxy does not know reach the engine unchanged. Only what it adds or replaces is written anew.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,24 +46,25 @@ SAMPLING = (
 
 
 class ChatCall(msgspec.Struct):
-    """A chat-completions request.
+    """A chat completions request.
 
     Attributes:
         fields: the members of the body, raw.
-        raw_messages: the entries of `messages`, raw.
-        conversation: the history in canonical form; `None` if it could not be read.
-        media: whether an entry has parts that are no text.
-        malformed: the places of entries with arguments that an engine may refuse.
-        plain: why this call is not to be matched, or `""`.
-        shows_ids, shows_logprobs, shows_reasoning: what the harness asked to see.
-        dialect: the dialect in which the harness asked.
-        handle: what its reply carries for the harness to echo; `""` if the dialect has no place for it.
-        handles: places of assistant's messages that came back with a handle, and that handle.
-        echoes: places of messages that came back with token ids, and those ids (`gym`); of a history that grew, the new ones, if any.
-        required_prefix: the packed ids with which the client requires the prompt to begin (`gym.PREFIX`); none if it requires nothing.
-        left_out: rules by which the codec left something of the request out.
-        replaced: what the harness had asked for where the session's policy put something else (`sampling.pin`).
-        harness: the adapter whose habits are forgiven in this session, `""` if none; `leniency` says what they are.
+        raw_messages: the items of `messages`, raw.
+        conversation: the history in canonical form; `None` if it could not be parsed.
+        media: whether a message has parts other than text.
+        malformed: indexes of messages with tool-call arguments that an engine may refuse.
+        plain: why this call is not matched (`core.reasons`), or `""`.
+        shows_ids, shows_logprobs, shows_reasoning: what the client asked to get.
+        dialect: name of the client's dialect.
+        handle: the handle in its reply, which the client echoes; `""` if the dialect has no field for it.
+        handles: index of an assistant message → the handle that came back with it.
+        echoes: index of a message → the token ids that came back with it (`gym`). Of a history that was parsed incrementally, only new
+            messages are here.
+        required_prefix: packed ids with which the client requires the prompt to begin (`gym.PREFIX`); empty if it requires none.
+        left_out: rules by which the dialect left parts of the request out.
+        replaced: values that the client sent and a pinned parameter replaced (`vocabulary.pin`).
+        harness: the adapter whose rules apply in this session (`leniency`), `""` if none.
     """
 
     fields: dict[str, Raw]
@@ -97,38 +97,38 @@ class ChatCall(msgspec.Struct):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages of its conversation; empty if it could not be read."""
+        """The messages of its conversation; empty if it could not be parsed."""
         return self.conversation.messages if self.conversation is not None else ()
 
     @property
     def chain(self) -> tuple[bytes, ...]:
-        """The chain of its conversation; empty if it could not be read."""
+        """The chain of its conversation; empty if it could not be parsed."""
         return self.conversation.chain if self.conversation is not None else ()
 
     @property
     def tool_count(self) -> int:
-        """How many tools the request offers."""
+        """The number of tools in the request."""
         return len(entries_of(self.args.tools)) if self.args.tools is not None else 0
 
     def safe_messages(self) -> Sequence[bytes]:
-        """The raw messages with stand-ins for tool-call arguments that an engine may refuse."""
+        """The raw messages, with stand-ins for tool-call arguments that an engine may refuse."""
         if not self.malformed:
             return self.raw_messages
         safe = list(self.raw_messages)
-        for place in self.malformed:
-            safe[place] = with_stand_ins(safe[place])
+        for index in self.malformed:
+            safe[index] = with_stand_ins(safe[index])
         return safe
 
     def safe_fields(self) -> dict[str, Raw]:
-        """The members of the request, with the messages that an engine will take."""
+        """The members of the request, with `safe_messages`."""
         if not self.malformed:
             return self.fields
         return {**self.fields, "messages": Raw(b"[" + b",".join(self.safe_messages()) + b"]")}
 
     def as_written(self) -> tuple[RenderArgs, bool]:
-        """How the engine renders this call if no ids are supplied: the arguments, and whether a reply is opened behind them.
+        """How the engine renders this call if no ids are supplied: the arguments, and whether a generation prompt follows.
 
-        Other than in `args`, a last message that is to be continued is left open.
+        Unlike `args`, they leave open a last message that the reply continues.
         """
         unfinished = {name: self.fields[name] for name in ("continue_final_message",) if name in self.fields}
         args = msgspec.structs.replace(self.args, members=self.args.members | unfinished) if unfinished else self.args
@@ -137,24 +137,28 @@ class ChatCall(msgspec.Struct):
 
 def read_chat(
     body: bytes,
-    bodies: IncrementalParser,
+    parser: IncrementalParser,
     session: str = "",
     *,
     served: Callable[[str], str] = str,
     rewrite: gym_request.Rewrite | None = None,
 ) -> ChatCall:
-    """Read a request body, with the help of what is known of the last one under the name `session`.
+    """Parse a request body, incrementally if `parser` remembers a body under `session`.
 
-    `served` says which model is meant by the name that the harness gives it. `rewrite` changes the members, and with it the messages,
-    as NeMo Gym's model server does; `None` leaves them as they are.
+    Args:
+        body: the request's JSON.
+        parser: remembers parsed bodies.
+        session: the name under which this body is remembered; `""` remembers nothing.
+        served: maps the client's model name to a served model.
+        rewrite: changes the members, and with them the messages, as NeMo Gym's model server does; `None` leaves them unchanged.
 
     Raises:
-        HarnessError: it is no JSON object, a member has the wrong type, or it brings token ids of its own.
+        HarnessError: the body is not a JSON object, a member has the wrong type, or it has token ids of its own.
     """
     if rewrite is not None:
         body = gym_request.with_audio(body)
-    split, echoes = _without_echoes(bodies.split(session, body) or split_whole(body))
-    if split.known is not None and not echoes and gym.carries(body):  # those of the last reply stand in what was read before
+    split, echoes = _without_echoes(parser.split(session, body) or split_whole(body))
+    if split.known is not None and not echoes and gym.carries(body):  # the ids of the last reply are in messages that were parsed before
         split, echoes = _without_echoes(split_whole(body))
     if rewrite is not None:
         split = _as_gym_sends(split)
@@ -190,8 +194,8 @@ def read_chat(
     voice = call.model.encode("utf-8", "surrogatepass")
     try:
         scope = scope_of(call.model, call.fields) + voice + b"\0" + call.args.template
-        new = [bodies.messages.read(raw) for raw in raw_messages[split.old :]]
-    except (ValueError, RecursionError):  # no message that we understand, no JSON that msgspec reads, no UTF-8; too deep
+        new = [parser.messages.read(raw) for raw in raw_messages[split.old :]]
+    except (ValueError, RecursionError):  # an unknown kind of message, JSON that msgspec refuses, invalid UTF-8, or nested too deeply
         call.plain = Reason.UNREADABLE_HISTORY
         return call
     messages, digests, exacts = [r.message for r in new], [r.digest for r in new], [r.exact for r in new]
@@ -199,19 +203,19 @@ def read_chat(
         call.conversation = extend(known.conversation, messages, digests, exacts)
     else:
         if known is not None:
-            told = known.conversation
-            messages, digests, exacts = [*told.messages, *messages], [*told.digests, *digests], [*told.exacts, *exacts]
-        call.conversation = build_conversation(scope, messages, digests, exacts, voice=voice, secret=bodies.secret)
+            before = known.conversation
+            messages, digests, exacts = [*before.messages, *messages], [*before.digests, *digests], [*before.exacts, *exacts]
+        call.conversation = build_conversation(scope, messages, digests, exacts, voice=voice, secret=parser.secret)
     call.media = (known is not None and known.media) or any(r.message.media for r in new)
-    found = tuple(place for place, r in enumerate(new, split.old) if r.malformed)
-    call.malformed = (*known.malformed, *found) if known is not None else found
+    malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
+    call.malformed = (*known.malformed, *malformed) if known is not None else malformed
     call.plain = _plain_reason(call)
-    bodies.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
+    parser.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
     return call
 
 
 def _without_echoes(split: SplitBody) -> tuple[SplitBody, dict[int, gym.ReturnedIdFragments]]:
-    """Take token ids that came back with the messages out of them."""
+    """Remove the token ids that came back with messages."""
     entries, echoes = gym.take_all(split.entries, split.old)
     if entries is split.entries:
         return split, echoes
@@ -219,7 +223,7 @@ def _without_echoes(split: SplitBody) -> tuple[SplitBody, dict[int, gym.Returned
 
 
 def _as_gym_sends(split: SplitBody) -> SplitBody:
-    """Write the new messages as NeMo Gym's model server sends them to vLLM."""
+    """Rewrite the new messages as NeMo Gym's model server sends them to vLLM."""
     new = split.entries[split.old :]
     sent = [gym_request.with_reasoning(entry) for entry in new]
     if sent == new:
@@ -228,19 +232,19 @@ def _as_gym_sends(split: SplitBody) -> SplitBody:
 
 
 def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:
-    """Write a request's body with other messages (raw) in the place of its own."""
+    """Write a request's body with other messages (raw) instead of its own."""
     return msgspec.json.encode({**call.fields, "messages": Raw(b"[" + b",".join(messages) + b"]")})
 
 
 def read_tokenize(
-    body: bytes, bodies: IncrementalParser, *, served: Callable[[str], str] = str, rewrite: gym_request.Rewrite | None = None
+    body: bytes, parser: IncrementalParser, *, served: Callable[[str], str] = str, rewrite: gym_request.Rewrite | None = None
 ) -> ChatCall | None:
-    """Read a `/tokenize` body in its chat form as the chat call that would follow; `None` for its prompt form. `rewrite`: `read_chat`."""
-    return read_chat(body, bodies, served=served, rewrite=rewrite) if "messages" in fields_of(body) else None
+    """Parse a `/tokenize` body with messages as the equivalent chat call; `None` for a body with a prompt. Arguments: see `read_chat`."""
+    return read_chat(body, parser, served=served, rewrite=rewrite) if "messages" in fields_of(body) else None
 
 
 def _plain_reason(call: ChatCall) -> str:
-    """Name what in a request keeps the engine from using supplied ids, or makes the prompt no plain chat turn."""
+    """Name what keeps the engine from using supplied ids, or makes the prompt something other than a chat turn."""
     fields = call.fields
     found = {
         Reason.MEDIA: call.media,
@@ -250,4 +254,4 @@ def _plain_reason(call: ChatCall) -> str:
         Reason.ECHO: member(fields, "echo", (bool,), False),
         Reason.TRUNCATED_PROMPT: member(fields, "truncate_prompt_tokens", (int,), -1) != -1,
     }
-    return next((reason for reason, there in found.items() if there), "")
+    return next((reason for reason, present in found.items() if present), "")

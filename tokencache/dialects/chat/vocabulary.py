@@ -1,32 +1,28 @@
-"""Chat messages: one raw entry of `messages` (OpenAI chat completions, as vLLM 0.32 reads it) → canonical.
+"""The messages and sampling parameters of chat completions, as vLLM 0.32 reads them.
 
-A conversation is sent whole with every call, so nearly every entry has been seen before: what was read is remembered
-by the hash of its raw bytes, and a known entry costs one short hash.
+Messages: one raw item of `messages` becomes a canonical message. Every call sends the whole conversation, so `MessageReader` remembers what
+it parsed by the hash of the raw bytes, and a known message costs one short hash. Functions here also rewrite raw messages that an
+engine or a template does not accept.
 
-
-Sampling policy: parameters that are used whatever the harness asks for.
-
-A trainer wants its rollouts sampled at the temperature of its loss, and a harness brings a temperature of its own. A policy
-pins parameters by name, for all sessions (the server's option) or for one (its registered key, which wins name by name).
-They are written into the request before it is sent; what the harness had asked for is kept with the turn.
-
-A pin is a value, not a limit: a harness that asks for less gets the pinned one, too. `max_tokens` stands for
-`max_completion_tokens` as well, and the engine is told one of them.
+Sampling policy: a trainer wants rollouts sampled at the temperature of its loss, whatever temperature a harness asks for. A policy pins
+parameters by name, for all sessions (the server's option) or for one (its registered key, which wins name by name). A pin is a value and
+not a limit. `max_tokens` also replaces `max_completion_tokens`, and the engine gets one of them.
 """
 
 import json
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
+from cachetools import LRUCache
 
 from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_digest_of_json
 from tokencache.dialects.json_io import member, value_of
 
 Raw = msgspec.Raw
+
 _MEMBERS = msgspec.json.Decoder(dict[str, Raw])
 _CALLS = msgspec.json.Decoder(list[dict[str, Raw]] | None)
 _ENCODER = msgspec.json.Encoder()
@@ -35,15 +31,17 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 class UnreadableError(ValueError):
-    """An entry is no message that we understand: its call is relayed and recorded, but not matched."""
+    """A message is of an unknown kind: its call is relayed and recorded, but not matched."""
 
 
 class ReadMessage(msgspec.Struct, frozen=True):
-    """An entry as read.
+    """A parsed message.
 
-    `message` keeps the text of an assistant's entries only: of all others the digests are enough. `digest` is equal for all writings
-    of one reply, `exact` for what no template can tell apart (`core.messages`). `malformed` says that an engine may refuse the
-    arguments of a call (`with_stand_ins`).
+    Attributes:
+        message: without text, unless it is an assistant's: for the others the digests suffice.
+        digest: equal for all ways to write one reply (`core.messages`).
+        exact: equal only for what no template can tell apart.
+        malformed: whether an engine may refuse the arguments of a call (`with_stand_ins`).
     """
 
     message: Message
@@ -53,47 +51,42 @@ class ReadMessage(msgspec.Struct, frozen=True):
 
 
 class MessageReader:
-    """Reads raw entries, remembering the last `size` distinct ones."""
+    """Parses raw messages and remembers the last `size` distinct ones."""
 
     def __init__(self, size: int = 200_000) -> None:
-        self._size = size
-        self._known: OrderedDict[bytes, ReadMessage] = OrderedDict()  # a dict looks ever longer for its first entry when those go
-        # xxh3 is no cryptographic hash: an unknown seed keeps others from choosing entries that collide.
-        self._seed = secrets.randbits(64)
+        self._known: LRUCache[bytes, ReadMessage] = LRUCache(size)
+        self._seed = secrets.randbits(64)  # xxh3 is not cryptographic: without the seed clients cannot construct collisions
 
     def read(self, raw: bytes) -> ReadMessage:
-        """Read one entry.
+        """Parse one message.
 
         Raises:
-            UnreadableError: it is no message that we understand.
+            UnreadableError: the message is of an unknown kind.
         """
         key = xxhash.xxh3_128_digest(raw, self._seed)
-        known = self._known.pop(key, None)
+        known = self._known.get(key)
         if known is None:
             entry = msgspec.json.decode(raw)
-            known = _slim(read_message(entry), entry)
-            if len(self._known) >= self._size:
-                self._known.popitem(last=False)
-        self._known[key] = known
+            known = self._known[key] = _slim(read_message(entry), entry)
         return known
 
 
 def _slim(message: Message, entry: dict[str, Any]) -> ReadMessage:
-    own, written = digest(message), exact_digest_of_json(entry)
+    own, exact = digest(message), exact_digest_of_json(entry)
     if message.role == "assistant":
         malformed = any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
-        return ReadMessage(message, own, written, malformed)
-    return ReadMessage(Message(message.role, answers=message.answers, media=b"1" if message.media else b""), own, written)
+        return ReadMessage(message, own, exact, malformed)
+    return ReadMessage(Message(message.role, answers=message.answers, media=b"1" if message.media else b""), own, exact)
 
 
 def read_message(entry: Any) -> Message:
-    """Read one decoded entry.
+    """Convert one decoded message.
 
     Raises:
-        UnreadableError: it is no message that we understand.
+        UnreadableError: the message is of an unknown kind.
     """
     if not isinstance(entry, dict):
-        raise UnreadableError("a message is no object")
+        raise UnreadableError("a message is not an object")
     role = entry.get("role")
     if not isinstance(role, str):
         raise UnreadableError("a message has no role")
@@ -122,11 +115,11 @@ def _content(content: Any) -> tuple[str | None, bytes]:
             texts.append(part)
             continue
         if not isinstance(part, dict):
-            raise UnreadableError("a content part is no object")
+            raise UnreadableError("a content part is not an object")
         kind = part.get("type")
-        member = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if member is not None and isinstance(part.get(member), str):
-            texts.append(part[member])
+        name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if name is not None and isinstance(part.get(name), str):
+            texts.append(part[name])
         else:
             media.append({key: value for key, value in part.items() if key != "cache_control"})
     return ("\n".join(texts) if texts else None), (canonical_json(media) if media else b"")
@@ -135,7 +128,7 @@ def _content(content: Any) -> tuple[str | None, bytes]:
 def _calls(entry: dict[str, Any]) -> tuple[ToolCall, ...]:
     listed = entry.get("tool_calls") or ()
     if not isinstance(listed, list | tuple):
-        raise UnreadableError("tool_calls is no list")
+        raise UnreadableError("tool_calls is not a list")
     single = entry.get("function_call")
     return tuple(_call(item) for item in [*listed, *([{"function": single}] if single else ())])
 
@@ -150,16 +143,16 @@ def _call(item: Any) -> ToolCall:
     return ToolCall(_text(item.get("id"), "id") or "", function["name"], arguments or "")
 
 
-def _text(value: Any, what: str) -> str | None:
+def _text(value: Any, name: str) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise UnreadableError(f"{what} is no text")
+        raise UnreadableError(f"{name} is not a string")
     return value
 
 
 def _is_json(arguments: Any) -> bool:
-    """Whether arguments are a text that the engine can read as JSON.
+    """Whether arguments are a string that the engine can parse.
 
-    vLLM reads it with Python's `json`, which also takes NaN, Infinity and numbers that no double can hold.
+    vLLM parses it with Python's `json`, which also accepts NaN, Infinity and numbers outside the range of a double.
     """
     if not isinstance(arguments, str):
         return False
@@ -174,9 +167,9 @@ def _is_json(arguments: Any) -> bool:
 
 
 def with_reasoning(raw: bytes) -> bytes:
-    """Write `reasoning_content` as `reasoning`: chat completions take both, `/tokenize` only the latter (vLLM 0.32).
+    """Rename `reasoning_content` to `reasoning`: chat completions accept both, `/tokenize` only the latter (vLLM 0.32).
 
-    All other members keep their bytes, and an entry that cannot be read is returned as it is.
+    All other members keep their bytes. A message that cannot be parsed is returned unchanged.
     """
     if b'"reasoning_content"' not in raw and b"\\u" not in raw:
         return raw
@@ -184,19 +177,19 @@ def with_reasoning(raw: bytes) -> bytes:
         members = _MEMBERS.decode(raw)
     except (msgspec.DecodeError, RecursionError):
         return raw
-    inner = members.pop("reasoning_content", None)
-    if inner is None:
+    reasoning = members.pop("reasoning_content", None)
+    if reasoning is None:
         return raw
     if bytes(members.get("reasoning", _NULL)) == b"null":
-        members["reasoning"] = inner  # which may be null, too
+        members["reasoning"] = reasoning  # may be null, too
     return _ENCODER.encode(members)
 
 
 def as_reminders(entries: Sequence[bytes]) -> list[bytes]:
-    """Say system messages behind the first entry as the user's, marked as reminders: for templates that take none there.
+    """Turn system messages after the first message into the user's, marked as reminders: for templates that accept none there.
 
-    vLLM's own converter moves them to the front of the system prompt instead (Messages, 0.32), so that every new one changes
-    the whole prompt; Claude Code itself writes them this way to models that it knows by name.
+    vLLM's own converter moves them to the front of the system prompt instead (Messages, 0.32), so each new one changes the whole prompt.
+    Claude Code itself writes them like this for models that it knows by name.
     """
     return [entries[0], *map(_as_reminder, entries[1:])]
 
@@ -212,94 +205,26 @@ def _as_reminder(raw: bytes) -> bytes:
 
 
 def with_stand_ins(raw: bytes) -> bytes:
-    """Replace tool-call arguments that an engine may refuse: an object or a list by its text, all else that is no JSON text by `{}`.
+    """Replace tool-call arguments that an engine may refuse: an object or list by its text, anything else that is not JSON text by `{}`.
 
-    An engine may refuse the whole history for them, and so every later turn (vLLM before 0.32 where the text is no JSON, 0.32
-    where it is an object or `null`). vLLM 0.32 itself renders `{}` where the text is no JSON. Arguments that it can read keep
-    their bytes, and so do all other members: what is rendered is what the engine renders of the harness's own bytes.
+    An engine may refuse the whole history for them, and so every later turn: vLLM before 0.32 if the text is not JSON, 0.32 if it is an
+    object or `null`. vLLM 0.32 itself renders `{}` if the text is not JSON. Arguments that it can parse keep their bytes, as do all
+    other members, so the prompt equals what the engine renders of the client's own bytes.
     """
     members = _MEMBERS.decode(raw)
     calls = _CALLS.decode(members.get("tool_calls", _NULL)) or []
     for call in calls:
         function = _MEMBERS.decode(call["function"])
-        function["arguments"] = _safe(function.get("arguments", _NULL))
+        function["arguments"] = _safe_arguments(function.get("arguments", _NULL))
         call["function"] = Raw(_ENCODER.encode(function))
     return _ENCODER.encode({**members, "tool_calls": Raw(_ENCODER.encode(calls))}) if calls else raw
 
 
-def _safe(arguments: Raw) -> Raw:
-    """Return raw arguments that an engine takes."""
+def _safe_arguments(arguments: Raw) -> Raw:
     given = bytes(arguments)
     if given[:1] in {b"{", b"["}:
         return Raw(_ENCODER.encode(given.decode()))
     return arguments if _is_json(msgspec.json.decode(given)) else _NO_ARGUMENTS
-
-
-_NULL_JSON = b"null"
-_LONG = "max_completion_tokens"
-"""What OpenAI calls `max_tokens` on chat completions today; where a request has both, vLLM goes by this one (0.32)."""
-
-
-class _Rule(NamedTuple):
-    kinds: tuple[type, ...]
-    holds: Callable[[Any], bool]
-    words: str
-
-
-_NUMBER, _WHOLE = (int, float), (int,)
-_HOTTEST, _HARSHEST = 2, 2
-_PENALTY = _Rule(_NUMBER, lambda v: -_HARSHEST <= v <= _HARSHEST, "a number from -2 to 2")
-PINNED: Mapping[str, _Rule] = {
-    "temperature": _Rule(_NUMBER, lambda v: 0 <= v <= _HOTTEST, "a number from 0 to 2"),
-    "top_p": _Rule(_NUMBER, lambda v: 0 < v <= 1, "a number above 0, at most 1"),
-    "top_k": _Rule(_WHOLE, lambda v: v >= -1, "a whole number: how many, or 0 or -1 for all"),
-    "min_p": _Rule(_NUMBER, lambda v: 0 <= v <= 1, "a number from 0 to 1"),
-    "max_tokens": _Rule(_WHOLE, lambda v: v >= 1, "a whole number from 1"),
-    "seed": _Rule(_WHOLE, lambda v: -(2**63) <= v < 2**63, "a whole number of 64 bits"),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "repetition_penalty": _Rule(_NUMBER, lambda v: 0 < v < float("inf"), "a number above 0"),
-}
-"""What can be pinned, and which values vLLM 0.32 takes (`sampling_params.py`, `SamplingParams._verify_args`)."""
-
-
-def check_policy(policy: Mapping[str, Any]) -> None:
-    """Check a policy's names and values.
-
-    Raises:
-        ValueError: one of them is none; the message says which, and what there is.
-    """
-    for name, value in policy.items():
-        rule = PINNED.get(name)
-        if rule is None:
-            raise ValueError(f"{name[:80]!r} cannot be pinned; what can is: {', '.join(PINNED)}")
-        if not isinstance(value, rule.kinds) or isinstance(value, bool) or not rule.holds(value):
-            raise ValueError(f"{name!r} must be {rule.words}, not {str(value)[:80]}")
-
-
-def pin(fields: dict[str, Raw], policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the values of a policy into a request's members, in place.
-
-    Returns:
-        What the harness had asked for where that is another value: name → its value, `None` if it had asked for nothing.
-    """
-    replaced = {}
-    for name, value in policy.items():
-        asked = _asked(fields, name)
-        if isinstance(asked, bool) or asked != value:
-            replaced[name] = asked
-        fields[name] = Raw(msgspec.json.encode(value))
-    if "max_tokens" in policy:
-        fields.pop(_LONG, None)
-    return replaced
-
-
-def _asked(fields: Mapping[str, Raw], name: str) -> Any:
-    for spelling in (_LONG, name) if name == "max_tokens" else (name,):
-        raw = fields.get(spelling)
-        if raw is not None and bytes(raw) != _NULL_JSON:
-            return value_of(raw)
-    return None
 
 
 def resolve_model(fields: dict[str, Raw], served: Callable[[str], str]) -> str:
@@ -313,3 +238,69 @@ def resolve_model(fields: dict[str, Raw], served: Callable[[str], str]) -> str:
     if model != named:
         fields["model"] = Raw(msgspec.json.encode(model))
     return model
+
+
+_MAX_COMPLETION_TOKENS = "max_completion_tokens"
+"""OpenAI's present name for `max_tokens`. vLLM uses this one if a request has both (0.32)."""
+
+
+class _Rule(NamedTuple):
+    kinds: tuple[type, ...]
+    accepts: Callable[[Any], bool]
+    description: str
+
+
+_NUMBER, _INTEGER = (int, float), (int,)
+_PENALTY = _Rule(_NUMBER, lambda v: -2 <= v <= 2, "a number from -2 to 2")  # noqa: PLR2004
+
+PINNED: Mapping[str, _Rule] = {
+    "temperature": _Rule(_NUMBER, lambda v: 0 <= v <= 2, "a number from 0 to 2"),  # noqa: PLR2004
+    "top_p": _Rule(_NUMBER, lambda v: 0 < v <= 1, "a number above 0, at most 1"),
+    "top_k": _Rule(_INTEGER, lambda v: v >= -1, "a whole number; 0 or -1 for all"),
+    "min_p": _Rule(_NUMBER, lambda v: 0 <= v <= 1, "a number from 0 to 1"),
+    "max_tokens": _Rule(_INTEGER, lambda v: v >= 1, "a whole number from 1"),
+    "seed": _Rule(_INTEGER, lambda v: -(2**63) <= v < 2**63, "a whole number of 64 bits"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": _Rule(_NUMBER, lambda v: 0 < v < float("inf"), "a number above 0"),
+}
+"""Parameters that can be pinned, with the values that vLLM 0.32 accepts (`sampling_params.py`, `SamplingParams._verify_args`)."""
+
+
+def check_policy(policy: Mapping[str, Any]) -> None:
+    """Check the names and values of a sampling policy.
+
+    Raises:
+        ValueError: a name or value is not allowed; the message says which are.
+    """
+    for name, value in policy.items():
+        rule = PINNED.get(name)
+        if rule is None:
+            raise ValueError(f"{name[:80]!r} cannot be pinned; these can: {', '.join(PINNED)}")
+        if not isinstance(value, rule.kinds) or isinstance(value, bool) or not rule.accepts(value):
+            raise ValueError(f"{name!r} must be {rule.description}, not {str(value)[:80]}")
+
+
+def pin(fields: dict[str, Raw], policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the values of a policy into a request's members, in place.
+
+    Returns:
+        The client's value of each parameter that had another value; `None` if the client set none.
+    """
+    replaced = {}
+    for name, value in policy.items():
+        requested = _requested(fields, name)
+        if isinstance(requested, bool) or requested != value:
+            replaced[name] = requested
+        fields[name] = Raw(msgspec.json.encode(value))
+    if "max_tokens" in policy:
+        fields.pop(_MAX_COMPLETION_TOKENS, None)
+    return replaced
+
+
+def _requested(fields: Mapping[str, Raw], name: str) -> Any:
+    for spelling in (_MAX_COMPLETION_TOKENS, name) if name == "max_tokens" else (name,):
+        raw = fields.get(spelling)
+        if raw is not None and bytes(raw) != b"null":
+            return value_of(raw)
+    return None

@@ -145,12 +145,12 @@ class GeminiReplyEncoder:
 
     def _parts(self, choice: ChoicePart) -> list[dict[str, Any]]:
         """The parts that a chunk, or a whole message, completes."""
-        said, parts = choice.said, []
+        said, parts = choice.reply, []
         if said.thought and self._shows_thoughts:
             parts += [*self._called(), {"text": said.thought, "thought": True}]
         if said.content:
             parts += [*self._called(), self._signed("text", {"text": said.content})]
-        for index, call in said.called():
+        for index, call in said.calls():
             parts += self._calling(str(index), call)
         if choice.finish_reason is not None:
             parts += self._called()

@@ -352,12 +352,12 @@ class ResponsesReplyEncoder:
             self._events.tell("in_progress", response=self._response())
 
     def _choice(self, choice: ChoicePart) -> None:
-        said = choice.said
+        said = choice.reply
         if said.thought and self._thoughts:
             self._into(Reasoning, **self._reasoning).grow(said.thought)
         if said.content:
             self._into(Text, present=False).grow(said.content)
-        for index, call in said.called():
+        for index, call in said.calls():
             self._call(index, call)
         if choice.finish_reason is not None:
             self._finish = choice.finish_reason
