@@ -4,8 +4,8 @@ The proxy always asks the engine for ids, log probabilities and reasoning. A cli
 members that vLLM writes as `null` become `null` and are never removed, and chunks that exist only because ids were asked for
 (`delta: {}`) are dropped (observed on vLLM 0.32.0; a direct client that asks for log probabilities does get them).
 
-Routed experts are never passed on (`engine.reply`): engines send them unasked, and they are for the trainer. A client gets weight versions if
-it asks for them; otherwise the member is missing (vLLM 0.33). Text completions share these rules (`text_completions`).
+Routed experts are never passed on (`engine.reply`): engines send them unasked, and they are for the trainer. A client gets weight
+versions if it asks for them; otherwise the member is missing (vLLM 0.33). Text completions share these rules (`text_completions`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
