@@ -1,5 +1,6 @@
 """Links and paths in documents lead to something. `make docs` checks the links within `docs`; these tests check the others."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -10,6 +11,10 @@ FOLDERS = ("docs", "tokencache", "tests", "bench", "deploy", "examples", "harnes
 FILES = [path for path in ROOT.iterdir() if path.is_file()] + [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
 PAGES = sorted(path for path in FILES if path.suffix == ".md" and path.name != "CHANGELOG.md")
 SOURCES = [path for path in FILES if path.suffix in {".py", ".yaml", ".yml", ".toml"} and ROOT / "tests/docs" not in path.parents]
+
+
+NOT_PYTHON = {"tokencache.toml", "tokencache.rollouts"}
+"""A configuration file, and a key in the metadata of Parquet files."""
 
 
 def name(path):
@@ -39,6 +44,9 @@ def test_relative_links_resolve(page):
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_paths_in_code_spans_exist(page):
     paths = re.findall(r"`((?:tokencache|tests|docs|bench|deploy|harness_adapters)/[\w./-]+)(?::\w+)?`", page.read_text())
+    paths += [
+        f"tokencache/{path}" for path in re.findall(r"`((?:api|core|dialects|engine|proxy|server|store)/[\w./-]+)`", page.read_text())
+    ]
     missing = [path for path in paths if not re.search(r"[A-Z]{4}", path) and not (ROOT / path).exists()]
     assert missing == []
 
@@ -51,3 +59,18 @@ def test_pages_that_code_names_exist():
         if not (ROOT / page).exists()
     ]
     assert missing == []
+
+
+def resolves(dotted):
+    """Whether a dotted name is a module, or an attribute of one."""
+    try:
+        pkgutil.resolve_name(dotted)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_names_exist(page):
+    dotted = set(re.findall(r"(?<![\w./:-])(tokencache(?:\.\w+)+)\b(?![/:-])", page.read_text())) - NOT_PYTHON
+    assert [one for one in sorted(dotted) if not resolves(one)] == []
