@@ -1,4 +1,46 @@
-"""tokencache: exact tokens for agents that only speak text."""
+"""tokencache: exact tokens for agents that only exchange text.
+
+The words of this project, one meaning each; names in the code, metrics and documents use them. `docs/glossary.md` says more.
+
+harness         the agent program that calls the model
+trainer         the program that fetches recorded rollouts and trains on them
+session         one rollout: the scope of all look-ups
+call            one request of a harness for a reply of the model
+message         one entry of a conversation, in the form that all dialects are translated to
+turn            one recorded call: prompt ids, completion ids, log probabilities, and the message that was served
+reply           what the model answered in one call
+echo            a reply that a harness sends back in its history
+history         the messages of a request
+chain           the digest of a conversation up to each of its messages
+prefix          the exact ids of a history: a turn's prompt ids and completion ids
+tail            the ids that the template puts after that history: end of turn, new messages, generation prompt
+splice          prefix + tail: the prompt that is sent
+generation prompt  the ids with which the template opens a reply of the model
+stop id         a token id at which the engine stops generating
+sentinel        a random text that stands in for a reply, to locate its end in a rendering
+match           which recorded turn a history continues: `root`, `continue`, `branch`, `resplice` or `plain`
+anchor          a recognized reply that keeps its exact ids inside a prompt that was rendered again
+resplice        a prompt that was rendered again around its anchors, because the context was edited
+reason          why a turn does not simply continue the turn before it
+verdict         whether an echo is the reply that was served: `same`, `equivalent`, `rewritten` or `foreign`
+rule            one named difference that a reply may have when it comes back
+adapter         what is known of one harness, as data: how to start it, and which rules it needs
+lineage         a line of turns, each extending the one before
+main child      of the turns that extend one turn, the one that continues its sequence
+sequence        a lineage as a trainer uses it: token ids, loss mask, log probabilities
+mark            what a trainer must know about a turn
+incident        what a trainer must know about a session besides its turns
+hole            an incident that says that something the model said is missing from the record
+sealed          of a session: it accepts no more calls
+epoch           the time from the creation of a session to its deletion
+drift           where the spliced prompt differs from a plain rendering of the same messages
+dialect         a wire format of model calls: chat completions, Anthropic messages, Responses, Gemini
+engine          the server that samples tokens, usually vLLM
+driver          the code that knows how one kind of engine is probed, prompted and read
+store           where sessions are recorded: Redis, or the memory of one process
+ledger          the part of the proxy that starts, ends and records calls in the store
+replica         one of several proxies that share a store
+"""
 
 from importlib import metadata
 
