@@ -23,7 +23,6 @@ from tokencache.core.rules import RULES
 from tokencache.core.turn import TurnMark
 
 DOCS = Path(__file__).parents[2] / "docs"
-VIEWER_WORDS = DOCS.parent / "tokencache/api/viewer/static/words.js"
 COMMANDS = typer.main.get_command(app).commands
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -105,12 +104,6 @@ def described(head: str, names: Iterable[Described]) -> str:
     return table((head, "meaning"), *((f"`{name}`", name.meaning) for name in names))
 
 
-def viewer_reasons() -> str:
-    """The reasons for the viewer, as a JavaScript object of plain text."""
-    texts = {reason: re.sub(r" \(\[.*?\]\(.*?\)\)", "", reason.meaning).replace("`", "") for reason in Reason}
-    return f"export const REASONS = {json.dumps(texts, indent=2, ensure_ascii=False)};\n// "
-
-
 def metric_families() -> str:
     """The metrics at `/metrics`."""
     rows = [("metric", "type", "labels", "meaning")]
@@ -131,7 +124,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "incident-actions": incident_actions,
     "rules": rules,
     "reasons": lambda: described("reason", Reason),
-    "viewer-reasons": viewer_reasons,
     "marks": lambda: described("mark", TurnMark),
 }
 
@@ -148,7 +140,7 @@ def updated(page: str) -> str:
 def files() -> Iterator[tuple[Path, str]]:
     """The files that contain something generated, each with the text that it should have."""
     yield DOCS / "openapi.json", json.dumps(document(), indent=1, ensure_ascii=False) + "\n"
-    for path in (VIEWER_WORDS, *sorted(DOCS.rglob("*.md"))):
+    for path in sorted(DOCS.rglob("*.md")):
         if "<!-- generated: " in (text := path.read_text()):
             yield path, updated(text)
 

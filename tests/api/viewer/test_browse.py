@@ -12,6 +12,8 @@ import pytest
 from tests.api.viewer.scenes import EPISODES, crowd, lively, long
 from tests.proxy.kit import EPISODES as TALKS
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
+from tokencache.core.incidents import IncidentKind
+from tokencache.core.reasons import Reason
 from tokencache.core.turn import Tokens
 from tokencache.store.base import Entry
 from tokencache.store.memory import MemoryStore
@@ -249,6 +251,11 @@ async def test_the_page_runs_only_its_own_scripts(rig):
     assert "https://" not in text
     async with rig.http.get(f"{rig.url}/tokencache/ui/main.js") as answer:
         assert (answer.content_type, answer.headers["X-Content-Type-Options"]) == ("text/javascript", "nosniff")
+    async with rig.http.get(f"{rig.url}/tokencache/ui/meanings.js") as answer:
+        text = await answer.text()
+    for name in (*Reason, *IncidentKind):
+        assert f'"{name}":"' in text
+    assert "](" not in text
     async with rig.http.get(f"{rig.url}/tokencache/ui/none.js") as answer:
         assert answer.status == 404
 

@@ -1,6 +1,6 @@
-"""What a person sees in a browser: Debian's Chromium, headless, on a real proxy.
+"""The pages in a browser: headless Chromium against a real proxy.
 
-Every page is also watched (`conftest.look`): no script error, no breach of its policy, and no request to another host.
+The fixture `look` also checks each page: no script error, no violation of its content policy, and no request to another host.
 """
 
 import re
@@ -49,7 +49,7 @@ async def test_sessions_with_their_counts_filter_and_paging(rig, look):
     await expect(page.locator("tbody tr")).to_have_count(1)
     await expect(page.locator("tbody tr")).to_contain_text("batch-00010")
     await page.locator("#filter").fill("nothing like it")
-    await expect(page.get_by_text("No session fits.")).to_be_visible()
+    await expect(page.get_by_text("No session matches.")).to_be_visible()
 
 
 async def test_counts_are_live(look, browser):
@@ -90,25 +90,25 @@ async def test_a_session_in_figures_and_as_a_tree(rig, look):
     figures = exported["figures"]
     for name, value in [
         ("calls", figures["calls"]), ("sequences", figures["sequences"]), ("trainable tokens", figures["trainable_tokens"]),
-        ("masked tokens", f"{figures['masked_tokens']:,}"), ("incidents", 1), ("forgiven", sum(figures["forgiven"].values())),
+        ("masked tokens", f"{figures['masked_tokens']:,}"), ("incidents", 1), ("applied rules", sum(figures["forgiven"].values())),
     ]:  # fmt: skip
         await expect(page.locator(f"[data-tile='{name}'] dd")).to_contain_text(str(value))
     await expect(page.locator("[data-tile='drift avoided'] dd")).to_contain_text(re.compile(r"[\d,]+ tokensin 5 of 5 last prompts"))
     await expect(page.locator(".mix li")).to_have_text(["2 root", "6 continue", "1 branch", "2 resplice"])
     rows = page.locator(".turn-row")
-    await expect(rows.nth(1)).to_contain_text("thrown away")
+    await expect(rows.nth(1)).to_contain_text("discarded")
     await expect(rows.nth(1)).to_have_class(re.compile("dim"))
     await expect(rows.nth(2).locator(".b-branch")).to_have_text("branch")
     await expect(rows.nth(7).locator(".b-resplice")).to_have_text("resplice")
     await expect(rows.nth(7)).to_contain_text("context-edited")
     await expect(rows.nth(9).locator(".b-resplice")).to_have_text("resplice")
     await expect(rows.nth(10)).to_contain_text("upstream-broke")
-    assert await number(page, ".turn-row:nth-child(7) .edge.dashed")  # the resplice takes its context from a turn above
+    assert await number(page, ".turn-row:nth-child(7) .edge.dashed")  # the resplice takes its context from an earlier turn
     lanes = [await rows.nth(n).locator("circle").get_attribute("cx") for n in range(11)]
     assert lanes[0] == lanes[2] == lanes[10] != lanes[1]
 
 
-async def test_a_forgiven_rewriting_side_by_side(rig, look):
+async def test_a_recognised_rewriting_side_by_side(rig, look):
     turns = (await outline(rig))["turns"]
     page = await look(f"#/session/rollout-7/turn/{turns[2]['id']}")
     echo = page.locator(".echo")
@@ -129,27 +129,27 @@ async def test_why_a_rollout_split(rig, look):
     await page.locator(".turn-row").nth(9).locator("a.row").click()
     panel = page.locator("aside")
     await expect(panel).to_contain_text("context-edited")
-    await expect(panel.locator(".echo[data-verdict='foreign']")).to_contain_text("no exact tokens stand for it")
+    await expect(panel.locator(".echo[data-verdict='foreign']")).to_contain_text("the prompt does not hold its exact tokens")
     await expect(panel.locator(".echo[data-verdict='foreign'] ins")).to_contain_text(["2"])
-    await expect(panel.locator(".echo[data-verdict='equivalent']")).to_contain_text("its exact tokens stand in the prompt")
+    await expect(panel.locator(".echo[data-verdict='equivalent']")).to_contain_text("the prompt holds its exact tokens")
 
 
-async def test_incidents_sequences_and_what_was_forgiven(rig, look):
+async def test_incidents_sequences_and_applied_rules(rig, look):
     page = await look("#/session/rollout-7?tab=incidents")
     row = page.locator("tbody tr")
     await expect(row).to_have_count(1)
     await expect(row).to_contain_text("upstream-broke")
-    await expect(row).to_contain_text("something is missing")
+    await expect(row).to_contain_text("data is missing")
     await row.get_by_role("link", name="turn 10").click()
     await expect(page.locator("aside h2")).to_have_text("Turn 10")
     await page.get_by_role("navigation", name="Parts").get_by_role("link", name="sequences").click()
     await expect(page.locator("tbody .badge")).to_have_text(["root", "branch", "root", "resplice", "resplice"])
-    await page.get_by_role("navigation", name="Parts").get_by_role("link", name="forgiven").click()
+    await page.get_by_role("navigation", name="Parts").get_by_role("link", name="applied rules").click()
     await expect(page.locator("tbody tr")).to_have_count(9)
     await expect(page.locator("tbody tr").first).to_contain_text("cd-prefix")
 
 
-async def test_tokens_in_their_colours_with_what_is_known_of_each(rig, look):
+async def test_tokens_have_colours_and_cards(rig, look):
     one = await sequence_of(rig, "root")
     exported = (await rig.exported("rollout-7"))["sequences"][0]
     page = await look(f"#/session/rollout-7/sequence/{one['id']}")
@@ -170,7 +170,7 @@ async def test_tokens_in_their_colours_with_what_is_known_of_each(rig, look):
     await expect(card).to_contain_text("none: mask 0")
 
 
-async def test_pieces_of_a_character_stand_together(rig, look):
+async def test_the_tokens_of_one_character_are_shown_together(rig, look):
     one = await sequence_of(rig, "root")
     page = await look(f"#/session/rollout-7/sequence/{one['id']}")
     piece = page.locator(".t", has_text=re.compile("^ ?🙂$")).first
@@ -181,7 +181,7 @@ async def test_pieces_of_a_character_stand_together(rig, look):
     assert not await number(page, ".t:has-text('\ufffd')")
 
 
-async def test_heat_and_the_walk_through_a_sequence(rig, look):
+async def test_heat_and_moving_through_a_sequence(rig, look):
     one = await sequence_of(rig, "root")
     exported = (await rig.exported("rollout-7"))["sequences"][0]
     page = await look(f"#/session/rollout-7/sequence/{one['id']}")
@@ -213,7 +213,7 @@ async def test_where_a_plain_rendering_differs(rig, look):
     last = (await rig.exported("rollout-7"))["sequences"][0]["turns"][-1]["turn"]
     sites = measured["turns"][last]["sites"]
     page = await look(f"#/session/rollout-7/sequence/{one['id']}")
-    await expect(page.locator(".tools .drifts")).to_have_text(f"rendered plainly, {len(sites)} places would differ")
+    await expect(page.locator(".tools .drifts")).to_have_text(f"a plain rendering differs in {len(sites)} places")
     await expect(page.locator(".minimap .ticks rect")).to_have_count(len(sites))
     site = next(site for site in sites if site["rendered"] and site["end"] > site["start"])
     await page.locator("#goto").fill(str(site["start"]))
@@ -267,7 +267,7 @@ async def test_a_hundred_thousand_tokens_and_two_hundred_turns(rig, look):
     assert await number(page, ".t") < 10_000
 
 
-async def test_hostile_words_are_shown_as_words(rig, look):
+async def test_hostile_text_is_shown_as_text(rig, look):
     page = await look("#/session/rollout-7")
     says = page.locator(".turn-row").nth(4).locator(".says")
     await expect(says).to_contain_text("<img src=x onerror=")
@@ -290,7 +290,7 @@ async def test_light_and_dark(rig, look):
     light, dark = await look(color_scheme="light"), await look(color_scheme="dark")
     bright, deep = await ground(light), await ground(dark)
     assert bright != deep
-    await dark.get_by_role("button", name="as the system has it").click()
+    await dark.get_by_role("button", name="Colours: system").click()
     assert await ground(dark) == bright
     await dark.reload()
     assert await ground(dark) == bright
@@ -309,22 +309,22 @@ async def test_ids_are_copied(rig, look):
 
 
 @pytest.mark.parametrize("at", ["#/session/nobody", "#/session/rollout-7/sequence/none", "#/session/%"])
-async def test_what_is_not_there_is_said(rig, look, at):
+async def test_unknown_names(rig, look, at):
     page = await look(at)
-    await expect(page.locator("h1")).to_have_text("Sessions" if at.endswith("%") else "Not here")
+    await expect(page.locator("h1")).to_have_text("Sessions" if at.endswith("%") else "Not found")
 
 
 async def test_the_key_is_asked_for_once(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3), admin_key="the-trainers-own") as rig:
         await lively(rig, "hidden-name")
         page = await look("#/session/hidden-name", url=rig.url)
-        dialog = page.get_by_role("dialog", name="The trainer's key")
+        dialog = page.get_by_role("dialog", name="Admin key")
         await expect(dialog).to_be_visible()
         assert "hidden-name" not in await page.locator("main").inner_text()
-        await page.get_by_label("Admin key").fill("wrong")
+        await page.locator("#ask-key").fill("wrong")
         await page.keyboard.press("Enter")
-        await expect(dialog.get_by_role("alert")).to_have_text("That is not the key.")
-        await page.get_by_label("Admin key").fill("the-trainers-own")
+        await expect(dialog.get_by_role("alert")).to_have_text("Wrong key.")
+        await page.locator("#ask-key").fill("the-trainers-own")
         await page.keyboard.press("Enter")
         await expect(page.locator(".turn-row")).to_have_count(11)
         await page.reload()
@@ -334,7 +334,7 @@ async def test_the_key_is_asked_for_once(look):
         await page.goto("about:blank")
 
 
-async def test_ids_without_texts_where_the_engine_is_away(look):
+async def test_ids_without_texts_if_the_engine_is_away(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
         await rig.say("s", [user("EPISODE:sub")])
         (one,) = (await outline(rig, "s"))["sequences"]

@@ -5,10 +5,12 @@ bounded, so that viewing delays calls by a few milliseconds at most.
 """
 
 import asyncio
+import re
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from cachetools import LRUCache
@@ -20,7 +22,9 @@ from tokencache.api.reader import SessionReader, no_session
 from tokencache.api.viewer.comparison import compare_replies
 from tokencache.api.viewer.sessions import SessionList, outline
 from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, TokenTexts, lay_out
+from tokencache.core.incidents import IncidentKind
 from tokencache.core.lineage import lineages
+from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
@@ -58,11 +62,26 @@ def add_viewer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, poo
     }
     register(app, auth, handlers)
     app.router.add_get(UI.rstrip("/"), _redirect)
+    app.router.add_get(UI + "meanings.js", _file(meanings_script(), _CONTENT_TYPES[".js"]))
     for path in sorted(files(__package__).joinpath("static").iterdir(), key=lambda path: path.name):
         handler = _file(path.read_bytes(), _CONTENT_TYPES[PurePath(path.name).suffix])
         app.router.add_get(UI + path.name, handler)
         if path.name == "index.html":
             app.router.add_get(UI, handler)
+
+
+def meanings_script() -> bytes:
+    """Write the tables of reasons and incident kinds as a JavaScript module for the page."""
+    reasons = {str(reason): _without_markdown(reason.meaning) for reason in Reason}
+    incidents = {str(kind): _without_markdown(f"{kind.meaning}. {kind.action}") for kind in IncidentKind}
+    tables = {"REASONS": reasons, "INCIDENTS": incidents}
+    return "".join(f"export const {name} = {msgspec.json.encode(table).decode()};\n" for name, table in tables.items()).encode()
+
+
+def _without_markdown(text: str) -> str:
+    """Remove links to other pages, matches that the page shows itself, and backticks."""
+    text = re.sub(r" \(\[[^]]*\]\([^)]*\)\)|^\([^)]*\) ", "", text)
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
 
 
 async def _redirect(_request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-// The trainer's routes, with the trainer's key: asked for once, kept in this tab.
+// Requests to the API. The admin key is asked for once and kept in this tab.
 
 const ROOT = new URL("../v1/", document.baseURI);
 const STORED = "tokencache.key";
@@ -12,7 +12,7 @@ export class ApiError extends Error {
 
 let asking = null;
 
-/** Get JSON; asks for the key where one is needed. Throws `ApiError`, or `AbortError` if the signal says so. */
+/** Get JSON. Asks for the key if it is needed. Throws `ApiError`, or `AbortError` if the signal aborts. */
 export async function get(path, query = {}, signal = undefined) {
   const url = new URL(path, ROOT);
   for (const [name, value] of Object.entries(query)) url.searchParams.set(name, value);
@@ -35,14 +35,14 @@ export async function get(path, query = {}, signal = undefined) {
   }
 }
 
-/** The path of one session's routes. */
+/** The path of a route of a session. */
 export const at = (session, ...rest) => ["sessions", session, ...rest].map(encodeURIComponent).join("/");
 
 function ask(refused) {
   const dialog = document.getElementById("ask");
   const form = document.getElementById("ask-form");
   const field = document.getElementById("ask-key");
-  document.getElementById("ask-error").textContent = refused ? "That is not the key." : "";
+  document.getElementById("ask-error").textContent = refused ? "Wrong key." : "";
   sessionStorage.removeItem(STORED);
   field.value = "";
   if (!dialog.open) dialog.showModal();

@@ -1,14 +1,14 @@
-// A long sequence on the screen: blocks of tokens, of which only those near the view are there. A block that is away is an empty
-// box of the height that it had, or may have; so the page scrolls like any text, and never holds more than some thousand nodes.
+// A long sequence as blocks of tokens, of which only those near the visible part are filled. The others are empty boxes of their last or
+// expected height, so that the page scrolls like any text and holds only some thousand nodes.
 
 import { h } from "./dom.js";
 
 export const BLOCK = 512;
 const NEAR = "900px";
-const HELD = 48; // blocks whose tokens are kept after they have left
+const HELD = 48; // blocks whose tokens stay cached
 
 export class Blocks {
-  /** `fetch(start, end)` brings a block's tokens, `draw(tokens)` makes nodes of them, `drawn()` is told of it. */
+  /** `fetch(start, end)` fetches the tokens of a block, `draw(tokens)` makes nodes of them, `drawn()` is called afterwards. */
   constructor(total, { fetch, draw, drawn }) {
     Object.assign(this, { total, fetch, draw, drawn, known: new Map() });
     this.element = h("div", { class: "blocks" });
@@ -21,7 +21,7 @@ export class Blocks {
     this.observer = new IntersectionObserver((entries) => entries.forEach((entry) => this.seen(entry)), { rootMargin: `${NEAR} 0px` });
   }
 
-  /** Begin, once the element is on the page. */
+  /** Start, once the element is on the page. */
   start() {
     const wide = Math.max((this.element.clientWidth - 150) / 7.3, 20);
     this.guess = Math.ceil((BLOCK * 5.2) / wide) * 21;
@@ -35,7 +35,7 @@ export class Blocks {
 
   seen({ target, isIntersecting }) {
     target.wanted = isIntersecting;
-    if (isIntersecting) this.fill(target).catch(() => {}); // what went wrong stands in the block
+    if (isIntersecting) this.fill(target).catch(() => {}); // the block shows the error
     else if (!target.classList.contains("away")) this.empty(target);
   }
 
@@ -75,7 +75,7 @@ export class Blocks {
     return known;
   }
 
-  /** Draw anew what is on the screen: its look has changed. */
+  /** Draw the filled blocks again after a change of style or sites. */
   redraw() {
     for (const block of this.blocks) {
       const known = this.known.get(Number(block.dataset.start));
@@ -84,7 +84,7 @@ export class Blocks {
     this.drawn();
   }
 
-  /** Bring a token into view, and give its node. */
+  /** Scroll a token into view and return its node. */
   async reveal(token) {
     const block = this.blocks[Math.floor(token / BLOCK)];
     if (!block) return null;

@@ -1,11 +1,11 @@
-// The card beside a token: what is known of it.
+// The card next to a token: its id, text, log probability, kind and turn.
 
 import { at, get } from "./api.js";
 import { copier, h } from "./dom.js";
 import { chance, count, quoted } from "./format.js";
 import { KINDS } from "./words.js";
 
-const SHOWN = 64; // ids of a plain rendering that are read for the card
+const SHOWN = 64; // ids of a plain rendering that are decoded for the card
 
 export class Card {
   constructor(session, signal) {
@@ -19,14 +19,14 @@ export class Card {
     this.pinned = false;
   }
 
-  /** Show what is known of a token beside its node: {i, id, text, logprob, run, group, site, siteTurn, turn}. */
+  /** Show the card of a token next to its node: {i, id, text, logprob, run, group, site, siteTurn, turn}. */
   show(node, token, pinned) {
     this.pinned = pinned;
     const [kind, meaning] = KINDS[token.run.kind];
     const rows = [
       ["token", h("b", {}, count(token.i))],
       ["id", [h("code", {}, String(token.id)), pinned ? copier(String(token.id), "the token's id") : null]],
-      ["text", token.text === null ? "not read: the engine cannot say" : h("code", { class: "quoted" }, quoted(token.text))],
+      ["text", token.text === null ? "not available: the engine cannot decode it" : h("code", { class: "quoted" }, quoted(token.text))],
       token.group > 1 ? ["", `one character in ${token.group} tokens`] : null,
       ["log prob", token.logprob === null ? "none: mask 0" : h("code", {}, chance(token.logprob))],
       ["mask", token.run.kind === "sampled" ? "1: trained here" : "0"],
@@ -60,7 +60,7 @@ export class Card {
       h("p", {}, `${what} it has `, there, site.rendered.length ? ` (${count(site.rendered.length)} ${site.rendered.length === 1 ? "token" : "tokens"})` : ""));
   }
 
-  /** What a plain rendering has at a site, as text; its ids where that cannot be read. */
+  /** The text that a plain rendering has at a site, or its ids if they cannot be decoded. */
   async texts(site, turn) {
     const ids = site.rendered.slice(0, SHOWN).join(",");
     const more = site.rendered.length > SHOWN ? "…" : "";

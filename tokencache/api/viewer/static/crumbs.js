@@ -1,8 +1,8 @@
-// The way from the list of all sessions to where one is.
+// The breadcrumbs: the path from the list of sessions to this page.
 
 import { h } from "./dom.js";
 
-/** Show it: `[text, href]` for each step, the last of which is the page itself. */
+/** Show the breadcrumbs: `[text, href]` for each step. The last step is the page itself. */
 export function crumbs(...trail) {
   const items = trail.map(([text, href], i) => (i === trail.length - 1 ? h("span", { "aria-current": "page" }, text) : h("a", { href }, text)));
   document.getElementById("crumbs").replaceChildren(...items.flatMap((item) => [h("span", { class: "slash", "aria-hidden": "true" }, "/"), item]));

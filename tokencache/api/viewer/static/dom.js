@@ -1,4 +1,4 @@
-// Elements. Whatever is shown of a session is hostile: strings become text nodes here, and nowhere is markup made of them.
+// Creates elements. Everything in a session is untrusted: strings become text nodes and are never parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -19,7 +19,7 @@ export const h = (tag, properties, ...children) => fill(document.createElement(t
 /** An SVG element. */
 export const s = (tag, properties, ...children) => fill(document.createElementNS(SVG, tag), properties, children);
 
-/** Say something to who listens to the page. */
+/** Announce a text to screen readers. */
 export function say(text) {
   document.getElementById("said").textContent = text;
 }
@@ -48,7 +48,7 @@ async function put(text) {
 }
 
 function putOld(text) {
-  // a page that came over plain http from another machine has no clipboard
+  // without https the browser offers no clipboard to pages of other hosts
   const area = h("textarea", { class: "visually-hidden" }, text);
   document.body.append(area);
   area.select();
@@ -56,11 +56,11 @@ function putOld(text) {
   area.remove();
 }
 
-/** An id as it stands in a row: its beginning, and a button that copies the whole. */
+/** The beginning of an id, and a button that copies all of it. */
 export const idText = (id, what) => h("span", { class: "id" }, h("code", { title: id }, id.length > 12 ? `${id.slice(0, 8)}…` : id), copier(id, what));
 
 /** A small coloured word. */
 export const badge = (word, kind = word, title = "") => h("span", { class: `badge b-${kind}`, title: title || null }, word);
 
-/** A placeholder while something is fetched, or where there is nothing. */
+/** A placeholder while data is fetched, or if there is none. */
 export const note = (...words) => h("p", { class: "note" }, ...words);

@@ -1,8 +1,8 @@
-// Numbers, times and texts as people read them.
+// Formats numbers, times and texts for people.
 
 const COUNT = new Intl.NumberFormat("en");
 
-/** A whole number with its thousands parted. */
+/** A whole number with thousands separators. */
 export const count = (n) => COUNT.format(n);
 
 /** `1 turn`, `2 turns`. */
@@ -29,7 +29,7 @@ export function ago(seconds) {
   return `${Math.floor(seconds / 86400)} d`;
 }
 
-/** A moment (seconds since the epoch) as date and time of this machine. */
+/** A time (seconds since the epoch) as local date and time. */
 export function moment(seconds) {
   const date = new Date(seconds * 1000);
   const two = (n) => String(n).padStart(2, "0");
@@ -42,10 +42,10 @@ export function moment(seconds) {
 /** The time of day, to the second. */
 export const clock = (seconds) => moment(seconds).slice(11);
 
-// control characters, and those that turn the direction of a text or take no room: shown by their code, so that no text can hide
+// control characters, and characters that change the text direction or have no width: shown by their code, so that nothing is hidden
 const HIDDEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 
-/** A text with all that one cannot see made visible; line ends stay line ends. */
+/** A text with invisible characters made visible. Line breaks stay line breaks. */
 export const visible = (text) =>
   text
     .replace(/\r/g, "␍")
@@ -56,5 +56,5 @@ export const visible = (text) =>
 /** A text in one line, in quotes; or any value, as JSON. */
 export const quoted = (value) => JSON.stringify(value).replace(HIDDEN, (c) => `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`);
 
-/** A log probability and the probability. */
+/** A log probability and its probability. */
 export const chance = (value) => `${value.toFixed(4)}  (p ${Math.exp(value) < 0.0005 ? Math.exp(value).toExponential(1) : Math.exp(value).toFixed(3)})`;

@@ -1,8 +1,8 @@
-// Where the page is, from the part of its address behind `#`, and what is the same everywhere: crumbs, theme, keys.
+// Routing by the part of the address after `#`, and what all pages share: theme and keys.
 //
 //   #/                                     all sessions
 //   #/session/NAME                         one session; ?tab=sequences|incidents|forgiven
-//   #/session/NAME/turn/ID                 the same, with a turn open beside it
+//   #/session/NAME/turn/ID                 the same, with a turn open next to it
 //   #/session/NAME/sequence/ID?token=12    a sequence's tokens
 
 import { h, note } from "./dom.js";
@@ -12,16 +12,16 @@ import { SessionsPage } from "./sessions.js";
 
 const main = document.getElementById("main");
 const KEYS = [
-  ["/", "to the filter, or to the token to go to"],
+  ["/", "focus the filter, or the token number"],
   ["j k or ↓ ↑", "next, previous row"],
   ["Enter", "open"],
-  ["u", "up: from a sequence to its session, from there to all"],
-  ["← →", "in a sequence: the token before, the token behind"],
-  ["Home End", "in a sequence: the first token, the last"],
-  ["[ ]", "in a sequence: the turn before, the turn behind"],
+  ["u", "up: from a sequence to its session, from a session to the list"],
+  ["← →", "in a sequence: previous, next token"],
+  ["Home End", "in a sequence: first, last token"],
+  ["[ ]", "in a sequence: previous, next turn"],
   ["n p", "in a sequence: next, previous place where a plain rendering differs"],
-  ["h", "in a sequence: log probabilities as heat"],
-  ["t", "light, dark, or as the system has it"],
+  ["h", "in a sequence: colour tokens by probability"],
+  ["t", "light, dark, or system colours"],
   ["?", "this list"],
 ];
 
@@ -58,13 +58,13 @@ function route() {
   page = new wanted(root, target, leaving.signal);
   page.start().catch((why) => {
     if (why.name === "AbortError") return;
-    root.replaceChildren(h("div", { class: "failed", role: "alert" }, h("h1", {}, why.status === 404 ? "Not here" : "That did not work"), note(why.message)));
+    root.replaceChildren(h("div", { class: "failed", role: "alert" }, h("h1", {}, why.status === 404 ? "Not found" : "Error"), note(why.message)));
   });
 }
 
 // --- theme
 
-const THEMES = { auto: ["◐", "as the system has it"], light: ["☀", "light"], dark: ["☾", "dark"] };
+const THEMES = { auto: ["◐", "system"], light: ["☀", "light"], dark: ["☾", "dark"] };
 const button = document.getElementById("theme");
 
 function setTheme(name) {

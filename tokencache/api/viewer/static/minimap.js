@@ -1,4 +1,4 @@
-// The whole sequence in one bar: its runs in their colours, where a plain rendering differs, and what is on the screen.
+// The whole sequence as one bar: its runs in their colours, where a plain rendering differs, and the visible part.
 
 import { s } from "./dom.js";
 import { count } from "./format.js";
@@ -7,7 +7,7 @@ const WIDTH = 1000;
 const HEIGHT = 24;
 
 export class Minimap {
-  /** `jump(token)` is called where somebody clicks. */
+  /** `jump(token)` is called when the user clicks. */
   constructor(total, runs, jump) {
     this.total = total;
     const scale = (token) => (WIDTH * token) / Math.max(total, 1);
@@ -16,7 +16,7 @@ export class Minimap {
     this.view = s("rect", { class: "view", y: 0.75, height: HEIGHT - 1.5, x: 0, width: 4, rx: 2 });
     this.element = s("svg", {
       class: "minimap", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", tabindex: 0, role: "slider",
-      "aria-label": "Place in the sequence", "aria-valuemin": 0, "aria-valuemax": Math.max(total - 1, 0), "aria-valuenow": 0,
+      "aria-label": "Position in the sequence", "aria-valuemin": 0, "aria-valuemax": Math.max(total - 1, 0), "aria-valuenow": 0,
     }, bars, this.ticks, this.view);
     const to = (event) => {
       const box = this.element.getBoundingClientRect();
@@ -39,7 +39,7 @@ export class Minimap {
     this.ticks.replaceChildren(...places.map((token) => s("rect", { x: (WIDTH * token) / this.total - 0.75, y: 0, width: 1.5, height: 5 })));
   }
 
-  /** Say what is on the screen. */
+  /** Set the visible part. */
   look(first, last) {
     this.first = first;
     this.view.setAttribute("x", (WIDTH * first) / this.total);

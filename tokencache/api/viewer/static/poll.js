@@ -1,6 +1,6 @@
-// Polling, as long as the page is looked at.
+// Polling while the page is visible.
 
-/** Call `ask` now and then again and again, `seconds` after it has ended, while the tab is visible and `signal` is quiet. */
+/** Call `ask` now, and again `seconds` after each call has ended, while the tab is visible and until `signal` aborts. */
 export async function poll(ask, seconds, signal) {
   const pulse = document.getElementById("pulse");
   for (;;) {
@@ -9,7 +9,7 @@ export async function poll(ask, seconds, signal) {
       pulse.textContent = "";
     } catch (why) {
       if (why.name === "AbortError" || signal.aborted) return;
-      pulse.textContent = `${why.message}; trying again`;
+      pulse.textContent = `${why.message}; retrying`;
     }
     await rest(seconds, signal);
     if (signal.aborted) return;
@@ -28,7 +28,7 @@ async function rest(seconds, signal) {
   });
 }
 
-/** Move the focus among rows that hold a link, by keys; says whether it was one of its keys. */
+/** Move the focus between rows that hold a link. Returns whether the key was one of its keys. */
 export function walkRows(event, rows) {
   const step = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1 }[event.key];
   if (!step || !rows.length) return false;

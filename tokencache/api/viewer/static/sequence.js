@@ -1,4 +1,4 @@
-// One sequence: its tokens, coloured by what they are, however many there are.
+// The page of one sequence: its tokens, coloured by kind.
 
 import { at, get } from "./api.js";
 import { Blocks } from "./blocks.js";
@@ -11,11 +11,11 @@ import { Minimap } from "./minimap.js";
 import { drawTokens, runAt } from "./tokens.js";
 import { KINDS, reasonText, STARTS } from "./words.js";
 
-const TOP = 150; // pixels that the bar above takes
+const TOP = 150; // height of the bar above, in pixels
 
 export class SequencePage {
   current = -1;
-  held = null; // where in the view the current token is held, until somebody scrolls
+  held = null; // where in the view the current token stays until the user scrolls
   sites = [];
 
   constructor(root, target, signal) {
@@ -66,8 +66,8 @@ export class SequencePage {
       h("li", { title: KINDS[kind][1] }, h("i", { class: `dot k-${kind}` }), KINDS[kind][0], h("span", { class: "n" }, count(sums.get(kind)))));
     const scale = ["> .9", "> .7", "> .5", "> .3", "> .1", "> .03", "> .01", "less"];
     this.scale = h("ul", { class: "scale", "aria-label": "Probability", hidden: true }, scale.map((text, n) => h("li", { class: `p${n}` }, text)));
-    this.heatButton = h("button", { type: "button", "aria-pressed": "false", title: "colour sampled tokens by how unlikely they were (h)", onclick: () => this.heat() }, "heat");
-    this.goTo = h("input", { id: "goto", inputmode: "numeric", placeholder: "token", "aria-label": "Go to token", size: 9, spellcheck: "false", onchange: () => this.asked() });
+    this.heatButton = h("button", { type: "button", "aria-pressed": "false", title: "colour sampled tokens by their probability (h)", onclick: () => this.heat() }, "heat");
+    this.goTo = h("input", { id: "goto", inputmode: "numeric", placeholder: "token", "aria-label": "Go to token", size: 9, spellcheck: "false", onchange: () => this.goToInput() });
     this.driftNote = h("span", { class: "muted" }, "measuring drift…");
     this.unread = h("p", { class: "note", hidden: true });
     const stage = h("div", { class: "stage", tabindex: 0, role: "group", "aria-label": "Tokens", "aria-describedby": "card" }, this.blocks.element);
@@ -97,7 +97,7 @@ export class SequencePage {
           this.scale, this.heatButton, this.goTo),
         this.map.element),
       this.unread, stage, this.card.element);
-    if (!found.tokens) stage.replaceChildren(note("No token."));
+    if (!found.tokens) stage.replaceChildren(note("No tokens."));
   }
 
   async fetch(start, end) {
@@ -116,7 +116,7 @@ export class SequencePage {
     return h("a", { class: "turn", href: `${this.base}/turn/${encodeURIComponent(id)}`, title: turn ? `${turn.match}${turn.reason ? `: ${turn.reason}` : ""}` : id }, turn ? `turn ${turn.number}` : id.slice(0, 8));
   }
 
-  /** Nodes are new: the current token is marked among them, and stays in its place if it was jumped to and nobody has scrolled since. */
+  /** Called after nodes were replaced: marks the current token again, and keeps it in place unless the user has scrolled since. */
   drawn() {
     const node = document.getElementById(`t${this.current}`);
     node?.classList.add("current");
@@ -124,7 +124,7 @@ export class SequencePage {
     this.looked();
   }
 
-  // --- where somebody looks
+  // --- the visible part
 
   looked() {
     if (this.looking) return;
@@ -162,7 +162,7 @@ export class SequencePage {
     if (pin) this.select(i);
   }
 
-  /** Make a token the current one: it is marked, and stands in the address. */
+  /** Make a token the current one: mark it and put it into the address. */
   select(i) {
     document.getElementById(`t${this.current}`)?.classList.remove("current");
     this.current = i;
@@ -181,14 +181,14 @@ export class SequencePage {
     this.looked();
   }
 
-  asked() {
+  goToInput() {
     const token = Number.parseInt(this.goTo.value.replaceAll(/[\s,.]/g, ""), 10);
     this.goTo.value = "";
     this.goTo.blur();
     this.jump(Math.min(token, this.found.tokens - 1));
   }
 
-  /** To the turn behind or before the current token: to its first sampled token. */
+  /** Jump to the first sampled token of the next or previous turn. */
   step(way) {
     const starts = this.found.runs.filter((run) => run.kind === "sampled" || run.kind === "unscored").map((run) => run.start);
     this.jump(way > 0 ? starts.find((start) => start > this.current) : starts.findLast((start) => start < this.current));
@@ -232,11 +232,11 @@ export class SequencePage {
       return;
     }
     this.sites = [...one.sites].sort((a, b) => a.start - b.start);
-    this.driftNote.textContent = this.sites.length ? `rendered plainly, ${many(this.sites.length, "place")} would differ` : "rendered plainly, nothing would differ";
+    this.driftNote.textContent = this.sites.length ? `a plain rendering differs in ${many(this.sites.length, "place")}` : "a plain rendering is identical";
     this.driftNote.classList.toggle("drifts", this.sites.length > 0);
     this.map.mark(this.sites.map((site) => site.start));
     this.blocks.redraw();
     const node = document.getElementById(`t${this.current}`);
-    if (node && this.card.pinned) this.tell(node, true); // it may say more now
+    if (node && this.card.pinned) this.tell(node, true); // its card may have more to show now
   }
 }

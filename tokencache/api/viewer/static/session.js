@@ -1,4 +1,4 @@
-// One session: its figures, and behind tabs its turns as a tree, its sequences, its incidents, and what was forgiven.
+// The page of one session: its figures, and tabs with its turns, sequences, incidents and applied rules.
 
 import { at, get } from "./api.js";
 import { crumbs } from "./crumbs.js";
@@ -6,12 +6,12 @@ import { badge, copier, h, note } from "./dom.js";
 import { driftOf, driftSums } from "./drift.js";
 import { count, many, moment, share, span } from "./format.js";
 import { poll, walkRows } from "./poll.js";
-import { forgivenTable, incidentTable, sequenceTable } from "./tables.js";
+import { incidentTable, ruleTable, sequenceTable } from "./tables.js";
 import { tree } from "./tree.js";
 import { TurnPanel } from "./turn.js";
 import { STARTS } from "./words.js";
 
-const TABS = ["turns", "sequences", "incidents", "forgiven"];
+const TABS = { turns: "turns", sequences: "sequences", incidents: "incidents", forgiven: "applied rules" }; // id in the address: label
 
 export class SessionPage {
   constructor(root, target, signal) {
@@ -36,7 +36,7 @@ export class SessionPage {
   }
 
   async start() {
-    await this.refresh(); // an unknown session is said on the page, not in its corner
+    await this.refresh(); // an unknown session is reported on the page itself
     this.measure().catch(() => {}); // the page was left
     await poll(() => this.refresh(), 3, this.signal);
   }
@@ -63,7 +63,7 @@ export class SessionPage {
 
   get tab() {
     const asked = this.target.query.get("tab");
-    return TABS.includes(asked) ? asked : "turns";
+    return Object.hasOwn(TABS, asked) ? asked : "turns";
   }
 
   showHead() {
@@ -76,7 +76,7 @@ export class SessionPage {
       h("div", { class: "bar" },
         h("h1", {}, outline.session), copier(outline.session, "the session's name"),
         outline.open_calls.length ? badge(`live · ${outline.open_calls.length} open`, "live") : null,
-        outline.complete ? badge("complete") : badge("incomplete", "incomplete", "something the model said is missing, or still to come: see the incidents"),
+        outline.complete ? badge("complete") : badge("incomplete", "incomplete", "a reply of the model is missing or still to come: see the incidents"),
         outline.sealed ? badge("sealed") : null,
         h("span", { class: "facts" }, facts.filter(Boolean).map((fact) => h("span", {}, fact)))),
       h("dl", { class: "tiles" }, ...this.tiles().map(([name, value, more]) =>
@@ -94,8 +94,8 @@ export class SessionPage {
       ["sequences", count(figures.sequences), ""],
       ["trainable tokens", count(figures.trainable_tokens), `${share(figures.trainable_tokens, all)} of ${count(all)}`],
       ["masked tokens", count(figures.masked_tokens), figures.untrainable_tokens ? `${count(figures.untrainable_tokens)} sampled, unscored` : ""],
-      ["forgiven", count(sum(figures.forgiven)), many(Object.keys(figures.forgiven).length, "rule")],
-      ["incidents", count(incidents.length), incidents.some((one) => one.hole) ? "something is missing" : ""],
+      ["applied rules", count(sum(figures.forgiven)), many(Object.keys(figures.forgiven).length, "rule")],
+      ["incidents", count(incidents.length), incidents.some((one) => one.hole) ? "data is missing" : ""],
       this.driftTile(),
     ];
   }
@@ -112,11 +112,11 @@ export class SessionPage {
   showPart() {
     const { outline } = this;
     const numbers = { turns: outline.turns.length, sequences: outline.sequences.length, incidents: outline.incidents.length, forgiven: outline.turns.filter((turn) => turn.forgiven.length).length };
-    this.tabs.replaceChildren(...TABS.map((tab) =>
-      h("a", { href: this.href(tab), "aria-current": tab === this.tab ? "page" : null }, tab, h("span", { class: "n" }, count(numbers[tab])))));
+    this.tabs.replaceChildren(...Object.entries(TABS).map(([tab, label]) =>
+      h("a", { href: this.href(tab), "aria-current": tab === this.tab ? "page" : null }, label, h("span", { class: "n" }, count(numbers[tab])))));
     const chosen = this.target.what === "turn" ? this.target.id : null;
     const focused = document.activeElement?.closest?.(".list-side a")?.getAttribute("href");
-    const build = { turns: tree, sequences: sequenceTable, incidents: incidentTable, forgiven: forgivenTable }[this.tab];
+    const build = { turns: tree, sequences: sequenceTable, incidents: incidentTable, forgiven: ruleTable }[this.tab];
     this.list.replaceChildren(build(outline, chosen, this.signal) ?? note("None."));
     if (focused) [...this.list.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
     this.panel.show(chosen, this.turns.get(chosen));

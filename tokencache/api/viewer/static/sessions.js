@@ -1,4 +1,4 @@
-// All sessions: a page of rows at a time, counted anew every two seconds.
+// The list of sessions, in pages of 100 rows, refreshed every two seconds.
 
 import { get } from "./api.js";
 import { crumbs } from "./crumbs.js";
@@ -54,13 +54,13 @@ export class SessionsPage {
 
   again(offset = 0) {
     this.offset = offset;
-    this.refresh().catch(() => {}); // the next poll says what is wrong
+    this.refresh().catch(() => {}); // the next poll reports the error
   }
 
   async refresh() {
     const asked = { contains: this.filter.value, state: this.state, offset: this.offset, limit: ROWS };
     const found = await get("summaries", asked, this.signal);
-    if (asked.contains !== this.filter.value || asked.state !== this.state || asked.offset !== this.offset) return; // typed on meanwhile
+    if (asked.contains !== this.filter.value || asked.state !== this.state || asked.offset !== this.offset) return; // the filter changed meanwhile
     this.show(found);
   }
 
@@ -79,7 +79,7 @@ export class SessionsPage {
     this.body.replaceChildren(...found.sessions.map((one) => row(one, found.now)));
     if (focused) [...this.body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
     if (!found.sessions.length) {
-      const why = found.total ? "No session fits." : "No session yet. Point a harness here, and its turns appear.";
+      const why = found.total ? "No session matches." : "No session yet. Point a harness at this proxy, and its turns appear here.";
       this.body.replaceChildren(h("tr", {}, h("td", { colspan: 7 }, note(why))));
     }
   }
@@ -95,8 +95,8 @@ function row(one, now) {
   const incidents = Object.entries(one.incidents);
   const states = [
     one.open_calls ? badge("live", "live", `the oldest open call began ${span(now - one.since)} ago`) : null,
-    one.complete ? badge("complete") : one.open_calls && !incidents.length ? null : badge("incomplete", "incomplete", "something the model said is missing, or still to come"),
-    one.sealed ? badge("sealed", "sealed", "takes no more calls") : null,
+    one.complete ? badge("complete") : one.open_calls && !incidents.length ? null : badge("incomplete", "incomplete", "a reply of the model is missing or still to come"),
+    one.sealed ? badge("sealed", "sealed", "accepts no more calls") : null,
   ];
   return h("tr", { data: { session: one.session } },
     h("td", { class: "name" }, h("a", { href }, one.session), copier(one.session)),

@@ -1,8 +1,8 @@
-// A session's sequences, incidents and forgiven turns, as tables.
+// The tables of sequences, of incidents, and of turns for which rules were applied.
 
 import { badge, copier, h } from "./dom.js";
 import { clock, count, many, moment, share, visible } from "./format.js";
-import { reasonText, STARTS } from "./words.js";
+import { incidentText, reasonText, STARTS } from "./words.js";
 
 const to = (outline, ...rest) => `#/session/${[outline.session, ...rest].map(encodeURIComponent).join("/")}`;
 
@@ -11,7 +11,7 @@ function table(name, heads, rows) {
   return rows.length ? h("table", { class: "list", "aria-label": name }, h("thead", {}, h("tr", {}, cells)), h("tbody", {}, rows)) : null;
 }
 
-/** A turn's name in a row: its number, which opens it. */
+/** A link with the number of a turn, which opens it. */
 const turnLink = (outline, turn, first = false) =>
   turn ? h("a", { class: first ? "first" : null, href: to(outline, "turn", turn.id) }, `turn ${turn.number}`) : null;
 
@@ -26,7 +26,7 @@ export function sequenceTable(outline) {
       h("td", { class: "num" }, count(one.turns)),
       h("td", { class: "num" }, count(one.tokens)),
       h("td", { class: "num" }, count(one.trainable_tokens), h("small", {}, ` ${share(one.trainable_tokens, one.tokens)}`)),
-      h("td", {}, one.continued ? "" : h("span", { class: "muted" }, "not gone on from")),
+      h("td", {}, one.continued ? "" : h("span", { class: "muted" }, "not continued")),
       h("td", {}, one.tools ? h("span", { class: "muted" }, many(one.tools, "tool")) : h("span", { class: "muted" }, "no tools")));
   }));
 }
@@ -36,8 +36,8 @@ export function incidentTable(outline) {
   return table("Incidents", ["incident", "", "when", "turn", "detail", "call"], outline.incidents.map((one) => {
     const turn = outline.turns.find((known) => known.id === one.turn) ?? byCall.get(one.call);
     return h("tr", {},
-      h("td", {}, badge(one.kind, one.hole ? "incomplete" : "incident")),
-      h("td", {}, one.hole ? h("span", { class: "hole" }, "something is missing") : h("span", { class: "muted" }, "nothing is missing")),
+      h("td", {}, badge(one.kind, one.hole ? "incomplete" : "incident", incidentText(one.kind))),
+      h("td", {}, one.hole ? h("span", { class: "hole" }, "data is missing") : h("span", { class: "muted" }, "no data is missing")),
       h("td", { title: moment(one.at) }, one.at ? clock(one.at) : ""),
       h("td", {}, turnLink(outline, turn, true)),
       h("td", { class: "detail" }, visible(one.detail)),
@@ -45,9 +45,9 @@ export function incidentTable(outline) {
   }));
 }
 
-export function forgivenTable(outline) {
+export function ruleTable(outline) {
   const turns = outline.turns.filter((turn) => turn.forgiven.length);
-  return table("Forgiven", ["turn", "match", "rules that were needed", "harness", "what it said then"], turns.map((turn) =>
+  return table("Applied rules", ["turn", "match", "applied rules", "harness", "its reply"], turns.map((turn) =>
     h("tr", {},
       h("td", {}, turnLink(outline, turn, true)),
       h("td", {}, badge(turn.match, turn.match, STARTS[turn.match])),

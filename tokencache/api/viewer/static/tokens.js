@@ -1,10 +1,10 @@
-// Tokens as text: each one a small box in the colour of its kind, its run beside it in the margin.
+// Draws tokens as text: a small box in the colour of its kind for each, with its run in the margin.
 
 import { h } from "./dom.js";
 import { count, visible } from "./format.js";
 import { KINDS } from "./words.js";
 
-const HEAT = [0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01]; // probabilities; below the last one is the hottest
+const HEAT = [0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01]; // probabilities; the last class is below the last one
 
 /** How unlikely a sampled token was: 0 (likely) to 7. */
 export const heat = (logprob) => HEAT.filter((p) => Math.exp(logprob) < p).length;
@@ -58,7 +58,7 @@ function token(tokens, i, kind, site) {
   return h("span", { class: classes.join(" "), id: `t${i}`, data: { i } }, text === null ? "·" : text === "" ? "∅" : visible(text));
 }
 
-/** A function that says of one token after the other in which site it is. An empty site is marked at the token behind it. */
+/** A function that returns the site of a token. Call it for ascending tokens. An empty site is marked at the token after it. */
 function marker(sites, from) {
   let n = sites.findIndex((site) => Math.max(site.end, site.start + 1) > from);
   if (n < 0) n = sites.length;

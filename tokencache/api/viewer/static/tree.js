@@ -1,5 +1,5 @@
-// The tree of a session's turns, as a graph of lines: one row for each turn in the order they were recorded, one lane for each
-// sequence. A lane leaves the turn that its sequence branched off (or, dashed, took its context from) and ends with its last turn.
+// The turns of a session as a graph: one row for each turn in the order of recording, one lane for each sequence. A lane starts at the turn
+// that its sequence branched off (dashed: took its context from) and ends with its last turn.
 
 import { badge, h, s } from "./dom.js";
 import { clock, count, span, visible } from "./format.js";
@@ -7,7 +7,7 @@ import { reasonText, STARTS } from "./words.js";
 
 const ROW = 30;
 const LANE = 14;
-const STEP = 400; // rows that are built at once
+const STEP = 400; // rows that are built at a time
 
 export function tree(outline, chosen) {
   if (!outline.turns.length) return null;
@@ -38,7 +38,7 @@ function layOut(outline) {
   const number = new Map(outline.turns.map((turn) => [turn.id, turn.number]));
   const lines = outline.sequences.map((one) => ({ one, first: number.get(one.id), last: 0, lane: 0 }));
   for (const turn of outline.turns) lines[turn.sequence].last = turn.number;
-  const busy = []; // by lane: the row behind which it is free
+  const busy = []; // by lane: the row after which it is free
   for (const line of [...lines].sort((a, b) => a.first - b.first)) {
     line.from = line.one.from_turn === null ? line.first : number.get(line.one.from_turn);
     line.leaves = line.one.from_turn === null ? null : outline.turns[line.from].sequence;
@@ -46,7 +46,7 @@ function layOut(outline) {
     if (line.lane < 0) line.lane = busy.length;
     busy[line.lane] = line.last;
   }
-  // lanes are given in the order of first rows; a line that leaves early may not take the lane of one that still runs there
+  // lanes are assigned in the order of first rows, so that a sequence never gets a lane that is still in use
   return { lines, width: busy.length, hue: (n) => n % 8 };
 }
 
@@ -76,10 +76,10 @@ function graph(row, turn, { lines, width, hue }) {
 
 function turnRow(turn, outline, lanes, session, chosen) {
   const starts = outline.sequences[turn.sequence].id === turn.id;
-  const fate = turn.thrown_away ? badge("thrown away", "away", "another answer to the same messages was gone on from") : null;
+  const fate = turn.thrown_away ? badge("discarded", "away", "the harness continued with another answer to the same messages") : null;
   const marks = turn.marks.map((mark) => badge(mark, "mark"));
   const rules = turn.forgiven.length
-    ? badge(turn.forgiven.length > 1 ? `${turn.forgiven[0]} +${turn.forgiven.length - 1}` : turn.forgiven[0], "rule", `forgiven: ${turn.forgiven.join(", ")}`)
+    ? badge(turn.forgiven.length > 1 ? `${turn.forgiven[0]} +${turn.forgiven.length - 1}` : turn.forgiven[0], "rule", `applied rules: ${turn.forgiven.join(", ")}`)
     : null;
   return h("div", { role: "listitem", class: `turn-row${turn.thrown_away ? " dim" : ""}${starts ? " starts" : ""}${chosen ? " chosen" : ""}`, data: { turn: turn.id } },
     graph(turn.number, turn, lanes),
@@ -90,10 +90,10 @@ function turnRow(turn, outline, lanes, session, chosen) {
         turn.reason ? h("span", { class: "reason", title: reasonText(turn.reason) }, turn.reason) : null,
         fate, marks, rules,
         h("span", { class: "says" }, visible(turn.says) || "∅")),
-      h("span", { class: "num", title: "tokens of its prompt" }, count(turn.prompt_tokens)),
-      h("span", { class: "num plus", title: "tokens that it sampled" }, `+${count(turn.completion_tokens)}`),
+      h("span", { class: "num", title: "prompt tokens" }, count(turn.prompt_tokens)),
+      h("span", { class: "num plus", title: "sampled tokens" }, `+${count(turn.completion_tokens)}`),
       h("span", { class: "finish" }, turn.finish_reason ?? ""),
       h("span", { class: "time", title: `took ${span(turn.seconds)}` }, clock(turn.created)),
       h("span", { class: "took" }, span(turn.seconds))),
-    h("a", { class: "tokens", href: `${session}/sequence/${encodeURIComponent(outline.sequences[turn.sequence].id)}?token=${turn.prompt_tokens}`, title: "its tokens, in its sequence", "aria-label": `tokens of turn ${turn.number}` }, "tokens"));
+    h("a", { class: "tokens", href: `${session}/sequence/${encodeURIComponent(outline.sequences[turn.sequence].id)}?token=${turn.prompt_tokens}`, title: "show its tokens", "aria-label": `tokens of turn ${turn.number}` }, "tokens"));
 }

@@ -1,4 +1,4 @@
-// One turn, beside the list: why it came about as it did, the replies in its history beside what was served, and what it said.
+// The panel of one turn: how its prompt was built, the replies in its history next to what was served, and its own reply.
 
 import { at, get } from "./api.js";
 import { badge, copier, h, idText, note } from "./dom.js";
@@ -11,7 +11,7 @@ export class TurnPanel {
     this.element = h("aside", { class: "panel", "aria-label": "Turn" });
   }
 
-  /** Show a turn by its id, with its line of the outline; none with `null`. */
+  /** Show the turn with an id, with its entry of the outline; `null` shows none. */
   async show(id, line) {
     if (id === this.id) return;
     this.id = id;
@@ -38,32 +38,32 @@ export class TurnPanel {
       h("div", { class: "bar" },
         h("h2", {}, `Turn ${turn.number}`), copier(turn.turn, "the turn's id"), badge(turn.match, turn.match),
         h("span", { class: "grow" }),
-        h("a", { class: "button", href: `${session}/sequence/${encodeURIComponent(sequence.id)}?token=${turn.prompt_tokens}` }, "its tokens"),
+        h("a", { class: "button", href: `${session}/sequence/${encodeURIComponent(sequence.id)}?token=${turn.prompt_tokens}` }, "tokens"),
         h("a", { class: "button quiet", href: this.page.href("turns"), "aria-label": "Close the turn", title: "Close (Esc)" }, "×")),
       h("p", { class: "why" }, STARTS[turn.match], "."),
       turn.reason ? h("p", { class: "why strong" }, h("code", {}, turn.reason), " ", reasonText(turn.reason), ".") : null,
       facts([
         ["from", turn.parent ? other(turn.parent) : turn.origin ? ["context of ", other(turn.origin)] : null],
-        ["then", next.length ? next.flatMap((one, i) => [i ? ", " : "", other(one.id)]) : line.thrown_away ? "thrown away: another answer to the same messages was gone on from" : "nothing went on from it"],
+        ["then", next.length ? next.flatMap((one, i) => [i ? ", " : "", other(one.id)]) : line.thrown_away ? "discarded: the harness continued with another answer to the same messages" : "not continued"],
         ["sequence", h("a", { href: `${session}/sequence/${encodeURIComponent(sequence.id)}` }, `sequence ${sequence.number}`)],
-        ["tokens", `${many(turn.prompt_tokens, "token")} in, ${count(turn.completion_tokens)} sampled`],
+        ["tokens", `${count(turn.prompt_tokens)} in the prompt, ${count(turn.completion_tokens)} sampled`],
         ["finish", [turn.finish_reason, turn.stop_reason === null ? "" : ` (${turn.stop_reason})`]],
-        ["asked", `${moment(turn.created)}, took ${span(turn.seconds)}`],
+        ["called", `${moment(turn.created)}, took ${span(turn.seconds)}`],
         ["request", [many(turn.messages, "message"), ", ", many(turn.tools, "tool"), ", ", turn.dialect, turn.stream ? ", streamed" : ""]],
         ["harness", turn.harness],
         ["model", turn.model],
         ["sampling", Object.keys(turn.sampling).length ? h("code", {}, quoted(turn.sampling)) : null],
-        ["replaced", Object.keys(turn.replaced).length ? [h("code", {}, quoted(turn.replaced)), " was asked for"] : null],
+        ["replaced", Object.keys(turn.replaced).length ? [h("code", {}, quoted(turn.replaced)), " requested by the harness"] : null],
         ["log probs", turn.logprob_kind],
         ["weights", turn.weight_versions.length ? h("code", {}, quoted(turn.weight_versions)) : null],
         ["experts", turn.experts],
         ["marks", turn.marks.length ? turn.marks.map((mark) => badge(mark, "mark")) : null],
-        ["forgiven", turn.forgiven.length ? turn.forgiven.map((rule) => badge(rule, "rule")) : null],
+        ["rules", turn.forgiven.length ? turn.forgiven.map((rule) => badge(rule, "rule")) : null],
         ["call", idText(turn.call, "the call's id")],
       ]),
-      h("h3", {}, "What came back"),
+      h("h3", {}, "Replies in the history"),
       ...this.echoes(turn, other),
-      h("h3", {}, "What was served"),
+      h("h3", {}, "Reply as served"),
       ...served(turn.served),
     ].filter(Boolean);
   }
@@ -73,8 +73,8 @@ export class TurnPanel {
     if (turn.kept === false) return [note("Its messages are not kept (media).")];
     const changed = turn.echoes.filter((echo) => echo.verdict !== "same");
     const same = turn.echoes.length - changed.length;
-    const plain = same ? note(same === 1 ? "A reply in its history came back as it was served." : `${count(same)} replies in its history came back as they were served.`) : null;
-    if (!turn.echoes.length) return [note("No reply of the model's is in what this request added.")];
+    const plain = same ? note(same === 1 ? "One reply in the history came back as it was served." : `${count(same)} replies in the history came back as they were served.`) : null;
+    if (!turn.echoes.length) return [note("The new messages of this request contain no reply of the model.")];
     return [...changed.reverse().map((echo) => comparison(echo, other)), plain];
   }
 }
@@ -83,16 +83,16 @@ function facts(rows) {
   return h("dl", { class: "facts-list" }, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
 
-/** A reply in the history beside what was served: two columns, the differences marked in both. */
+/** A reply in the history next to what was served: two columns with the differences marked. */
 function comparison(echo, other) {
-  const fate = echo.elsewhere ? "said in another context" : echo.relied ? "its exact tokens stand in the prompt" : echo.verdict === "unknown" ? "" : "not taken for the model's own words: no exact tokens stand for it";
+  const fate = echo.elsewhere ? "sampled in another context" : echo.relied ? "the prompt holds its exact tokens" : echo.verdict === "unknown" ? "" : "not recognised as the model's: the prompt does not hold its exact tokens";
   return h("section", { class: `echo v-${echo.verdict}`, data: { verdict: echo.verdict } },
     h("header", {}, badge(echo.verdict, `v-${echo.verdict}`), echo.rules.map((rule) => badge(rule, "rule")),
-      h("span", { class: "muted" }, `message ${echo.at}`, echo.turn ? [", said in ", other(echo.turn)] : "")),
+      h("span", { class: "muted" }, `message ${echo.at}`, echo.turn ? [", sampled in ", other(echo.turn)] : "")),
     h("p", { class: "muted" }, VERDICTS[echo.verdict], fate ? `; ${fate}` : "", "."),
     echo.parts.map(([name, segments]) =>
       segments.every(([kind]) => kind !== "differs")
-        ? h("p", { class: "alike" }, h("b", {}, name), " the same")
+        ? h("p", { class: "alike" }, h("b", {}, name), " unchanged")
         : h("div", { class: "pair" },
             h("h4", {}, name),
             h("div", { class: "side", role: "group", "aria-label": `${name} as served` }, h("h5", {}, "served"), h("pre", {}, side(segments, 1))),
@@ -101,7 +101,7 @@ function comparison(echo, other) {
 
 function side(segments, which) {
   const texts = segments.map((segment) => {
-    if (segment[0] === "left-out") return h("span", { class: "left-out" }, `\n… ${count(Number(segment[1]))} characters the same …\n`);
+    if (segment[0] === "left-out") return h("span", { class: "left-out" }, `\n… ${count(Number(segment[1]))} equal characters …\n`);
     if (segment[0] === "same") return visible(segment[which]);
     return segment[which] ? h(which === 1 ? "del" : "ins", {}, visible(segment[which])) : h("span", { class: "gap", title: "nothing here" });
   });
