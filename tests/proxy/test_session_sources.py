@@ -136,7 +136,7 @@ def test_members_are_taken_out(body, found):
 
 
 async def test_a_call_without_a_session_is_logged_once_where_ids_are_wanted(caplog):
-    caplog.set_level(logging.WARNING, "tokencache.server.app")
+    caplog.set_level(logging.WARNING, "tokencache.server.routing")
     async with proxied() as rig:
         await call(rig)
         assert not caplog.records

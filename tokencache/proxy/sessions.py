@@ -170,7 +170,7 @@ class SessionFinder:
     def __init__(self, store: Store, *, header: str, sources: SessionSources, registered_only: bool = False) -> None:
         self._store = store
         self._header = header
-        self._sources = sources
+        self.sources = sources
         self._registered_only = registered_only
 
     async def find(self, raw_path: str, headers: Mapping[str, str], in_body: str | None = None) -> Origin:
@@ -200,7 +200,7 @@ class SessionFinder:
         if self._registered_only:
             raise HarnessError("this server accepts registered API keys only", status=401, kind="authentication_error")
         if session is None:
-            session = self._sources.in_headers(headers) or in_body
+            session = self.sources.in_headers(headers) or in_body
         if session is None:
             return Origin(None, raw_path)
         return Origin(check_name(session), path, in_key is not None, harness or headers.get(HARNESS_HEADER, ""))

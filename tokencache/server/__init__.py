@@ -1,7 +1,8 @@
 """Runs the proxy: the application on a port, in one process or several, until it is told to stop.
 
 ==============  =====================================================================================================
-`app`           the application: makes the parts, wires them together, routes requests
+`app`           makes the parts of the proxy and wires them together
+`routing`       decides what serves a request
 `serve`         runs the application on a socket; what `tokencache serve` does in one process
 `workers`       runs it in several processes on one port
 `listener`      accepts connections, as many as file descriptors allow

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.proxy.kit import Rig
 
 PATIENCE = 20.0
-OURS = ("our own error", "Unhandled exception", "cannot be said", "not recorded", "is not planned")
+OURS = (": internal error", "Unhandled exception", "cannot be said", "not recorded", "is not planned")
 """What the log says where it is the proxy that failed."""
 ASK = json.dumps({"model": "sim", "messages": [user("EPISODE:talk")]}).encode()
 ANTHROPIC, RESPONSES, GEMINI = "/v1/messages", "/v1/responses", "/v1beta/models/sim:generateContent"
