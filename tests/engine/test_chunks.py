@@ -164,8 +164,8 @@ def test_an_error_is_an_error_in_a_stream_too():
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"oops", b'{"choices":5}', b'{"choices":[{}]}', b'{"choices":[{"message":5}]}', b"[" * 9000])
-def test_what_is_no_completion_is_said_to_be_none(body):
-    with pytest.raises(ValueError, match="no chat completion"):
+def test_anything_but_a_completion_is_refused(body):
+    with pytest.raises(ValueError, match="not a chat completion"):
         as_chunks(body, {})
 
 

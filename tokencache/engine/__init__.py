@@ -1,19 +1,14 @@
-"""Engines: what stands upstream, and what it can do.
+"""Talks to the engines: sends prompts, reads replies, and knows what each engine can do.
 
-`upstream`  the HTTP client: one pool, no limits of its own
-`pool`      several engines: which of them a session goes to
-`roster`    which engines there are, shared by all replicas
-`health`    whether an engine is there, and is what it was
-`wire`      the connection that a stream comes on: most of it is settled where it arrives
-`driver`    how an exact prompt is handed in, and where ids come back: what a driver is
-`vllm`      the driver for vLLM, and for older ones with our plugin
-`nemo`      the drivers for NeMo RL's worker and NeMo Gym's model server
-`registry`  the drivers there are
-`chunks`    a whole reply as the stream that it would have been
-`reply`     what an engine said, collected
-`weights`   which weights sampled which tokens, as far as the engine says it
-`logprobs`  what an engine's log probabilities are, found out by asking it
-`probe`     what an engine can do, found out by asking it
-`questions` the probe's requests: nothing is concluded while one is unanswered
-`standing`  what the probe came to, and when it is repeated
+`upstream`         sends HTTP requests to one engine
+`drivers`          everything in which kinds of engines differ
+`template`         renders conversations, and finds the tail after a history
+`probe`            finds out what an engine can do, by testing it; `logprob_kind` does so for its log probabilities
+`model`            one engine and its models, with what was found and learned about them
+`health`           checks whether an engine is reachable and still the same
+`pool`             chooses the engine for a call
+`membership`       shares the list of engines between the replicas of the proxy
+`reply`            collects a reply; `prompt_echo` the prompt's ids in it; `long_values` cuts out what is long
+`chunks`           turns a whole reply into the stream that it would have been
+`stream_protocol`  settles the events of a stream where they arrive
 """

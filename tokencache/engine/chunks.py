@@ -1,8 +1,8 @@
-"""A whole reply as the chunks in which vLLM would have streamed it, for engines that do not stream.
+"""Splits a whole reply into the chunks in which vLLM would have streamed it, for engines that do not stream.
 
-A choice's chunks: its role (and the prompt's ids), its reasoning, its text, its calls (each named first,
-its arguments behind), and its end, which here has all its ids and log probabilities: they need not line up with the text in vLLM's own
-streams either. Then the usage, if it was asked for. Written as vLLM 0.32 writes them, nulls and all.
+The chunks of a choice: its role (with the prompt's ids), its reasoning, its text, its calls (each first by name, then its arguments),
+and its end. Here the end has all its ids and log probabilities: they need not line up with the text in vLLM's own streams either. After
+all choices comes the usage, if it was requested. The format is that of vLLM 0.32, nulls included.
 """
 
 from typing import Any
@@ -18,19 +18,19 @@ _CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _CALLS = msgspec.json.Decoder(list[dict[str, Any]])
 _NULL = Raw(b"null")
 _TEXT = b'"text_completion"'
-_NOTHING = frozenset({b"null", b'""'})
+_EMPTY = frozenset({b"null", b'""'})
 _ENCODER = msgspec.json.Encoder()
 _HEAD = ("id", "object", "created", "model")
 _OF_CHOICE = ("token_ids", "weight_versions")
 
 
 def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
-    """Say a whole chat completion as chunks, each its JSON; `asked` are the request's members.
+    """Split a whole completion into the JSON of chunks; `asked` are the request's members.
 
-    An error in the place of a completion is one chunk, as it would be in a stream. A text completion's choices are a chunk each.
+    An error in place of a completion is one chunk, as in a stream. Each choice of a text completion is one chunk.
 
     Raises:
-        ValueError: it is no completion.
+        ValueError: it is not a completion.
     """
     try:
         fields = _FIELDS.decode(body)
@@ -40,15 +40,15 @@ def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
         head: dict[str, Any] = {name: fields[name] for name in _HEAD if name in fields}
         head["object"] = "chat.completion.chunk"
         if bytes(fields.get("object", _NULL)) == _TEXT:
-            head["object"], begun, said = fields["object"], [], [{"choices": [choice]} for choice in choices]
+            head["object"], first, rest = fields["object"], [], [{"choices": [choice]} for choice in choices]
         else:
-            begun = [_begin(choice, fields) for choice in choices]
-            said = [chunk for choice in choices for chunk in _choice(choice)]
+            first = [_first(choice, fields) for choice in choices]
+            rest = [chunk for choice in choices for chunk in _choice(choice)]
         usage = _FIELDS.decode(fields["usage"]) if bytes(fields.get("usage", _NULL)) != b"null" else {}
     except (ValueError, KeyError, RecursionError) as why:
-        raise ValueError(f"no chat completion: {why}") from why
-    usage = {name: count for name, count in usage.items() if bytes(count) != b"null"}  # nulls are spelled out in whole replies only
-    chunks = [{**head, **more} for more in [*begun, *said]]
+        raise ValueError(f"not a chat completion: {why}") from why
+    usage = {name: count for name, count in usage.items() if bytes(count) != b"null"}  # only whole replies contain nulls
+    chunks = [{**head, **more} for more in [*first, *rest]]
     counted = member(asked, "stream_options", (dict,), {}).get("include_usage")
     fingerprint = {"system_fingerprint": fields["system_fingerprint"]} if "system_fingerprint" in fields else {}
     if counted:
@@ -58,10 +58,10 @@ def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
     return [_ENCODER.encode(chunk) for chunk in chunks]
 
 
-def _begin(choice: dict[str, Raw], fields: dict[str, Raw]) -> dict[str, Any]:
+def _first(choice: dict[str, Raw], fields: dict[str, Raw]) -> dict[str, Any]:
     role = _FIELDS.decode(choice["message"]).get("role", Raw(b'"assistant"'))
-    begun = {"index": choice.get("index", 0), "delta": {"role": role, "content": ""}, "logprobs": None, "finish_reason": None}
-    return {"choices": [begun], "prompt_token_ids": fields.get("prompt_token_ids", _NULL)}
+    first = {"index": choice.get("index", 0), "delta": {"role": role, "content": ""}, "logprobs": None, "finish_reason": None}
+    return {"choices": [first], "prompt_token_ids": fields.get("prompt_token_ids", _NULL)}
 
 
 def _choice(choice: dict[str, Raw]) -> list[dict[str, Any]]:
@@ -80,8 +80,8 @@ def _choice(choice: dict[str, Raw]) -> list[dict[str, Any]]:
 
 
 def _deltas(message: dict[str, Raw]) -> list[dict[str, Any]]:
-    words = [name for name in ("reasoning", "reasoning_content", "content") if bytes(message.get(name, _NULL)) not in _NOTHING]
-    deltas: list[dict[str, Any]] = [{name: message[name]} for name in words]
+    present = [name for name in ("reasoning", "reasoning_content", "content") if bytes(message.get(name, _NULL)) not in _EMPTY]
+    deltas: list[dict[str, Any]] = [{name: message[name]} for name in present]
     calls = message.get("tool_calls", _NULL)
     for index, call in enumerate(_CALLS.decode(calls) if bytes(calls) != b"null" else ()):
         function = call.get("function") or {}

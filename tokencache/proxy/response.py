@@ -30,7 +30,7 @@ from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engine.chunks import as_chunks
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.reply import Reply
-from tokencache.engine.wire import StreamProtocol
+from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.generated_replies import is_overflow
 from tokencache.proxy.recorder import ABORTED, BROKE

@@ -1,1 +1,1 @@
-"""Engine drivers: everything in which engines differ."""
+"""One driver for each kind of engine; `base` says what a driver does, `registry` lists them."""

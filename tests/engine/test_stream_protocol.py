@@ -1,6 +1,6 @@
-"""The wire before aiohttp's own protocol and parser: whatever arrives, in whatever pieces, comes out once and in order.
+"""A protocol in front of aiohttp's own: whatever arrives, in whatever pieces, comes out once and in order.
 
-The connection is made of memory, so that a piece is what the test says it is; on sockets see `tests/proxy/test_cut_streams.py`.
+The connection is in memory, so that the test decides what a piece is; for sockets see `tests/proxy/test_cut_streams.py`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from aiohttp.client_proto import ResponseHandler
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tokencache.engine.wire import StreamProtocol
+from tokencache.engine.stream_protocol import StreamProtocol
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -26,7 +26,7 @@ PLAIN = b"data: plain"
 
 
 class Transport(asyncio.Transport):
-    """Gives what it is told to whoever is its protocol."""
+    """Passes what the test gives it to its protocol."""
 
     def __init__(self, protocol):
         super().__init__()
@@ -40,20 +40,20 @@ class Transport(asyncio.Transport):
         return self.protocol
 
     def close(self):
-        """Stay open: whoever closes it here has been given something that is no HTTP."""
+        """Stay open: a protocol that closes it has received something that is not HTTP."""
 
     def is_closing(self):
         return False
 
     def pause_reading(self):
-        """Go on: the test gives what it gives."""
+        """Continue: the test decides what arrives."""
 
     def resume_reading(self):
-        """Go on."""
+        """Continue."""
 
 
 async def opened(head):
-    """A connection that has just been given the head of an answer, and that answer."""
+    """A connection that has just received the head of an answer, and that answer."""
     protocol = ResponseHandler(asyncio.get_running_loop())
     transport = Transport(protocol)
     protocol.set_response_params(read_until_eof=True, auto_decompress=False)
@@ -66,12 +66,12 @@ def framed(payload, size="%x"):
     return (size % len(payload)).encode() + b"\r\n" + payload + b"\r\n"
 
 
-async def came(pieces, head=CHUNKED, wire=StreamProtocol):
-    """What comes out when these pieces arrive one after the other: all of it in order, and the events that were settled."""
+async def came(pieces, head=CHUNKED, protocol=StreamProtocol):
+    """What comes out if these pieces arrive one after the other: everything in order, and the events that were settled."""
     transport, answer = await opened(head)
     everything, settled = [], []
 
-    def settles(event):
+    def settle(event):
         if not event.startswith(PLAIN):
             return False
         settled.append(event)
@@ -79,8 +79,8 @@ async def came(pieces, head=CHUNKED, wire=StreamProtocol):
         return True
 
     async def read():
-        with wire(answer, settles) as line:
-            while data := await line.next():
+        with protocol(answer, settle) as stream:
+            while data := await stream.next():
                 everything.append(data)
 
     reader = asyncio.create_task(read())
@@ -89,7 +89,7 @@ async def came(pieces, head=CHUNKED, wire=StreamProtocol):
             await asyncio.sleep(0)
         transport.protocol.data_received(piece)
     transport.protocol.connection_lost(None)
-    for _ in range(100):  # nobody waits for anything but the loop
+    for _ in range(100):  # only the loop is waited for
         await asyncio.sleep(0)
     assert reader.done()
     await reader
@@ -97,17 +97,17 @@ async def came(pieces, head=CHUNKED, wire=StreamProtocol):
 
 
 EVENT = st.sampled_from([b"data: plain {}\n\n", b"data: other\n\n", b": ping\n\n"])
-ODD = st.lists(
+UNUSUAL = st.lists(
     st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\n\n\r\n", b"data: plain", b"x", b"10\r\ndata: plain {}\n\n\r\n", b"3\r\n", b"0\r\n\r\n"]),
     min_size=1,
     max_size=6,
 ).map(b"".join)
-CHUNK = st.one_of(EVENT, st.lists(EVENT, min_size=2, max_size=3).map(b"".join), ODD)
+CHUNK = st.one_of(EVENT, st.lists(EVENT, min_size=2, max_size=3).map(b"".join), UNUSUAL)
 SIZE = st.sampled_from(["%x", "%X", "0%x", "%x;a=b"])
 
 
 def cut(raw, ends, waits):
-    """Cut bytes at these places; who reads them waits for each piece where `waits` says so."""
+    """Cut bytes at these places; `waits` says before which pieces the reader waits."""
     places = sorted({0, len(raw), *(end % (len(raw) + 1) for end in ends)})
     return [(raw[a:b], waits[i % len(waits)]) for i, (a, b) in enumerate(itertools.pairwise(places))]
 
@@ -124,7 +124,7 @@ def cut(raw, ends, waits):
 )
 @example(chunks=[(b"data: other\n\n", "%x"), (b"data: plain {}\n\n", "%x")], ends=[], whole=True, waits=[True])
 @example(chunks=[(b"data: other\n\n", "%x"), (b"data: plain {}\n\n", "0%x")], ends=[], whole=True, waits=[True])
-def test_everything_comes_out_once_and_in_order(chunks, ends, whole, waits):
+def test_everything_arrives_once_and_in_order(chunks, ends, whole, waits):
     frames = [*(framed(payload, size) for payload, size in chunks), LAST]
     if whole:
         ends = [len(b"".join(frames[:n])) for n in range(len(frames))]
@@ -134,90 +134,90 @@ def test_everything_comes_out_once_and_in_order(chunks, ends, whole, waits):
 
 
 @given(
-    payloads=st.lists(ODD, max_size=6),
+    payloads=st.lists(UNUSUAL, max_size=6),
     ends=st.lists(st.integers(0, 400), max_size=20),
     waits=st.lists(st.booleans(), min_size=1, max_size=5),
     counted=st.booleans(),
 )
 def test_a_body_without_chunks_is_left_alone(payloads, ends, waits, counted):
-    """What looks like a chunk of HTTP is a part of the body, where there are none."""
+    """In such a body, what looks like an HTTP chunk is content."""
     body = b"".join(payloads)
     head = HEAD + (b"Content-Length: %d\r\n\r\n" % len(body) if counted else b"\r\n")
     out, settled = asyncio.run(came(cut(body, ends, waits), head))
     assert (out, settled) == (body, [])
 
 
-class Rash(StreamProtocol):
-    """Takes it for granted that the parser stands between two chunks."""
+class Careless(StreamProtocol):
+    """Assumes that the parser is between two chunks."""
 
     async def next(self):
-        self._whole, self._tail = True, b"\n\n\r\n"
+        self._after_event, self._tail = True, b"\n\n\r\n"
         return await super().next()
 
 
-def test_the_checker_sees_a_wire_that_does_not_look_where_the_parser_stands():
+def test_the_checker_finds_a_protocol_that_does_not_know_where_the_parser_is():
     inner = framed(b"data: plain {}\n\n")
     outer = framed(b"x" + inner + b"data: end\n\n")
     at = outer.index(inner)
     pieces = [(outer[:at], True), (inner, True), (outer[at + len(inner) :], True), (LAST, True)]
     whole = b"x" + inner + b"data: end\n\n"
     assert asyncio.run(came(pieces)) == (whole, [])
-    with pytest.raises(aiohttp.ClientPayloadError):  # a part of a chunk was taken for one, and the parser misses it
-        asyncio.run(came(pieces, wire=Rash))
+    with pytest.raises(aiohttp.ClientPayloadError):  # it took a part of a chunk for a chunk, which the parser then misses
+        asyncio.run(came(pieces, protocol=Careless))
 
 
-async def test_what_is_settled_wakes_nobody():
+async def test_a_settled_event_wakes_no_task():
     plain = [b"data: plain %d\n\n" % n for n in range(5)]
     out, settled = await came([(framed(payload), True) for payload in [b"data: first\n\n", *plain, b"data: [DONE]\n\n"]] + [(LAST, True)])
     assert settled == plain
     assert out == b"data: first\n\n" + b"".join(plain) + b"data: [DONE]\n\n"
 
 
-async def test_what_cannot_be_settled_is_raised_where_it_is_waited_for_and_is_not_lost():
+async def test_an_error_while_settling_is_raised_by_next_and_the_event_is_not_lost():
     transport, answer = await opened(CHUNKED)
 
-    def settles(event):
+    def settle(event):
         raise ZeroDivisionError(event)
 
-    with StreamProtocol(answer, settles) as wire:
+    with StreamProtocol(answer, settle) as stream:
         transport.protocol.data_received(framed(b"data: first\n\n"))
-        assert await wire.next() == b"data: first\n\n"
-        waiting = asyncio.create_task(wire.next())
+        assert await stream.next() == b"data: first\n\n"
+        waiting = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
         transport.protocol.data_received(framed(b"data: plain\n\n"))
         with pytest.raises(ZeroDivisionError):
             await waiting
-        assert await wire.next() == b"data: plain\n\n"
+        assert await stream.next() == b"data: plain\n\n"
 
 
-async def test_who_waits_no_longer_is_not_asked():
+async def test_without_a_waiting_task_nothing_is_settled():
     transport, answer = await opened(CHUNKED)
-    with StreamProtocol(answer, lambda _: pytest.fail("nobody waits")) as wire:
+    with StreamProtocol(answer, lambda _: pytest.fail("no task waits")) as stream:
         transport.protocol.data_received(framed(b"data: first\n\n"))
-        await wire.next()
-        waiting = asyncio.create_task(wire.next())
+        await stream.next()
+        waiting = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
         waiting.cancel()
         transport.protocol.data_received(framed(b"data: plain\n\n"))
         await asyncio.gather(waiting, return_exceptions=True)
-        assert await wire.next() == b"data: plain\n\n"
+        assert await stream.next() == b"data: plain\n\n"
 
 
 async def test_a_broken_connection_is_raised():
     transport, answer = await opened(CHUNKED)
-    with StreamProtocol(answer, lambda _: True) as wire:
+    with StreamProtocol(answer, lambda _: True) as stream:
         transport.protocol.data_received(framed(b"data: first\n\n"))
-        await wire.next()
-        waiting = asyncio.create_task(wire.next())
+        await stream.next()
+        waiting = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
         transport.protocol.connection_lost(ConnectionResetError("gone"))
         with pytest.raises(aiohttp.ClientPayloadError):
             await asyncio.wait_for(waiting, 5)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["waiting for anything", "waiting for what is not settled"])
-async def test_what_is_no_http_is_raised(whole):
-    """aiohttp closes such a connection, and leaves its reader waiting for ever."""
+@pytest.mark.parametrize("whole", [False, True], ids=["within an event", "between events"])
+async def test_bytes_that_are_not_http_are_an_error(whole):
+    """aiohttp closes such a connection, and its reader would wait for ever."""
 
     async def garbled(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
@@ -229,8 +229,8 @@ async def test_what_is_no_http_is_raised(whole):
         writer.close()
 
     async def read():
-        with StreamProtocol(answer, lambda _: True) as wire:
-            while await wire.next():
+        with StreamProtocol(answer, lambda _: True) as stream:
+            while await stream.next():
                 garbles.set()
 
     garbles = asyncio.Event()
@@ -241,9 +241,9 @@ async def test_what_is_no_http_is_raised(whole):
             await read()
 
 
-@pytest.mark.parametrize("end", [framed(b"data: [DONE]\n\n") + LAST, b""], ids=["the stream ends", "whoever follows it stops"])
+@pytest.mark.parametrize("end", [framed(b"data: [DONE]\n\n") + LAST, b""], ids=["the stream ends", "the reader stops"])
 async def test_the_connection_has_its_own_protocol_again(end):
-    """At once where the stream ends: the pool may give the connection to another call before this one looks up."""
+    """At the end of the stream at once: the pool may give the connection to another call before this one continues."""
     transport, answer = await opened(CHUNKED)
     own = transport.protocol
     with StreamProtocol(answer, lambda _: True):
@@ -256,27 +256,27 @@ async def test_the_connection_has_its_own_protocol_again(end):
 
 
 async def test_a_connection_that_serves_another_call_is_left_alone():
-    """Where more came than the reader holds, the stream's end is found while it is read: then nobody tells the wire."""
+    """If more arrives than the reader takes, the end of the stream is found while it is read, and the protocol is not called."""
     transport, answer = await opened(CHUNKED)
     large = b"data: " + b"x" * (1 << 20) + b"\n\n"
-    with StreamProtocol(answer, lambda _: True) as wire:
+    with StreamProtocol(answer, lambda _: True) as stream:
         transport.protocol.data_received(framed(large) + LAST)
         assert not answer.content.is_eof()
         read = b""
-        while data := await wire.next():
+        while data := await stream.next():
             read += data
         assert read == large
         transport.set_protocol(other := asyncio.Protocol())
     assert transport.protocol is other
 
 
-async def test_an_answer_that_has_come_whole_leaves_its_connection_alone():
+async def test_the_connection_of_a_complete_answer_is_left_alone():
     transport, answer = await opened(CHUNKED)
     transport.protocol.data_received(framed(b"data: all\n\n") + LAST)
     own, answer.connection = transport.protocol, None
-    with StreamProtocol(answer, lambda _: True) as wire:
+    with StreamProtocol(answer, lambda _: True) as stream:
         assert transport.protocol is own
-        assert [await wire.next(), await wire.next()] == [b"data: all\n\n", b""]
+        assert [await stream.next(), await stream.next()] == [b"data: all\n\n", b""]
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "TLS"])
@@ -302,15 +302,15 @@ def test_real_connections(loop, secured):
     async def follow(http):
         got, settled = [], []
 
-        def settles(event):
+        def settle(event):
             asked.put_nowait(None)
             settled.append(event)
             got.append(event)
             return True
 
         async with http.get(url) as answer:
-            with StreamProtocol(answer, settles) as wire:
-                while data := await wire.next():
+            with StreamProtocol(answer, settle) as stream:
+                while data := await stream.next():
                     got.append(data)
                     asked.put_nowait(None)
         assert b"".join(got) == b"data: first\n\n" + b"".join(plain) + b"data: [DONE]\n\n"
