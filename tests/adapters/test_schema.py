@@ -92,7 +92,7 @@ def test_who_is_recognised_by_the_user_agent(user_agent, name):
         ('title = "Mine"', "`dialects`"),
         (GOOD + "verison = 1", "`verison`"),
         (GOOD + 'name = "other"', "name:"),
-        (GOOD.replace("chat", "chats"), "'chats'.*dialects"),
+        (GOOD.replace("chat", "chats"), "dialects: there is no dialect 'chats'"),
         (GOOD.replace('"chat"', ""), "dialects: at least one"),
         (GOOD + "tested = 1.5", "array.*tested"),
         (GOOD + 'user_agent = "["', "user_agent: '\\['"),

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokencache.core.rules import RULES
-
-Dialect = Literal["chat", "messages", "responses", "gemini"]
+from tokencache.dialects.registry import dialect_names
 
 PLACEHOLDERS = frozenset({"url", "key", "model", "session", "config_dir", "context", "max_output"})
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
@@ -91,7 +90,7 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     name: str
     title: str
-    dialects: tuple[Dialect, ...]
+    dialects: tuple[str, ...]
     install: str
     tested: tuple[str, ...] = ()
     program: tuple[str, ...] = ()
@@ -111,6 +110,8 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError(f"name: {self.name!r}: a file's name is a-z 0-9 and -, for it stands in URLs")
         if not self.dialects:
             raise ValueError("dialects: at least one")
+        if unknown := [name for name in self.dialects if name not in dialect_names()]:
+            raise ValueError(f"dialects: there is no dialect {unknown[0]!r}; there are {', '.join(dialect_names())}")
         try:
             re.compile(self.user_agent)
         except re.error as why:

@@ -32,9 +32,9 @@ def unregister(dialect: TranslatedDialect) -> None:
     credential_parameters.cache_clear()
 
 
-def names() -> list[str]:
-    """The names of all dialects."""
-    return [CHAT.name, *(dialect.name for dialect in _translated)]
+def dialect_names() -> list[str]:
+    """The names of the dialects in which clients call a model."""
+    return [CHAT.name, *(dialect.name for dialect in _translated if not isinstance(dialect, ProbeDialect))]
 
 
 def dialect_of(method: str, path: str, headers: Mapping[str, str]) -> TranslatedDialect | None:
