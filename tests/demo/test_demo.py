@@ -68,7 +68,7 @@ async def test_a_proxy_that_does_not_splice_is_found_out(tmp_path, monkeypatch):
     async def never(*_args, **_kwargs):
         return Plan(match="plain", reason="broken")
 
-    monkeypatch.setattr(Planner, "plan", never)
+    monkeypatch.setattr(Planner, "_plan", never)
     good, figures, said = await play(tmp_path, rollouts=3)
     assert not good
     assert figures["proxied"]["contiguous_turns"] == 3

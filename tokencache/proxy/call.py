@@ -43,8 +43,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
-from tokencache.proxy import echoes
-from tokencache.proxy.client_ids import require_prefix
+from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, is_overflow, overflow_reply
 from tokencache.proxy.ledger import Ledger
@@ -479,8 +478,7 @@ class CallAttempt:
             self._reply.prompt.sent = self._outcome.plan.sent
             self._reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
             if self._chat.echoes:
-                wrong = await echoes.compared(self._session, self._chat, self._outcome.plan, self._ledger)
-                self._outcome.noted += [self._outcome.incident(kind, detail) for kind, detail in wrong]
+                await self._compare_returned_ids()
             if answer.status != _OK:
                 return await self._pass_refusal(answer)
             delivery = Delivery(self._response, self._reply, self, may_resample=self._may_resample)
@@ -611,6 +609,20 @@ class CallAttempt:
         return await engine.upstream.send("POST", self._request.path, headers=headers, body=self._request.body)
 
     # Pass the engine's answer on
+
+    async def _compare_returned_ids(self) -> None:
+        """Note where token ids that the client sent back differ from the record."""
+        plan = self._outcome.plan
+        differences = await compare(
+            self._session,
+            self._chat,
+            parent=plan.parent,
+            parent_messages=plan.parent_messages,
+            used=plan.client_places,
+            prefixes=self._ledger.prefixes,
+            store=self._ledger.store,
+        )
+        self._outcome.noted += [self._outcome.incident(kind, detail) for kind, detail in differences]
 
     async def _pass_refusal(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Send an engine's error to the client; nothing was sampled."""

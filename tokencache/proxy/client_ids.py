@@ -1,21 +1,28 @@
-"""Client ids: token ids that a client sends back with a history, as evidence, and as the beginning of a prompt where they are proven.
+"""Uses the token ids that clients send back with a history: as evidence, as the beginning of a prompt, and to find differences.
 
-Agents of NeMo Gym send `prompt_token_ids` and `generation_token_ids` back on the messages (`dialects.gym`). Hashes of them name the turn
-that is meant, where several said the same words (`core.evidence.Echoed`).
+Agents of NeMo Gym send `prompt_token_ids` and `generation_token_ids` back on the messages (`dialects.gym`). Hashes of them identify the
+turn where several turns have the same words (`core.evidence.ReturnedIdHashes`).
 
-Where no recorded turn has these ids (the store was restarted, or another proxy recorded the turn), they are only the client's word.
-They become the beginning of a prompt if all of this holds:
+Where no recorded turn has these ids (the store was restarted, or another proxy recorded the turn), only the client vouches for them.
+They become the beginning of a prompt if all of this holds (`prove`):
 
-1. The prompt and the generation of each reply are the beginning of the last reply's, so it is known where each reply stands.
-2. The template's own rendering of these messages, with the generations in the places of their replies (`engine.template.tails`), begins
-   with just these ids. So everything that is not a generation is what the template renders, token for token.
-3. Each generation, read as text by the engine's `/detokenize`, says what the template writes for that message. Only what is always
-   forgiven may differ: white space around a text, the form of arguments, reasoning that did not come back. A stop id ends a generation.
-4. The engine says that it used the prompt (`proxy.recorder`), as for every other call.
+1. The prompt and the generation of each reply are a beginning of the last reply's, so the place of each reply in it is known.
+2. The template's own rendering of these messages, with the generations in place of the replies (`engine.template.edited`), begins with
+   these ids. So everything that is not a generation is what the template renders, token for token.
+3. Each generation, decoded by the engine's `/detokenize`, has the words that the template writes for that message. Only what every
+   client may change may differ: white space around a text, the form of arguments, reasoning that did not come back. A stop id ends a
+   generation.
+4. The engine reports that it used the prompt (`proxy.recorder`), as for every other call.
 
 What cannot be proven is not used: the engine renders. The proxy did not record these replies, so they are context in an export (mask 0).
 
-A request may also require its prompt to begin with certain ids (`required_prefix_token_ids`). They are evidence of which turn is meant,
+The record is the truth. But a client that sends back other ids than it was given also hands other ids to its trainer, and one that sends
+back unrecorded ids trains on a turn that this session lacks. `compare` reports both as incidents:
+
+`echo-differs`      the words of a recorded turn came back with other ids, or its ids with other words; the ids are not used
+`echo-unrecorded`   no recorded turn has these words and these ids: the store was restarted, or another proxy recorded the turn
+
+A request may also require its prompt to begin with certain ids (`required_prefix_token_ids`). They are evidence of the turn that is meant,
 and a condition: a prompt that does not begin with them is not sent (`require_prefix`).
 """
 
@@ -28,10 +35,11 @@ from typing import NamedTuple
 
 from tokencache.core import ids
 from tokencache.core.evidence import ReturnedIdHashes
-from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, canonical_json, split_think
+from tokencache.core.incidents import IncidentKind
+from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, canonical_json, digest, split_think
 from tokencache.core.reasons import Reason
 from tokencache.core.splice import fill
-from tokencache.core.turn import hash_ids
+from tokencache.core.turn import Turn, hash_ids
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.gym import PREFIX, ReturnedIdFragments
 from tokencache.engine.model import Model
@@ -40,13 +48,15 @@ from tokencache.engine.template.edited import HistoryFrame
 from tokencache.engine.template.learned import TailRefusedError
 from tokencache.engine.template.shapes import TailRequest
 from tokencache.errors import HarnessError
-from tokencache.proxy.prefix_cache import CachedPrefix
+from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
+from tokencache.store.base import Store, StoreError
 
 log = logging.getLogger(__name__)
 
-
 _JSON = json.JSONDecoder()
 _NOTHING = ReturnedIdFragments(b"", b"")
+_MOST_LISTED = 8
+"""Places of messages that an incident lists."""
 
 
 class _Reply(NamedTuple):
@@ -58,12 +68,11 @@ class _Reply(NamedTuple):
 
 
 class ReturnedIds(Mapping[int, ReturnedIdHashes]):
-    """The ids that came back with the replies of a call's history, as hashes, by place; read and hashed when they are looked at."""
+    """Hashes of the ids that came back with the replies of a call's history, by place. They are parsed and hashed on first use."""
 
     def __init__(self, call: ChatCall) -> None:
-        """Take the ids of a call; of messages that are no replies they say nothing."""
-        replies = call.messages
-        self._echoes = {place: echo for place, echo in call.echoes.items() if replies and replies[place].role == "assistant"}
+        """Take the ids of a call; ids on other messages than replies are ignored."""
+        self._echoes = _echoes_of_replies(call)
         self._required = call.required_prefix
         self._last = next(call.conversation.replies(), -1) if call.conversation is not None else -1
         self._read: dict[int, _Reply | None] = {}
@@ -73,12 +82,12 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
         """The place of the last reply that came back with ids; -1 if none did."""
         return max(self._echoes, default=-1)
 
-    def says(self, place: int, held: CachedPrefix) -> bool:
-        """Whether the ids at a place are just a turn's prefix."""
-        return is_prefix(self._echoes[place], held)
+    def is_prefix(self, place: int, prefix: CachedPrefix) -> bool:
+        """Whether the ids at a place are exactly a turn's prefix."""
+        return _is_prefix(self._echoes[place], prefix)
 
     def line(self) -> list[_Reply]:
-        """List the replies whose ids are a beginning of the last one's, in order; empty if the last one's are no ids."""
+        """List the replies whose ids are a beginning of the last one's, in order; empty if the last one's are not ids."""
         last = self._reply(self.last)
         if last is None:
             return []
@@ -88,7 +97,7 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
 
     def _reply(self, place: int) -> _Reply | None:
         if place not in self._read:
-            prompt, generation = read_echo(self._echoes.get(place, _NOTHING)) or (b"", b"")
+            prompt, generation = _read_echo(self._echoes.get(place, _NOTHING)) or (b"", b"")
             self._read[place] = _Reply(place, prompt, generation) if generation else None
         return self._read[place]
 
@@ -100,7 +109,7 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
         """
         reply = self._reply(place)
         if reply is not None:
-            return hashed(reply.prompt, reply.generation)
+            return _hashes(reply.prompt, reply.generation)
         if self._required and place == self._last:
             return ReturnedIdHashes(hash_ids(self._required))
         raise KeyError(place)
@@ -115,25 +124,39 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
         return sum(1 for _ in self)
 
 
-def read_echo(echo: ReturnedIdFragments) -> tuple[bytes, bytes] | None:
-    """Read the ids of a prompt and its generation (packed); `None` if they are not lists of ids, or the prompt is empty."""
+def _echoes_of_replies(call: ChatCall) -> dict[int, ReturnedIdFragments]:
+    return {place: echo for place, echo in call.echoes.items() if call.messages and call.messages[place].role == "assistant"}
+
+
+def _read_echo(echo: ReturnedIdFragments) -> tuple[bytes, bytes] | None:
+    """Parse the ids of a prompt and its generation (packed); `None` if they are not lists of ids, or the prompt is empty."""
     prompt, generation = read_ids(b"[%s]" % echo.prompt), read_ids(b"[%s]" % echo.generation)
     return (prompt, generation) if prompt and generation is not None else None
 
 
-def hashed(prompt: bytes, generation: bytes) -> ReturnedIdHashes:
+def _hashes(prompt: bytes, generation: bytes) -> ReturnedIdHashes:
     """Hash the ids of a prompt and its generation, as a turn's are hashed."""
     return ReturnedIdHashes(hash_ids(prompt + generation), hash_ids(generation))
 
 
-def is_prefix(echo: ReturnedIdFragments, held: CachedPrefix) -> bool:
-    """Whether ids that came back are just a turn's prefix, parted where its reply begins; compared as text."""
+def _is_prefix(echo: ReturnedIdFragments, prefix: CachedPrefix) -> bool:
+    """Whether ids that came back are exactly a turn's prefix, divided where its reply begins; compared as text."""
     generated = echo.generation.count(b",") + 1 if echo.generation else 0
-    return generated == held.prefix.completion and b"".join(held.fragment) == echo.whole
+    return generated == prefix.prefix.completion and b"".join(prefix.fragment) == echo.whole
+
+
+# --- ids that are not recorded, as the beginning of a prompt ---
 
 
 class ClientPrompt(NamedTuple):
-    """A proven prompt (packed ids) that begins with a client's ids, the places of the replies in these, and the last one's tokens."""
+    """A proven prompt that begins with a client's ids.
+
+    Attributes:
+        ids: the packed prompt.
+        places: the places of the replies in the client's ids.
+        start: the first token of the last of them.
+        end: the token after it.
+    """
 
     ids: bytes
     places: tuple[int, ...]
@@ -142,11 +165,11 @@ class ClientPrompt(NamedTuple):
 
 
 async def prove(session: str, call: ChatCall, returned: ReturnedIds, model: Model) -> ClientPrompt:
-    """Prove the ids that came back with the last reply, and put the template's tail behind them.
+    """Prove the ids that came back with the last reply, and add the template's tail.
 
     Raises:
-        TailRefusedError: they are not proven; the words say why.
-        RenderError: the engine cannot say what its template renders, or what ids read as.
+        TailRefusedError: they are not proven.
+        RenderError: the engine does not render or decode now.
     """
     replies = returned.line()
     ended_early = any(not model.stop_ids.isdisjoint(ids.unpack(reply.generation)[:-1]) for reply in replies)
@@ -154,57 +177,36 @@ async def prove(session: str, call: ChatCall, returned: ReturnedIds, model: Mode
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     last = replies[-1]
     assert call.conversation is not None  # noqa: S101 - messages came back
-    ask = TailRequest(call.model, call.args, call.conversation, call.safe_messages(), last.place + 1, None, session)
-    frame = await model.edited_histories.frame(ask, [reply.place for reply in replies])
-    openers = [frame.generation_prompt(n, reply.prompt, same_message=True) for n, reply in enumerate(replies)]
-    known = [opener for opener in openers if opener is not None]
-    if len(known) < len(openers):
+    request = TailRequest(call.model, call.args, call.conversation, call.safe_messages(), last.place + 1, None, session)
+    frame = await model.edited_histories.frame(request, [reply.place for reply in replies])
+    prompts = [frame.generation_prompt(n, reply.prompt, same_message=True) for n, reply in enumerate(replies)]
+    known = [prompt for prompt in prompts if prompt is not None]
+    if len(known) < len(prompts):
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     prompt, spans = fill(frame.pieces, known, [reply.generation for reply in replies], model.stop_ids)
-    apart = any(start != ids.count(reply.prompt) for reply, (start, _) in zip(replies, spans, strict=True))
-    if apart or not prompt.startswith(last.prompt + last.generation):
+    displaced = any(start != ids.count(reply.prompt) for reply, (start, _) in zip(replies, spans, strict=True))
+    if displaced or not prompt.startswith(last.prompt + last.generation):
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
-    await _prove_words(call, replies, (frame, known), model)
+    await _prove_words(call, replies, frame, known, model)
     return ClientPrompt(prompt, tuple(reply.place for reply in replies), *spans[-1])
 
 
-def require_prefix(session: str, call: ChatCall, prompt: bytes | None, reason: str = "") -> None:
-    """Refuse a call whose prompt (packed ids) will not begin with the ids that its client requires; `None`: the engine renders, and why.
+async def _prove_words(call: ChatCall, replies: Sequence[_Reply], frame: HistoryFrame, prompts: Sequence[bytes], model: Model) -> None:
+    """Prove that each generation has the words that the template writes for its message; `prompts` are the generation prompts.
 
     Raises:
-        HarnessError: it will not; the message says what the client can do.
-    """
-    required = call.required_prefix
-    if not required or (prompt is not None and prompt.startswith(required)):
-        return
-    how = f"the engine renders it ({reason})" if reason else "it has no recorded reply before it"
-    if prompt is not None:
-        how = f"it differs from them at index {ids.common_head(prompt, required)}"
-    log.warning("session %s: a call is refused: its prompt does not begin with %d required ids: %s", session, ids.count(required), how)
-    raise HarnessError(
-        f"the prompt of this call does not begin with the {ids.count(required)} ids of {PREFIX!r}: {how}. Within a session the proxy "
-        f"supplies the exact ids of the replies that it recorded: leave {PREFIX!r} out, or send the ids that came with the messages back",
-        param=PREFIX,
-    )
-
-
-async def _prove_words(call: ChatCall, replies: Sequence[_Reply], stands: tuple[HistoryFrame, Sequence[bytes]], model: Model) -> None:
-    """Prove that each generation says what the template writes for its message; `stands`: what stands around replies, and what opens each.
-
-    Raises:
-        TailRefusedError: one does not.
-        RenderError: the engine cannot say.
+        TailRefusedError: one has other words.
+        RenderError: the engine does not decode now.
     """
 
     async def read(packed: bytes) -> str:
         return await model.renderer.read(call.model, packed) if packed else ""
 
-    frame, openers = stands
     rendered = await read(await model.renderer.render(call.model, call.safe_messages(), call.args, generation=True))
     written = _between(rendered, [await read(piece) for piece in frame.pieces])
-    for reply, opener, head, own in zip(replies, openers, frame.openings, written, strict=True):
-        header = (await read(ids.head(opener, ids.common_head(opener, head or b"")))).partition("<think>")[0]  # reasoning is the reply's
-        sampled = await read(opener + _unstopped(reply.generation, model))
+    for reply, prompt, opening, own in zip(replies, prompts, frame.openings, written, strict=True):
+        header = (await read(ids.head(prompt, ids.common_head(prompt, opening or b"")))).partition("<think>")[0]  # reasoning is the reply's
+        sampled = await read(prompt + _without_stop(reply.generation, model))
         message = call.messages[reply.place]
         if not all(_is_shown(call, sampled) for call in message.calls):
             raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
@@ -215,7 +217,7 @@ async def _prove_words(call: ChatCall, replies: Sequence[_Reply], stands: tuple[
 def _is_shown(call: ToolCall, sampled: str) -> bool:
     """Whether a sampled text names a call, and the template can write its arguments.
 
-    Kimi-K2's template writes calls without their names. Arguments that are no JSON object are rendered as an empty one.
+    Kimi-K2's template writes calls without their names. Arguments that are not a JSON object are rendered as an empty one.
     """
     try:
         arguments = json.loads(call.arguments or "{}")
@@ -224,17 +226,16 @@ def _is_shown(call: ToolCall, sampled: str) -> bool:
     return isinstance(arguments, dict) and re.search(rf"(?<!\w){re.escape(call.name)}(?!\w)", sampled) is not None
 
 
-def _unstopped(generation: bytes, model: Model) -> bytes:
-    """A generation without the stop id that ended it."""
+def _without_stop(generation: bytes, model: Model) -> bytes:
     stopped = ids.unpack(generation[-ids.ID_BYTES :])[0] in model.stop_ids
     return generation[: -ids.ID_BYTES] if stopped else generation
 
 
 def _between(rendered: str, pieces: Sequence[str]) -> list[str]:
-    """Find what stands between the pieces of a rendering, which together are all of it.
+    """Return what is between the pieces of a rendering; the first piece begins it, the last ends it.
 
     Raises:
-        TailRefusedError: the pieces do not stand in it, in order, from its beginning to its end.
+        TailRefusedError: the rendering does not contain the pieces in this way.
     """
     first, *inner, last = pieces
     if not rendered.startswith(first) or not rendered.endswith(last) or len(rendered) < len(first) + len(last):
@@ -252,8 +253,8 @@ def _between(rendered: str, pieces: Sequence[str]) -> list[str]:
 def _same_words(sampled: str, written: str, message: Message) -> bool:
     """Whether a sampled text is a message that the template writes as `written`.
 
-    What the verdicts always forgive is forgiven here: white space around a text, the form of arguments, reasoning that did not come back
-    (`core.rules`). A text that was cut may be reasoning as a whole: then all of it must have come back.
+    What the verdicts always normalise is normalised here: white space around a text, the form of arguments, reasoning that did not come
+    back (`core.rules`). A text that was cut may be reasoning as a whole: then all of it must have come back.
     """
     (ours, said), (theirs, shown) = split_think(sampled), split_think(written)
     if not ours and not shown and message.thought == said.removeprefix("<think>").strip(BLANK):
@@ -269,10 +270,117 @@ def _plain(text: str, message: Message) -> str:
     while wanted and (start := rest.find("{", at)) >= 0:
         end = start + 1
         with suppress(ValueError, RecursionError):
-            value, behind = _JSON.raw_decode(rest, start)
+            value, after = _JSON.raw_decode(rest, start)
             if not wanted.isdisjoint(map(canonical_json, (value, *value.values()))):
                 parts.append(rest[at:start] + canonical_json(value).decode())
-                at = end = behind
+                at = end = after
         parts.append(rest[at:end])
         at = end
     return "".join([*parts, rest[at:]])
+
+
+# --- differences between what came back and what was recorded ---
+
+
+async def compare(
+    session: str,
+    call: ChatCall,
+    *,
+    parent: str | None,
+    parent_messages: int,
+    used: Sequence[int],
+    prefixes: PrefixCache,
+    store: Store,
+) -> list[tuple[IncidentKind, str]]:
+    """Compare the ids that came back with a call with what was recorded.
+
+    In a lineage each turn's ids are a beginning of the next turn's prompt. So what came back is compared, as text, with the prefix that
+    the call continues, which is cached. Only ids that are no beginning of it are looked up among the session's turns.
+
+    Args:
+        session: the session's name.
+        call: the call.
+        parent: the turn that the call continues.
+        parent_messages: how many of its messages are those of the parent's request.
+        used: the places of replies whose returned ids are used in the prompt.
+        prefixes: the cached prefixes.
+        store: the store.
+
+    Returns:
+        Kinds of incidents with details; empty if nothing differs, or if the store does not answer.
+    """
+    echoes = _echoes_of_replies(call)
+    if not echoes or call.conversation is None:
+        return []
+    try:
+        if parent is not None and parent_messages:
+            prefix = await prefixes.get(session, parent)
+            beginning = b"".join(prefix.fragment)
+            # Where an older reply is divided was checked when it was the last.
+            echoes = {
+                place: echo
+                for place, echo in echoes.items()
+                if not (_is_prefix(echo, prefix) if place == parent_messages else beginning.startswith(echo.whole + b","))
+            }
+        known = await store.turns(session) if echoes else []
+    except (StoreError, KeyError, ValueError) as why:
+        log.debug("session %s: returned token ids are not compared: %s", session, why)
+        return []
+    digests = call.conversation.digests
+    turns = {place: _turns_with(echo, known) for place, echo in echoes.items()}
+    wrong = [place for place, found in turns.items() if digests[place] not in {digest(turn.served) for turn in found}]
+    recorded_words = {digest(turn.served) for turn in known}
+    differs = [place for place in wrong if (digests[place] in recorded_words or turns[place]) and place not in used]
+    unrecorded = [place for place in wrong if place not in differs]
+    found = []
+    if differs:
+        detail = f"{_listed(differs)}: these words and these token ids were not recorded together; the ids are not used"
+        found.append((IncidentKind.ECHO_DIFFERS, detail))
+    if unrecorded:
+        use = "the prompt begins with them" if used else "they are not used"
+        words = "token ids came back that are not recorded here (the store was restarted, or another proxy recorded them)"
+        found.append((IncidentKind.ECHO_UNRECORDED, f"{_listed(unrecorded)}: {words}; {use}"))
+    return found
+
+
+def _listed(places: Sequence[int]) -> str:
+    more = f" and {len(places) - _MOST_LISTED} more" if len(places) > _MOST_LISTED else ""
+    return f"messages {', '.join(map(str, places[:_MOST_LISTED]))}{more}"
+
+
+def _turns_with(echo: ReturnedIdFragments, known: list[Turn]) -> list[Turn]:
+    """Return the turns that were recorded with these ids."""
+    read = _read_echo(echo)
+    if read is None:
+        return []
+    hashes = _hashes(*read)
+    return [turn for turn in known if hashes.names(turn)]
+
+
+# --- ids that a client requires ---
+
+
+def require_prefix(session: str, call: ChatCall, prompt: bytes | None, reason: str = "") -> None:
+    """Refuse a call whose prompt does not begin with the ids that its client requires.
+
+    Args:
+        session: the session's name.
+        call: the call.
+        prompt: the packed prompt; `None` if the engine renders.
+        reason: why the engine renders.
+
+    Raises:
+        HarnessError: it does not; the message says what the client can do.
+    """
+    required = call.required_prefix
+    if not required or (prompt is not None and prompt.startswith(required)):
+        return
+    how = f"the engine renders it ({reason})" if reason else "it has no recorded reply before it"
+    if prompt is not None:
+        how = f"it differs from them at index {ids.common_head(prompt, required)}"
+    log.warning("session %s: a call is refused: its prompt does not begin with %d required ids: %s", session, ids.count(required), how)
+    raise HarnessError(
+        f"the prompt of this call does not begin with the {ids.count(required)} ids of {PREFIX!r}: {how}. Within a session the proxy "
+        f"supplies the exact ids of the replies that it recorded: leave {PREFIX!r} out, or send the ids that came with the messages back",
+        param=PREFIX,
+    )

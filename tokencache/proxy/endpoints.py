@@ -15,6 +15,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from tokencache import metrics
+from tokencache.core import ids
 from tokencache.core.budget import Budget
 from tokencache.core.chain import keyed_hash
 from tokencache.core.incidents import IncidentKind
@@ -37,7 +38,7 @@ from tokencache.dialects.chat.routes import CHAT
 from tokencache.dialects.chat.vocabulary import as_reminders, pin
 from tokencache.dialects.gym import prefix_of
 from tokencache.dialects.probes import model_list
-from tokencache.engine.model import Engine
+from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.errors import EngineError, HarnessError, TokencacheError
 from tokencache.proxy.call import CallRequest
@@ -47,7 +48,7 @@ from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.harness_profile import ModelAliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.passthrough import relay_to
-from tokencache.proxy.prompts import Prompts, tokenized
+from tokencache.proxy.planner import Planner
 from tokencache.proxy.request_body import body_of
 from tokencache.proxy.response import Exchange, Response
 from tokencache.proxy.sessions import Origin
@@ -85,7 +86,7 @@ class Caller:
         keep_alive: float,
         sampling: Mapping[str, Any],
         budget: Budget,
-        prompts: Prompts,
+        planner: Planner,
         calls: CallsInFlight,
         retry_policy: Policy,
         token_ids: bool = False,
@@ -101,7 +102,7 @@ class Caller:
         self._rewrite_translated = gym_request.translated_members if token_ids else None
         self._budget = budget
         self._calls, self._retry_policy = calls, retry_policy
-        self._prompts = prompts
+        self._planner = planner
 
     async def chat(self, visit: Visit) -> web.StreamResponse:
         """Serve a chat completion.
@@ -154,7 +155,7 @@ class Caller:
             return web.Response(body=meant.body, status=meant.status, content_type="application/json")
         if isinstance(meant, TokenCount):
             call = await self._translated(visit, meant.body, "")
-            return web.Response(body=meant.write(await self._prompts.count(visit.session, call)), content_type="application/json")
+            return web.Response(body=meant.write(await self._planner.count_tokens(visit.session, call)), content_type="application/json")
         call = await self._translated(visit, meant.body, f"{visit.session}\0{dialect.name}")
         call.dialect, call.handle = dialect.name, asked.handle
         call.replaced = self._pin(visit, call.fields)
@@ -198,9 +199,9 @@ class Caller:
         call = read_tokenize(body, self._bodies, served=self._served(visit), rewrite=self._rewrite_chat)
         if call is not None:
             call.harness, call.leniency = visit.harness, visit.leniency
-            if (found := await self._prompts.next(visit.session, call)) is not None:
+            if (found := await self._planner.next_prompt(visit.session, call)) is not None:
                 require_prefix(visit.session, call, found[0])
-                return web.Response(body=tokenized(*found), content_type="application/json")
+                return web.Response(body=_tokenize_answer(*found), content_type="application/json")
         return await relay_to(self._pool, visit.session, visit.request, visit.origin.path, headers=visit.headers, body=body)
 
     async def models(self, visit: Visit) -> web.StreamResponse:
@@ -296,3 +297,15 @@ class Caller:
 def _served_by(engine: Engine) -> list[ServedModel]:
     """The models that were found on an engine."""
     return list({found.model: ServedModel(found.model, found.max_model_len) for found in engine.capabilities if found.model}.values())
+
+
+def _tokenize_answer(prompt: bytes, model: Model) -> bytes:
+    """Write the answer of `/tokenize` for packed ids, as vLLM 0.32 writes it."""
+    return msgspec.json.encode(
+        {
+            "count": ids.count(prompt),
+            "max_model_len": model.capability.max_model_len,
+            "tokens": msgspec.Raw(b"[" + ids.fragment(prompt) + b"]"),
+            "token_strs": None,
+        }
+    )

@@ -1,7 +1,8 @@
-"""Plan: from a request and what was recorded to the exact prompt that is sent.
+"""Plans the exact prompt of a call, from its messages and the recorded turns of its session.
 
-The core says which turn a history continues (`core.match`); here the ids are fetched and joined. Whatever cannot be
-proven ends in a plain plan with the reason: the engine renders, the turn starts a new lineage, nothing is guessed.
+`core.match` says which turn a history continues; the planner reads the ids of that turn and joins them with the tail. What cannot be
+proven ends in a plain plan with the reason: the engine renders, and the turn starts a new lineage. A failure of the proxy or its store
+also ends in a plain plan: the client gets its reply, the trainer the reason.
 """
 
 import logging
@@ -20,39 +21,46 @@ from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
 from tokencache.core.verdict import DeliveredPrefix, is_unique
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
-from tokencache.engine.model import Model
+from tokencache.engine.model import Engine, Model
+from tokencache.engine.pool import Pool
 from tokencache.engine.template.edited import HistoryFrame
 from tokencache.engine.template.learned import TailRefusedError
-from tokencache.engine.template.renderer import RenderError
+from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
 from tokencache.engine.template.shapes import TailRequest
-from tokencache.errors import passing_cause
-from tokencache.proxy import partial_reply as interrupts
+from tokencache.errors import EngineError, HarnessError, passing_cause
+from tokencache.proxy import partial_reply
 from tokencache.proxy.client_ids import ReturnedIds, prove
 from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
-from tokencache.store.base import Store
+from tokencache.store.base import BeginResult, Store, StoreError
 
 log = logging.getLogger(__name__)
 
-EDITED = frozenset({Reason.PAST_CHANGES, Reason.NEW_MESSAGES_REACH_BACK, Reason.TAIL_NOT_PROVEN})
-"""Why no tail can be put behind a history that is what it was: the template writes the history otherwise now, as if it had been edited."""
 FIRST_REPLIES = 2
 """Replies that are looked up when a call begins; the others only if none of these is known."""
-
+_EDITED = frozenset({Reason.PAST_CHANGES, Reason.NEW_MESSAGES_REACH_BACK, Reason.TAIL_NOT_PROVEN})
+"""Reasons for refusing a tail that mean: the template now writes the unchanged history in another way, as if it had been edited."""
+_FAILURES: dict[type[Exception], str] = {StoreError: Reason.STORE_ERROR, KeyError: Reason.TORN_RECORD, ValueError: Reason.TORN_RECORD}
 
 _Known = Mapping[bytes, Sequence[Hit]]
 """What the store found under the keys that were looked up."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a call will be sent.
+    """How a call is sent.
 
-    `prompt` are the exact packed ids, `fragment` the same as JSON in pieces; both `None` where the engine renders. They are the `whole`
-    prompt, or its beginning up to the end of the last reply, where the engine adds the tail. `head` is that reply. `parent`,
-    `origin`, `anchors` and `forgiven` are those of the turn to be recorded. `near` is a turn whose prefix the prompt
-    shares a beginning with: `shared` tokens, or if that is 0 as many as will be found. They are not stored again.
-    `heard` is how many of the request's messages are those of the parent's request; behind them stands `served`, its reply. `foreign`
-    names the harness's own assistant's messages among them (`core.evidence`). `client` are the places of replies that stand in ids which
-    the client sent back and which are not recorded here (`client_ids`).
+    Attributes:
+        match: how the history relates to recorded turns, with `reason`, as recorded with the turn.
+        prompt: the exact packed ids, `None` where the engine renders.
+        fragment: the same as JSON in pieces.
+        whole: whether these are the whole prompt; otherwise they end with the last reply, and the engine adds the tail.
+        last_reply: the last reply in the prompt.
+        parent: the turn that this one continues; with `origin`, `anchors` and `forgiven` it is recorded with the turn.
+        near: a turn whose prefix begins like the prompt, so that the beginning is not stored again.
+        shared: how many tokens these have in common; 0 if that is still to be found out.
+        parent_messages: how many of the request's messages are those of the parent's request.
+        served: the parent's reply, which comes after them.
+        foreign: a hash of the client's own assistant messages among them (`core.evidence`).
+        client_places: the places of replies whose ids the client sent back and which are not recorded here (`client_ids`).
     """
 
     match: MatchKind
@@ -60,99 +68,208 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes | None = None
     fragment: ids.Pieces | None = None
     whole: bool = True
-    head: LastReply | None = None
+    last_reply: LastReply | None = None
     parent: str | None = None
     origin: str | None = None
     anchors: tuple[Anchor, ...] = ()
     forgiven: tuple[str, ...] = ()
     near: str | None = None
     shared: int = 0
-    heard: int = 0
+    parent_messages: int = 0
     served: Message | None = None
     foreign: bytes = b""
-    client: tuple[int, ...] = ()
+    client_places: tuple[int, ...] = ()
 
     @property
     def exact(self) -> ExactPrompt | None:
-        """The exact prompt, for a driver to say; `None` where the engine renders."""
-        if self.prompt is None or self.fragment is None or self.head is None:
+        """The exact prompt for a driver; `None` where the engine renders."""
+        if self.prompt is None or self.fragment is None or self.last_reply is None:
             return None
-        return ExactPrompt(self.prompt, self.fragment, self.head)
+        return ExactPrompt(self.prompt, self.fragment, self.last_reply)
 
     @property
     def sent(self) -> ids.Pieces:
-        """The whole prompt as JSON, as the engine is to echo it; empty where that is not known."""
+        """The whole prompt as JSON, as the engine should echo it; empty where it is not known."""
         return self.fragment if self.fragment is not None and self.whole else ()
 
 
 class Planner:
-    """Plans calls on one store."""
+    """Plans the prompts of calls, for the engines of a pool."""
 
-    def __init__(self, store: Store, prefixes: PrefixCache) -> None:
+    def __init__(self, pool: Pool, store: Store, prefixes: PrefixCache) -> None:
+        self._pool = pool
         self._store = store
         self._prefixes = prefixes
 
     async def plan(
-        self, session: str, call: ChatCall, keys: Sequence[bytes], hits: Sequence[list[Hit]], model: Model, *, first: bool = False
-    ) -> Plan:
-        """Plan a call; `hits` are what the store found under `keys`, `first`: before it nobody called in its session.
+        self, engine: Engine, session: str, call: ChatCall, keys: Sequence[bytes], begun: BeginResult | None
+    ) -> tuple[Plan, Model | None]:
+        """Plan a call that has begun, for an engine. A failure of the proxy or its store ends in a plain plan.
 
         Raises:
-            StoreError: the store failed in between.
-            EngineError: the engine cannot be reached, or does not answer now: what is continued is proven later, or elsewhere.
+            EngineError: the engine cannot be reached, or does not serve now: any other prompt would break this session's lineage.
+        """
+        if begun is None:
+            return Plan(match="plain", reason=Reason.STORE_ERROR), None
+        model = None
+        try:
+            model = await engine.model(call.model)
+            return await self._plan(session, call, model, keys, begun.hits, first=begun.calls == 1), model
+        except EngineError as why:
+            if why.passing:
+                raise
+            log.debug("session %s: a call is not planned: %s", session, why)
+            return Plan(match="plain", reason=Reason.ENGINE_UNKNOWN), model
+        except Exception as why:  # a fault of the proxy must not fail the call
+            log.exception("session %s: a call is not planned; the engine renders it", session)
+            return Plan(match="plain", reason=_FAILURES.get(type(why), Reason.INTERNAL_ERROR)), model
+
+    async def next_prompt(self, session: str, call: ChatCall) -> tuple[bytes, Model] | None:
+        """Preview the packed ids that a call would send; `None` if the engine would render."""
+        keys = keys_wanted(call)
+        try:
+            hits = await self._store.find(session, keys)
+            model = await self._pool.order(session)[0].model(call.model)
+            plan = await self._plan(session, call, model, keys, hits)
+        except (StoreError, EngineError, KeyError, ValueError) as why:
+            log.warning("session %s: the next prompt is not planned: %s", session, type(why).__name__)
+            return None
+        return (plan.prompt, model) if plan.prompt is not None and plan.whole else None
+
+    async def count_tokens(self, session: str, call: ChatCall) -> int:
+        """Count the tokens of the prompt that a call would have.
+
+        Raises:
+            HarnessError: the template refuses the messages.
+            EngineError: the engine cannot render now.
+        """
+        found = await self.next_prompt(session, call)
+        if found is not None:
+            return ids.count(found[0])
+        model = await self._pool.order(session)[0].model(call.model)
+        args, generation = call.as_written()
+        try:
+            return ids.count(await model.renderer.render(call.model, call.safe_messages(), args, generation=generation))
+        except TemplateRefusedError as why:
+            raise HarnessError(str(why)) from None
+        except RenderError as why:
+            raise EngineError(f"the engine cannot render this: {why}") from None
+
+    async def _plan(
+        self, session: str, call: ChatCall, model: Model, keys: Sequence[bytes], hits: Sequence[list[Hit]], *, first: bool = False
+    ) -> Plan:
+        """Plan a call.
+
+        Args:
+            session: the session's name.
+            call: the call.
+            model: the model that is to serve it.
+            keys: the keys that were looked up.
+            hits: what the store found under each.
+            first: whether this is the first call of the session.
+
+        Raises:
+            StoreError: the store failed.
+            EngineError: the engine cannot be reached, or does not answer now: the proof is made later, or elsewhere.
         """
         if call.plain or call.conversation is None:
             return Plan(match="plain", reason=call.plain)
-        returned = ReturnedIds(call)
+        planning = _Planning(self._store, self._prefixes, session, call, model)
         known = _looked_up(keys, hits)
-        found = match(call.conversation, {}, call.leniency) if first else await self._match(session, call, known, returned)
-        if found.kind == "root" or (found.kind == "plain" and returned.last < 0):
+        found = match(call.conversation, {}, call.leniency) if first else await planning.match(known)
+        if found.kind == "root" or (found.kind == "plain" and planning.last_returned < 0):
             return Plan(match=found.kind, reason=found.reason)
-        blocked = await self._blocked(call, model)
+        blocked = await planning.blocked()
         if blocked:
             return Plan(match="plain", reason=blocked)
         try:
-            plan = await self._by_client(session, call, found, returned, model)
-            if plan is None:
-                plan = await self._proven(session, call, found, known, model)
+            plan = await planning.from_client_ids(found) or await planning.splice(found, known)
         except (TailRefusedError, RenderError) as why:
-            if (away := passing_cause(why)) is not None:
-                raise away from why
+            if (temporary := passing_cause(why)) is not None:
+                raise temporary from why
             log.debug("session %s: rendered plainly: %s", session, why)
             return Plan(match="plain", reason=str(why) if isinstance(why, TailRefusedError) else Reason.RENDER_ERROR)
-        unsayable = self._unsayable(call, plan, model)
-        return Plan(match="plain", reason=unsayable) if unsayable else plan
+        cannot_supply = planning.cannot_supply(plan)
+        return Plan(match="plain", reason=cannot_supply) if cannot_supply else plan
 
-    async def _recorded(self, session: str, found: Match, returned: ReturnedIds) -> bool:
-        """Whether the last ids that came back are those of a recorded turn, or stand before what was found; true if none came back.
 
-        Of a recorded turn the words decide: ids do not make up for others.
-        """
-        last = returned.last
-        if last < 0 or any(place > last for place, _ in found.anchors):
-            return True
-        if found.parent is not None and found.at - 1 > last:
-            return True
-        if found.parent is not None and found.at - 1 == last and returned.says(last, await self._prefixes.get(session, found.parent.id)):
-            return True  # without reading any id
-        named = returned.get(last)
-        return named is not None and any(named.names(turn) for turn in (await self._turns(session)).values())
+class _Planning:
+    """The planning of one call."""
 
-    async def _by_client(self, session: str, call: ChatCall, found: Match, returned: ReturnedIds, model: Model) -> Plan | None:
+    __slots__ = ("_call", "_conversation", "_model", "_prefixes", "_returned", "_session", "_store")
+
+    def __init__(self, store: Store, prefixes: PrefixCache, session: str, call: ChatCall, model: Model) -> None:
+        assert call.conversation is not None  # noqa: S101 - the planner looked
+        self._store, self._prefixes = store, prefixes
+        self._session, self._call, self._model = session, call, model
+        self._conversation = call.conversation
+        self._returned = ReturnedIds(call) if call.echoes or call.required_prefix else None
+
+    @property
+    def last_returned(self) -> int:
+        """The place of the last reply that came back with token ids; -1 if none did."""
+        return self._returned.last if self._returned is not None else -1
+
+    # match
+
+    async def match(self, known: _Known) -> Match:
+        """Match the history with recorded turns. What the match needs beyond `known` is read from the store, each thing once."""
+        hits, turns = dict(known), None
+        echoed = self._returned if self._returned is not None else {}
+        call, conversation = self._call, self._conversation
+        while True:
+            found = match(conversation, hits, call.leniency, call.handles, turns, echoed=echoed)
+            # If the last replies are not known, or the deepest known place was not the model's reply after all: look up the rest.
+            looked = not hits or (found.parent is not None and chain_key(conversation.chain[found.at]) in hits)
+            rest = () if looked else lookup_keys(conversation, handles=call.handles)
+            missing = [key for key in rest if key not in hits]
+            if not missing and found.turns_wanted and turns is None:
+                turns = await self._turns()
+                continue
+            missing = missing or [key for key in found.unsure if key not in hits]
+            if not missing:
+                return found
+            hits |= zip(missing, await self._store.find(self._session, missing), strict=True)
+
+    async def _turns(self) -> dict[str, Turn]:
+        return {turn.id: turn for turn in await self._store.turns(self._session)}
+
+    async def blocked(self) -> str:
+        """Return the reason why nothing can be spliced for this model or these arguments; `""` if it can."""
+        capability = self._model.capability
+        if capability.level != "exact":
+            return Reason.RECORD_ONLY
+        if not self._call.leniency.off.isdisjoint(self._call.left_out):
+            return Reason.SWITCHED_OFF  # reading the request needed a rule that is switched off
+        if not capability.tokenizes:
+            return ""  # the engine adds the tail, in its own rendering
+        return "" if await self._model.renders_alike(self._call.args) else Reason.RENDERINGS_DIFFER
+
+    def cannot_supply(self, plan: Plan) -> str:
+        """Return the reason why a prompt cannot be supplied to this engine; `""` if it can, or if there is none."""
+        if plan.prompt is None or plan.last_reply is None:
+            return ""
+        if 0 < self._model.capability.max_model_len <= ids.count(plan.prompt):
+            return Reason.CONTEXT_FULL  # it may still fit without the reasoning that the template removes
+        return self._model.driver.cannot_supply(self._call, plan.last_reply)
+
+    # ids that the client sent back
+
+    async def from_client_ids(self, found: Match) -> Plan | None:
         """Begin the prompt with the ids that the client sent back, if they are not recorded here; `None` where the record decides.
 
         Raises:
-            TailRefusedError: they are not proven, and nothing recorded is known for certain.
+            TailRefusedError: they are not proven, and no recorded reply is known for certain.
             RenderError: the engine does not answer now.
         """
-        if await self._recorded(session, found, returned):
+        if self._returned is None or await self._recorded(found, self._returned):
             return None
         try:
-            proven = await prove(session, call, returned, model)
+            proven = await prove(self._session, self._call, self._returned, self._model)
         except (TailRefusedError, RenderError) as why:
             if passing_cause(why) is not None:
                 raise
-            log.debug("session %s: the client's ids are not proven: %s", session, why)
+            log.debug("session %s: the client's ids are not proven: %s", self._session, why)
             if found.kind == "plain":
                 raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN) from why
             return None
@@ -161,209 +278,161 @@ class Planner:
             reason=Reason.CLIENT_IDS,
             prompt=proven.ids,
             fragment=ids.extended((), proven.ids),
-            head=LastReply(proven.places[-1], proven.start, proven.end),
-            client=proven.places,
+            last_reply=LastReply(proven.places[-1], proven.start, proven.end),
+            client_places=proven.places,
         )
 
-    @staticmethod
-    def _unsayable(call: ChatCall, plan: Plan, model: Model) -> str:
-        """Say why a prompt cannot be handed to this engine; `""` if it can, or if there is none."""
-        if plan.prompt is None or plan.head is None:
-            return ""
-        if 0 < model.capability.max_model_len <= ids.count(plan.prompt):
-            return Reason.CONTEXT_FULL  # with the template's own stripping it may still fit
-        return model.driver.cannot_supply(call, plan.head)
+    async def _recorded(self, found: Match, returned: ReturnedIds) -> bool:
+        """Whether the last ids that came back belong to a recorded turn, or precede what was found; true if none came back.
 
-    async def _proven(self, session: str, call: ChatCall, found: Match, known: _Known, model: Model) -> Plan:
-        """Splice what was found, once it is proven how much of its parent the harness has heard."""
+        For a recorded turn the text decides: ids do not make up for other words.
+        """
+        last = returned.last
+        if last < 0 or any(place > last for place, _ in found.anchors):
+            return True
+        if found.parent is not None and found.at - 1 > last:
+            return True
+        if found.parent is not None and found.at - 1 == last:
+            prefix = await self._prefixes.get(self._session, found.parent.id)
+            if returned.is_prefix(last, prefix):
+                return True  # without parsing any id
+        hashes = returned.get(last)
+        return hashes is not None and any(hashes.names(turn) for turn in (await self._turns()).values())
+
+    # splices
+
+    async def splice(self, found: Match, known: _Known) -> Plan:
+        """Splice what was found. Of an aborted parent, first prove how much the client has received."""
         cut = None
         if found.parent is not None and found.delivered is not None:
-            cut = await self._cut(session, call, found.parent, found.delivered, model)
+            cut = await self._cut(found.parent, found.delivered)
             if cut is None:
-                found = await self._without(session, call, found.parent, known)
+                found = await self._without(found.parent, known)
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
-        renders = model.capability.tokenizes
-        if found.parent is not None and not found.anchors and not (renders and _may_change(found.parent, call.messages, found.at)):
+        renders = self._model.capability.tokenizes
+        if found.parent is not None and not found.anchors and not (renders and _may_change(found.parent, self._call.messages, found.at)):
             try:
-                return await self._continue(session, call, found, model, cut)
+                return await self._continue(found.parent, found, cut)
             except TailRefusedError as why:
-                if not renders or str(why) not in EDITED:
+                if not renders or str(why) not in _EDITED:
                     raise
                 found = found._replace(reason=str(why))
         if not renders:
             return Plan(match="plain", reason=Reason.NO_RENDERING)
-        return await self._resplice(session, call, found, model, cut)
+        return await self._resplice(found, cut)
 
-    @staticmethod
-    async def _blocked(call: ChatCall, model: Model) -> str:
-        """Say why nothing can be spliced for this model or these arguments, if so."""
-        if model.capability.level != "exact":
-            return Reason.RECORD_ONLY
-        if not call.leniency.off.isdisjoint(call.left_out):
-            return Reason.SWITCHED_OFF  # the codec left something out by a rule that is not wanted here
-        if not model.capability.tokenizes:
-            return ""  # the engine adds the tail, in its own rendering
-        return "" if await model.renders_alike(call.args) else Reason.RENDERINGS_DIFFER
-
-    async def _match(self, session: str, call: ChatCall, known: _Known, returned: ReturnedIds) -> Match:
-        """Match a call's history. What that turns out to need is read from the store, each thing once."""
-        assert call.conversation is not None  # noqa: S101 - the caller looked
-        hits, turns = dict(known), None
-        while True:
-            found = match(call.conversation, hits, call.leniency, call.handles, turns, echoed=returned)
-            # If the last replies are not known, or the deepest known place was not the model's reply after all: look at the rest.
-            looked = not hits or (found.parent is not None and chain_key(call.conversation.chain[found.at]) in hits)
-            rest = () if looked else lookup_keys(call.conversation, handles=call.handles)
-            missing = [key for key in rest if key not in hits]
-            if not missing and found.turns_wanted and turns is None:
-                turns = await self._turns(session)
-                continue
-            missing = missing or [key for key in found.unsure if key not in hits]
-            if not missing:
-                return found
-            hits |= zip(missing, await self._store.find(session, missing), strict=True)
-
-    async def _turns(self, session: str) -> dict[str, Turn]:
-        return {turn.id: turn for turn in await self._store.turns(session)}
-
-    async def _cut(self, session: str, call: ChatCall, turn: Turn, part: DeliveredPrefix, model: Model) -> bytes | None:
-        """Cut an aborted turn's prefix (packed ids) where its harness left; `None` if no token is proven to end there.
+    async def _cut(self, turn: Turn, delivered: DeliveredPrefix) -> bytes | None:
+        """Cut an aborted turn's prefix (packed ids) where its client left; `None` if no token is proven to end there.
 
         Raises:
-            RenderError: the engine cannot read its own tokens.
+            RenderError: the engine does not decode its own tokens.
         """
-        prefix = (await self._prefixes.get(session, turn.id)).prefix.ids
+        prefix = (await self._prefixes.get(self._session, turn.id)).prefix.ids
         completion = ids.tail(prefix, turn.prompt_tokens)
-        n = await interrupts.kept(part, completion, model.stop_ids, lambda packed: model.renderer.read(call.model, packed))
+        model = self._model
+        n = await partial_reply.kept(delivered, completion, model.stop_ids, lambda packed: model.renderer.read(self._call.model, packed))
         return ids.head(prefix, turn.prompt_tokens + n) if n is not None else None
 
-    async def _without(self, session: str, call: ChatCall, turn: Turn, known: _Known) -> Match:
-        """Match again without an aborted turn, of which no token ends where its harness left: its words are text like any other.
+    async def _without(self, turn: Turn, known: _Known) -> Match:
+        """Match again without an aborted turn of which no token ends where its client left: its words are text like any other.
 
         Raises:
-            TailRefusedError: a reply before it is a beginning, too.
+            TailRefusedError: a reply before it is also the beginning of an aborted one.
         """
         others = {key: [hit for hit in hits if hit.turn.id != turn.id] for key, hits in known.items()}
-        found = await self._match(session, call, others, ReturnedIds(call))
+        found = await self.match(others)
         if found.delivered is not None:
             raise TailRefusedError(Reason.INTERRUPT_INSIDE_TOKEN)
         return found._replace(reason=Reason.INTERRUPT_INSIDE_TOKEN)
 
-    async def _continue(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
-        parent = found.parent
-        assert parent is not None  # noqa: S101 - the caller looked
-        held = await self._prefixes.get(session, parent.id)
-        base = held.prefix.ids if cut is None else cut
-        head = await self._head(session, found.at - 1, parent, base, model)
-        if not model.capability.tokenizes:
-            return self._open_ended(found, held, head, cut)
-        tail = await model.tails.tail(_ask(session, call, found.at, ids.head(base, parent.prompt_tokens)))
-        where = junction(base, tail, model.stop_ids)
-        added = ids.tail(tail, where.skip)
-        if where == REPLACED or len(base) < len(held.prefix.ids):
-            prompt = join(base, tail, where)
-            kept = ids.count(base) - where.drop
-            last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, kept)
-            return Plan(
-                match="resplice",
-                reason=Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED,
-                prompt=prompt,
-                fragment=ids.extended((), prompt),
-                head=head._replace(end=kept),
-                origin=parent.id,
-                anchors=(*[reply.anchor for reply in await self._standing(session, parent)], last.anchor),
-                forgiven=found.forgiven,
-                near=parent.id,
-                shared=kept,
-            )
-        return Plan(
-            match=found.kind,
-            reason=found.reason,
-            prompt=base + added,
-            fragment=ids.extended(held.fragment, added),
-            head=head,
-            parent=parent.id,
-            forgiven=found.forgiven,
-            near=parent.id,
-            shared=ids.count(base),
-            heard=found.at - 1,
-            served=parent.served,
-            foreign=parent.foreign,
-        )
-
-    @staticmethod
-    def _open_ended(found: Match, held: CachedPrefix, head: LastReply, cut: bytes | None) -> Plan:
-        """Continue a turn on an engine that adds the tail itself, and whose rendering cannot be asked for."""
-        assert found.parent is not None  # noqa: S101 - the caller looked
-        if cut is not None:
-            return Plan(match="plain", reason=Reason.NO_RENDERING)
-        return Plan(
-            match=found.kind,
-            reason=Reason.TAIL_BY_ENGINE,
-            prompt=held.prefix.ids,
-            fragment=held.fragment,
-            whole=False,
-            head=head,
-            parent=found.parent.id,
-            forgiven=found.forgiven,
-            near=found.parent.id,
-            shared=head.end,
-            heard=found.at - 1,
-            served=found.parent.served,
-            foreign=found.parent.foreign,
-        )
-
-    async def _head(self, session: str, place: int, turn: Turn, base: bytes, model: Model) -> LastReply:
-        """Say where the reply stands with which a prefix ends."""
-        logprobs = b""
-        if model.driver.sends_logprobs:
-            logprobs = (await self._store.tokens(session, [turn.id]))[turn.id].logprobs
-        return LastReply(place, turn.prompt_tokens, ids.count(base), logprobs)
-
-    async def _standing(self, session: str, turn: Turn) -> tuple[PlacedReply, ...]:
-        """List the replies that stand in a turn's prompt.
+    async def _continue(self, parent: Turn, found: Match, cut: bytes | None) -> Plan:
+        """Continue a turn: its prefix (up to `cut`, if it was aborted) and the tail.
 
         Raises:
-            TailRefusedError: the records do not say where.
+            TailRefusedError: the tail cannot be proven.
+        """
+        cached = await self._prefixes.get(self._session, parent.id)
+        base = cached.prefix.ids if cut is None else cut
+        last_reply = await self._last_reply(found.at - 1, parent, base)
+        if not self._model.capability.tokenizes:
+            if cut is not None:
+                return Plan(match="plain", reason=Reason.NO_RENDERING)
+            return _continued(parent, found, cached, b"", last_reply, whole=False)
+        tail = await self._model.tails.tail(self._request(found.at, ids.head(base, parent.prompt_tokens)))
+        where = junction(base, tail, self._model.stop_ids)
+        if where != REPLACED and len(base) == len(cached.prefix.ids):
+            return _continued(parent, found, cached, ids.tail(tail, where.skip), last_reply)
+        prompt = join(base, tail, where)
+        kept = ids.count(base) - where.drop
+        last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, kept)
+        return Plan(
+            match="resplice",
+            reason=Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED,
+            prompt=prompt,
+            fragment=ids.extended((), prompt),
+            last_reply=last_reply._replace(end=kept),
+            origin=parent.id,
+            anchors=(*[reply.anchor for reply in await self._placed_replies(parent)], last.anchor),
+            forgiven=found.forgiven,
+            near=parent.id,
+            shared=kept,
+        )
+
+    async def _last_reply(self, place: int, turn: Turn, base: bytes) -> LastReply:
+        """Describe the reply with which a prefix ends."""
+        logprobs = b""
+        if self._model.driver.sends_logprobs:
+            logprobs = (await self._store.tokens(self._session, [turn.id]))[turn.id].logprobs
+        return LastReply(place, turn.prompt_tokens, ids.count(base), logprobs)
+
+    async def _placed_replies(self, turn: Turn) -> tuple[PlacedReply, ...]:
+        """List the replies in a turn's prompt.
+
+        Raises:
+            TailRefusedError: the records do not say where they are.
         """
         if turn.parent is None and not turn.anchors:
             return ()
-        known = evidence.placed_replies(turn, await self._turns(session))
+        known = evidence.placed_replies(turn, await self._turns())
         if known is None:
             raise TailRefusedError(Reason.UNPLACED_REPLIES)
         return known
 
-    async def _resplice(self, session: str, call: ChatCall, found: Match, model: Model, cut: bytes | None) -> Plan:
-        """Render afresh, with every recognised reply standing in its exact ids."""
+    async def _resplice(self, found: Match, cut: bytes | None) -> Plan:
+        """Render the history again, with the exact ids of every recognised reply.
+
+        Raises:
+            TailRefusedError: the frame of the replies, or the generation prompts before them, cannot be proven.
+        """
         replies = [evidence.whole_reply(place, hit.turn) for place, hit in found.anchors]
         if found.parent is not None:
             last = evidence.whole_reply(found.at - 1, found.parent)
             last = last if cut is None else msgspec.structs.replace(last, end=ids.count(cut))
-            replies = [*await self._standing(session, found.parent), last, *replies]
-        stored = await self._store.tokens(session, [reply.turn.id for reply in replies])
+            replies = [*await self._placed_replies(found.parent), last, *replies]
+        stored = await self._store.tokens(self._session, [reply.turn.id for reply in replies])
         while replies:
-            frame = await model.edited_histories.frame(_ask(session, call, replies[-1].place + 1), [reply.place for reply in replies])
-            openers = [await self._opener(session, call, (frame, n), reply, stored) for n, reply in enumerate(replies)]
-            if None not in openers:
+            frame = await self._model.edited_histories.frame(self._request(replies[-1].place + 1), [reply.place for reply in replies])
+            prompts = [await self._generation_prompt(frame, n, reply, stored) for n, reply in enumerate(replies)]
+            known = [prompt for prompt in prompts if prompt is not None]
+            if len(known) == len(prompts):
                 break
-            replies = [reply for reply, opener in zip(replies, openers, strict=True) if opener is not None]
+            replies = [reply for reply, prompt in zip(replies, prompts, strict=True) if prompt is not None]
             found = found._replace(reason=Reason.OPENER_UNKNOWN)
         else:
             raise TailRefusedError(Reason.OPENER_UNKNOWN)
-        said = [ids.head(stored[reply.turn.id].completion, reply.end - reply.start) for reply in replies]
-        opened = [opener or b"" for opener in openers]
-        prompt, spans = fill(frame.pieces, opened, said, model.stop_ids)
+        completions = [ids.head(stored[reply.turn.id].completion, reply.end - reply.start) for reply in replies]
+        prompt, spans = fill(frame.pieces, known, completions, self._model.stop_ids)
         replies = [msgspec.structs.replace(reply, start=start, end=end) for reply, (start, end) in zip(replies, spans, strict=True)]
         last = replies[-1]
-        parent = await self._gone_on_from(session, prompt, last)
+        parent = await self._same_prefix(prompt, last)
         near = parent or found.parent or last.turn
         plan = Plan(
             match="resplice",
             reason=found.reason or Reason.PAST_CHANGES,
             prompt=prompt,
             fragment=ids.extended((), prompt),
-            head=LastReply(last.place, last.start, last.end, stored[last.turn.id].logprobs),
+            last_reply=LastReply(last.place, last.start, last.end, stored[last.turn.id].logprobs),
             origin=near.id,
             anchors=tuple(reply.anchor for reply in replies),
             forgiven=found.forgiven,
@@ -373,44 +442,65 @@ class Planner:
             return plan
         reason = found.reason if found.reason == Reason.OPENER_UNKNOWN else Reason.RENDERED_ALIKE
         follows = msgspec.structs.replace(plan, match="continue", reason=reason, parent=parent.id, origin=None, shared=last.end)
-        if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # nothing was edited: it only had to be proven
+        if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited: it only had to be proven
             return msgspec.structs.replace(
-                follows, match=found.kind, reason="", anchors=(), heard=found.at - 1, served=parent.served, foreign=parent.foreign
+                follows, match=found.kind, reason="", anchors=(), parent_messages=found.at - 1, served=parent.served, foreign=parent.foreign
             )
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
         return msgspec.structs.replace(follows, match="branch") if continued else follows
 
-    async def _opener(
-        self, session: str, call: ChatCall, place: tuple[HistoryFrame, int], reply: PlacedReply, stored: Mapping[str, Tokens]
-    ) -> bytes | None:
-        """Find the generation prompt that a reply was sampled behind; `None` if it is not known to be one."""
-        frame, n = place
-        assert call.conversation is not None  # noqa: S101 - it was matched
-        opened = stored[reply.turn.id].delta
-        if len(opened) < frame.longest:  # most of its prompt is stored with another turn
-            opened = (await self._prefixes.get(session, reply.turn.id)).prefix.prompt
-        before = evidence.split_preceding_hash(evidence.preceding_hash(call.conversation, reply.place)).message
-        return frame.generation_prompt(n, opened, same_message=before == evidence.split_preceding_hash(reply.turn.before).message)
+    async def _generation_prompt(self, frame: HistoryFrame, n: int, reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes | None:
+        """Find the generation prompt after which reply `n` was sampled; `None` if it cannot be identified."""
+        prompt = stored[reply.turn.id].delta
+        if len(prompt) < frame.longest:  # most of its prompt is stored with another turn
+            prompt = (await self._prefixes.get(self._session, reply.turn.id)).prefix.prompt
+        before = evidence.split_preceding_hash(evidence.preceding_hash(self._conversation, reply.place)).message
+        same_message = before == evidence.split_preceding_hash(reply.turn.before).message
+        return frame.generation_prompt(n, prompt, same_message=same_message)
 
-    async def _gone_on_from(self, session: str, prompt: bytes, last: PlacedReply) -> Turn | None:
-        """Find the turn whose exact ids a prompt goes on from, though its context was edited: the template renders both alike."""
+    async def _same_prefix(self, prompt: bytes, last: PlacedReply) -> Turn | None:
+        """Return the last reply's turn if the prompt begins with its exact prefix, although its context was edited."""
         if last != evidence.whole_reply(last.place, last.turn):
             return None
-        held = await self._prefixes.get(session, last.turn.id)
-        return last.turn if prompt.startswith(held.prefix.ids) else None
+        cached = await self._prefixes.get(self._session, last.turn.id)
+        return last.turn if prompt.startswith(cached.prefix.ids) else None
+
+    def _request(self, at: int, reply_prompt: bytes | None = None) -> TailRequest:
+        call = self._call
+        return TailRequest(call.model, call.args, self._conversation, call.safe_messages(), at, reply_prompt, self._session)
+
+
+def _continued(parent: Turn, found: Match, cached: CachedPrefix, added: bytes, last_reply: LastReply, *, whole: bool = True) -> Plan:
+    """Plan the continuation of a turn: its prefix and the ids that are `added`; not the `whole` prompt where the engine adds the tail."""
+    return Plan(
+        match=found.kind,
+        reason=found.reason if whole else Reason.TAIL_BY_ENGINE,
+        prompt=cached.prefix.ids + added,
+        fragment=ids.extended(cached.fragment, added),
+        whole=whole,
+        last_reply=last_reply,
+        parent=parent.id,
+        forgiven=found.forgiven,
+        near=parent.id,
+        shared=last_reply.end,
+        parent_messages=found.at - 1,
+        served=parent.served,
+        foreign=parent.foreign,
+    )
 
 
 def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:
-    """What was found when the call began: the search ended at the first known place (`store.base`)."""
+    """Return what was found when the call began: the search ended at the first known place (`store.base`)."""
     ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and hits[i]), len(keys))
     return dict(zip(keys[: ended + 1], hits[: ended + 1], strict=True))
 
 
 def _may_change(parent: Turn, messages: Sequence[Message], at: int) -> bool:
-    """Whether a template may write the history otherwise now, with the parent's reply and what stands behind it (from `at` on).
+    """Whether a template may write the history in another way now that the parent's reply, and the messages from `at` on, follow it.
 
-    Many show the thinking of assistant's messages behind the last question only. The model's own stand as they were sampled; of the
-    harness's own it is to be proven that they stand as they did. And a tool's result that answered no call may answer one of these.
+    Many templates show the reasoning of assistant messages only after the last question. The model's own replies keep their sampled ids;
+    for the client's own assistant messages it must be proven that they are rendered as before. And a tool's result that answered no call
+    may answer one of these.
     """
     if parent.foreign and any(message.role != "tool" for message in messages[at:]):
         return True
@@ -419,7 +509,7 @@ def _may_change(parent: Turn, messages: Sequence[Message], at: int) -> bool:
 
 
 def _unasked(messages: Sequence[Message]) -> Iterator[str]:
-    """The ids that tools' results name though no call before them has that id."""
+    """Yield the call ids that results name although no call before them has that id."""
     asked = set[str]()
     for message in messages:
         asked.update(call.id for call in message.calls)
@@ -427,11 +517,6 @@ def _unasked(messages: Sequence[Message]) -> Iterator[str]:
             yield message.answers
 
 
-def _ask(session: str, call: ChatCall, at: int, opened: bytes | None = None) -> TailRequest:
-    assert call.conversation is not None  # noqa: S101 - it was matched
-    return TailRequest(call.model, call.args, call.conversation, call.safe_messages(), at, opened, session)
-
-
 def keys_wanted(call: ChatCall) -> list[bytes]:
-    """The keys to look up first for a call; none if its history is not to be matched."""
+    """Return the keys to look up first for a call; none if its history is not to be matched."""
     return lookup_keys(call.conversation, FIRST_REPLIES, call.handles) if call.conversation is not None and not call.plain else []

@@ -219,10 +219,12 @@ class Outcome(msgspec.Struct, kw_only=True):
         if told is None or self.call.plain:
             return {}
         until = len(told.messages)
-        start = plan.heard + 1 if plan.parent is not None and not plan.anchors else 0
+        start = plan.parent_messages + 1 if plan.parent is not None and not plan.anchors else 0
         return {
             "judged": evidence.judged_hash(told, until, self.call.leniency, self.call.handles),
-            "foreign": evidence.foreign_hash(told, start, until, {*plan.client, *(anchor.place for anchor in plan.anchors)}, plan.foreign),
+            "foreign": evidence.foreign_hash(
+                told, start, until, {*plan.client_places, *(anchor.place for anchor in plan.anchors)}, plan.foreign
+            ),
             "before": evidence.preceding_hash(told, until),
         }
 
@@ -241,8 +243,8 @@ class Outcome(msgspec.Struct, kw_only=True):
         """Find a turn whose request began with the same messages: those are stored already."""
         if self.call.media:
             return None, 0
-        if plan.heard:
-            return plan.parent, plan.heard
+        if plan.parent_messages:
+            return plan.parent, plan.parent_messages
         best: tuple[str | None, int] = (None, 0)
         for turn, held in prefixes.nearby(self.epoch, plan.near):
             shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(held.chain, self.call.chain, strict=False)))
@@ -305,6 +307,6 @@ def _difference(plan: Plan, echoed: bytes) -> str:
     sent, same = ids.count(plan.prompt), ids.common_head(plan.prompt, echoed)
     if plan.prompt.endswith(echoed):
         return f"the engine cut the prompt: it used the last {ids.count(echoed)} of {sent} ids"
-    if plan.head is not None and same >= plan.head.end:
-        return f"the engine used the history's {plan.head.end} ids, and another tail behind them"
+    if plan.last_reply is not None and same >= plan.last_reply.end:
+        return f"the engine used the history's {plan.last_reply.end} ids, and another tail behind them"
     return f"the engine used other ids than were sent: they differ from place {same} of {sent} on"

@@ -28,8 +28,8 @@ from tokencache.proxy.dedup.in_flight import HEARTBEAT_SECONDS, CallsInFlight
 from tokencache.proxy.endpoints import Caller
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.planner import Planner
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.proxy.prompts import Prompts
 from tokencache.proxy.response import keep_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
 from tokencache.proxy.sessions import SessionFinder, SessionSources
@@ -69,8 +69,8 @@ class Proxy:
         self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
         aliases = ModelAliases(settings.model_aliases)
         self._bodies = IncrementalParser()
-        prompts = Prompts(self.pool, self.ledger)
-        services = Services(self.pool, self.ledger, prompts.plan, settings.hold)
+        planner = Planner(self.pool, self.store, prefixes)
+        services = Services(self.pool, self.ledger, planner.plan, settings.hold)
         self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
         self.caller = Caller(
             self.pool,
@@ -81,7 +81,7 @@ class Proxy:
             sampling=settings.sampling,
             token_ids=settings.return_token_id_information,
             budget=settings.budget,
-            prompts=prompts,
+            planner=planner,
             calls=self._calls,
             retry_policy=settings.repeats,
         )

@@ -296,7 +296,7 @@ class Oracle:
             start = len(parent.prompt)
             return [*parent.spans, Span(len(parent.entries), parent.number, start, start + len(parent.completion))]
         taken: list[Span] = []
-        for place in called.plan.client:  # ids that came back: those of the turn that the reply was
+        for place in called.plan.client_places:  # ids that came back: those of the turn that the reply was
             said = self.turns[entries[place].turn]
             taken.append(Span(place, said.number, len(said.prompt), len(said.prompt) + len(said.completion)))
         for anchor in turn.anchors:

@@ -42,9 +42,8 @@ from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.renderer import TemplateRefusedError
 from tokencache.engine.template.tails import Tails
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.planner import Plan, keys_wanted
+from tokencache.proxy.planner import Plan, Planner, keys_wanted
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.proxy.prompts import Prompts
 from tokencache.proxy.recorder import Outcome
 from tokencache.store.memory import MemoryStore
 
@@ -242,7 +241,7 @@ class Stack:
         self.ledger = Ledger(self.store, PrefixCache(self.store, max_bytes=64 * 2**20))
         self.bodies = IncrementalParser()
         self.bodies.secret = b"a secret of 32 bytes, always one"
-        self._prompts = Prompts(SimpleNamespace(), self.ledger)  # what it asks a pool for, nobody asks here
+        self._planner = Planner(SimpleNamespace(), self.store, self.ledger.prefixes)  # no call here needs the pool
         self._model: Any = None
         self._calls = 0
 
@@ -286,7 +285,7 @@ class Stack:
         call.leniency = leniency
         name, keys = f"call-{self._calls}", keys_wanted(call)
         begun = await self.ledger.begin(session, name, keys)
-        plan, _ = await self._prompts.plan(self, session, call, keys, begun)  # type: ignore[arg-type]
+        plan, _ = await self._planner.plan(self, session, call, keys, begun)  # type: ignore[arg-type]
         called = Called(plan, call, self.renderer, handle=handle)
         heard = Reply(call.n)
         heard.prompt.sent = plan.sent
