@@ -1,4 +1,4 @@
-"""Conformance: does a store keep the contract? For tests of the project's own stores and of yours.
+"""Checks that a store does what `tokencache.store.base` promises. Use them to test a store of your own.
 
     from tokencache.store.conformance import CHECKS, check_replicas
 
@@ -8,85 +8,23 @@
         await store.open()
         await check(store)
 
-Each check takes an open store, works in sessions of its own names (a store that is in use is not disturbed), and raises
-`AssertionError` where the contract is broken. `check_replicas` takes two stores over one database. Nothing here
-needs a test framework.
+Each check gets an open store and raises `AssertionError` if the store breaks a promise. It works in sessions of its own, so a store in
+use is not disturbed. `check_replicas` gets two stores over one database. No test framework is needed.
 """
 
 from collections.abc import Awaitable, Callable
 
 from tokencache.store.base import Store
-from tokencache.store.conformance.bearing import check_concurrency, check_isolation, check_large_turn, check_long_session, check_replicas
-from tokencache.store.conformance.ending import check_delete, check_reuse, check_seal
-from tokencache.store.conformance.finding import (
-    check_binary,
-    check_choices,
-    check_contexts,
-    check_continued,
-    check_look_up,
-    check_odd_values,
-    check_prefix,
-    check_round_trip,
-    check_tokens,
-)
-from tokencache.store.conformance.joining import (
-    check_a_call_is_not_its_own_twin,
-    check_beats,
-    check_figures,
-    check_giving_up,
-    check_joining_at_once,
-    check_lingering,
-    check_secret,
-    check_twins,
-)
-from tokencache.store.conformance.kit import Built, build, record
-from tokencache.store.conformance.living import (
-    check_begin,
-    check_documents,
-    check_engines,
-    check_incidents,
-    check_keys,
-    check_names,
-    check_open_calls,
-    check_ping,
-    check_sessions,
-)
+from tokencache.store.conformance import concurrency, deletion, duplicates, lookup, sessions
+from tokencache.store.conformance.concurrency import check_replicas
+from tokencache.store.conformance.support import Built, build, record
 
 __all__ = ["CHECKS", "Built", "build", "check_replicas", "record"]
 
-CHECKS: tuple[Callable[[Store], Awaitable[None]], ...] = (
-    check_ping,
-    check_begin,
-    check_open_calls,
-    check_round_trip,
-    check_odd_values,
-    check_binary,
-    check_look_up,
-    check_continued,
-    check_choices,
-    check_prefix,
-    check_tokens,
-    check_contexts,
-    check_seal,
-    check_delete,
-    check_reuse,
-    check_twins,
-    check_lingering,
-    check_a_call_is_not_its_own_twin,
-    check_joining_at_once,
-    check_figures,
-    check_giving_up,
-    check_beats,
-    check_secret,
-    check_incidents,
-    check_documents,
-    check_keys,
-    check_engines,
-    check_names,
-    check_sessions,
-    check_isolation,
-    check_concurrency,
-    check_long_session,
-    check_large_turn,
+CHECKS: tuple[Callable[[Store], Awaitable[None]], ...] = tuple(
+    check
+    for module in (sessions, lookup, deletion, duplicates, concurrency)
+    for name, check in vars(module).items()
+    if name.startswith("check_") and check is not check_replicas
 )
 """All checks of one store."""

@@ -1,10 +1,10 @@
-"""How calls meet: those that ask for the same while one is in flight; what replicas tell each other."""
+"""Checks of in-flight duplicates, heartbeats of replicas, and the shared secret."""
 
 import asyncio
 import secrets
 
 from tokencache.store.base import OpenCall, Store
-from tokencache.store.conformance.kit import EVERY_BYTE, build, ids_of, info_of, name_of, open_calls, record, same, true
+from tokencache.store.conformance.support import EVERY_BYTE, build, ids_of, info_of, name_of, open_calls, record, same, true
 
 ASKED, OTHER = EVERY_BYTE[:16], EVERY_BYTE[-16:]
 
@@ -14,65 +14,67 @@ async def _call(store: Store, session: str, call: str) -> OpenCall:
     return held[call]
 
 
-async def check_twins(store: Store) -> None:
-    """A call may join one in flight that asks for the same: then nothing is opened, and that one knows that it is wanted."""
+async def check_duplicates(store: Store) -> None:
+    """A call may join an open call with the same fingerprint. Then nothing is opened, and that call is marked as wanted."""
     session = name_of("twins")
     await record(store, session, build("a", keys=(b"ca",)))
     first = await store.begin(session, "k1", [], fingerprint=ASKED, replica="naïve }{", join="any")
-    same((first.duplicate, first.calls), (None, 2), "nobody to join")
+    same((first.duplicate, first.calls), (None, 2), "no call to join")
     held = await _call(store, session, "k1")
     same((held.fingerprint, held.replica, held.orphaned, held.wanted), (ASKED, "naïve }{", False, False), "an open call")
     for join in ("never", "orphaned"):
         begun = await store.begin(session, f"k-{join}", [], fingerprint=OTHER if join == "orphaned" else ASKED, join=join)
         same(begun.duplicate, None, f"a call that may join {join}")
-    same((await store.begin(session, "k2", [], fingerprint=ASKED, join="orphaned")).duplicate, None, "one whose asker is still there")
+    same(
+        (await store.begin(session, "k2", [], fingerprint=ASKED, join="orphaned")).duplicate, None, "a call whose client is still connected"
+    )
     before = await open_calls(store, session)
     duplicate = await store.begin(session, "k3", [b"cx", b"ca"], fingerprint=ASKED, join="any")
-    same((duplicate.epoch, duplicate.calls), (first.epoch, 5), "the life, and no call counted")
+    same((duplicate.epoch, duplicate.calls), (first.epoch, 5), "the epoch, and no call counted")
     same(ids_of(duplicate.hits), [[], ["a"]], "hits of a call that joins")
-    same(duplicate.duplicate, OpenCall("k1", held.since, ASKED, "naïve }{", False, True), "the twin, wanted now")
-    same(await _call(store, session, "k1"), duplicate.duplicate, "the twin, as the session tells it")
+    same(duplicate.duplicate, OpenCall("k1", held.since, ASKED, "naïve }{", False, True), "the joined call, now wanted")
+    same(await _call(store, session, "k1"), duplicate.duplicate, "the joined call, as the session reports it")
     same(await open_calls(store, session), before, "nothing was opened")
     same(
         (await store.begin(session, "k4", [], fingerprint=OTHER, join="any")).duplicate,
         await _call(store, session, "k-orphaned"),
-        "another imprint",
+        "another fingerprint",
     )
-    same((await store.begin(session, "k5", [], join="any")).duplicate, None, "a call without an imprint joins nobody")
-    same((await store.begin(session, "k6", [], join="any")).duplicate, None, "nor is it joined")
+    same((await store.begin(session, "k5", [], join="any")).duplicate, None, "a call without a fingerprint joins none")
+    same((await store.begin(session, "k6", [], join="any")).duplicate, None, "a call without a fingerprint is not joined")
     await store.settle(session, first.epoch, "k1")
     await store.settle(session, first.epoch, "k2")
     await store.settle(session, first.epoch, "k-never")
     same((await store.begin(session, "k7", [], fingerprint=ASKED, join="any")).duplicate, None, "a call that has ended is not joined")
 
 
-async def check_lingering(store: Store) -> None:
-    """A call whose asker has left goes on if another wants its reply, and may be joined by one that joins only such."""
+async def check_orphaned_calls(store: Store) -> None:
+    """An orphaned call may be joined with `join="orphaned"`, and learns whether another call wants its reply."""
     session = name_of("linger")
     same(await store.mark_orphaned(session, "k"), False, "in no session")
-    same(await store.session(session), None, "lingering creates nothing")
+    same(await store.session(session), None, "mark_orphaned creates nothing")
     begun = await store.begin(session, "k", [], fingerprint=ASKED, replica="r")
     same(await store.mark_orphaned(session, "other"), False, "a call that never began")
-    same(await store.mark_orphaned(session, "k"), False, "nobody wants it")
+    same(await store.mark_orphaned(session, "k"), False, "no call wants it")
     since = (await _call(store, session, "k")).since
-    same(await _call(store, session, "k"), OpenCall("k", since, ASKED, "r", True, False), "its asker has left")
+    same(await _call(store, session, "k"), OpenCall("k", since, ASKED, "r", True, False), "an orphaned call")
     duplicate = (await store.begin(session, "k2", [], fingerprint=ASKED, join="orphaned")).duplicate
     same(duplicate, OpenCall("k", since, ASKED, "r", True, True), "joined")
     same(await store.mark_orphaned(session, "k"), True, "it is wanted")
-    same(await store.mark_orphaned(session, "k"), False, "nobody said so since")
+    same(await store.mark_orphaned(session, "k"), False, "not marked again since")
     await store.mark_wanted(session, "k")
     same(await _call(store, session, "k"), duplicate, "wanted again")
-    same(await store.mark_orphaned(session, "k"), True, "said again")
+    same(await store.mark_orphaned(session, "k"), True, "marked as wanted again")
     await store.commit(session, begun.epoch, "k", [build("a").entry])
     same(await store.mark_orphaned(session, "k"), False, "a call that has ended")
-    same(await open_calls(store, session), set(), "what is open")
+    same(await open_calls(store, session), set(), "open calls")
 
 
-async def check_giving_up(store: Store) -> None:
-    """A call that somebody did not wait for any longer is joined by nobody any more; who waits still may say so."""
+async def check_given_up_calls(store: Store) -> None:
+    """A call is not joined any more after one that waited for it gave up. Calls that still wait may mark it as wanted."""
     session = name_of("given up")
     await store.mark_wanted(session, "k")
-    same(await store.session(session), None, "wanting creates nothing")
+    same(await store.session(session), None, "mark_wanted creates nothing")
     begun = await store.begin(session, "k", [], fingerprint=ASKED, replica="r")
     await store.mark_wanted(session, "other")
     same((await store.begin(session, "k2", [], fingerprint=ASKED, join="any")).duplicate is None, False, "joined")
@@ -80,19 +82,19 @@ async def check_giving_up(store: Store) -> None:
     await store.mark_wanted(session, "k", given_up=True)
     held = await _call(store, session, "k")
     same((held.wanted, held.given_up), (True, True), "given up by one, wanted by another")
-    same((await store.begin(session, "k3", [], fingerprint=ASKED, join="any")).duplicate, None, "who comes now begins itself")
-    same(await store.mark_orphaned(session, "k"), True, "the other one waits")
+    same((await store.begin(session, "k3", [], fingerprint=ASKED, join="any")).duplicate, None, "a later call opens itself")
+    same(await store.mark_orphaned(session, "k"), True, "the other call still waits")
     await store.mark_wanted(session, "k")
-    same(await _call(store, session, "k"), OpenCall("k", held.since, ASKED, "r", True, True, True), "it waits still")
-    same(await store.mark_orphaned(session, "k"), True, "and said so")
-    same(await store.mark_orphaned(session, "k"), False, "and no longer")
-    same((await _call(store, session, "k")).given_up, True, "given up for good")
+    same(await _call(store, session, "k"), OpenCall("k", held.since, ASKED, "r", True, True, True), "marked as wanted again")
+    same(await store.mark_orphaned(session, "k"), True, "wanted")
+    same(await store.mark_orphaned(session, "k"), False, "not wanted any more")
+    same((await _call(store, session, "k")).given_up, True, "given up remains")
     await store.settle(session, begun.epoch, "k")
-    same(await open_calls(store, session), {"k3"}, "what is open")
+    same(await open_calls(store, session), {"k3"}, "open calls")
 
 
-async def check_a_call_is_not_its_own_twin(store: Store) -> None:
-    """A begin that is sent twice opens one call, and counts once."""
+async def check_begin_twice(store: Store) -> None:
+    """A `begin` that is sent twice opens one call, and counts it once."""
     session = name_of("own")
     await store.begin(session, "k", [], fingerprint=ASKED, join="any")
     begun = await store.begin(session, "k", [], fingerprint=ASKED, join="any")
@@ -100,12 +102,12 @@ async def check_a_call_is_not_its_own_twin(store: Store) -> None:
     same(await open_calls(store, session), {"k"}, "open calls")
 
 
-async def check_figures(store: Store) -> None:
-    """`begin` tells how many calls began, how many tokens were sampled, and since when the session is there."""
+async def check_counts(store: Store) -> None:
+    """`begin` returns how many calls began, how many tokens were sampled, and when the session began."""
     session = name_of("figures")
     first = await store.begin(session, "k1", [])
     same((first.calls, first.tokens), (1, 0), "at the first call")
-    same(first.created, (await info_of(store, session)).created, "since when")
+    same(first.created, (await info_of(store, session)).created, "created")
     await store.commit(session, first.epoch, "k1", [build("a", reply=range(5)).entry, build("b", reply=range(7)).entry])
     second = await store.begin(session, "k2", [])
     same((second.calls, second.tokens, second.created), (2, 12, first.created), "at the second")
@@ -115,36 +117,36 @@ async def check_figures(store: Store) -> None:
     same((third.calls, third.tokens, third.created), (3, 12, first.created), "at one that joins another")
 
 
-async def check_joining_at_once(store: Store) -> None:
-    """Of many that ask for the same at once, one is opened, and all others join it."""
+async def check_concurrent_duplicates(store: Store) -> None:
+    """Of many concurrent calls with one fingerprint, one is opened and all others join it."""
     session, many = name_of("at-once"), 25
     begun = await asyncio.gather(*(store.begin(session, f"k{n}", [], fingerprint=ASKED, join="any") for n in range(many)))
     opened = await open_calls(store, session)
     same(len(opened), 1, "calls opened")
     same({one.duplicate.call for one in begun if one.duplicate}, opened, "calls joined")
-    same(sum(one.duplicate is None for one in begun), 1, "calls that joined nobody")
+    same(sum(one.duplicate is None for one in begun), 1, "calls that joined none")
     same({one.calls for one in begun}, {1}, "calls counted")
 
 
-async def check_beats(store: Store) -> None:
-    """A replica lives for as long as it said last."""
+async def check_heartbeats(store: Store) -> None:
+    """A replica is alive for as long as its last heartbeat says."""
     lives, forgotten, never = (name_of(f"replica {n}}}") for n in range(3))
     await store.heartbeat(lives, 60)
     await store.heartbeat(forgotten, 60)
-    same(await store.live_replicas([never, forgotten, lives]), {lives, forgotten}, "replicas that live")
+    same(await store.live_replicas([never, forgotten, lives]), {lives, forgotten}, "live replicas")
     await store.heartbeat(forgotten, 0.001)
     for _ in range(200):
         if await store.live_replicas([forgotten]) == set():
             break
         await asyncio.sleep(0.01)
-    same(await store.live_replicas([lives, forgotten]), {lives}, "replicas that live after one was silent")
-    same(await store.live_replicas([]), set(), "nobody asked for")
+    same(await store.live_replicas([lives, forgotten]), {lives}, "live replicas after one heartbeat expired")
+    same(await store.live_replicas([]), set(), "no replicas requested")
 
 
 async def check_secret(store: Store) -> None:
-    """The deployment's secret is random, and stays."""
+    """The secret of the deployment is random and does not change."""
     secret = await store.secret()
     same(len(secret), 32, "bytes")
     same(await store.secret(), secret, "the secret, read again")
-    same(await store.secret(secrets.token_bytes(32)), secret, "the secret, for who thinks that it is another")
-    true(secret != secrets.token_bytes(32), "a secret of its own")
+    same(await store.secret(secrets.token_bytes(32)), secret, "the secret, for a replica that knows another")
+    true(secret != secrets.token_bytes(32), "a random secret")

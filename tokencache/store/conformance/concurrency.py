@@ -1,10 +1,10 @@
-"""What a store must bear: neighbours, concurrency, length, several replicas."""
+"""Checks of isolation, concurrency, long sessions, large turns, and several replicas."""
 
 import asyncio
 
 from tokencache.core.incidents import Incident
 from tokencache.store.base import Binding, SessionGoneError, SessionSealedError, Store
-from tokencache.store.conformance.kit import (
+from tokencache.store.conformance.support import (
     LONG,
     build,
     continued,
@@ -18,7 +18,7 @@ from tokencache.store.conformance.kit import (
 
 
 async def check_isolation(store: Store) -> None:
-    """Sessions share nothing: not keys, not turns of the same name, not their end."""
+    """Sessions share nothing: neither lookup keys, nor turns of the same id, nor their deletion."""
     one, other = name_of("one"), name_of("other")
     a, b = build("t", keys=(b"c",)), build("t", tail=(5,), keys=(b"c", b"r"))
     await record(store, one, a)
@@ -26,19 +26,19 @@ async def check_isolation(store: Store) -> None:
     same((await store.turns(one), await store.turns(other)), ([a.turn], [b.turn]), "turns")
     same([(await store.prefix(one, "t")).ids, (await store.prefix(other, "t")).ids], [a.prefix, b.prefix], "prefixes")
     same(ids_of(await store.find(one, [b"c", b"r"])), [["t"], []], "hits")
-    async with raises(SessionGoneError, "a commit with the life of another session"):
+    async with raises(SessionGoneError, "a commit with the epoch of another session"):
         await store.commit(one, epoch, "k", [build("u").entry])
     await store.delete(one)
-    same(await store.turns(other), [b.turn], "turns of the one that stays")
+    same(await store.turns(other), [b.turn], "turns of the remaining session")
 
 
 async def check_concurrency(store: Store) -> None:
-    """Calls at once: one life, and every commit stands, all of them continuations of one turn."""
+    """Concurrent calls share one epoch, and every commit is recorded, all of them continuations of one turn."""
     session, many = name_of("concurrent"), 25
     root = build("root", keys=(b"croot",))
     children = [build(f"t{n}", root, tail=(n,), keys=(b"csame", b"r%d" % n), call=f"k{n}") for n in range(many)]
     lives = {begun.epoch for begun in await asyncio.gather(*(store.begin(session, f"k{n}", []) for n in range(many)))}
-    same(len(lives), 1, "lives")
+    same(len(lives), 1, "epochs")
     epoch = lives.pop()
     await store.begin(session, "k", [])
     await store.commit(session, epoch, "k", [root.entry])
@@ -48,7 +48,7 @@ async def check_concurrency(store: Store) -> None:
     same(sorted(recorded[1:]), names, "turns")
     found = await store.find(session, [b"csame", *(b"r%d" % n for n in range(many))])
     same([hit.turn.id for hit in found[0]], recorded[1:], "turns under a shared key, in the order recorded")
-    same(ids_of(found[1:]), [[f"t{n}"] for n in range(many)], "turns under keys of their own")
+    same(ids_of(found[1:]), [[f"t{n}"] for n in range(many)], "turns under keys that differ")
     same(await continued(store, session, b"croot"), [True], "continued")
     info = await info_of(store, session)
     same((info.turns, info.open_calls), (many + 1, ()), "state")
@@ -58,7 +58,7 @@ async def check_concurrency(store: Store) -> None:
 
 
 async def check_long_session(store: Store) -> None:
-    """A long session over one growing history: its tokens are kept once, and all of it is found again."""
+    """A long session with one growing history: each token is stored once, and every turn is found."""
     session, last, built = name_of("long"), None, []
     for n in range(LONG):
         last = build(f"t{n}", last, tail=range(n, n + 40), reply=range(n, n + 20), keys=(b"c%d" % n, b"r%d" % n), call=f"k{n}")
@@ -68,7 +68,7 @@ async def check_long_session(store: Store) -> None:
     same([turn.id for turn in turns], [one.turn.id for one in built], "turns in order")
     tokens = await store.tokens(session, [turn.id for turn in turns])
     stored = sum(len(own.delta) + len(own.completion) for own in tokens.values())
-    same(stored, len(built[-1].prefix), "bytes of ids kept for all turns, against those of the last prefix")
+    same(stored, len(built[-1].prefix), "bytes of ids stored for all turns, compared with the last prefix")
     for one in (built[0], built[LONG // 2], built[-1]):
         same((await store.prefix(session, one.turn.id)).ids, one.prefix, f"prefix of {one.turn.id}")
     keys = [key for n in range(LONG - 1, -1, -1) for key in (b"c%d" % n, b"r%d" % n)]
@@ -81,7 +81,7 @@ async def check_long_session(store: Store) -> None:
 
 
 async def check_large_turn(store: Store) -> None:
-    """A turn of a hundred thousand tokens is nothing special."""
+    """A turn of a hundred thousand tokens is stored and read like any other."""
     session = name_of("large")
     one = build("a", tail=range(100_000), reply=range(30_000))
     two = build("b", one, tail=range(10))
@@ -91,25 +91,25 @@ async def check_large_turn(store: Store) -> None:
 
 
 async def check_replicas(store: Store, other: Store) -> None:
-    """Two stores over one database: what one has written the other reads at once, and both may write."""
+    """Two stores over one database: each reads at once what the other has written, and both may write."""
     session = name_of("replicas")
     a = build("a", keys=(b"ca",))
     b, c = build("b", a, keys=(b"cb",), call="kb"), build("c", a, tail=(9,), keys=(b"cb",), call="kc")
     epoch = (await store.begin(session, "call", [])).epoch
-    same((await other.begin(session, "kb", [])).epoch, epoch, "the life, seen by the other")
+    same((await other.begin(session, "kb", [])).epoch, epoch, "the epoch, seen by the other store")
     await other.commit(session, epoch, "call", [a.entry], documents={"d": b"one"})
-    same(ids_of((await store.begin(session, "kc", [b"ca"])).hits), [["a"]], "hits of what the other has written")
+    same(ids_of((await store.begin(session, "kc", [b"ca"])).hits), [["a"]], "hits of what the other store has written")
     await asyncio.gather(store.commit(session, epoch, "kb", [b.entry]), other.commit(session, epoch, "kc", [c.entry]))
     for reader in (store, other):
         same({turn.id for turn in await reader.turns(session)}, {"a", "b", "c"}, "turns")
         same((await reader.prefix(session, "c")).ids, c.prefix, "prefix")
         same(await continued(reader, session, b"ca"), [True], "continued")
     await store.bind_key(session, Binding(session))
-    same(await other.binding_of_key(session), Binding(session), "a key bound by the other")
-    same(await other.documents(session, ["d"]), [b"one"], "a document that the other has kept")
+    same(await other.binding_of_key(session), Binding(session), "a key bound by the other store")
+    same(await other.documents(session, ["d"]), [b"one"], "a document stored by the other store")
     await other.seal(session)
-    async with raises(SessionSealedError, "begin in a session that the other sealed"):
+    async with raises(SessionSealedError, "begin in a session that the other store sealed"):
         await store.begin(session, "k", [])
     await other.delete(session)
-    async with raises(SessionGoneError, "commit into a session that the other deleted"):
+    async with raises(SessionGoneError, "commit into a session that the other store deleted"):
         await store.commit(session, epoch, "k", [build("d").entry])

@@ -1,11 +1,11 @@
-"""How sessions live: calls that begin and end, incidents, documents, names, keys."""
+"""Checks of calls, incidents, documents, session names, API keys and engine entries."""
 
 import secrets
 
 from tokencache.core.incidents import Incident
 from tokencache.store.base import Binding, EngineEntry, OpenCall, Store
-from tokencache.store.conformance.kit import (
-    ODD_NAMES,
+from tokencache.store.conformance.support import (
+    UNUSUAL_NAMES,
     build,
     ids_of,
     info_of,
@@ -23,17 +23,17 @@ async def check_ping(store: Store) -> None:
 
 
 async def check_begin(store: Store) -> None:
-    """A call that begins creates the session and stays open; looking creates nothing."""
+    """A call that begins creates the session and stays open. Reading creates nothing."""
     session = name_of("begin")
-    same(await store.session(session), None, "a session nobody began")
-    same(await store.find(session, [b"c1", b"r1"]), [[], []], "find in it")
+    same(await store.session(session), None, "a missing session")
+    same(await store.find(session, [b"c1", b"r1"]), [[], []], "hits in it")
     same(await store.turns(session), [], "its turns")
-    same(await store.session(session), None, "after looking")
+    same(await store.session(session), None, "the session after reading")
     begun = await store.begin(session, "k1", [b"c1", b"r1"])
-    true(begun.epoch, "a life has a name")
+    true(begun.epoch, "an epoch has an id")
     same(begun.hits, [[], []], "hits of unknown keys, aligned")
     same((await store.begin(session, "k2", [])).hits, [], "hits of no keys")
-    same((await store.begin(session, "k3", [])).epoch, begun.epoch, "the life at a later call")
+    same((await store.begin(session, "k3", [])).epoch, begun.epoch, "the epoch at a later call")
     info = await store.session(session)
     true(info is not None, "the session is there")
     if info is not None:
@@ -42,7 +42,7 @@ async def check_begin(store: Store) -> None:
 
 
 async def check_open_calls(store: Store) -> None:
-    """Calls are open from begin to commit or settle, each by itself, and once even if begun twice."""
+    """A call is open from `begin` to `commit` or `settle`, and only once even if it began twice."""
     session, odd = name_of("calls"), "call \r\n00012}\x00☕"
     epoch = (await store.begin(session, "k1", [])).epoch
     await store.begin(session, odd, [])
@@ -51,7 +51,7 @@ async def check_open_calls(store: Store) -> None:
     same(await open_calls(store, session), {"k1", odd, "k3"}, "open calls")
     calls = (await info_of(store, session)).open_calls
     same(len(calls), 3, "number of open calls")
-    true(all(isinstance(call, OpenCall) and call.since > 0 for call in calls), "open since when")
+    true(all(isinstance(call, OpenCall) and call.since > 0 for call in calls), "time of each open call")
     await store.commit(session, epoch, odd, [build("t1", call=odd).entry])
     same(await open_calls(store, session), {"k1", "k3"}, "after a commit")
     await store.settle(session, epoch, "k1")
@@ -63,28 +63,28 @@ async def check_open_calls(store: Store) -> None:
 
 
 async def check_incidents(store: Store) -> None:
-    """Incidents come back as they were, in order, whichever way they came; a note creates its session."""
+    """Incidents are read as they were written, in order, by whichever method. `add_incidents` creates a missing session."""
     session = name_of("incidents")
     said = [Incident("store-error", "why", True, "k1", "t1", 1.5), Incident("x"), Incident("x"), Incident("naïve ☕", "\x00" * 300)]
     await store.add_incidents(session, said[:2])
-    same((await info_of(store, session)).incidents, tuple(said[:2]), "after a note")
-    same(await open_calls(store, session), set(), "a note opens no call")
+    same((await info_of(store, session)).incidents, tuple(said[:2]), "incidents after add_incidents")
+    same(await open_calls(store, session), set(), "open calls after add_incidents")
     epoch = (await store.begin(session, "k", [])).epoch
     await store.settle(session, epoch, "k", said[2:3])
     await store.begin(session, "k", [])
     await store.commit(session, epoch, "k", [build("a").entry], said[3:])
     await store.add_incidents(session, said)
     await store.add_incidents(session, [])
-    same((await info_of(store, session)).incidents, (*said, *said), "in the end")
+    same((await info_of(store, session)).incidents, (*said, *said), "incidents in the end")
     empty = name_of("empty")
     await store.add_incidents(empty, [])
-    same((await info_of(store, empty)).turns, 0, "a session made by an empty note")
+    same((await info_of(store, empty)).turns, 0, "turns of a session that an empty add_incidents created")
 
 
 async def check_keys(store: Store) -> None:
-    """An API key's hash stands for what it was last bound to, whether such a session exists or not."""
+    """An API key has the binding that it was given last, whether or not the session exists."""
     key, session = name_of("key"), name_of("bound")
-    same(await store.binding_of_key(key), None, "a key nobody bound")
+    same(await store.binding_of_key(key), None, "an unknown key")
     whole = Binding("naïve {}", harness="codex", models={"gpt-*": "ü", "*": "x"})
     await store.bind_key(key, Binding(session))
     await store.bind_key(key + "2", whole)
@@ -92,7 +92,7 @@ async def check_keys(store: Store) -> None:
     same(await store.binding_of_key(key + "2"), whole, "another")
     same(await store.session(session), None, "binding creates no session")
     await store.bind_key(key, Binding(session + "2"))
-    same(await store.binding_of_key(key), Binding(session + "2"), "bound anew")
+    same(await store.binding_of_key(key), Binding(session + "2"), "bound again")
     same((await store.unbind_key(key), await store.unbind_key(key)), (True, False), "revoked, once")
     same(await store.binding_of_key(key), None, "a key that was revoked")
     same(await store.binding_of_key(key + "2"), whole, "another after that")
@@ -101,11 +101,11 @@ async def check_keys(store: Store) -> None:
 
 
 async def check_documents(store: Store) -> None:
-    """Documents are kept with a call's turns, found by name in their own session, replaced, forgotten, gone with it."""
+    """Documents are stored with a call's turns, read by name in their session, replaced, deleted, and deleted with the session."""
     session, other = name_of("documents"), name_of("others")
-    same(await store.documents(session, ["a", "b"]), [None, None], "documents of no session")
-    same(await store.delete_document(session, "a"), False, "forgetting in no session")
-    same(await store.session(session), None, "looking creates nothing")
+    same(await store.documents(session, ["a", "b"]), [None, None], "documents of a missing session")
+    same(await store.delete_document(session, "a"), False, "delete_document in a missing session")
+    same(await store.session(session), None, "the session after reading")
     epoch = (await store.begin(session, "k1", [])).epoch
     await store.commit(session, epoch, "k1", [build("t1").entry], [Incident("x")], documents={"a": b"1\x00\xff", "life": b"", "ü {}": b"3"})
     await record(store, other, build("t1"))
@@ -113,24 +113,24 @@ async def check_documents(store: Store) -> None:
     same(await store.documents(session, []), [], "no names")
     same(await store.documents(other, ["a"]), [None], "in another session")
     info = await info_of(store, session)
-    same((info.turns, [i.kind for i in info.incidents]), (1, ["x"]), "what was committed with them")
+    same((info.turns, [i.kind for i in info.incidents]), (1, ["x"]), "turns and incidents committed with them")
     await store.begin(session, "k2", [])
     await store.commit(session, epoch, "k2", [build("t2").entry], documents={"a": b"2"})
     same(await store.documents(session, ["a"]), [b"2"], "replaced")
-    same((await store.delete_document(session, "a"), await store.delete_document(session, "a")), (True, False), "forgotten, once")
+    same((await store.delete_document(session, "a"), await store.delete_document(session, "a")), (True, False), "deleted, once")
     same(await store.documents(session, ["a", "life"]), [None, b""], "after that")
     await store.delete(session)
     same(await store.documents(session, ["life"]), [None], "after the session")
 
 
 async def check_names(store: Store) -> None:
-    """Sessions with odd names are as good as others, apart from each other, and listed by their names."""
+    """Sessions may have any name, do not mix, and are listed by their names."""
     mark = secrets.token_hex(4)
-    names = [form for odd in ODD_NAMES for form in (odd + mark, mark + odd)]
+    names = [form for odd in UNUSUAL_NAMES for form in (odd + mark, mark + odd)]
     for n, name in enumerate(names):
         await record(store, name, build(f"t{n}", keys=(b"c",)))
     for n, name in enumerate(names):
-        same(ids_of(await store.find(name, [b"c"])), [[f"t{n}"]], f"what {name!r} holds")
+        same(ids_of(await store.find(name, [b"c"])), [[f"t{n}"]], f"turns in {name!r}")
     same(sorted([info.id async for info in store.sessions() if mark in info.id]), sorted(names), "sessions listed")
     for name in names[::2]:
         await store.delete(name)
@@ -140,7 +140,7 @@ async def check_names(store: Store) -> None:
 
 
 async def check_sessions(store: Store) -> None:
-    """Every session is listed once, in the state that `session` tells."""
+    """Every session is listed once, with the state that `session` returns."""
     mark = name_of("list")
     names = [f"{mark}-{n}" for n in range(60)]
     for n, name in enumerate(names):
@@ -159,7 +159,7 @@ async def check_sessions(store: Store) -> None:
 
 
 async def check_engines(store: Store) -> None:
-    """Entries of engines are kept by URL and replica, replaced, dropped, and listed all at once."""
+    """Engine entries are stored by URL and replica, replaced, removed, and read all at once."""
     url, other = f"http://{name_of('engine')}:8000", f"http://{name_of('engine')}:8000/p%20q"
     wanted = EngineEntry(url, at=1.5)
     reports = [EngineEntry(url, "draining", 2.0, replica, calls) for replica, calls in (("r1", 3), ("r2", 0))]

@@ -1,4 +1,4 @@
-"""What the checks are made of: turns to write, and words for what is wrong."""
+"""Helpers of the checks: turns to write, and assertions."""
 
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -12,11 +12,11 @@ from tokencache.store.base import Entry, Store
 
 LONG = 200
 EVERY_BYTE = bytes(range(256))
-ODD_NAMES = ("{}", "}", "{a}", "a}b", "{a}b", "%7D", "%", "a b", "*", "[x]?", "\\", "naïve ☕", "a\r\nb", "a\x00b", "x" * 200)
+UNUSUAL_NAMES = ("{}", "}", "{a}", "a}b", "{a}b", "%7D", "%", "a b", "*", "[x]?", "\\", "naïve ☕", "a\r\nb", "a\x00b", "x" * 200)
 
 
 class Built(NamedTuple):
-    """An entry, and the packed prefix that a store must rebuild for it."""
+    """An entry, and the packed prefix that a store must rebuild for its turn."""
 
     entry: Entry
     prefix: bytes
@@ -40,8 +40,8 @@ def build(
 ) -> Built:
     """Make an entry on top of `base`.
 
-    Its prompt is the first `shared` tokens of the base's prefix (all of them, if not told) and `tail`. With `extends`
-    the base is its parent too, which wants all tokens shared.
+    Its prompt is the first `shared` tokens of the base's prefix (by default all of them) and `tail`. With `extends` the base is
+    also its parent, which requires all tokens to be shared.
     """
     before = base.prefix if base else b""
     common = ids.count(before) if shared is None else shared
@@ -68,7 +68,7 @@ def build(
 
 
 async def record(store: Store, session: str, *built: Built) -> str:
-    """Record entries, each by a call of its own; return the session's life."""
+    """Record entries, each by a call of its own. Returns the session's epoch."""
     epoch = ""
     for one in built:
         epoch = (await store.begin(session, one.turn.call, [])).epoch
@@ -77,25 +77,25 @@ async def record(store: Store, session: str, *built: Built) -> str:
 
 
 def name_of(what: str) -> str:
-    """Make a session name that nobody else uses."""
+    """Make a unique session name."""
     return f"{what}-{secrets.token_hex(6)}"
 
 
 def true(condition: object, what: str) -> None:
-    """Demand that something holds."""
+    """Assert that a condition holds."""
     if not condition:
-        raise AssertionError(f"not so: {what}")
+        raise AssertionError(f"false: {what}")
 
 
 def same(got: object, wanted: object, what: str) -> None:
-    """Demand that two values are equal."""
+    """Assert that two values are equal."""
     if got != wanted:
-        raise AssertionError(f"{what}: {got!r}, wanted {wanted!r}")
+        raise AssertionError(f"{what}: got {got!r}, expected {wanted!r}")
 
 
 @asynccontextmanager
 async def raises(kind: type[Exception], what: str) -> AsyncIterator[None]:
-    """Demand that what is done inside raises."""
+    """Assert that the context raises."""
     try:
         yield
     except kind:
@@ -104,22 +104,22 @@ async def raises(kind: type[Exception], what: str) -> AsyncIterator[None]:
 
 
 def ids_of(hits: Sequence[Sequence[Any]]) -> list[list[str]]:
-    """The ids of the turns that were found, under each key."""
+    """Return the ids of the turns found under each key."""
     return [[hit.turn.id for hit in under] for under in hits]
 
 
 async def continued(store: Store, session: str, *keys: bytes) -> list[bool]:
-    """Whether each turn found under the keys is said to be continued."""
+    """Return for each turn found under the keys whether it is continued."""
     return [hit.continued for under in await store.find(session, keys) for hit in under]
 
 
 async def info_of(store: Store, session: str) -> Any:
-    """The state of a session that must be there."""
+    """Return the state of a session, which must exist."""
     info = await store.session(session)
-    true(info is not None, f"session {session} is there")
+    true(info is not None, f"session {session} exists")
     return info
 
 
 async def open_calls(store: Store, session: str) -> set[str]:
-    """The calls of a session that have begun and not ended."""
+    """Return the ids of the open calls of a session."""
     return {call.call for call in (await info_of(store, session)).open_calls}

@@ -1,4 +1,4 @@
-"""What is found: keys, hits, prefixes, tokens."""
+"""Checks of turns, lookup keys, hits, prefixes, tokens and contexts."""
 
 from msgspec.structs import replace
 
@@ -7,11 +7,11 @@ from tokencache.core.incidents import Incident
 from tokencache.core.messages import Message, ToolCall
 from tokencache.core.turn import Anchor, Prefix, Tokens, Turn
 from tokencache.store.base import Entry, Store
-from tokencache.store.conformance.kit import EVERY_BYTE, Built, build, continued, ids_of, info_of, name_of, raises, record, same
+from tokencache.store.conformance.support import EVERY_BYTE, Built, build, continued, ids_of, info_of, name_of, raises, record, same
 
 
 async def check_round_trip(store: Store) -> None:
-    """A turn comes back as it was, every field, and so do its tokens."""
+    """A turn is read with every field as it was written, and so are its tokens."""
     session = name_of("trip")
     first = build("t0")
     full = Turn(
@@ -59,8 +59,8 @@ async def check_round_trip(store: Store) -> None:
     same([hit.turn for hit in hits[0]], [full], "the turn found")
 
 
-async def check_odd_values(store: Store) -> None:
-    """Whatever JSON can hold can stand in a turn: lone surrogates, large integers, any text."""
+async def check_unusual_values(store: Store) -> None:
+    """A turn can contain every value of JSON: lone surrogates, large integers, any text."""
     session = name_of("odd")
     sampling = {"seed": 2**80, "stop": ["\ud800", "\x00"], "x": [1e308, -(2**63), {"": [True, None]}], "": "\U0001f600"}
     odd = Turn(id="t\r\n☕{}", call="k", match="root", served=Message("assistant", "\udfff" + "text " * 100), sampling=sampling)
@@ -75,7 +75,7 @@ async def check_odd_values(store: Store) -> None:
 
 
 async def check_binary(store: Store) -> None:
-    """Ids, log probabilities and keys are bytes like any other."""
+    """Ids, log probabilities and keys may contain any bytes."""
     session = name_of("binary")
     blobs = [EVERY_BYTE, EVERY_BYTE[::-1], b"\x00" * 4, b"\r\n+O", b"$-1\r\n:1\r", b"\xff" * 8, b"1 2 3 4 ", b"++--"]
     built = []
@@ -89,11 +89,15 @@ async def check_binary(store: Store) -> None:
         same((await store.prefix(session, one.turn.id)).ids, one.prefix, "prefix")
         for hits in await store.find(session, one.entry.keys):
             same([hit.turn.id for hit in hits], [one.turn.id], "the turn under a binary key")
-    same(await store.find(session, [b"", b"c", b"=", b"#t0", b"H1", b"life", b"turns"]), [[]] * 7, "keys that look like something")
+    same(
+        await store.find(session, [b"", b"c", b"=", b"#t0", b"H1", b"life", b"turns"]),
+        [[]] * 7,
+        "unknown keys like the store's own names",
+    )
 
 
 async def check_look_up(store: Store) -> None:
-    """Begin looks keys up in their order and ends behind the first known chain key; find goes to the last."""
+    """`begin` looks keys up in order and stops after the first known chain key; `find` looks up all."""
     session = name_of("look")
     a = build("a", keys=(b"ca", b"ra"))
     b = build("b", a, keys=(b"cb", b"rsame"))
@@ -112,7 +116,7 @@ async def check_look_up(store: Store) -> None:
 
 
 async def check_continued(store: Store) -> None:
-    """A hit says whether another turn continues it; a base alone is no continuation."""
+    """A hit reports whether another turn continues it. A turn that only shares tokens does not."""
     session = name_of("continued")
     a = build("a", keys=(b"ca",))
     b = build("b", a, keys=(b"cb",))
@@ -128,12 +132,12 @@ async def check_continued(store: Store) -> None:
     same(await continued(store, session, b"ca"), [True], "after a second one")
     same(await continued(store, session, b"cb", b"cc"), [False, False], "of its children")
     await record(store, session, d)
-    same(await continued(store, session, b"ca", b"cb", b"cc"), [True, True, False], "in the end")
-    same(await store.turns(session), [a.turn, c.turn, b.turn, build("e", a).turn, d.turn], "the turns themselves have not changed")
+    same(await continued(store, session, b"ca", b"cb", b"cc"), [True, True, False], "incidents in the end")
+    same(await store.turns(session), [a.turn, c.turn, b.turn, build("e", a).turn, d.turn], "the turns themselves")
 
 
 async def check_choices(store: Store) -> None:
-    """One commit may bring several turns (n > 1), also one on top of another; all are there, in order."""
+    """One commit may record several turns (n > 1), also one that continues another. All are recorded in order."""
     session = name_of("choices")
     a = build("a", keys=(b"c1",))
     b = build("b", keys=(b"c1", b"c2"), reply=(5,))
@@ -147,7 +151,7 @@ async def check_choices(store: Store) -> None:
 
 
 async def check_prefix(store: Store) -> None:
-    """A prefix is rebuilt through the bases: whole ones, shared heads, branches, empty prompts and completions."""
+    """A prefix is rebuilt from its bases: whole ones, parts, branches, empty prompts and completions."""
     session = name_of("prefix")
     a = build("a", None, (1, 2, 3), (4, 5))
     b = build("b", a, (6,), (7,))
@@ -165,14 +169,14 @@ async def check_prefix(store: Store) -> None:
     for one in every:
         wanted = Prefix(one.prefix, one.turn.completion_tokens)
         same(await store.prefix(session, one.turn.id), wanted, f"prefix of {one.turn.id}")
-    async with raises(KeyError, "prefix of a turn that is not there"):
+    async with raises(KeyError, "prefix of a missing turn"):
         await store.prefix(session, "z")
-    async with raises(KeyError, "prefix in a session that is not there"):
+    async with raises(KeyError, "prefix in a missing session"):
         await store.prefix(name_of("none"), "a")
 
 
 async def check_contexts(store: Store) -> None:
-    """Contexts are read by name, some or all, whatever bytes are in them; a turn may have none."""
+    """Contexts are read by turn, some or all, with any bytes. A turn may have none."""
     session = name_of("contexts")
     a, b, c = build("a"), build("b"), build("c")
     kept = {"a": EVERY_BYTE * 500, "b": b"", "c": b"\x00"}
@@ -180,14 +184,14 @@ async def check_contexts(store: Store) -> None:
     for names in ([], ["b"], ["c", "a"], ["a", "b", "c"]):
         same(await store.contexts(session, names), {name: kept[name] for name in names}, f"contexts of {names}")
     same((await store.tokens(session, ["a"]))["a"], a.entry.tokens, "tokens of a turn with a context")
-    async with raises(KeyError, "context of a turn that is not there"):
+    async with raises(KeyError, "context of a missing turn"):
         await store.contexts(session, ["a", "z"])
-    async with raises(KeyError, "context in a session that is not there"):
+    async with raises(KeyError, "context in a missing session"):
         await store.contexts(name_of("none"), ["a"])
 
 
 async def check_tokens(store: Store) -> None:
-    """Tokens are read by name, some or all, with or without log probabilities."""
+    """Tokens are read by turn, some or all, with or without log probabilities."""
     session = name_of("tokens")
     a, b = build("a"), build("b", reply=())
     bare = Built(Entry(Turn(id="c", call="k", match="root"), Tokens(ids.pack([1]), b"")), b"")
@@ -195,7 +199,7 @@ async def check_tokens(store: Store) -> None:
     for names in ([], ["b"], ["c", "a"], ["a", "b", "c"]):
         wanted = {one.turn.id: one.entry.tokens for one in (a, b, bare) if one.turn.id in names}
         same(await store.tokens(session, names), wanted, f"tokens of {names}")
-    async with raises(KeyError, "tokens of a turn that is not there"):
+    async with raises(KeyError, "tokens of a missing turn"):
         await store.tokens(session, ["a", "z", "b"])
-    async with raises(KeyError, "tokens in a session that is not there"):
+    async with raises(KeyError, "tokens in a missing session"):
         await store.tokens(name_of("none"), ["a"])
