@@ -31,7 +31,7 @@ def drive(steps, *responses):
 
 
 def register():
-    return operations.create("r", harness="", model=None, models={}, sampling={}, tenant="", budget=None, config_dir=None)
+    return operations.create("r")
 
 
 def test_a_repeatable_request_is_repeated():

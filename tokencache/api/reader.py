@@ -1,13 +1,19 @@
 """Reads a session from the store, together with incidents that the store could not save yet."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 from aiohttp import web
 
 from tokencache.api.http import not_found
+from tokencache.core.incidents import Incident
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.session_url import check_name
 from tokencache.store.base import SessionInfo
-from tokencache.trajectories.rollout import Records
+from tokencache.trajectories.formats.native import incident_object
+from tokencache.trajectories.rollout import Records, incidents_of, is_complete
 
 
 class SessionReader:
@@ -45,6 +51,20 @@ class SessionReader:
         except KeyError:
             raise no_session(info.id) from None
         return Records(info, turns, tokens, packed, self._ledger.owed(info.id))
+
+
+def state_object(info: SessionInfo, owed: Sequence[Incident]) -> dict[str, Any]:
+    """Write the state of a session as JSON values. `owed` are incidents that the store could not save yet."""
+    return {
+        "session": info.id,
+        "created": info.created,
+        "used": info.used,
+        "sealed": info.sealed,
+        "turns": info.turns,
+        "complete": is_complete(incidents_of(info, owed)),
+        "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
+        "incidents": [incident_object(incident) for incident in (*info.incidents, *owed)],
+    }
 
 
 def no_session(name: str) -> HarnessError:

@@ -15,7 +15,7 @@ from tokencache.api.drift import DriftMeter
 from tokencache.api.export_worker import ExportWorker
 from tokencache.api.http import choice, flag, json_response, not_found
 from tokencache.api.openapi import BASE, DRIFT_MODES, document, register
-from tokencache.api.reader import SessionReader, no_session
+from tokencache.api.reader import SessionReader, no_session, state_object
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
@@ -24,9 +24,8 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.sessions import hash_key
 from tokencache.session_url import REGISTERED_KEY, check_name
 from tokencache.store.base import Binding, SessionInfo
-from tokencache.trajectories.formats.native import drift_object, incident_object, turn_object
+from tokencache.trajectories.formats.native import drift_object, turn_object
 from tokencache.trajectories.formats.registry import export, format_named
-from tokencache.trajectories.rollout import incidents_of, is_complete
 
 DRIFT_TIMEOUT = 10.0
 """Seconds for measuring the drift of a session. The rest is reported as not measured."""
@@ -142,14 +141,4 @@ class _TrainerApi:
         return json_response({"id": name, "revoked": True})
 
     def _state(self, info: SessionInfo) -> dict[str, Any]:
-        owed = self._ledger.owed(info.id)
-        return {
-            "session": info.id,
-            "created": info.created,
-            "used": info.used,
-            "sealed": info.sealed,
-            "turns": info.turns,
-            "complete": is_complete(incidents_of(info, owed)),
-            "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
-            "incidents": [incident_object(incident) for incident in (*info.incidents, *owed)],
-        }
+        return state_object(info, self._ledger.owed(info.id))

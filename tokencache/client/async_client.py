@@ -3,17 +3,25 @@
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, Self, cast, overload
+from typing import Any, Literal, Self, Unpack, cast, overload
 
 import httpx2
 
 from tokencache.client.access import Access, access_to
 from tokencache.client.errors import NotFoundError
-from tokencache.client.operations import FetchedTrajectory, Operations, Request, ServerResponse, Steps, T, check_deletion, missing
-from tokencache.core.budget import Budget
+from tokencache.client.operations import (
+    FetchedTrajectory,
+    Operations,
+    Request,
+    ServerResponse,
+    SessionOptions,
+    Steps,
+    T,
+    check_deletion,
+    missing,
+)
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 
@@ -103,32 +111,9 @@ class AsyncClient:
         """Close all connections."""
         await self._transport.http.aclose()
 
-    async def create(
-        self,
-        name: str | None = None,
-        *,
-        harness: str = "",
-        model: str | None = None,
-        models: Mapping[str, str] = MappingProxyType({}),
-        sampling: Mapping[str, Any] = MappingProxyType({}),
-        tenant: str = "",
-        budget: Budget | None = None,
-        config_dir: Path | None = None,
-    ) -> AsyncSession:
+    async def create(self, name: str | None = None, **options: Unpack[SessionOptions]) -> AsyncSession:
         """As `Client.create`."""
-        access = await self._transport.run(
-            self._operations.create(
-                name,
-                harness=harness,
-                model=model,
-                models=dict(models),
-                sampling=dict(sampling),
-                tenant=tenant,
-                budget=budget,
-                config_dir=config_dir,
-            )
-        )
-        return self._session(access)
+        return self._session(await self._transport.run(self._operations.create(name, **options)))
 
     def session(self, name: str) -> AsyncSession:
         """As `Client.session`."""

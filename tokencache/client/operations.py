@@ -13,9 +13,10 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypedDict, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -83,6 +84,18 @@ class FetchedTrajectory(msgspec.Struct, frozen=True):
     idle: bool
 
 
+class SessionOptions(TypedDict, total=False):
+    """The options of `Client.create` and `AsyncClient.create`."""
+
+    harness: str
+    model: str | None
+    models: Mapping[str, str]
+    sampling: Mapping[str, Any]
+    tenant: str
+    budget: Budget | None
+    config_dir: Path | None
+
+
 class _Sessions(msgspec.Struct):
     sessions: list[SessionState]
 
@@ -110,20 +123,20 @@ class Operations:
         self,
         name: str | None,
         *,
-        harness: str,
-        model: str | None,
-        models: dict[str, str],
-        sampling: dict[str, Any],
-        tenant: str,
-        budget: Budget | None,
-        config_dir: Path | None,
+        harness: str = "",
+        model: str | None = None,
+        models: Mapping[str, str] = MappingProxyType({}),
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        tenant: str = "",
+        budget: Budget | None = None,
+        config_dir: Path | None = None,
     ) -> Steps[Access]:
         """Register a key for a session, and prepare the harness if one is named."""
         adapter = load(harness, self._adapters) if harness else None
         if adapter is not None:
             check_directory(adapter, config_dir)
         session = name if name is not None else f"{harness or 'rollout'}-{secrets.token_hex(8)}"
-        binding = msgspec.json.encode(Binding(session, harness, models, sampling, tenant=tenant, budget=budget or Budget()))
+        binding = msgspec.json.encode(Binding(session, harness, dict(models), dict(sampling), tenant=tenant, budget=budget or Budget()))
         registered = yield from _call(Request("POST", f"{_BASE}/keys", body=binding, repeatable=False), _Key)
         access = access_to(self.url, session, registered.key, registered.id)
         if adapter is None:

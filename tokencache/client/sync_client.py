@@ -2,17 +2,15 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, Self, cast, overload
+from typing import Any, Literal, Self, Unpack, cast, overload
 
 import httpx2
 
 from tokencache.client.access import Access, access_to
 from tokencache.client.errors import NotFoundError
-from tokencache.client.operations import Operations, Request, ServerResponse, Steps, T, check_deletion, missing
-from tokencache.core.budget import Budget
+from tokencache.client.operations import Operations, Request, ServerResponse, SessionOptions, Steps, T, check_deletion, missing
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 
@@ -134,18 +132,7 @@ class Client:
         """Close all connections."""
         self._transport.http.close()
 
-    def create(
-        self,
-        name: str | None = None,
-        *,
-        harness: str = "",
-        model: str | None = None,
-        models: Mapping[str, str] = MappingProxyType({}),
-        sampling: Mapping[str, Any] = MappingProxyType({}),
-        tenant: str = "",
-        budget: Budget | None = None,
-        config_dir: Path | None = None,
-    ) -> Session:
+    def create(self, name: str | None = None, **options: Unpack[SessionOptions]) -> Session:
         """Register an API key for a session, by default one with a random name.
 
         Args:
@@ -164,19 +151,7 @@ class Client:
                 (`tokencache.adapters.load`).
             RefusedError: the name or a sampling parameter is invalid.
         """
-        access = self._transport.run(
-            self._operations.create(
-                name,
-                harness=harness,
-                model=model,
-                models=dict(models),
-                sampling=dict(sampling),
-                tenant=tenant,
-                budget=budget,
-                config_dir=config_dir,
-            )
-        )
-        return self._session(access)
+        return self._session(self._transport.run(self._operations.create(name, **options)))
 
     def session(self, name: str) -> Session:
         """Open a session by its name, whether or not it has begun. Its key is the one that names it, `tcs-NAME`. Sends no request."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tokencache.api.openapi import SESSION_STATES
+from tokencache.api.reader import state_object
 from tokencache.core.incidents import Incident
 from tokencache.core.lineage import lineages
 from tokencache.core.turn import Turn, TurnMark
@@ -143,12 +144,7 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) 
         trainable=sum(turn.completion_tokens for turn in turns if is_scored(turn)),
     )
     return {
-        "session": info.id,
-        "created": info.created,
-        "used": info.used,
-        "sealed": info.sealed,
-        "complete": is_complete(incidents),
-        "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
+        **state_object(info, owed),
         "incidents": [incident_object(incident) for incident in incidents],
         "figures": {name: value for name, value in msgspec.to_builtins(figures).items() if name != "drift"},
         "sequences": [_sequence(number, line, sequence_of, parents) for number, line in enumerate(found)],
