@@ -1,9 +1,9 @@
 """What vLLM loads: entry points `tokencache` in the groups `vllm.general_plugins` and `vllm.endpoint_plugins`.
 
-A general plugin is loaded into every process of every version; it patches 0.20 to 0.25, in the processes that serve HTTP. An
-endpoint plugin exists since 0.26, is loaded into those processes only, and only if `VLLM_PLUGINS` names it (`vllm/plugins/__init__.py`,
-0.26); from there on all is left to it. (0.32 loads general plugins before it can log.) Whatever happens here, vLLM starts: what
-cannot be patched is said, loudly, and left alone.
+vLLM loads a general plugin into every process of every version; this one patches 0.20 to 0.25, in the processes that serve HTTP.
+Endpoint plugins exist since 0.26. vLLM loads them into those processes only, and only if `VLLM_PLUGINS` names them
+(`vllm/plugins/__init__.py`, 0.26); from 0.26 on everything is left to this one. (0.32 loads general plugins before it can log.)
+Whatever happens here, vLLM starts: a version that cannot be patched is logged as an error and left alone.
 """
 
 import logging
@@ -15,15 +15,15 @@ from tokencache.vllm_plugin.patch import NATIVE_SINCE, UnknownVllmError, minor, 
 
 NAME = "tokencache"
 log = logging.getLogger("vllm.plugins.tokencache")
-"""Below vLLM's own logger, whose handlers write it."""
+"""A child of vLLM's own logger, whose handlers write it."""
 
 _ENDPOINT_PLUGINS_SINCE = (0, 26)
 _NOT_HTTP = ("EngineCore", "Worker", "VllmWorker", "DPCoordinator")
-"""How vLLM names its processes that render nothing (`vllm/v1/engine/utils.py`, `vllm/v1/executor/multiproc_executor.py`)."""
+"""Names of vLLM's processes that render nothing (`vllm/v1/engine/utils.py`, `vllm/v1/executor/multiproc_executor.py`)."""
 
 
 def register() -> None:
-    """Patch vLLM 0.20 to 0.25: what a general plugin is called for."""
+    """Patch vLLM 0.20 to 0.25; vLLM calls this function of a general plugin."""
     if multiprocessing.current_process().name.startswith(_NOT_HTTP):
         return
     version = _version()
@@ -31,7 +31,7 @@ def register() -> None:
     if since < _ENDPOINT_PLUGINS_SINCE:
         _patch(version)
     elif since < NATIVE_SINCE and NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
-        log.warning("tokencache: NOT ACTIVE. vLLM %s loads endpoint plugins by name only: start it with VLLM_PLUGINS=%s", version, NAME)
+        log.warning("tokencache: NOT ACTIVE. vLLM %s loads endpoint plugins only by name: start it with VLLM_PLUGINS=%s", version, NAME)
 
 
 class EndpointPlugin:
@@ -41,10 +41,10 @@ class EndpointPlugin:
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Attach nothing."""
+        """Add no route."""
 
     async def init_state(self, _engine_client: Any, _state: Any, _args: Any) -> None:
-        """Patch vLLM, or say that it needs nothing."""
+        """Patch vLLM, or log that it needs no patch."""
         _patch(_version())
 
 
@@ -52,22 +52,22 @@ def _number(version: str) -> tuple[int, int]:
     try:
         return minor(version)
     except UnknownVllmError:
-        return 0, 0  # `patch` says that it is none it knows
+        return 0, 0  # `patch` reports it
 
 
 def _patch(version: str) -> None:
     try:
         done = patch(version)
     except UnknownVllmError as why:
-        log.error("tokencache: NOT ACTIVE, nothing was changed, supplied token ids will be ignored: %s", why)  # noqa: TRY400 - no bug
+        log.error("tokencache: NOT ACTIVE: nothing was changed, and supplied token ids will be ignored: %s", why)  # noqa: TRY400 - no bug
         return
     if done.where:
-        log.info("tokencache: vLLM %s takes prompt_token_ids and required_prefix_token_ids now; wrapped %s", done.version, done.where)
+        log.info("tokencache: vLLM %s now accepts prompt_token_ids and required_prefix_token_ids; wrapped %s", done.version, done.where)
     else:
-        log.info("tokencache: vLLM %s takes prompt_token_ids by itself; nothing was changed", done.version)
+        log.info("tokencache: vLLM %s accepts prompt_token_ids by itself; nothing was changed", done.version)
 
 
 def _version() -> str:
-    from vllm import __version__  # noqa: PLC0415 - only where vLLM is: in its own processes
+    from vllm import __version__  # noqa: PLC0415 - importable only in vLLM's own processes
 
     return str(__version__)

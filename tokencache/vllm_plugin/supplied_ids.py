@@ -1,14 +1,14 @@
-"""The ids that a request supplies: found, taken out, and validated, before vLLM sees any of them.
+"""Reads and validates the ids that a request supplies, and removes them from the request.
 
-Two questions can be asked, never both:
+A request may have one of two members:
 
-`prompt_token_ids`           the whole prompt, in `kv_transfer_params`, as vLLM 0.27 and later take it natively
+`prompt_token_ids`           the whole prompt, in `kv_transfer_params`, as vLLM 0.27 and later accept it
                              (0.32: `vllm/renderers/online_renderer.py::_reused_prompt_token_ids`)
-`required_prefix_token_ids`  the exact ids up to the end of the last assistant message, as NeMo RL's worker takes them: at the
-                             top of the body; in `kv_transfer_params` or `vllm_xargs` for dialects that drop unknown members
+`required_prefix_token_ids`  the exact ids up to the end of the last assistant message, as NeMo RL's worker accepts them: at the top level
+                             of the body; in `kv_transfer_params` or `vllm_xargs` for dialects that drop unknown members
 
-They are taken out of the request, so that no connector and no sampler meets them, and so that later prompts of the same request
-(the tool loops of Responses) are rendered. Media is refused: to ignore the ids then, as 0.32 does, would be silent.
+They are removed, so that no connector and no sampler gets them, and so that later prompts of the same request (the tool loops of
+Responses) are rendered. Media is refused: to ignore the ids in that case, as 0.32 does, would be silent.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,11 +20,11 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinki
 _MEDIA_KEYS = frozenset(
     "image_url input_image image_embeds image_pil audio_url input_audio audio_embeds video_url prompt_embeds".split()  # noqa: SIM905
 )
-"""As in vLLM 0.32, `vllm/renderers/chat_utils.py`: a part with one of these is media whatever it calls itself."""
+"""A part with one of these keys is media, whatever its type says (vLLM 0.32, `vllm/renderers/chat_utils.py`)."""
 
 
 class InvalidIdsError(ValueError):
-    """What was supplied cannot be used: the caller's 400. `parameter` is the member at fault."""
+    """The supplied ids cannot be used; the client gets a 400. `parameter` is the member at fault."""
 
     def __init__(self, message: str, parameter: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class InvalidIdsError(ValueError):
 
 
 class SuppliedIds(NamedTuple):
-    """Ids that stand for the whole prompt, or (`whole` is false) for all up to the end of the last reply."""
+    """Ids that are the whole prompt, or (`whole` is false) its beginning up to the end of the last reply."""
 
     ids: list[int]
     whole: bool
@@ -40,16 +40,16 @@ class SuppliedIds(NamedTuple):
 
 
 def take(request: Any) -> SuppliedIds | None:
-    """Take supplied ids out of a request.
+    """Remove supplied ids from a request and return them.
 
     Args:
         request: any of vLLM's requests; members that its model does not know are in `model_extra`.
 
     Returns:
-        What was asked; `None` if nothing was: no ids, or an empty prefix.
+        The ids; `None` if the request has none, or an empty prefix.
 
     Raises:
-        RefusedError: the ids are no list of non-negative integers, or two members contradict each other.
+        InvalidIdsError: they are not a list of non-negative integers, or two members contradict each other.
     """
     places = {"": getattr(request, "model_extra", None)}
     places |= {name: getattr(request, name, None) for name in ("kv_transfer_params", "vllm_xargs")}
@@ -71,7 +71,7 @@ def take(request: Any) -> SuppliedIds | None:
     parameter, prefix = given[0]
     _validate(prefix, parameter, "a list")
     if any(other != prefix for _, other in given):
-        raise InvalidIdsError(f"`{parameter}` is given twice with other ids.", parameter)
+        raise InvalidIdsError(f"`{parameter}` is given twice with different ids.", parameter)
     return SuppliedIds(prefix, whole=False, parameter=parameter)
 
 
@@ -81,26 +81,26 @@ def _validate(ids: Any, parameter: str, what: str) -> None:
         raise InvalidIdsError(f"`{parameter}` must be {what} of non-negative integers.", parameter)
 
 
-def check_range(asked: SuppliedIds, vocabulary: int, max_model_len: int) -> None:
-    """Check supplied ids against the model.
+def check_range(supplied: SuppliedIds, vocabulary: int, max_model_len: int) -> None:
+    """Check supplied ids against the limits of the model.
 
     Args:
-        asked: what was asked.
-        vocabulary: ids run from 0 to below this.
-        max_model_len: prompt and completion together, in tokens; at least one must be left for the completion.
+        supplied: the ids.
+        vocabulary: ids are below this.
+        max_model_len: limit of prompt and completion together, in tokens; one at least must remain for the completion.
 
     Raises:
-        RefusedError: an id is out of vocabulary, or there are too many.
+        InvalidIdsError: an id is out of vocabulary, or there are too many.
     """
-    if max(asked.ids) >= vocabulary:
-        raise InvalidIdsError(f"Token id {max(asked.ids)} of `{asked.parameter}` is out of vocabulary.", asked.parameter)
-    if len(asked.ids) >= max_model_len:
-        said = f"`{asked.parameter}` has {len(asked.ids)} tokens; this model's maximum context length is {max_model_len} tokens."
-        raise InvalidIdsError(said, asked.parameter)
+    if max(supplied.ids) >= vocabulary:
+        raise InvalidIdsError(f"Token id {max(supplied.ids)} of `{supplied.parameter}` is out of vocabulary.", supplied.parameter)
+    if len(supplied.ids) >= max_model_len:
+        message = f"`{supplied.parameter}` has {len(supplied.ids)} tokens; this model's maximum context length is {max_model_len} tokens."
+        raise InvalidIdsError(message, supplied.parameter)
 
 
 def plain(value: Any) -> Any:
-    """Copy a validated message into plain dicts and lists; pydantic's one-shot iterators are read, and can be read again."""
+    """Copy a validated message into dicts and lists, so that pydantic's one-shot iterators can be read more than once."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | Iterator):
@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
 
 
 def has_media(messages: list[Any]) -> bool:
-    """Whether any content part of plain messages is something else than text."""
+    """Whether any content part of plain messages is not text."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     return any(_is_media(part) for content in contents if isinstance(content, list) for part in content)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.vllm_plugin.kit import MAX_MODEL_LEN, BadRequestError, Request, Server, TokenizeParams
-from tokencache.vllm_plugin.asked import take
+from tokencache.vllm_plugin.supplied_ids import take
 
 HI = [{"role": "user", "content": "Hi."}]
 TALK = [*HI, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Well?"}]
@@ -126,7 +126,7 @@ async def test_text_in_parts_and_read_once_iterators_are_text(server):
 async def test_both_at_once_or_two_that_differ(server):
     with pytest.raises(BadRequestError, match="cannot both be given"):
         await server.prompt(TALK, **whole([5]), required_prefix_token_ids=[5])
-    with pytest.raises(BadRequestError, match="given twice"):
+    with pytest.raises(BadRequestError, match="given twice with different ids"):
         await server.prompt(TALK, vllm_xargs={"required_prefix_token_ids": [6]}, required_prefix_token_ids=[5])
     same = await server.prompt(TALK, vllm_xargs={"required_prefix_token_ids": [5]}, required_prefix_token_ids=[5])
     assert same[0] == 5
