@@ -1,10 +1,10 @@
-"""Anthropic Messages: what Claude Code and everything else that uses an Anthropic SDK speaks.
+"""Anthropic Messages: the dialect of Claude Code and of every client of an Anthropic SDK.
 
-A conversation is a system prompt and entries of content blocks; a reply is one message of blocks (thinking, text, tool_use),
-streamed block by block. Thinking is signed with the call's handle.
+A conversation is a system prompt and a list of entries with content blocks. A reply is one message of blocks (thinking, text, tool_use),
+streamed block by block. Thinking is signed with the call's handle. The dialect's recorded name is `messages`.
 
-`codec`    the routes, models, errors
-`request`  a request's members → chat; `history`: system and messages → chat messages
-`reply`    the chat reply as content blocks, whole or streamed; `ending`: why it ended, and what it used
-`blocks`, `members`, `errors`: what they share
+`routes`      routes, credential header, models
+`request`     a request → chat
+`reply`       a chat reply → content blocks, whole or streamed
+`vocabulary`  members and content blocks of a request; stop reasons, usage and errors of a reply
 """

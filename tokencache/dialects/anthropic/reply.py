@@ -1,21 +1,20 @@
-"""Anthropic Messages: a chat reply, said again as content blocks, whole or event by event.
+"""Writes a chat reply as Anthropic content blocks, whole or event by event.
 
     message_start ping  (content_block_start  content_block_delta …  content_block_stop) …  message_delta message_stop
 
-A block opens with the first words that belong into it and closes when something else is said, so blocks stand in the
-order in which things came; text after a tool call opens another. Each thinking block is signed with the call's handle,
-which clients must send back as it is. `message_delta` waits for the engine's last chunk, in which the usage stands.
+A block opens with its first text and closes when a block of another kind begins, so blocks keep the order of the reply; text after a
+tool call opens another block. Each thinking block is signed with the call's handle, which clients have to send back. `message_delta`
+waits for the engine's last chunk, which has the usage.
 
-Decisions, where vLLM 0.32 (`entrypoints/anthropic/serving.py`) does otherwise or nothing:
+Differences from vLLM 0.32 (`entrypoints/anthropic/serving.py`):
 
-* `input` must be an object. In a stream the arguments are passed on as they come, whatever they are; in a whole answer
-  arguments that are no object are wrapped (`blocks.UNPARSED`): no client runs a tool with them by mistake, and
-  the reading unwraps them. vLLM fails there with a 500;
-* parallel calls that an engine sends interleaved have several blocks open at a time, told apart by their index, as
-  Anthropic's clients accumulate them. vLLM's own parsers never do that; its converter would drop the pieces;
-* an answer that says nothing is one empty text block, also in a stream (there vLLM sends no block at all);
+* `input` has to be an object. A stream passes arguments on as they come. In a whole reply, arguments that are not an object are wrapped
+  (`vocabulary.UNPARSED`), so no client runs a tool with them by mistake; the request parser unwraps them. vLLM answers 500;
+* parallel calls that an engine sends interleaved have several open blocks with different indexes, as Anthropic's clients accept. vLLM's own
+  parsers never interleave; its converter would drop the pieces;
+* an empty reply is one empty text block, also in a stream (vLLM sends no block there);
 * a stream that ends before its reply does is an error, not the end of a turn;
-* `input_tokens` excludes what was read from the cache, as Anthropic counts; the prompt's length stands in `message_start`.
+* `input_tokens` excludes what was read from the cache, as Anthropic counts; `message_start` has the length of the prompt.
 """
 
 from typing import Any
@@ -28,33 +27,38 @@ from tokencache.dialects.thinking import Thinking, signed
 
 _TAIL = b"}}\n\n"
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"), "tool_use": ("input_json_delta", "partial_json")}
-"""How a block of each kind grows: the delta's type, and the member with the words."""
-_GROWING = {b"content": "text", b"reasoning": "thinking"}
+"""For each type of block, the type of its deltas and their member with the text."""
+_BLOCK_TYPES = {b"content": "text", b"reasoning": "thinking"}
 
 
 class _Block:
-    """A block that was opened: its place in the message and, of a call, the arguments so far."""
+    """An open block: its index in the message and, for a call, the arguments so far."""
 
-    def __init__(self, place: int, kind: str) -> None:
-        self.place, self.kind = place, kind
+    def __init__(self, index: int, kind: str) -> None:
+        self.index, self.kind = index, kind
         self.arguments: list[str] = []
-        # Its deltas differ in their last member alone, and there are hundreds: all up to that is written once.
+        # The hundreds of deltas of a block differ only in their last member: the bytes before it are written once.
         delta, member = _DELTAS[kind]
-        self._head = _event("content_block_delta", index=place, delta={"type": delta, member: ""}).removesuffix(b'""' + _TAIL)
+        self._head = _event("content_block_delta", index=index, delta={"type": delta, member: ""}).removesuffix(b'""' + _TAIL)
 
-    def grown(self, words: str) -> bytes:
-        """Say the next piece of it."""
-        return self._head + json_io.write(words) + _TAIL
+    def delta(self, text: str) -> bytes:
+        """Write the event for the next piece of its text."""
+        return self._head + json_io.write(text) + _TAIL
 
 
 class AnthropicReplyEncoder:
-    """Says one chat reply in Messages; `model` as the harness named it, `handle` as dialects use it."""
+    """Writes one chat reply in Messages (`base.ReplyEncoder`).
+
+    Args:
+        model: the model's name as the client wrote it.
+        handle: the call's handle.
+    """
 
     def __init__(self, model: str, handle: str) -> None:
         self._model = model
         self._handle = handle
         self._thinking = Thinking()
-        self._open: list[_Block] = []  # more than one only while calls come interleaved
+        self._open: list[_Block] = []  # more than one only while calls are interleaved
         self._calls: dict[int, _Block] = {}
         self._blocks = 0
         self._usage = Usage()
@@ -64,57 +68,57 @@ class AnthropicReplyEncoder:
         self._failed = False
 
     def whole(self, data: bytes) -> bytes:
-        """Say a whole chat completion; what is none is passed on as it is."""
-        heard = self._thinking.read(data)
-        choice = heard.choice if heard is not None else None
-        if heard is None or choice is None:
+        """See `ReplyEncoder.whole`; what is not a chat completion is passed on."""
+        completion = self._thinking.read(data)
+        choice = completion.choice if completion is not None else None
+        if completion is None or choice is None:
             return data
-        said = choice.reply
+        reply = choice.reply
         content: list[dict[str, Any]] = []
-        if thought := said.thought:
+        if thought := reply.thought:
             content.append({"type": "thinking", "thinking": thought, "signature": self._signature})
-        if said.content:
-            content.append({"type": "text", "text": said.content})
-        calls = [call for _, call in said.calls()]
+        if reply.content:
+            content.append({"type": "text", "text": reply.content})
+        calls = [call for _, call in reply.calls()]
         content += [{"type": "tool_use", "id": call.id or "", "name": call.name, "input": _input(call.arguments)} for call in calls]
         last = calls[-1].arguments if calls else None
-        message = self._message(content or [{"type": "text", "text": ""}], usage_of(heard.usage or Usage()))
+        message = self._message(content or [{"type": "text", "text": ""}], usage_of(completion.usage or Usage()))
         return json_io.write(message | ending(choice.finish_reason, choice.stop_reason, last))
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:  # noqa: ARG002 - the event is written anew
-        """Say one chunk; what cannot be read says nothing."""
-        heard = self._thinking.read(data)
-        if heard is None or self._failed:
+        """See `ReplyEncoder.chunk`; a chunk that cannot be parsed is dropped."""
+        completion = self._thinking.read(data)
+        if completion is None or self._failed:
             return b""
-        if heard.fault is not None:
-            return self.error(*heard.fault)
-        self._usage = heard.usage or self._usage
+        if completion.fault is not None:
+            return self.error(*completion.fault)
+        self._usage = completion.usage or self._usage
         out = [] if self._started else self._start(prompt_tokens)
-        if heard.choice is not None:
-            self._choice(heard.choice, out)
+        if completion.choice is not None:
+            self._choice(completion.choice, out)
         return b"".join(out)
 
     def chunk_unparsed(self, event: bytes) -> bytes | None:
-        """See `ReplyEncoder.chunk_unparsed`: the next piece of a block that is open."""
+        """See `ReplyEncoder.chunk_unparsed`: the next piece of an open block."""
         piece = text_piece(event) if self._thinking.settled else None
         if piece is None or self._failed:
             return None
-        kind, call, words = piece
+        kind, call, text = piece
         if not kind:
             return b""
-        if not words:
+        if not text:
             return None
-        if kind in _GROWING:
+        if kind in _BLOCK_TYPES:
             block = self._open[-1] if self._open else None
-            return block.grown(words) if block is not None and block.kind == _GROWING[kind] else None
+            return block.delta(text) if block is not None and block.kind == _BLOCK_TYPES[kind] else None
         block = self._calls.get(call)
         if block is None:
             return None
-        block.arguments.append(words)
-        return block.grown(words)
+        block.arguments.append(text)
+        return block.delta(text)
 
     def end(self) -> bytes:
-        """Say the end of the message."""
+        """See `ReplyEncoder.end`."""
         if self._failed:
             return b""
         if self._finish is None:
@@ -123,22 +127,22 @@ class AnthropicReplyEncoder:
         if not self._blocks:
             self._begin(_Block(0, "text"), {"text": ""}, out)
             self._close(out)
-        last = max(self._calls.values(), key=lambda block: block.place, default=None)
-        how = ending(self._finish, self._stop, "".join(last.arguments) if last else None)
-        out += [_event("message_delta", delta=how, usage=usage_of(self._usage)), _event("message_stop")]
+        last = max(self._calls.values(), key=lambda block: block.index, default=None)
+        delta = ending(self._finish, self._stop, "".join(last.arguments) if last else None)
+        out += [_event("message_delta", delta=delta, usage=usage_of(self._usage)), _event("message_stop")]
         return b"".join(out)
 
     def keep_alive(self) -> bytes:
-        """Say nothing, in Anthropic's way."""
+        """See `ReplyEncoder.keep_alive`."""
         return _event("ping")
 
     def error(self, status: int, message: str) -> bytes:
-        """Say an error within the stream."""
+        """See `ReplyEncoder.error`."""
         self._failed = True
         return _event(**error_members(status, message))
 
     def documents(self) -> dict[str, bytes]:
-        """Keep nothing: a Messages request brings its whole history."""
+        """See `ReplyEncoder.documents`: none, because a Messages request has its whole history."""
         return {}
 
     @property
@@ -162,46 +166,46 @@ class AnthropicReplyEncoder:
         return [_event("message_start", message=self._message([], usage_of(Usage(prompt_tokens)))), self.keep_alive()]
 
     def _choice(self, choice: ChoicePart, out: list[bytes]) -> None:
-        said = choice.reply
-        if thought := said.thought:
-            self._speak("thinking", {"thinking": "", "signature": ""}, thought, out)
-        if said.content:
-            self._speak("text", {"text": ""}, said.content, out)
-        for index, call in said.calls():
-            self._call(index, call, out)
+        reply = choice.reply
+        if thought := reply.thought:
+            self._text("thinking", {"thinking": "", "signature": ""}, thought, out)
+        if reply.content:
+            self._text("text", {"text": ""}, reply.content, out)
+        for number, call in reply.calls():
+            self._call(number, call, out)
         if choice.finish_reason is not None:
             self._finish, self._stop = choice.finish_reason, choice.stop_reason
             self._close(out)
 
-    def _speak(self, kind: str, empty: dict[str, str], words: str, out: list[bytes]) -> None:
+    def _text(self, kind: str, empty: dict[str, str], text: str, out: list[bytes]) -> None:
         if not self._open or self._open[-1].kind != kind:
             self._close(out)
             self._begin(_Block(self._blocks, kind), empty, out)
-        out.append(self._open[-1].grown(words))
+        out.append(self._open[-1].delta(text))
 
-    def _call(self, index: int, call: ToolCallPart, out: list[bytes]) -> None:
-        block = self._calls.get(index)
+    def _call(self, number: int, call: ToolCallPart, out: list[bytes]) -> None:
+        block = self._calls.get(number)
         if block is None:
-            # An engine that has not finished the call before this one will come back to it: its block stays open.
+            # An engine that has not finished the call before this one will continue it later: its block stays open.
             if not (self._open and self._open[-1].kind == "tool_use") or all(is_json("".join(b.arguments)) for b in self._open):
                 self._close(out)
-            block = self._calls[index] = _Block(self._blocks, "tool_use")
+            block = self._calls[number] = _Block(self._blocks, "tool_use")
             self._begin(block, {"id": call.id or "", "name": call.name, "input": {}}, out)
         if call.arguments:
             block.arguments.append(call.arguments)
-            out.append(block.grown(call.arguments))
+            out.append(block.delta(call.arguments))
 
     def _begin(self, block: _Block, empty: dict[str, Any], out: list[bytes]) -> None:
         self._open.append(block)
         self._blocks += 1
-        out.append(_event("content_block_start", index=block.place, content_block={"type": block.kind, **empty}))
+        out.append(_event("content_block_start", index=block.index, content_block={"type": block.kind, **empty}))
 
     def _close(self, out: list[bytes]) -> None:
         for block in self._open:
             if block.kind == "thinking":
                 signature = {"type": "signature_delta", "signature": self._signature}
-                out.append(_event("content_block_delta", index=block.place, delta=signature))
-            out.append(_event("content_block_stop", index=block.place))
+                out.append(_event("content_block_delta", index=block.index, delta=signature))
+            out.append(_event("content_block_stop", index=block.index))
         self._open = []
 
 

@@ -1,52 +1,46 @@
-"""Anthropic Messages: a request → a chat request.
+"""Translates an Anthropic Messages request into a chat request.
 
-The members are mapped as vLLM 0.32 maps them for its own `/v1/messages` (`entrypoints/anthropic/serving.py`), so that the
-same request samples under the same conditions here and there:
+vLLM 0.32 serves `/v1/messages` itself (`entrypoints/anthropic/serving.py`). Members are mapped as it maps them, so a request samples under
+the same conditions here and there:
 
 ====================  ==================================================================================================
 Messages              chat completions
 ====================  ==================================================================================================
 `max_tokens` …        `max_tokens`, `temperature`, `top_p`, `top_k`; `stop_sequences` is `stop`
-`thinking`            `enabled` is `thinking_token_budget`, `disabled` is `reasoning_effort: "none"` (vLLM asks its template
-                      first whether it knows that effort, and else says `low`); other kinds pin nothing. `display` is
-                      ignored: thinking is always shown, as there
+`thinking`            `enabled` is `thinking_token_budget`, `disabled` is `reasoning_effort: "none"` (vLLM first checks whether
+                      its template knows that effort, and otherwise uses `low`); other types set nothing. `display` is
+                      ignored, as in vLLM: thinking is always returned
 `output_config`       `effort` is `reasoning_effort`, `format` is `response_format`; so is `output_format`, its older name
 `tool_choice`         `any` is `required`, `tool` names a function; `disable_parallel_tool_use` is `parallel_tool_calls`
 `tools`               functions. Tools that Anthropic's servers run, or whose schema only its models know, are refused by
                       name: Claude Code puts none into its main requests (its web search is a side call, which vLLM refuses too)
 vLLM's own            `chat_template_kwargs`, `cache_salt`, `vllm_xargs`, `kv_transfer_params`, `ec_transfer_params` and
-                      `watermarking` pass as they are; the proxy's chat reading judges them
+                      `watermarking` pass unchanged; `chat.request` checks them
 ====================  ==================================================================================================
 
-Without tools a call that the model writes all the same is text, as in chat. vLLM reads it there, too, and then shows it in
-a stream alone: of a whole answer it is lost (it sends `tool_choice: null`, which its chat completions never have).
+Without tools, a call that the model writes anyway is text, as in chat. vLLM parses it and returns it in streams only; a whole reply
+loses it (vLLM sends `tool_choice: null`, which its chat completions never have). Everything else (`metadata`, `service_tier`,
+`context_management`, `container`, unknown members) is ignored, as in vLLM.
 
-Everything else (`metadata`, `service_tier`, `context_management`, `container`, members unknown to us) says nothing to an
-engine, and is ignored as vLLM ignores it.
+Messages become those of vLLM's `_convert_messages` wherever that loses nothing that a template can render:
 
+* `system` blocks are joined without a separator, in one message. Claude Code's billing line (`x-anthropic-billing-header…`) is left out,
+  because it changes while nothing else does. A `role: "system"` entry between others keeps its position (vLLM moves it to the front
+  for templates that refuse it there; the dialect cannot know the template);
+* tool results become `tool` messages, in order, before the rest of their entry. Text blocks of a result are joined with newlines; its
+  images follow in a user message. Chat has no place for `is_error`. Empty text blocks are dropped, a single one becomes a string,
+  several stay parts;
+* a last entry with `role: "assistant"` is one more message, and is not continued.
 
-Anthropic Messages: `system` and `messages` → chat messages.
+It differs where the proxy knows how a reply was split into blocks:
 
-vLLM 0.32 has a converter of its own (`entrypoints/anthropic/serving.py`, `_convert_messages`). Where it loses nothing of
-what a template can show, ours gives the same messages, so that a call here renders as a direct one would:
-
-* `system` blocks are joined with no separator, in one message. Claude Code's billing line (`x-anthropic-billing-header…`)
-  is left out: it changes while nothing else does. A `role: "system"` entry between the others stays where it stands (vLLM
-  moves them to the front for templates that refuse that; whether one does cannot be seen from here);
-* tool results become `tool` messages, in their order, in front of what else their entry says, however they were mixed;
-  text blocks of a result are joined with newlines, its images follow in a user message of their own. `is_error` has no place
-  in chat: the text says it, or nothing does. Empty text blocks vanish, a lone one is a string, several stay parts;
-* an entry at the end with `role: "assistant"` is one more message, not a beginning to be continued.
-
-Where it differs, it is because more is known here of how a reply was taken apart:
-
-* assistant text blocks are joined with no separator, for the engine said one string (vLLM keeps them as parts, which
-  become lines). Consecutive assistant entries are one turn, as Anthropic's API defines it (vLLM keeps them apart), unless
-  the handles in the signatures of their thinking tell two replies of ours: clients that merge neighbours merge replies, too;
-* `tool_use.input` is written compactly; a call whose arguments were no JSON object comes back wrapped
-  (`blocks.UNPARSED`) and is unwrapped, so that the record and the echo agree. Any other JSON value is written as it is;
-* a document that is plain text is a text part; every other kind of document, and every block that chat has no place for,
-  is refused by name (vLLM ignores some of them).
+* assistant text blocks are joined without a separator, because the engine wrote one string (in vLLM they stay parts, which become
+  lines). Consecutive assistant entries are one turn, as Anthropic's API defines it (vLLM keeps them apart), unless the handles in their
+  signatures belong to two replies: clients that merge entries also merge replies;
+* `tool_use.input` is written compactly. A call whose arguments were not a JSON object comes back wrapped (`vocabulary.UNPARSED`) and is
+  unwrapped, so that it equals the record. Any other JSON value is written as it is;
+* a plain text document is a text part. Every other kind of document, and every block that chat has no equivalent for, is refused by
+  name (vLLM ignores some of them).
 """
 
 from typing import Any
@@ -74,13 +68,13 @@ _PASSED = ("chat_template_kwargs", "cache_salt", "vllm_xargs", "kv_transfer_para
 
 
 class TranslatedRequest(msgspec.Struct, frozen=True):
-    """A request in chat.
+    """A request, translated into chat.
 
     Attributes:
         body: the chat request's JSON.
-        model: the model's name as the harness wrote it.
-        handles: places in its messages → the handle that came back there.
-        left_out: rules by which something was left out.
+        model: the model's name as the client wrote it.
+        handles: index of a chat message → the handle that came back with it.
+        left_out: rules by which parts of the request were left out.
     """
 
     body: bytes
@@ -90,10 +84,10 @@ class TranslatedRequest(msgspec.Struct, frozen=True):
 
 
 def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequest:
-    """Read the body of `/v1/messages`, or of its `count_tokens`, where nothing is sampled and `max_tokens` is not asked for.
+    """Translate the body of `/v1/messages`, or of `count_tokens` (`counting`), where nothing is sampled and `max_tokens` is not required.
 
     Raises:
-        HarnessError: it cannot be said in chat; the message names the place.
+        HarnessError: chat has no equivalent; the message names the position.
     """
     fields = read_object(body)
     model = required(fields, "model", str)
@@ -123,7 +117,7 @@ def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(fields: dict[str, Any]) -> dict[str, Any]:
-    """How much to think, and in which form to answer."""
+    """Translate the members for thinking and for the response format."""
     chat: dict[str, Any] = {}
     config = optional(fields, "output_config", dict) or {}
     effort = optional(config, "effort", str, "output_config")
@@ -191,7 +185,7 @@ Message = dict[str, Any]
 
 
 class _Turn(msgspec.Struct):
-    """What an assistant says between two entries of others; `mark` says where its thinking stood."""
+    """Consecutive content of the assistant, which becomes one chat message; `mark` tells where its thinking was."""
 
     handle: str = ""
     mark: Mark = ""
@@ -212,19 +206,19 @@ class _Turn(msgspec.Struct):
 
 
 class History:
-    """A request's conversation in chat.
+    """A request's conversation, translated into chat.
 
     Attributes:
         messages: chat messages.
-        handles: places in them → the handle that came back there.
-        left_out: rules by which something was left out: `billing-line`, `cache-marks`.
+        handles: index of a message → the handle that came back with it.
+        left_out: rules by which parts were left out: `billing-line`, `cache-marks`.
     """
 
     def __init__(self, system: Any, entries: list[Any]) -> None:
-        """Read a request's `system` and `messages`.
+        """Translate a request's `system` and `messages`.
 
         Raises:
-            HarnessError: something is of the wrong type, or chat has no place for it.
+            HarnessError: a member has the wrong type, or chat has no equivalent.
         """
         self.messages: list[Message] = []
         self.handles: dict[int, str] = {}
@@ -237,7 +231,7 @@ class History:
 
     def _leading_system(self, system: Any) -> None:
         if isinstance(system, str):
-            if system.startswith(_BILLING):  # of a string vLLM drops that line only (`renderers/chat_utils.py`)
+            if system.startswith(_BILLING):  # of a string, vLLM drops that line only (`renderers/chat_utils.py`)
                 self.left_out.add(_BILLING_LINE)
                 system = system.partition("\n")[2]
         else:
@@ -296,8 +290,8 @@ class History:
             place = at, i
             kind = self._kind(inner, place)
             if kind == "text":
-                texts.append(required(inner, "text", str, place))  # an empty one, too: vLLM joins it in
-            elif kind == "tool_reference":  # a tool found by a search: templates that know deferred tools expand it
+                texts.append(required(inner, "text", str, place))  # also an empty one, as in vLLM
+            elif kind == "tool_reference":  # a tool that a search found: templates that know deferred tools expand it
                 references.append({"type": "tool_reference", "name": required(inner, "tool_name", str, place)})
             else:
                 for part in parts_of(inner, place):
@@ -327,10 +321,10 @@ class History:
             elif kind == "thinking":
                 handle, mark = read_signature(block.get("signature"))
                 if handle and handle != turn.handle and (turn.handle or (begins and turn != _Turn())):
-                    self._turns.append(turn := _Turn())  # another reply of ours
+                    self._turns.append(turn := _Turn())  # another recorded reply
                 turn.handle, turn.mark = handle or turn.handle, mark or turn.mark
                 turn.thoughts.append(required(block, "thinking", str, place))
-            elif kind != "redacted_thinking":  # that one is for its author's eyes only
+            elif kind != "redacted_thinking":  # only Anthropic can read that one
                 raise unsupported(block, place)
             begins = False
 
@@ -342,15 +336,15 @@ class History:
         self._turns = []
 
     def _kind(self, block: Any, at: Position) -> str:
-        """The type of a block; whether it has a cache mark is noted."""
+        """Return the type of a block, and note whether it has a cache mark."""
         kind = kind_of(block, at)
         if "cache_control" in block:
             self.left_out.add(_CACHE_MARKS)
         return kind
 
 
-def _arguments(given: Any) -> str:
-    raw = unwrapped(given)
+def _arguments(value: Any) -> str:
+    raw = unwrapped(value)
     if raw is not None:
         return raw
-    return "{}" if given is None else json_io.write(given).decode()
+    return "{}" if value is None else json_io.write(value).decode()

@@ -1,11 +1,10 @@
-"""Anthropic Messages: the codec of Claude Code and of everything that uses an Anthropic SDK.
+"""The Anthropic Messages dialect: its routes, credential header and list of models.
 
-    POST /v1/messages                 a call                 `request`, `history` → `reply`
-    POST /v1/messages/count_tokens    how long is it?
-    GET  /v1/models, /v1/models/ID    what is served?        only of clients that send `anthropic-version`: the route is
-                                                             OpenAI's too
+    POST /v1/messages                 a call
+    POST /v1/messages/count_tokens    the number of tokens of its prompt
+    GET  /v1/models, /v1/models/ID    served models, for clients that send `anthropic-version`: OpenAI has the same routes
 
-A model that is not served is unknown, whatever it is called; names that stand for it (`claude-…`) are the proxy's business.
+A model that is not served is unknown. Aliases for served models (`claude-…`) are resolved by the proxy.
 """
 
 from collections.abc import Mapping
@@ -24,42 +23,38 @@ _COUNT = "/v1/messages/count_tokens"
 _MODELS = "/v1/models"
 _VERSION = "anthropic-version"
 _UNKNOWN_DATE = "1970-01-01T00:00:00Z"
-"""What Anthropic's API says of a model whose release date is unknown (`anthropic` 2.12 `types/model_info.py`)."""
+"""Anthropic's API returns it for an unknown release date (`anthropic` 2.12 `types/model_info.py`)."""
 
 
 class AnthropicDialect:
-    """Anthropic's Messages API, as `anthropic` 2.12 and Claude Code 2.1 speak it."""
+    """Anthropic's Messages API, as `anthropic` 2.12 and Claude Code 2.1 use it."""
 
     name = "messages"
     credential_headers: tuple[str, ...] = ("x-api-key", AUTHORIZATION)
     credential_parameters: tuple[str, ...] = ()
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether a request is a Messages call, a count, or a question for models by an Anthropic client."""
+        """See `TranslatedDialect.matches`: a call, a token count, or a list of models for an Anthropic client."""
         if method == "POST":
             return path in {_CALL, _COUNT}
         return method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")) and _VERSION in headers
 
-    async def parse(self, asked: DialectRequest) -> ParsedRequest:
-        """Read a request.
+    async def parse(self, request: DialectRequest) -> ParsedRequest:
+        """See `TranslatedDialect.parse`.
 
         Raises:
-            HarnessError: it cannot be said in chat, or asks for a model that is not there.
+            HarnessError: chat has no equivalent, or the requested model does not exist.
         """
-        if asked.method == "GET":
-            return await _models(asked)
-        if asked.path == _COUNT:
-            return TokenCount(body=read_request(asked.body, counting=True).body, write=_count)
-        request = read_request(asked.body)
-        return ModelCall(
-            body=request.body,
-            encoder=AnthropicReplyEncoder(request.model, asked.handle),
-            handles=request.handles,
-            left_out=request.left_out,
-        )
+        if request.method == "GET":
+            return await _models(request)
+        if request.path == _COUNT:
+            return TokenCount(body=read_request(request.body, counting=True).body, write=_count)
+        chat = read_request(request.body)
+        encoder = AnthropicReplyEncoder(chat.model, request.handle)
+        return ModelCall(body=chat.body, encoder=encoder, handles=chat.handles, left_out=chat.left_out)
 
-    def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:  # noqa: ARG002 - no place for them here
-        """Write an error's body: Anthropic's types follow the status."""
+    def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:  # noqa: ARG002
+        """See `Dialect.error`: Anthropic's error type follows from the status."""
         return json_io.write(error_members(status, message))
 
 
@@ -67,13 +62,13 @@ def _count(tokens: int) -> bytes:
     return json_io.write({"input_tokens": tokens})
 
 
-async def _models(asked: DialectRequest) -> DirectReply:
-    served = await asked.served()
-    if asked.path == _MODELS:
+async def _models(request: DialectRequest) -> DirectReply:
+    served = await request.served()
+    if request.path == _MODELS:
         listed = [_model(model) for model in served]
         first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
         return DirectReply(body=json_io.write({"data": listed, "has_more": False, "first_id": first, "last_id": last}))
-    name = unquote(asked.path.removeprefix(_MODELS + "/"))
+    name = unquote(request.path.removeprefix(_MODELS + "/"))
     found = next((model for model in served if model.name == name), None)
     if found is None:
         raise HarnessError(f"model: {name}", status=404, kind="not_found_error")

@@ -1,16 +1,7 @@
-"""Anthropic Messages: members of the type they must have.
+"""Members and content blocks of an Anthropic request; stop reasons, usage and errors of a reply.
 
-Errors are worded as Anthropic's API words them, the place first: `messages.1.content.0.text: Input should be a valid string`.
-
-
-Anthropic Messages: content blocks, and what chat's content parts can say of them.
-
-Anthropic Messages: why a reply ended, and what it used.
-
-Anthropic Messages: errors in Anthropic's vocabulary (`anthropic` 2.12 `types/shared/error_object.py`; platform.claude.com, "Errors").
-
-What an engine says is passed on in its own words, with one exception: clients find out that a conversation has grown too
-long, and compact it, by the words in which Anthropic's API says so.
+Errors are worded as Anthropic's API words them, with the position first: `messages.1.content.0.text: Input should be a valid string`.
+Error types: `anthropic` 2.12 `types/shared/error_object.py`; platform.claude.com, "Errors".
 """
 
 import re
@@ -27,22 +18,22 @@ _TYPES: dict[type, str] = {str: "string", dict: "dictionary", list: "list", int:
 
 
 def wrong(at: Position, why: str) -> HarnessError:
-    """Make the error for a place in the body."""
+    """Make the error for a position in the body."""
     name = dotted(at)
     return HarnessError(f"{name}: {why}", param=name)
 
 
 def shown(value: Any) -> str:
-    """Write a harness's value into a message for it, at a readable length."""
+    """Write a client's value for an error message, cut to a readable length."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Read a body.
+    """Read a request's body.
 
     Raises:
-        HarnessError: it is no JSON object, or nested too deeply.
+        HarnessError: it is not a JSON object, or is nested too deeply.
     """
     found = json_io.read_body(body)
     if not isinstance(found, dict):
@@ -51,10 +42,10 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def optional(fields: dict[str, Any], name: str, kind: type, at: Position = "") -> Any:
-    """The value of a member; `None` if it is missing or null. An integer is a number, a boolean is neither.
+    """Return the value of a member, `None` if it is missing or null. An integer is a number, too; a boolean is neither.
 
     Raises:
-        HarnessError: it is of another type.
+        HarnessError: it has another type.
     """
     value = fields.get(name)
     if value is None or (isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))):
@@ -63,13 +54,13 @@ def optional(fields: dict[str, Any], name: str, kind: type, at: Position = "") -
 
 
 def required(fields: dict[str, Any], name: str, kind: type, at: Position = "") -> Any:
-    """The value of a member that must be there.
+    """Return the value of a required member.
 
     Raises:
-        HarnessError: it is missing, null or of another type.
+        HarnessError: it is missing, null or has another type.
     """
     value = fields.get(name)
-    if type(value) is kind:  # nearly always, and of every block
+    if type(value) is kind:  # the fast path, for every block of a long history
         return value
     value = optional(fields, name, kind, at)
     if value is None:
@@ -78,15 +69,14 @@ def required(fields: dict[str, Any], name: str, kind: type, at: Position = "") -
 
 
 UNPARSED = "__unparsed_arguments"
-"""The member in which a whole answer of ours shows a call's arguments that are no JSON object, as one text.
+"""The member that holds a call's arguments as one string, in a whole reply, if they are not a JSON object.
 
-Claude Code wraps such arguments, too, where a stream brought them, under a name of its own: that is a change of its own,
-which the rule `unparsed-input` judges (`core.rules`).
+Claude Code wraps such arguments from a stream, too, under a name of its own. The rule `unparsed-input` covers that (`core.rules`).
 """
 
 
 def listed(content: Any, at: Position) -> list[Any]:
-    """The blocks of a content, unread; a string is a single one, null has none.
+    """Return the blocks of a content; a string is one text block, null has none.
 
     Raises:
         HarnessError: it is none of these.
@@ -101,10 +91,10 @@ def listed(content: Any, at: Position) -> list[Any]:
 
 
 def kind_of(block: Any, at: Position) -> str:
-    """The type of a block.
+    """Return the type of a block.
 
     Raises:
-        HarnessError: it is no block.
+        HarnessError: it is not a block.
     """
     if not isinstance(block, dict):
         raise wrong(at, "Input should be a valid dictionary")
@@ -113,10 +103,10 @@ def kind_of(block: Any, at: Position) -> str:
 
 
 def parts_of(block: dict[str, Any], at: Position) -> Iterator[dict[str, Any]]:
-    """Say what a user shows (text, an image, a document that is text) in content parts.
+    """Translate a user's block (text, image, plain text document) into content parts.
 
     Raises:
-        HarnessError: chat has no place for it.
+        HarnessError: chat has no equivalent.
     """
     kind = block["type"]
     if kind == "text":
@@ -141,18 +131,18 @@ def parts_of(block: dict[str, Any], at: Position) -> Iterator[dict[str, Any]]:
 
 
 def unsupported(block: dict[str, Any], at: Position) -> HarnessError:
-    """Make the error for a block that has no place where it stands."""
+    """Make the error for a block that is not supported in its position."""
     return wrong((at, "type"), f"content blocks of type {shown(block['type'])} are not supported here")
 
 
 def wrapped(arguments: str) -> dict[str, str]:
-    """Wrap arguments that are no JSON object, so that they can stand where an object must."""
+    """Wrap arguments that are not a JSON object, for a member that has to be an object."""
     return {UNPARSED: arguments}
 
 
-def unwrapped(given: Any) -> str | None:
-    """Take such arguments out again; `None` if this is an input of its own."""
-    raw = given.get(UNPARSED) if isinstance(given, dict) and len(given) == 1 else None
+def unwrapped(value: Any) -> str | None:
+    """Return the arguments of an input that `wrapped` made; `None` for any other input."""
+    raw = value.get(UNPARSED) if isinstance(value, dict) and len(value) == 1 else None
     return raw if isinstance(raw, str) else None
 
 
@@ -170,7 +160,7 @@ _FINISHED = {"length": "max_tokens", "content_filter": "refusal"}
 
 
 def usage_of(usage: Usage) -> dict[str, int]:
-    """Count as Anthropic does: what the cache gave or took is no part of `input_tokens`."""
+    """Count as Anthropic does: `input_tokens` excludes tokens that were read from or written to the cache."""
     return {
         "input_tokens": max(0, usage.prompt_tokens - usage.cached - usage.cache_created),
         "cache_creation_input_tokens": usage.cache_created,
@@ -180,10 +170,10 @@ def usage_of(usage: Usage) -> dict[str, int]:
 
 
 def ending(finish: str | None, stop: int | str | None, last: str | None) -> dict[str, Any]:
-    """Say why it ended, as vLLM 0.32 says it; `last` are the arguments of the last call.
+    """Return the stop reason as vLLM 0.32 does; `last` are the arguments of the last call.
 
-    A call that a stop string cut short must not run: then the stop string is the reason. An end without a word for it
-    (`abort`, `error`) has none here either.
+    A call that a stop string cut short must not run, so then the stop string is the reason. Ends that Anthropic has no word for
+    (`abort`, `error`) have no reason.
     """
     reason, sequence = _FINISHED.get(finish or ""), None
     if finish in {"stop", "tool_calls"}:
@@ -214,17 +204,21 @@ _ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-_SERVERS_FAULT = 500
+_SERVER_ERROR = 500
 _TOO_LONG = (
-    # vLLM 0.32 `renderers/params.py`; with the prompt's ids supplied, its engine says it in other words
+    # vLLM 0.32 `renderers/params.py`; if the prompt's ids are supplied, its engine words the error differently
     re.compile(r"context length is (?P<limit>\d+) tokens\. However, your prompt contains (?:at least )?(?P<tokens>\d+) input tokens"),
     re.compile(r"Input length \((?P<tokens>\d+)\) exceeds model's maximum context length \((?P<limit>\d+)\)"),
 )
 
 
 def error_members(status: int, message: str) -> dict[str, Any]:
-    """What an error's body consists of, and its event in a stream; `status` is HTTP's."""
-    kind = _ERROR_TYPES.get(status) or ("api_error" if status >= _SERVERS_FAULT else "invalid_request_error")
+    """Return the members of an error's body, and of its event in a stream; `status` is HTTP's.
+
+    The engine's message is passed on, with one exception: clients recognize a conversation that is too long, and compact it, by the words
+    of Anthropic's API.
+    """
+    kind = _ERROR_TYPES.get(status) or ("api_error" if status >= _SERVER_ERROR else "invalid_request_error")
     found = next((found for pattern in _TOO_LONG if (found := pattern.search(message))), None)
     if found is not None:
         message = f"prompt is too long: {found['tokens']} tokens > {found['limit']} maximum"
