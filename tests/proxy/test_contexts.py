@@ -73,7 +73,7 @@ def test_media_stay_out_of_the_store():
     plan = Plan(match="plain", reason=call.plain)
     outcome = Outcome(session="s", epoch="l", call_id="c", call=call, plan=plan, reply=reply, model=None, started=0.0)
     recorded = outcome.record(PrefixCache(MemoryStore(), max_bytes=1000))
-    (entry,), (held,) = recorded.entries, recorded.held
+    (entry,), (held,) = recorded.entries, recorded.prefixes
     assert entry.turn.marks == ("media",)
     assert entry.context == b""
     assert held.chain == ()  # and no later call can rest on them

@@ -69,7 +69,7 @@ async def raw(rig, session="s", **body):
 
 async def paid(rig):
     async def nothing_owed():
-        return not rig.proxy.ledger.owed("s")
+        return not rig.proxy.ledger.unsaved("s")
 
     await until(nothing_owed)
 
@@ -122,7 +122,7 @@ async def test_relay_a_past_that_cannot_be_read(store, broken):
     async with proxied(store=store, prefix_memory=0) as rig:
         first = await rig.say("s", **ASK)
         other = await rig.say("s", [user("EPISODE:talk")])
-        rig.proxy.ledger.prefixes._held.clear()
+        rig.proxy.ledger.prefixes._prefixes.clear()
         store.broken.add(broken)
         edited = [{"role": "system", "content": "edited"}, *ASK["messages"], echo(first), *results(first)]
         for messages in ([*ASK["messages"], echo(first), *results(first)], edited, [user("?"), echo(other), user("!")]):
@@ -190,7 +190,7 @@ async def test_tokenize_does_not_fail_with_the_store(store):
     async with proxied(store=store, prefix_memory=0) as rig:
         first = await rig.say("s", **ASK)
         messages = [*ASK["messages"], echo(first), *results(first)]
-        rig.proxy.ledger.prefixes._held.clear()
+        rig.proxy.ledger.prefixes._prefixes.clear()
         for broken in ("find", "prefix"):
             store.broken = {broken}
             status, said = await rig.post("s", "/tokenize", messages=messages, tools=TOOLS)

@@ -160,11 +160,11 @@ async def test_what_cannot_be_written_is_named(caplog):
                 assert answer.status == 200
         await rack.ended()
     said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert any("INCIDENTS OF 2 SESSIONS COULD NOT BE WRITTEN" in line for line in said)
-    named = [line for line in said if "not written:" in line]
-    assert [line.split()[1] for line in named] == ["lost-a", "lost-b"]
+    assert any("INCIDENTS OF 2 SESSIONS ARE LOST" in line for line in said)
+    named = [line for line in said if "incidents not saved" in line]
+    assert [line.split()[1].rstrip(":") for line in named] == ["lost-a", "lost-b"]
     assert "store-error (2 times)" in named[0]
-    assert "LOOKS MORE COMPLETE THAN IT IS" in named[0]
+    assert "so its `complete` flag may be WRONG" in named[0]
 
 
 async def test_one_process_told_twice_ends_at_once():

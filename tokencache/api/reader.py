@@ -33,7 +33,7 @@ class SessionReader:
         info = await self._store.session(name)
         if info is not None:
             return info
-        if self._ledger.owed(name):  # the store failed before the session began; the trainer must still see its incidents
+        if self._ledger.unsaved(name):  # the store failed before the session began; the trainer must still see its incidents
             return SessionInfo(name, 0.0, 0.0, False, 0, (), ())
         raise no_session(name)
 
@@ -50,7 +50,7 @@ class SessionReader:
             packed = await self._store.contexts(info.id, names) if turns and contexts else {}
         except KeyError:
             raise no_session(info.id) from None
-        return Records(info, turns, tokens, packed, self._ledger.owed(info.id))
+        return Records(info, turns, tokens, packed, self._ledger.unsaved(info.id))
 
 
 def state_object(info: SessionInfo, owed: Sequence[Incident]) -> dict[str, Any]:

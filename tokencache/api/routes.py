@@ -141,4 +141,4 @@ class _TrainerApi:
         return json_response({"id": name, "revoked": True})
 
     def _state(self, info: SessionInfo) -> dict[str, Any]:
-        return state_object(info, self._ledger.owed(info.id))
+        return state_object(info, self._ledger.unsaved(info.id))

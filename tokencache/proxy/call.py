@@ -498,7 +498,7 @@ class CallAttempt:
     async def _stop(self, spent: str) -> web.StreamResponse:
         """End the episode: no engine is asked."""
         metrics.CALLS.labels(self._chat.dialect, IncidentKind.BUDGET_SPENT).inc()
-        number = self._ledger.count_spent(self._session)
+        number = self._ledger.count_over_budget(self._session)
         log.info("session %s call %s: %s: %s", self._session, self.id, IncidentKind.BUDGET_SPENT, spent)
         await self.close([self._outcome.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
         return await self._response.send(budget_reply(self._chat, self.id), self._reply)

@@ -229,7 +229,7 @@ class Caller:
                 return await self._calls.serve(asked, fingerprint, visit.origin.budget.over(self._budget))
             except TokencacheError as why:
                 if isinstance(why, SessionSealedError):
-                    await self._ledger.turn_away(visit.session, f"{call.dialect}, {visit.route}")
+                    await self._ledger.note_late_call(visit.session, f"{call.dialect}, {visit.route}")
                 if response.opened is None:
                     raise
                 return await response.fail(why.status, f"the call was given up: {why}")
@@ -247,7 +247,7 @@ class Caller:
         try:
             await self._ledger.admit(visit.session)
         except SessionSealedError:
-            await self._ledger.turn_away(visit.session, f"{dialect}, {visit.route}")
+            await self._ledger.note_late_call(visit.session, f"{dialect}, {visit.route}")
             raise
 
     def _pin(self, visit: Visit, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The ledger: the store as calls see it, and what is done when it fails.
+"""Begins and ends calls in the store, and keeps calls alive when the store fails.
 
-A harness never fails because the cache does (unless asked for: `on_store_error = fail`). Where the store cannot be
-reached the call goes on without its session's past, and what must be said about it is kept here and written as soon as
-the store is back, so that the trainer sees a session that is incomplete, and why.
+A call never fails because the store does (unless configured: `on_store_error = fail`). While the store cannot be reached, a call goes on
+without its session's past. The incidents about it are kept in memory and saved as soon as the store answers again, so that the trainer
+sees that the session is incomplete, and why.
 """
 
 import asyncio
@@ -27,39 +27,51 @@ from tokencache.store.base import BeginResult, Join, SessionGoneError, SessionSe
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
+"""Pause between attempts to save incidents."""
 ONE_BY_ONE = 16
-"""So many events of a session are noted one by one (`SampledCounter`)."""
+"""How many events of a session are all selected (`SampledCounter`)."""
 _MOST_SESSIONS = 4096
-"""Sessions that a counter knows at a time; for a session that it dropped it starts again."""
+"""Sessions that a counter remembers; a session that was dropped starts at 0 again."""
 
 
 class SampledCounter:
     """Counts events of each session in this process, and selects those that become incidents.
 
-    A harness may repeat a refused call for ever, and a session's incidents must not grow with that. So the first `ONE_BY_ONE` events are
-    noted, and after those the 32nd, the 64th and so on, each with the number of all so far.
+    A client may repeat a refused call without end, and a session's incidents must not grow with that. So the first `ONE_BY_ONE` events
+    are selected, then the 32nd, the 64th and so on.
     """
 
     def __init__(self) -> None:
         self._counts: LRUCache[str, int] = LRUCache(_MOST_SESSIONS)
 
     def count(self, session: str) -> int:
-        """Count one more event. Returns its number if it is to be noted, else 0."""
+        """Count an event and return its number if it is selected, else 0."""
         number = self._counts[session] = self._counts.get(session, 0) + 1
         return number if number <= ONE_BY_ONE or number.bit_count() == 1 else 0
 
     def forget(self, session: str) -> None:
-        """Start again for a session that was deleted."""
+        """Start at 0 again for a session that was deleted."""
         self._counts.pop(session, None)
 
 
 class Ledger:
-    """Begins and ends calls on a store; `strict` lets store errors through to the harness.
+    """Begins and ends calls in a store.
 
-    `experts` keeps what is too large for a store; `None` where it is not wanted.
+    Attributes:
+        store: the store.
+        prefixes: the cached prefixes of its turns.
+        replica: the id of this process in the store.
     """
 
     def __init__(self, store: Store, prefixes: PrefixCache, *, strict: bool = False, experts: RoutedExperts | None = None) -> None:
+        """Wrap a store.
+
+        Args:
+            store: the store.
+            prefixes: the cached prefixes of its turns.
+            strict: whether a store error fails the call.
+            experts: writes routed experts; `None` where they are not kept.
+        """
         self.store = store
         self.prefixes = prefixes
         self.replica = secrets.token_hex(8)
@@ -67,18 +79,18 @@ class Ledger:
         self._experts = experts
         self._late = SampledCounter()
         self._spent = SampledCounter()
-        self._owed: dict[str, list[Incident]] = {}
-        self._unended: list[tuple[str, str, str]] = []  # session, life and name of calls that are over, and stand open in the store
-        self._payer: asyncio.Task[None] | None = None
+        self._unsaved: dict[str, list[Incident]] = {}
+        self._open: list[tuple[str, str, str]] = []  # session, epoch and name of calls that have ended, but not in the store
+        self._saving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def begin(
         self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", join: Join = "never"
     ) -> BeginResult | None:
-        """Begin a call; `None` where the store cannot be asked. `fingerprint` and `join` as in `Store.begin`.
+        """Begin a call; `None` if the store does not answer. `fingerprint` and `join` as in `Store.begin`.
 
         Raises:
-            SessionSealedError: the session takes no more calls.
+            SessionSealedError: the session is sealed.
             StoreError: the store failed and the policy is strict.
         """
         try:
@@ -88,16 +100,20 @@ class Ledger:
             return None
 
     async def end(self, begun: BeginResult | None, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
-        """Store what a call came to, and the documents that its reply is to be found by again, before the last byte leaves.
+        """Store the turns of a call, and the documents by which its reply is found again, before the last byte is sent.
 
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        for entry in recorded.entries:
-            _count(entry.turn.match, entry.turn.reason, entry.turn.prompt_tokens, entry.turn.completion_tokens, entry.turn.forgiven)
+        for turn in (entry.turn for entry in recorded.entries):
+            metrics.counter(metrics.TURNS, turn.match, turn.reason).inc()
+            metrics.PROMPT_TOKENS.inc(turn.prompt_tokens)
+            metrics.COMPLETION_TOKENS.inc(turn.completion_tokens)
+            for rule in turn.forgiven:
+                metrics.FORGIVEN.labels(rule).inc()
         for rule in outcome.call.left_out:
             metrics.FORGIVEN.labels(rule).inc()
-        _tally(recorded.incidents)
+        _count(recorded.incidents)
         if begun is None:
             self._lose(outcome, recorded)
             return
@@ -114,13 +130,13 @@ class Ledger:
             await self._gone(outcome.session, outcome.call_id)
             return
         except StoreError as why:
-            self._unended.append((outcome.session, begun.epoch, outcome.call_id))
+            self._open.append((outcome.session, begun.epoch, outcome.call_id))
             self._lose(outcome, recorded)
             self._failed("commit", outcome.session, outcome.call_id, why)
             return
         parent = outcome.plan.parent
-        for entry, held in zip(recorded.entries, recorded.held, strict=True):
-            self.prefixes.add(begun.epoch, entry.turn.id, held, instead_of=parent)
+        for entry, prefix in zip(recorded.entries, recorded.prefixes, strict=True):
+            self.prefixes.add(begun.epoch, entry.turn.id, prefix, instead_of=parent)
 
     async def settle(
         self,
@@ -131,14 +147,14 @@ class Ledger:
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """End a call that brought no turn, with documents that are to be kept all the same.
+        """End a call without a turn; `documents` are stored all the same.
 
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        _tally(incidents)
+        _count(incidents)
         if begun is None:
-            self._owe(session, list(incidents))
+            self._save_later(session, list(incidents))
             return
         try:
             if documents:
@@ -148,28 +164,28 @@ class Ledger:
         except SessionGoneError:
             await self._gone(session, call)
         except StoreError as why:
-            self._unended.append((session, begun.epoch, call))
-            self._owe(session, list(incidents))
+            self._open.append((session, begun.epoch, call))
+            self._save_later(session, list(incidents))
             self._failed("settle", session, call, why)
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
-        """Say something about a session, outside any call.
+        """Add incidents to a session, outside of any call.
 
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        _tally(incidents)
+        _count(incidents)
         try:
             await self.store.add_incidents(session, incidents)
         except StoreError as why:
-            self._owe(session, list(incidents))
+            self._save_later(session, list(incidents))
             self._failed("note", session, "-", why)
 
     async def admit(self, session: str) -> None:
-        """Let a request pass that samples and is not recorded, unless its session takes no more calls.
+        """Check that a session still accepts calls, before a request that samples and is not recorded.
 
         Raises:
-            SessionSealedError: it does not.
+            SessionSealedError: the session is sealed.
             StoreError: the store failed and the policy is strict.
         """
         try:
@@ -180,75 +196,76 @@ class Ledger:
         if info is not None and info.sealed:
             raise SessionSealedError(session)
 
-    async def turn_away(self, session: str, detail: str) -> None:
-        """Note that a call came after its session was sealed: nothing was sampled. `detail` says what kind of call."""
+    async def note_late_call(self, session: str, detail: str) -> None:
+        """Note that a call came after its session was sealed, so that nothing was sampled. `detail` names the kind of call."""
         number = self._late.count(session)
         log.warning("session %s is sealed: %s is refused", session, detail)
         if number:
-            with contextlib.suppress(StoreError):  # it is refused either way
+            with contextlib.suppress(StoreError):  # the call is refused in any case
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
-    def count_spent(self, session: str) -> int:
-        """Count a call that came when the session's budget was used up; its number if it is to be noted, else 0."""
+    def count_over_budget(self, session: str) -> int:
+        """Count a call after the session's budget was used up; return its number if it should be noted, else 0."""
         return self._spent.count(session)
 
     async def keep_experts(self, outcome: Outcome) -> None:
-        """Keep the routed experts of a reply, before its turns are made."""
+        """Write the routed experts of a reply, before its turns are made."""
         if self._experts is not None:
             await self._experts.keep(outcome)
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
-        """Forget a session and all that is kept of it; false if there was none. With `reuse` its name may be used again at once.
+        """Delete a session and its files; false if there was none. With `reuse` its name may be used again at once.
 
         Raises:
-            StoreError: the store failed; nothing was forgotten.
+            StoreError: the store failed; nothing was deleted.
         """
         known = await self.store.delete(session, reuse=reuse)
         self._late.forget(session)
         self._spent.forget(session)
-        if self._experts is not None:  # after the store: a call that ends from now on removes its own
+        if self._experts is not None:  # after the store: a call that ends from now on removes its own files
             await self._experts.drop([session])
         return known
 
     def detach(self, work: "asyncio.Task[Any]") -> None:
-        """Keep a task that must end even though its harness has left."""
+        """Keep a task that must end although its client has left."""
         self._tasks.add(work)
         work.add_done_callback(self._ended)
 
     def _ended(self, work: "asyncio.Task[Any]") -> None:
         self._tasks.discard(work)
         if not work.cancelled() and (why := work.exception()) is not None:
-            log.error("a call could not be ended", exc_info=why)
+            log.error("a call failed while it ended; its turn may be missing", exc_info=why)
 
-    def owed(self, session: str) -> list[Incident]:
-        """Incidents of a session that could not be written yet."""
-        return list(self._owed.get(session, ()))
+    def unsaved(self, session: str) -> list[Incident]:
+        """Return the incidents of a session that could not be saved yet."""
+        return list(self._unsaved.get(session, ()))
 
     async def settled(self) -> None:
-        """Return when the calls that outlive their harnesses have ended, and nothing is owed any more."""
-        while pending := self._tasks or ({self._payer} if self._payer is not None and not self._payer.done() else set()):
+        """Wait until the calls whose clients have left have ended, and all incidents are saved."""
+        while pending := self._tasks or ({self._saving} if self._saving is not None and not self._saving.done() else set()):
             await asyncio.wait(pending)
 
     async def close(self) -> None:
-        """Finish what is under way, try once more to write what is owed, and name the sessions that will not be told."""
-        while self._tasks:  # one may leave others behind
+        """Finish the calls under way, try once more to save incidents, and log the sessions whose incidents are lost."""
+        while self._tasks:  # a task may start others
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._payer is not None:
-            self._payer.cancel()
-            await asyncio.gather(self._payer, return_exceptions=True)
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
         try:
-            await self._pay()
+            await self._save()
         except StoreError as why:
-            log.error("INCIDENTS OF %d SESSIONS COULD NOT BE WRITTEN: %s", len(self._owed), why)  # noqa: TRY400
-            for session, incidents in self._owed.items():
+            log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._unsaved), why)  # noqa: TRY400
+            for session, incidents in self._unsaved.items():
                 kinds = Counter(incident.kind for incident in incidents)
-                said = ", ".join(f"{kind} ({number} times)" if number > 1 else kind for kind, number in kinds.items())
-                hole = "LOOKS MORE COMPLETE THAN IT IS" if any(incident.hole for incident in incidents) else "has no hole by that"
-                log.error("session %s %s: not written: %s", session, hole, said)  # noqa: TRY400
+                listed = ", ".join(f"{kind} ({number} times)" if number > 1 else kind for kind, number in kinds.items())
+                wrong = any(incident.hole for incident in incidents)
+                effect = "so its `complete` flag may be WRONG" if wrong else "its `complete` flag is not affected"
+                log.error("session %s: incidents not saved, %s: %s", session, effect, listed)  # noqa: TRY400
 
     async def _gone(self, session: str, call: str) -> None:
-        """A session ended under a call. If it was deleted, the store drops what is said of it now; if not, the store lost it."""
-        log.warning("session %s call %s: the session ended meanwhile; what was recorded is dropped", session, call)
+        """Note that a session ended during a call. If it was deleted, the store drops this incident; otherwise the store lost it."""
+        log.warning("session %s call %s: the session was deleted or lost during the call; its turns are dropped", session, call)
         detail = "the store had lost the session when this call ended, and all its turns before"
         lost = IncidentKind.SESSION_LOST.incident(detail, call=call, at=time.time())
         await self.add_incidents(session, [lost])
@@ -260,47 +277,39 @@ class Ledger:
             raise why
 
     def _lose(self, outcome: Outcome, recorded: Recorded) -> None:
-        """The store could not take what a call came to: the trainer is told when it can."""
+        """Keep the incidents of a call whose turns could not be stored, until the store answers again."""
         detail = "the store failed; the turn of this call may not be recorded"
         lost = IncidentKind.STORE_ERROR.incident(detail, call=outcome.call_id, at=time.time())
-        _tally([lost])
-        self._owe(outcome.session, [*recorded.incidents, lost])
+        _count([lost])
+        self._save_later(outcome.session, [*recorded.incidents, lost])
 
-    def _owe(self, session: str, incidents: list[Incident]) -> None:
-        self._owed.setdefault(session, []).extend(incidents)
-        if self._payer is None or self._payer.done():
-            self._payer = asyncio.create_task(self._keep_paying())
+    def _save_later(self, session: str, incidents: list[Incident]) -> None:
+        self._unsaved.setdefault(session, []).extend(incidents)
+        if self._saving is None or self._saving.done():
+            self._saving = asyncio.create_task(self._keep_saving())
 
-    async def _keep_paying(self) -> None:
-        while self._owed or self._unended:
+    async def _keep_saving(self) -> None:
+        while self._unsaved or self._open:
             await asyncio.sleep(RETRY_SECONDS)
             try:
-                await self._pay()
+                await self._save()
             except StoreError:
                 continue
 
-    async def _pay(self) -> None:
-        for session in list(self._owed):
-            incidents = list(self._owed[session])  # more may come meanwhile
+    async def _save(self) -> None:
+        for session in list(self._unsaved):
+            incidents = list(self._unsaved[session])  # more may come meanwhile
             await self.store.add_incidents(session, incidents)
-            del self._owed[session][: len(incidents)]
-            if not self._owed[session]:
-                del self._owed[session]
-        while self._unended:  # after the incidents, so that no moment looks complete: whoever waits for such a call goes on
-            session, epoch, call = self._unended[0]
+            del self._unsaved[session][: len(incidents)]
+            if not self._unsaved[session]:
+                del self._unsaved[session]
+        while self._open:  # after the incidents: else a reader could see the session complete in between
+            session, epoch, call = self._open[0]
             with contextlib.suppress(SessionGoneError):
                 await self.store.settle(session, epoch, call)
-            self._unended.pop(0)
+            self._open.pop(0)
 
 
-def _tally(incidents: Sequence[Incident]) -> None:
+def _count(incidents: Sequence[Incident]) -> None:
     for incident in incidents:
         metrics.INCIDENTS.labels(incident.kind).inc()
-
-
-def _count(match: str, reason: str, prompt: int, completion: int, forgiven: Sequence[str]) -> None:
-    metrics.counter(metrics.TURNS, match, reason).inc()
-    metrics.PROMPT_TOKENS.inc(prompt)
-    metrics.COMPLETION_TOKENS.inc(completion)
-    for rule in forgiven:
-        metrics.FORGIVEN.labels(rule).inc()

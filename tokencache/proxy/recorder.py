@@ -1,7 +1,7 @@
-"""Record: from a reply to the turns that are stored.
+"""Makes the turns that are stored from the reply to a call.
 
-The prompt that is recorded is the one that the engine says it used. Where it differs from what was sent, the turn is
-recorded as what it really was, marked, and neither continues another turn nor can be continued.
+The recorded prompt is the one that the engine reports. Where it differs from the prompt that was sent, the turn is recorded with the
+reported one and marked; it neither continues another turn nor can be continued.
 """
 
 import secrets
@@ -28,7 +28,7 @@ from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Entry
 
 MIN_SHARED = 16
-"""A shared beginning shorter than this (tokens) is not worth a reference."""
+"""A common beginning is stored as a reference only if it is longer than this, in tokens."""
 
 ABORTED, BROKE, DROPPED = TurnMark.ABORTED, TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED
 _INCIDENT_OF: dict[str, IncidentKind] = {
@@ -40,22 +40,33 @@ _INCIDENT_OF: dict[str, IncidentKind] = {
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """What a call comes to: entries to store, their prefixes, and what a trainer must be told."""
+    """The result of a call: entries to store, the prefix of each, and incidents."""
 
     entries: list[Entry]
-    held: list[CachedPrefix]
+    prefixes: list[CachedPrefix]
     incidents: list[Incident]
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """A call that has ended, one way or another.
+    """A call that has ended.
 
-    `broke` says why the reply is not whole: `aborted` (the harness left), `upstream-broke`, `engine-aborted` (nobody was shown it),
-    or `""`; `detail` in words.
-    `life` is that of the session when the call began. `started` is in seconds since the epoch. `model` is `None` where
-    the engine could not be probed. `experts` says where each choice's routed experts are kept; `noted` are incidents that came up
-    before the turns are made. `asked` is the imprint of the request, `b""` if none is kept; `second` is the call that asked the
-    same and was answered, of which this is another sample; `unanswered`: who asked had gone before the reply was whole.
+    Attributes:
+        session: its session.
+        epoch: the session's epoch when the call began.
+        call_id: its id.
+        call: the request.
+        plan: how it was sent.
+        reply: what the engine sent.
+        model: the model; `None` where the engine could not be probed.
+        started: seconds since 1970.
+        broke: why the reply is incomplete: `aborted` (the client left), `upstream-broke`, `engine-aborted` (the client received
+            nothing of it), or `""`.
+        detail: the same in words.
+        experts: the file of each choice's routed experts.
+        noted: incidents from before the turns are made.
+        asked: the request fingerprint, `b""` if none is kept.
+        second: the answered call with the same fingerprint of which this is another sample.
+        unanswered: whether the client had left before the reply was complete.
     """
 
     session: str
@@ -76,11 +87,11 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether the harness was given the reply from beginning to end."""
+        """Whether the client received the reply from beginning to end."""
         return not (self.broke or self.reply.error or self.reply.unreadable)
 
     def record(self, prefixes: PrefixCache) -> Recorded:
-        """Make the turns of the call out of its reply."""
+        """Make the turns of the call from its reply."""
         incidents = [*self.noted, *self._incidents()]
         prompt = self._prompt()
         if prompt is None and self.reply.refusal:
@@ -88,8 +99,8 @@ class Outcome(msgspec.Struct, kw_only=True):
         if prompt is None:
             return Recorded([], [], [*incidents, self._no_prompt()])
         if prompt.marks:
-            incidents.append(self.incident(IncidentKind.ENGINE_DISAGREES, f"{prompt.how}; recorded as it really was"))
-        entries, held = [], []
+            incidents.append(self.incident(IncidentKind.ENGINE_DISAGREES, f"{prompt.difference}; recorded with the ids that it used"))
+        entries, cached = [], []
         for index, choice in sorted(self.reply.choices.items()):
             if self.model is not None and self.whole:
                 self.model.observe(choice)
@@ -99,8 +110,8 @@ class Outcome(msgspec.Struct, kw_only=True):
             own = self._prompt(choice.prompt) if choice.prompt and choice.prompt != self.reply.prompt.raw else None
             entry, prefix = self._entry(own or prompt, index, choice, prefixes)
             entries.append(entry)
-            held.append(prefix)
-        return Recorded(entries, held, incidents)
+            cached.append(prefix)
+        return Recorded(entries, cached, incidents)
 
     def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None) -> Incident:
         """Make an incident of this call."""
@@ -136,11 +147,12 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     def _no_prompt(self) -> Incident:
         if self.broke and not self.reply.choices:
-            return self.incident(IncidentKind.NOTHING_RECEIVED, "the call ended before the engine said anything")
-        return self.incident(IncidentKind.NO_TOKEN_IDS, "the engine did not say which ids it used")
+            return self.incident(IncidentKind.NOTHING_RECEIVED, "the call ended before the engine sent anything")
+        return self.incident(IncidentKind.NO_TOKEN_IDS, "the engine did not report which ids it used")
 
     def _prompt(self, echo: bytes = b"") -> "_Prompt | None":
-        plan, whole = self.plan, self.reply.prompt  # what the engine says of all choices; `echo` is of one
+        """Return the prompt that the engine reports; `None` if it reports none."""
+        plan, whole = self.plan, self.reply.prompt  # the report for all choices; `echo` is for one choice
         if not echo and whole.agreed and (exact := plan.exact) is not None:
             return _Prompt(exact.ids, exact.fragment, plan)
         echoed, echo = (read_ids(echo), echo) if echo else (whole.packed, whole.raw)
@@ -209,27 +221,27 @@ class Outcome(msgspec.Struct, kw_only=True):
                 keys = aborted_turn_keys(call.conversation)
         if self.asked:
             keys = (*keys, request_key(self.asked))
-        chain = () if call.media else call.chain  # of a call whose messages are not kept none can be shared
-        held = CachedPrefix(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), chain)
-        return Entry(turn, Tokens(ids.tail(prompt.ids, shared), completion, logprobs), keys, self._context(plan, turn.context_shared)), held
+        chain = () if call.media else call.chain  # messages that are not stored cannot be shared
+        prefix = CachedPrefix(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), chain)
+        tokens = Tokens(ids.tail(prompt.ids, shared), completion, logprobs)
+        return Entry(turn, tokens, keys, self._context(plan, turn.context_shared)), prefix
 
     def _evidence(self, plan: Plan) -> dict[str, bytes]:
-        """Hash what later histories are held against (`core.evidence`)."""
-        told = self.call.conversation
-        if told is None or self.call.plain:
+        """Hash the history, for comparison with later ones (`core.evidence`)."""
+        conversation = self.call.conversation
+        if conversation is None or self.call.plain:
             return {}
-        until = len(told.messages)
+        until = len(conversation.messages)
+        replies = {*plan.client_places, *(anchor.place for anchor in plan.anchors)}
         start = plan.parent_messages + 1 if plan.parent is not None and not plan.anchors else 0
         return {
-            "judged": evidence.judged_hash(told, until, self.call.leniency, self.call.handles),
-            "foreign": evidence.foreign_hash(
-                told, start, until, {*plan.client_places, *(anchor.place for anchor in plan.anchors)}, plan.foreign
-            ),
-            "before": evidence.preceding_hash(told, until),
+            "judged": evidence.judged_hash(conversation, until, self.call.leniency, self.call.handles),
+            "foreign": evidence.foreign_hash(conversation, start, until, replies, plan.foreign),
+            "before": evidence.preceding_hash(conversation, until),
         }
 
     def _context(self, plan: Plan, shared: int) -> bytes:
-        """Pack the messages that this call does not share; media stay out of the store, and their messages with them."""
+        """Pack the messages that no other turn stores; messages with media are not stored."""
         call = self.call
         if call.media:
             return b""
@@ -240,20 +252,20 @@ class Outcome(msgspec.Struct, kw_only=True):
         return pack_context(Context(messages, args.tools, args.members, args.kwargs))
 
     def _context_base(self, plan: Plan, prefixes: PrefixCache) -> tuple[str | None, int]:
-        """Find a turn whose request began with the same messages: those are stored already."""
+        """Find a turn whose request began with the same messages, which are stored already; return it and their number."""
         if self.call.media:
             return None, 0
         if plan.parent_messages:
             return plan.parent, plan.parent_messages
         best: tuple[str | None, int] = (None, 0)
-        for turn, held in prefixes.nearby(self.epoch, plan.near):
-            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(held.chain, self.call.chain, strict=False)))
-            if shared - 1 > best[1]:  # the first link is what stands before all messages
+        for turn, prefix in prefixes.nearby(self.epoch, plan.near):
+            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prefix.chain, self.call.chain, strict=False)))
+            if shared - 1 > best[1]:  # the first link is for what precedes all messages
                 best = (turn, shared - 1)
         return best
 
     def _cut_short(self, choice: Choice) -> bool:
-        """Whether the harness left in the middle of a text, and may send back what it had heard."""
+        """Whether the client left in the middle of a text, and may send back the part that it received."""
         return self.broke == ABORTED and not self.reply.error and not self.reply.unreadable and bool(choice.steps) and not choice.calls
 
     def _marks(self, prompt: "_Prompt", choice: Choice) -> tuple[str, ...]:
@@ -269,19 +281,19 @@ class Outcome(msgspec.Struct, kw_only=True):
         return (*prompt.marks, *(name for name, there in marks.items() if there))
 
     def _base(self, prompt: "_Prompt", prefixes: PrefixCache) -> tuple[str | None, int]:
-        """Find a turn whose prefix the prompt begins with, at least in part: those tokens are stored already."""
+        """Find a turn whose prefix begins like the prompt; return it and the number of common tokens, which are stored already."""
         if prompt.plan.shared:
             return prompt.plan.near, prompt.plan.shared
         best: tuple[str | None, int] = (None, 0)
-        for turn, held in prefixes.nearby(self.epoch, prompt.plan.near):
-            shared = ids.common_head(held.prefix.ids, prompt.ids)
+        for turn, prefix in prefixes.nearby(self.epoch, prompt.plan.near):
+            shared = ids.common_head(prefix.prefix.ids, prompt.ids)
             if shared > max(best[1], MIN_SHARED):
                 best = (turn, shared)
         return best
 
 
 def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
-    """The places where a harness may have left, as far as it was shown the reasoning."""
+    """List the events after which a client may have left; reasoning counts only if the client received it."""
     cuts: list[Cut] = []
     content = reasoning = 0
     for before, after, more_content, more_reasoning in choice.steps:
@@ -292,21 +304,21 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
 
 
 class _Prompt(msgspec.Struct, frozen=True):
-    """The prompt that the engine used, and the plan that it came from, or would have had to come from."""
+    """The prompt that the engine used, the plan that it is recorded with, and how it differs from the prompt that was sent."""
 
     ids: bytes
     fragment: Pieces
     plan: Plan
     marks: tuple[str, ...] = ()
-    how: str = ""
+    difference: str = ""
 
 
 def _difference(plan: Plan, echoed: bytes) -> str:
-    """Say in words how the prompt that the engine used differs from the planned one."""
-    assert plan.prompt is not None  # noqa: S101 - nothing can differ from no prompt
+    """Describe how the prompt that the engine used differs from the planned one."""
+    assert plan.prompt is not None  # noqa: S101 - only a planned prompt can differ
     sent, same = ids.count(plan.prompt), ids.common_head(plan.prompt, echoed)
     if plan.prompt.endswith(echoed):
         return f"the engine cut the prompt: it used the last {ids.count(echoed)} of {sent} ids"
     if plan.last_reply is not None and same >= plan.last_reply.end:
-        return f"the engine used the history's {plan.last_reply.end} ids, and another tail behind them"
-    return f"the engine used other ids than were sent: they differ from place {same} of {sent} on"
+        return f"the engine used the history's {plan.last_reply.end} ids, and another tail after them"
+    return f"the engine used other ids than were sent: they differ from index {same} of {sent} on"

@@ -137,7 +137,7 @@ def test_it_convicts_a_ledger_that_records_twice(monkeypatch):
     async def twice(self, begun, outcome, recorded, documents):
         turns = [msgspec.structs.replace(entry.turn, id=f"{entry.turn.id}-2") for entry in recorded.entries]
         again = [msgspec.structs.replace(entry, turn=turn, keys=()) for entry, turn in zip(recorded.entries, turns, strict=True)]
-        await end(self, begun, outcome, Recorded([*recorded.entries, *again], recorded.held * 2, []), documents)
+        await end(self, begun, outcome, Recorded([*recorded.entries, *again], recorded.prefixes * 2, []), documents)
 
     monkeypatch.setattr(Ledger, "end", twice)
     assert convicts("trained twice")

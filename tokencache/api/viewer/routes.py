@@ -113,7 +113,7 @@ class _ViewerApi:
     async def outline(self, request: web.Request) -> web.StreamResponse:
         info = await self._reader.info(request)
         turns = await self._store.turns(info.id)
-        return json_response(await asyncio.to_thread(outline, info, turns, self._ledger.owed(info.id)))
+        return json_response(await asyncio.to_thread(outline, info, turns, self._ledger.unsaved(info.id)))
 
     async def turn(self, request: web.Request) -> web.StreamResponse:
         info, turns, turn = await self._turn(request, request.match_info["turn"])

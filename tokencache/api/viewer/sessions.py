@@ -107,7 +107,7 @@ class SessionList:
             return self._listing
 
     def _summary(self, info: SessionInfo) -> SessionSummary:
-        owed = self._ledger.owed(info.id)
+        owed = self._ledger.unsaved(info.id)
         return SessionSummary(
             session=info.id,
             created=info.created,
