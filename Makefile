@@ -59,7 +59,7 @@ lint: docs ## ruff, its formatter, mypy, the import contracts, and the links of 
 	$(BIN)/lint-imports
 
 docs: $(STAMP) ## build the documentation site into site/; a broken link fails the build
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint-deploy: $(STAMP) ## the Dockerfile, the compose file, the manifests
 	$(BIN)/hadolint Dockerfile
