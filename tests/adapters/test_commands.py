@@ -114,7 +114,7 @@ def test_run_with_an_adapter_of_ones_own(machine, proxy, tmp_path):
 @pytest.mark.parametrize(
     ("harness", "said"),
     [
-        ("codex", r"codex is not on the PATH; Codex CLI is installed with: npm install -g @openai/codex"),
+        ("codex", r"codex is not on the PATH; install Codex CLI with: npm install -g @openai/codex"),
         ("langgraph", r"no-such-program is not on the PATH\n"),
     ],
 )
@@ -216,9 +216,9 @@ def test_a_proxy_that_is_not_there():
     ("status", "body", "said"),
     [
         (401, b'{"error": "unknown API key"}', "answered 401: .*unknown API key"),
-        (404, b'{"detail":"Not Found"}', "does not list its models, so name the model: --model NAME"),
-        (200, b"<html>", "does not say"),
-        (200, b"[]", "does not say"),
+        (404, b'{"detail":"Not Found"}', "does not list its models. Name the model with --model NAME"),
+        (200, b"<html>", "cannot read the served models"),
+        (200, b"[]", "cannot read the served models"),
     ],
 )
 def test_a_proxy_that_answers_otherwise(status, body, said):
@@ -232,7 +232,7 @@ def test_a_proxy_that_answers_otherwise(status, body, said):
     ("args", "said"),
     [
         (["nope"], "no adapter 'nope'"),
-        (["openai", "--proxy", "nowhere"], "'nowhere' is no base URL"),
+        (["openai", "--proxy", "nowhere"], "'nowhere' is not the base URL"),
         (["openai", "--session", "a/b"], "'a/b' is not a valid session name"),
         (["openai", "--adapters", "nowhere"], "nowhere: no such directory"),
     ],

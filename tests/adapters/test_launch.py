@@ -149,7 +149,7 @@ def test_a_proxy_behind_a_path(tmp_path):
     "url", ["", "127.0.0.1:8100", "localhost:8100", "ftp://h/", "http://", "http://h:port", "http://[::1", "http://h/?a=b"]
 )
 def test_no_url(tmp_path, url):
-    with pytest.raises(AdapterError, match="no base URL"):
+    with pytest.raises(AdapterError, match="not the base URL"):
         prepared("openai", tmp_path, proxy_url=url)
 
 

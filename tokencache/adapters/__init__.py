@@ -1,15 +1,13 @@
-"""Adapters: what there is to know about a harness, as data, and how to start it with its base URL here.
+"""Starts harnesses so that they use the proxy. What has to be known of each harness is data, in `harness_adapters/<name>.toml`.
 
-A harness changes nothing but its base URL and its key, yet each wants them somewhere else: in a variable, on the command
-line, in a file of its own. `harness_adapters/<name>.toml` says where; the README beside those files documents every field.
+A harness only needs another base URL and API key. Each reads them from somewhere else: from a variable, the command line, or a file of
+its own. `docs/adapters.md` documents every field of such a file.
 
-==============  =====================================================================================================
-`schema`        what stands in such a file, and what is refused
-`load`          finds the files: those that come with the package, and the user's own
-`launch`        fills one in: command line, environment and files of one session
-`files`         configuration files, written into a directory of their own, never over the user's
-`served`        which model does the proxy serve, and how long may its context be?
-`process`       the harness as a child process: its input, output, signals and exit code
-`commands`      `tokencache run`, `tokencache env`, `tokencache harnesses`
-==============  =====================================================================================================
+`schema`    the fields of an adapter file, and what is refused
+`load`      finds adapter files: those of the package and the user's own
+`launch`    fills an adapter in: command line, environment and files for one session
+`files`     writes configuration files into a directory of their own, never over the user's
+`models`    asks the proxy which model it serves, and how long its context may be
+`process`   runs the harness as a child process: input, output, signals, exit code
+`commands`  `tokencache run`, `tokencache env`, `tokencache harnesses`
 """

@@ -1,4 +1,4 @@
-"""`tokencache run`, `tokencache env` and `tokencache harnesses`: a harness pointed at the proxy, without reading its manual."""
+"""The commands that configure and start harnesses: `tokencache run`, `tokencache env`, `tokencache harnesses`."""
 
 import os
 import secrets
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tokencache.adapters import files, process, served
+from tokencache.adapters import files, models, process
 from tokencache.adapters.launch import Launch, prepare
 from tokencache.adapters.load import AdapterError, load, load_all
 from tokencache.adapters.schema import Adapter
@@ -18,33 +18,35 @@ from tokencache.errors import HarnessError
 from tokencache.session_url import session_key
 
 _NOT_FOUND = 127
-"""The exit code of shells for a program that is not there."""
+"""The exit code of shells for a program that is not found."""
 
 _PROXY = "http://127.0.0.1:8100"
-_LASTING = "/var/tmp"  # noqa: S108 - the directory made in it is new, and the user's alone
+_LASTING = "/var/tmp"  # noqa: S108 - the directory made in it is new, and only the user can read it
 _DIR = Path("DIR")
-"""Stands for the configuration directory in what `tokencache env` prints, where none is named."""
+"""`tokencache env` prints this for the configuration directory if none is named."""
 
-_Harness = Annotated[str, typer.Argument(metavar="HARNESS", help="which harness; `tokencache harnesses` lists them")]
-_Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="arguments of the harness itself, after --", show_default=False)]
+_Harness = Annotated[str, typer.Argument(metavar="HARNESS", help="the harness; `tokencache harnesses` lists all")]
+_Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="arguments of the harness, after --", show_default=False)]
 _Session = Annotated[
-    str | None, typer.Option("--session", help="the rollout's name; default: a new one, which is printed", show_default=False)
+    str | None, typer.Option("--session", help="name of the rollout; default: a new one, which is printed", show_default=False)
 ]
 _Proxy = Annotated[str, typer.Option("--proxy", envvar="TOKENCACHE_PROXY", help="base URL of the proxy, without /v1")]
 _Key = Annotated[
     str | None,
     typer.Option("--key", envvar="TOKENCACHE_KEY", help="API key to send: a registered tck-…; default: tcs-SESSION", show_default=False),
 ]
-_Model = Annotated[str | None, typer.Option("--model", help="the model's name; default: the one that the proxy serves", show_default=False)]
+_Model = Annotated[
+    str | None, typer.Option("--model", help="name of the model; default: the one that the proxy serves", show_default=False)
+]
 _ConfigDir = Annotated[
     Path | None,
-    typer.Option("--config-dir", help="directory for the harness's configuration: a new one, or one made here before", show_default=False),
+    typer.Option(
+        "--config-dir", help="directory for the configuration of the harness: a new one, or one that tokencache made", show_default=False
+    ),
 ]
 _Adapters = Annotated[
     Path | None,
-    typer.Option(
-        "--adapters", envvar="TOKENCACHE_ADAPTERS", help="directory of your own adapters, beside those that come along", show_default=False
-    ),
+    typer.Option("--adapters", envvar="TOKENCACHE_ADAPTERS", help="directory with adapters of your own", show_default=False),
 ]
 
 
@@ -58,17 +60,17 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
     config_dir: _ConfigDir = None,
     adapters: _Adapters = None,
 ) -> None:
-    """Start a harness pointed at the proxy, as one rollout.
+    """Start a harness that uses the proxy, as one rollout.
 
-    It runs in a configuration directory of its own: a temporary one, removed
-    at the end, unless --config-dir names one. Your own configuration of it is
-    neither read nor changed. Its input, output and exit code are yours.
+    The harness gets a configuration directory of its own: a temporary one,
+    or the one that --config-dir names. Your own configuration of it is
+    neither read nor changed. Input, output and exit code are passed through.
 
     tokencache run claude-code --session r17 -- -p "fix the tests"
 
     tokencache run langgraph --session r17 -- python my_agent.py
 
-    To go on with a conversation in a second run (--continue, --resume), give
+    To continue a conversation in a second run (--continue, --resume), give
     both runs the same --session and --config-dir.
     """
     try:
@@ -79,8 +81,8 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
         else:
             with _temporary_directory(adapter) as temporary:
                 code = _run(adapter, args or [], session, proxy, key, model, Path(temporary))
-    except (AdapterError, HarnessError) as why:
-        raise _failed(why) from None
+    except (AdapterError, HarnessError) as error:
+        raise _failed(error) from None
     raise typer.Exit(code)
 
 
@@ -93,11 +95,11 @@ def print_environment(  # noqa: PLR0917 - one parameter per option
     config_dir: _ConfigDir = None,
     adapters: _Adapters = None,
 ) -> None:
-    """Print the lines for a shell that point a harness at the proxy.
+    """Print shell commands that make a harness use the proxy.
 
     For harnesses that run elsewhere (in a container, under a scheduler), and
     for programs of your own. Files that the harness needs are written to
-    --config-dir; without it, comments say what they must hold.
+    --config-dir; without it, comments show their content.
 
     eval "$(tokencache env codex --session r17 --config-dir ./r17)"
     """
@@ -107,52 +109,52 @@ def print_environment(  # noqa: PLR0917 - one parameter per option
         launch = _prepare(adapter, session, proxy, key, model, config_dir.absolute() if config_dir else _DIR)
         if config_dir is not None:
             files.write(config_dir.absolute(), launch.files)
-    except (AdapterError, HarnessError) as why:
-        raise _failed(why) from None
+    except (AdapterError, HarnessError) as error:
+        raise _failed(error) from None
     typer.echo("\n".join(_shell_lines(adapter, session, launch, written=config_dir is not None)))
 
 
 def list_harnesses(adapters: _Adapters = None) -> None:
     """List the harnesses that have an adapter.
 
-    The columns are name, dialects, tested versions and title.
+    Columns: name, dialects, tested versions, title.
 
     tokencache harnesses --adapters ./my-adapters
     """
     try:
         found = load_all(_own(adapters)).values()
-    except AdapterError as why:
-        raise _failed(why) from None
+    except AdapterError as error:
+        raise _failed(error) from None
     rows = [("NAME", "DIALECTS", "TESTED", "TITLE"), *((a.name, " ".join(a.dialects), " ".join(a.tested) or "-", a.title) for a in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _run(  # noqa: PLR0917 - the options as they came
+def _run(  # noqa: PLR0917 - one parameter per option
     adapter: Adapter, args: list[str], session: str, proxy: str, key: str | None, model: str | None, config_dir: Path
 ) -> int:
-    process.find(adapter, [*adapter.program, *args], os.environ.get("PATH"))  # told before the proxy is asked
+    process.find(adapter, [*adapter.program, *args], os.environ.get("PATH"))  # report this before asking the proxy
     launch = _prepare(adapter, session, proxy, key, model, config_dir)
     files.write(config_dir, launch.files)
     return process.run([*launch.argv, *args], launch.environment(os.environ))
 
 
 def _temporary_directory(adapter: Adapter) -> tempfile.TemporaryDirectory[str]:
-    """Make a directory that goes with its harness, whose stragglers may still be writing to it then.
+    """Make a directory that is removed after the harness ends, even if its last child processes still write to it.
 
-    Not where temporary files usually are: Codex 0.169 puts no helper programs under TMPDIR ("Refusing to create helper
-    binaries under temporary dir").
+    It is not under TMPDIR, where Codex 0.169 refuses to install its helper programs ("Refusing to create helper binaries under
+    temporary dir").
     """
-    place = _LASTING if os.access(_LASTING, os.W_OK) else None
-    return tempfile.TemporaryDirectory(prefix=f"tokencache-{adapter.name}-", dir=place, ignore_cleanup_errors=True)
+    parent = _LASTING if os.access(_LASTING, os.W_OK) else None
+    return tempfile.TemporaryDirectory(prefix=f"tokencache-{adapter.name}-", dir=parent, ignore_cleanup_errors=True)
 
 
-def _prepare(  # noqa: PLR0917 - the options as they came
+def _prepare(  # noqa: PLR0917 - one parameter per option
     adapter: Adapter, session: str, proxy: str, key: str | None, model: str | None, config_dir: Path
 ) -> Launch:
-    prepare(adapter, proxy, session, key, model or "", config_dir)  # a wrong URL or name is told before anything is asked
-    name, context = served.find(proxy, key or session_key(session), model)
+    prepare(adapter, proxy, session, key, model or "", config_dir)  # report a wrong URL or name before asking the proxy
+    name, context = models.find(proxy, key or session_key(session), model)
     return prepare(adapter, proxy, session, key, name, config_dir, context=context)
 
 
@@ -166,13 +168,13 @@ def _new_session(adapter: Adapter) -> str:
     return session
 
 
-def _failed(why: Exception) -> typer.Exit:
-    typer.secho(f"tokencache: {why}", fg="red", err=True)
-    return typer.Exit(_NOT_FOUND if isinstance(why, process.ProgramNotFoundError) else 1)
+def _failed(error: Exception) -> typer.Exit:
+    typer.secho(f"tokencache: {error}", fg="red", err=True)
+    return typer.Exit(_NOT_FOUND if isinstance(error, process.ProgramNotFoundError) else 1)
 
 
 def _shell_lines(adapter: Adapter, session: str, launch: Launch, *, written: bool) -> Iterator[str]:
-    """The lines for a shell; what depends on a directory that was not named stands in comments."""
+    """The lines for a shell. What depends on a directory that is not named is in comments."""
     yield f"# {adapter.title}, session {session}"
     pending = {name for name, text in adapter.variables.items() if "{config_dir}" in text and not written}
     yield from (f"unset {name}" for name in launch.unset)
@@ -180,7 +182,7 @@ def _shell_lines(adapter: Adapter, session: str, launch: Launch, *, written: boo
     if written:
         yield from (f"# wrote {path}" for path in launch.files)
     elif pending or launch.files:
-        yield "# It keeps a configuration. With --config-dir DIR one of its own is written there; by hand, it takes:"
+        yield "# The harness needs a configuration. --config-dir DIR writes it; by hand:"
         yield from (f"#   export {name}={quoted(value)}" for name, value in launch.env.items() if name in pending)
         for path, text in launch.files.items():
             yield f"#   in {path}:"
@@ -191,5 +193,5 @@ def _shell_lines(adapter: Adapter, session: str, launch: Launch, *, written: boo
 
 
 def quoted(value: str) -> str:
-    """Quote for a POSIX shell, always: `export` lines look alike whatever is in them."""
+    """Quote for a POSIX shell, even where it is not needed, so that all `export` lines look alike."""
     return "'" + value.replace("'", "'\"'\"'") + "'"

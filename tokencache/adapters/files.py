@@ -1,7 +1,7 @@
-"""Configuration files of a harness: how they are written, and where they may be.
+"""Writes the configuration files of a harness into a directory of their own.
 
-They go into a directory that is the harness's alone. A directory that holds anything that is not ours is refused, because
-whoever names `~/.codex` by mistake must not lose what is in it. A mark tells ours.
+A directory with other content is refused, so that a user who names `~/.codex` by mistake loses nothing. A marker file identifies
+directories that tokencache made.
 """
 
 import json
@@ -12,33 +12,33 @@ from typing import Any, Literal
 
 from tokencache.adapters.load import AdapterError
 
-MARK = ".tokencache"
-"""File that marks a directory as made by us."""
+MARKER = ".tokencache"
+"""The marker file."""
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def claim(directory: Path) -> None:
-    """Make a configuration directory, readable to its owner only, or take one that was made here before.
+    """Make a configuration directory that only its owner can read, or accept one that tokencache made before.
 
     Raises:
-        AdapterError: there is something else in it, or it cannot be made.
+        AdapterError: the directory has other content, or cannot be made.
     """
-    mark = directory / MARK
+    marker = directory / MARKER
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not mark.exists() and any(directory.iterdir()):
+        if not marker.exists() and any(directory.iterdir()):
             raise AdapterError(f"{directory} is not empty and was not made by tokencache: name an empty or a new directory")
-        mark.write_text("A configuration directory of `tokencache run` or `tokencache env`.\n", encoding="utf-8")
-    except OSError as why:
-        raise AdapterError(f"{directory} cannot be the configuration directory: {why}") from None
+        marker.write_text("A configuration directory of `tokencache run` or `tokencache env`.\n", encoding="utf-8")
+    except OSError as error:
+        raise AdapterError(f"{directory} cannot be used as configuration directory: {error}") from None
 
 
 def write(directory: Path, files: Mapping[Path, str]) -> None:
-    """Write files into a directory that was claimed; keys are in them, so they are readable to their owner only.
+    """Write files into a configuration directory. Only their owner can read them, because they contain keys.
 
     Raises:
-        AdapterError: one cannot be written.
+        AdapterError: a file cannot be written.
     """
     claim(directory)
     try:
@@ -46,19 +46,19 @@ def write(directory: Path, files: Mapping[Path, str]) -> None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch(mode=0o600)
             path.write_text(text, encoding="utf-8")
-    except OSError as why:
-        raise AdapterError(f"{why.filename}: {why.strerror}") from None
+    except OSError as error:
+        raise AdapterError(f"{error.filename}: {error.strerror}") from None
 
 
 def render(form: Literal["json", "toml", "yaml"], content: Mapping[str, Any]) -> str:
-    """Write data as a file of this format. JSON is YAML, too."""
+    """Return data as text in this format. YAML is written as JSON, which is YAML."""
     if form == "toml":
         return "\n".join(_toml(content, ())) + "\n"
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def _toml(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """The lines of a table: its values first, then its tables, as TOML wants it."""
+    """The lines of a table: first its values, then its tables, as TOML requires."""
     for name, value in table.items():
         if not isinstance(value, dict):
             yield f"{_toml_key(name)} = {_toml_value(value)}"

@@ -1,8 +1,8 @@
-"""Fills an adapter in: the command line, the environment and the files with which a harness is started for one session.
+"""Fills an adapter in for one session: command line, environment variables and files of the harness.
 
-Everything that names the session travels in the base URL, `http://HOST:PORT/s/<session>/h/<harness>`, since that is what
-every harness sends on every call, its side calls included; the key repeats it for those that rebuild the URL. The key
-stands in the environment and in files that only the user can read, never on a command line, where other users could.
+The base URL names the session, `http://HOST:PORT/s/<session>/h/<harness>`, because every harness uses it for every call. The key names
+the session again, for harnesses that rebuild the URL. The key is in variables and in files that only the user can read, never on a
+command line, which other users can see.
 """
 
 from collections.abc import Mapping
@@ -18,18 +18,20 @@ from tokencache.adapters.schema import PLACEHOLDER, Adapter
 from tokencache.session_url import check_name, session_key, session_url
 
 DEFAULT_CONTEXT = 131072
-"""Tokens that a harness is told a context may have, where the engine does not say."""
+"""The longest context in tokens, if the engine does not report one."""
 
 _MAX_OUTPUT = 32000
-_OURS = "TOKENCACHE_"
+_OWN_PREFIX = "TOKENCACHE_"
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """How a harness is started.
+    """How to start a harness.
 
-    `argv` is the program and its first arguments, to which the user's are appended; empty where the program is the user's
-    own script. `env` are the variables to set and `unset` those to take away. `files` maps paths to what they must hold;
-    `files.write` puts them there.
+    Attributes:
+        argv: the program and its first arguments, before the user's; empty if the program is the user's own.
+        env: variables to set.
+        unset: variables to remove.
+        files: path → content; `files.write` writes them.
     """
 
     argv: tuple[str, ...]
@@ -40,14 +42,13 @@ class Launch(msgspec.Struct, frozen=True):
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the whole environment of the harness.
 
-        Variables of the proxy's own (`TOKENCACHE_…`) are not passed on: the trainer's admin key and the engine's key are
-        among them, and an agent reads its environment.
+        Variables `TOKENCACHE_…` are removed: the admin key and the engine's key are among them, and an agent can read its environment.
         """
-        kept = {name: value for name, value in inherited.items() if not name.startswith(_OURS) and name not in self.unset}
+        kept = {name: value for name, value in inherited.items() if not name.startswith(_OWN_PREFIX) and name not in self.unset}
         return {**kept, **self.env}
 
 
-def prepare(  # noqa: PLR0917 - who calls it names them
+def prepare(  # noqa: PLR0917 - callers pass them by name
     adapter: Adapter,
     proxy_url: str,
     session: str,
@@ -57,14 +58,20 @@ def prepare(  # noqa: PLR0917 - who calls it names them
     *,
     context: int = DEFAULT_CONTEXT,
 ) -> Launch:
-    """Fill an adapter in; touches nothing.
+    """Fill an adapter in, without writing anything.
 
-    `proxy_url` is the proxy's base URL without `/v1`; `key` the API key that the harness is to send, by default the one that
-    names the session; `config_dir` the directory that becomes the harness's own; `context` the longest context in tokens.
+    Args:
+        adapter: the adapter.
+        proxy_url: the base URL of the proxy, without `/v1`.
+        session: the name of the session.
+        key: the API key that the harness sends; default: the one that names the session.
+        model: the model that the harness requests.
+        config_dir: the configuration directory of the harness.
+        context: the longest context in tokens.
 
     Raises:
-        AdapterError: the URL is none, or a value has control characters in it, which no file, shell or header would bear.
-        HarnessError: the session's name is none.
+        AdapterError: the URL is invalid, or a value contains characters that cannot be printed, which files, shells and headers refuse.
+        HarnessError: the name of the session is invalid.
     """
     _check_url(proxy_url)
     values: dict[str, str | int] = {
@@ -74,12 +81,12 @@ def prepare(  # noqa: PLR0917 - who calls it names them
         "session": session,
         "config_dir": str(config_dir),
         "context": context,
-        # a harness that asks for more than is left of the context is refused by the engine
+        # the engine refuses a harness that requests more than is left of the context
         "max_output": min(_MAX_OUTPUT, context // 4),
     }
     for name, value in values.items():
         if not str(value).isprintable():
-            raise AdapterError(f"{name}: {value!r} has characters that cannot be printed")
+            raise AdapterError(f"{name}: {value!r} contains characters that cannot be printed")
     return Launch(
         argv=tuple(_fill(text, values) for text in adapter.program),
         env={name: _fill(text, values) for name, text in adapter.variables.items()},
@@ -91,11 +98,11 @@ def prepare(  # noqa: PLR0917 - who calls it names them
 def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
-        _ = parts.port  # is read, and refused, only here
+        _ = parts.port  # urlsplit checks the port only when it is read
     except ValueError:
         parts = urlsplit("")
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
-        raise AdapterError(f"{url!r} is no base URL of a proxy, such as http://127.0.0.1:8100")
+        raise AdapterError(f"{url!r} is not the base URL of a proxy, such as http://127.0.0.1:8100")
 
 
 def _fill(text: str, values: Mapping[str, str | int]) -> str:
@@ -103,7 +110,7 @@ def _fill(text: str, values: Mapping[str, str | int]) -> str:
 
 
 def _fill_all(value: Any, values: Mapping[str, str | int]) -> Any:
-    """Fill in nested data, keys too; a string that is one placeholder and nothing else becomes its value, a number if it is one."""
+    """Fill in nested data, including keys. A string that is only a placeholder becomes its value, which may be a number."""
     match value:
         case str():
             alone = PLACEHOLDER.fullmatch(value)

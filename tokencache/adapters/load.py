@@ -1,7 +1,7 @@
-"""Finds adapters: those that come with the package, and the user's own.
+"""Finds and reads adapter files: those of the package and the user's own.
 
-One file, one harness, its name the file's. In a wheel the files lie within the package, in a checkout beside it, so that
-who reads the repository finds them; both are looked for. A user's file with the name of a shipped one takes its place.
+Each file describes one harness and has its name. A wheel contains the files inside the package; a checkout has them beside it. A user's
+file replaces a shipped one of the same name.
 """
 
 import tomllib
@@ -14,48 +14,48 @@ import tokencache
 from tokencache.adapters.schema import Adapter
 
 _PACKAGE = Path(tokencache.__file__).parent
-_PLACES = (_PACKAGE / "harness_adapters", _PACKAGE.parent / "harness_adapters")
+_DIRECTORIES = (_PACKAGE / "harness_adapters", _PACKAGE.parent / "harness_adapters")
 
 
 class AdapterError(Exception):
-    """An adapter cannot be read or used; the message names the file, or the harness, and what is wrong."""
+    """An adapter cannot be read or used. The message names the file or the harness, and what is wrong."""
 
 
 def shipped() -> Path:
-    """Return the directory of the adapters that come with the package.
+    """Return the directory of the shipped adapters.
 
     Raises:
-        AdapterError: the installation has none.
+        AdapterError: this installation has none.
     """
-    for place in _PLACES:
-        if place.is_dir():
-            return place
-    raise AdapterError(f"this installation has no adapters: neither {_PLACES[0]} nor {_PLACES[1]}")
+    for directory in _DIRECTORIES:
+        if directory.is_dir():
+            return directory
+    raise AdapterError(f"this installation has no adapters: neither {_DIRECTORIES[0]} nor {_DIRECTORIES[1]}")
 
 
 def load_file(path: Path) -> Adapter:
     """Read one adapter.
 
     Raises:
-        AdapterError: it cannot be read, is no TOML, or holds what the schema refuses; names the file and the field.
+        AdapterError: the file cannot be read, is not TOML, or the schema refuses it. The message names the file and the field.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as why:
-        raise AdapterError(f"{path}: {why}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise AdapterError(f"{path}: {error}") from None
     if "name" in data:
-        raise AdapterError(f"{path}: name: is not written within, it is the file's")
+        raise AdapterError(f"{path}: name: remove it, the name of the file is the name of the adapter")
     try:
         return msgspec.convert({**data, "name": path.stem}, Adapter)
-    except msgspec.ValidationError as why:
-        raise AdapterError(f"{path}: {why}") from None
+    except msgspec.ValidationError as error:
+        raise AdapterError(f"{path}: {error}") from None
 
 
 def load_all(own: Iterable[Path] = ()) -> dict[str, Adapter]:
-    """Load all adapters by name, in order of their names; `own` are directories of the user, the later ones first in rank.
+    """Load all adapters, sorted by name. `own` are directories of the user; later ones take precedence.
 
     Raises:
-        AdapterError: a directory is missing, or one of the files is not right.
+        AdapterError: a directory is missing, or a file is wrong.
     """
     paths: dict[str, Path] = {}
     for directory in (shipped(), *own):
@@ -69,9 +69,9 @@ def load(name: str, own: Iterable[Path] = ()) -> Adapter:
     """Load the adapter of one harness.
 
     Raises:
-        AdapterError: there is none of this name, or some file is not right.
+        AdapterError: there is no adapter of this name, or a file is wrong.
     """
     adapters = load_all(own)
     if name not in adapters:
-        raise AdapterError(f"no adapter {name!r}; there are {', '.join(adapters)} (own ones: --adapters DIR)")
+        raise AdapterError(f"no adapter {name!r}; there are {', '.join(adapters)} (your own: --adapters DIR)")
     return adapters[name]

@@ -1,4 +1,4 @@
-"""The harness as a child process: it has our input, output, terminal and working directory, and we end with its exit code."""
+"""Runs the harness as a child process with this process's input, output, terminal and working directory, and returns its exit code."""
 
 import contextlib
 import shutil
@@ -10,62 +10,62 @@ from types import FrameType
 from tokencache.adapters.load import AdapterError
 from tokencache.adapters.schema import Adapter
 
-_OF_A_SIGNAL = 128
-"""Added to a signal's number, as shells do for a child that died by one."""
+_SIGNAL_EXIT = 128
+"""Shells add this to the number of the signal that ended a child."""
 
 
 class ProgramNotFoundError(AdapterError):
-    """The harness is not installed where programs are looked for; the message says how to install it."""
+    """The program of the harness is not on the PATH; the message says how to install it."""
 
 
 def find(adapter: Adapter, argv: Sequence[str], path: str | None) -> None:
-    """Check that there is a program to start, looked for on this PATH.
+    """Check that the program to start is on this PATH.
 
     Raises:
-        AdapterError: there is none named: this adapter wants the user's own script behind `--`.
-        ProgramNotFoundError: it is not on the PATH.
+        AdapterError: no program is named: this adapter needs the user's own program after `--`.
+        ProgramNotFoundError: the program is not on the PATH.
     """
     if not argv:
         raise AdapterError(
             f"{adapter.title} is a library: name the program that uses it, for example: tokencache run {adapter.name} -- python agent.py"
         )
     if shutil.which(argv[0], path=path) is None:
-        hint = f"; {adapter.title} is installed with: {adapter.install}" if adapter.program else ""
+        hint = f"; install {adapter.title} with: {adapter.install}" if adapter.program else ""
         raise ProgramNotFoundError(f"{argv[0]} is not on the PATH{hint}")
 
 
 def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run a program to its end and return its exit code, 128 + N if signal N ended it.
+    """Run a program to its end and return its exit code; 128 + N if signal N ended it.
 
-    SIGTERM and SIGHUP are passed on. SIGINT and SIGQUIT are not: a terminal sends them to the harness as well, and a
-    harness that heard Ctrl-C twice would take it as the word to quit.
+    SIGTERM and SIGHUP are passed on. SIGINT and SIGQUIT are not: the terminal sends them to the harness as well, and a harness that
+    receives Ctrl-C twice quits.
 
     Raises:
         AdapterError: the program cannot be started.
     """
-    with _signals() as heard:
+    with _signals() as forwarder:
         try:
-            child = subprocess.Popen(argv, env=env)  # noqa: S603 - what the user asked for
-        except OSError as why:
-            raise AdapterError(f"{argv[0]} cannot be started: {why.strerror}") from None
-        heard.pass_to(child)
+            child = subprocess.Popen(argv, env=env)  # noqa: S603 - the user asked for this program
+        except OSError as error:
+            raise AdapterError(f"{argv[0]} cannot be started: {error.strerror}") from None
+        forwarder.set_child(child)
         code = child.wait()
-    return code if code >= 0 else _OF_A_SIGNAL - code
+    return code if code >= 0 else _SIGNAL_EXIT - code
 
 
-class _Heard:
-    """Passes signals on to the child; one that comes before there is a child waits for it."""
+class _SignalForwarder:
+    """Passes signals on to the child; keeps those that arrive before there is a child."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
 
-    def pass_to(self, child: subprocess.Popen[bytes]) -> None:
+    def set_child(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
         while self._early:
             child.send_signal(self._early.pop(0))
 
-    def pass_on(self, number: int, _frame: FrameType | None) -> None:
+    def forward(self, number: int, _frame: FrameType | None) -> None:
         if self._child is None:
             self._early.append(number)
         else:
@@ -73,17 +73,22 @@ class _Heard:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Heard]:
-    heard = _Heard()
+def _signals() -> Iterator[_SignalForwarder]:
+    forwarder = _SignalForwarder()
 
     def leave_to_child(_number: int, _frame: FrameType | None) -> None:
         pass
 
-    # Handlers, not SIG_IGN: that would be the harness's, too.
-    handlers = {signal.SIGTERM: heard.pass_on, signal.SIGHUP: heard.pass_on, signal.SIGINT: leave_to_child, signal.SIGQUIT: leave_to_child}
+    # Handlers, because the child would inherit SIG_IGN.
+    handlers = {
+        signal.SIGTERM: forwarder.forward,
+        signal.SIGHUP: forwarder.forward,
+        signal.SIGINT: leave_to_child,
+        signal.SIGQUIT: leave_to_child,
+    }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield heard
+        yield forwarder
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

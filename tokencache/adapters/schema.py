@@ -1,8 +1,7 @@
-"""What stands in an adapter's file, and what is refused.
+"""The fields of an adapter file, and what is refused.
 
-An adapter is data: it is read by people who write their own, by the proxy (which habits of a harness are forgiven), and by
-`tokencache run` (how the harness is started). So a word that is not understood is an error that names the field, never
-something to pass over: a misspelt rule would cost segments, and nobody would see why.
+Three readers use an adapter: the proxy (which harness rules apply), `tokencache run` (how to start the harness), and users who write
+their own. An unknown word is an error that names the field: a misspelt rule would split rollouts without a visible cause.
 """
 
 import re
@@ -21,14 +20,14 @@ PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_PLACE = re.compile(r"(header|body):\S+")
+_LOCATION = re.compile(r"(header|body):\S+")
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A configuration file of the harness: `path` within its directory, `content` as data, strings in it being templates.
+    """A configuration file of the harness: `path` is relative to its directory; strings in `content` are templates.
 
     Raises:
-        ValueError: the path leads out of the directory, or a template has an unknown placeholder.
+        ValueError: the path leaves the directory, or a template has an unknown placeholder.
     """
 
     path: str
@@ -38,18 +37,18 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         path = PurePosixPath(self.path)
         if not path.name or path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"path: {self.path!r} is no path within the configuration directory")
+            raise ValueError(f"path: {self.path!r} is not a path within the configuration directory")
         for text in _strings(self.content):
             _check_template("content", text)
 
 
 class HarnessIds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the harness's own ids travel: `header:NAME` or `body:PATH`. For grouping and statistics, never to tell rollouts apart.
+    """Where the harness sends its own ids: `header:NAME` or `body:PATH`. For grouping and statistics only, never to identify a rollout.
 
-    `session` is its conversation's id, `agent` that of a sub-agent within it.
+    `session` locates the id of its conversation, `agent` the id of a sub-agent.
 
     Raises:
-        ValueError: a place is written otherwise.
+        ValueError: a location has another form.
     """
 
     session: tuple[str, ...] = ()
@@ -57,13 +56,13 @@ class HarnessIds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     notes: str = ""
 
     def __post_init__(self) -> None:
-        for place in (*self.session, *self.agent):
-            if not _PLACE.fullmatch(place):
-                raise ValueError(f"{place!r} is neither header:NAME nor body:PATH")
+        for location in (*self.session, *self.agent):
+            if not _LOCATION.fullmatch(location):
+                raise ValueError(f"{location!r} is neither header:NAME nor body:PATH")
 
 
 class Mutations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the harness does to its history: `rules` are the names of those of `core.rules` that it needs.
+    """How the harness changes its history: `rules` names the rules of `core.rules` that it needs.
 
     Raises:
         ValueError: a rule is unknown or named twice.
@@ -76,16 +75,16 @@ class Mutations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if unknown := [rule for rule in self.rules if rule not in RULES]:
             raise ValueError(f"rules: unknown: {', '.join(unknown)}; known are {', '.join(sorted(RULES))}")
         if len(set(self.rules)) < len(self.rules):
-            raise ValueError("rules: one is named twice")
+            raise ValueError("rules: a rule is named twice")
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One harness; `docs/adapters.md` says what each field is for.
+    """One harness; `docs/adapters.md` documents the fields.
 
-    `name` is that of the file. Strings of `program`, `env`, `quiet` and of a file's content are templates.
+    `name` is the name of the file. The strings of `program`, `env`, `quiet` and of file contents are templates.
 
     Raises:
-        ValueError: a field holds what cannot be right; the message begins with the field's name.
+        ValueError: a field is wrong; the message begins with its name.
     """
 
     name: str
@@ -107,15 +106,15 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"name: {self.name!r}: a file's name is a-z 0-9 and -, for it stands in URLs")
+            raise ValueError(f"name: {self.name!r}: the name of the file may contain a-z, 0-9 and -, because it is a part of URLs")
         if not self.dialects:
-            raise ValueError("dialects: at least one")
+            raise ValueError("dialects: name at least one")
         if unknown := [name for name in self.dialects if name not in dialect_names()]:
             raise ValueError(f"dialects: there is no dialect {unknown[0]!r}; there are {', '.join(dialect_names())}")
         try:
             re.compile(self.user_agent)
-        except re.error as why:
-            raise ValueError(f"user_agent: {self.user_agent!r} is no regular expression: {why}") from None
+        except re.error as error:
+            raise ValueError(f"user_agent: {self.user_agent!r} is not a regular expression: {error}") from None
         self._check_environment()
         for text in self.program:
             _check_template("program", text)
@@ -127,17 +126,17 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         for field, names in (("env", self.env), ("quiet", self.quiet), ("unset", self.unset)):
             for name in names:
                 if not _VARIABLE.fullmatch(name):
-                    raise ValueError(f"{field}: {name!r} is no name of a variable")
+                    raise ValueError(f"{field}: {name!r} is not the name of a variable")
         every = [*self.env, *self.quiet, *self.unset]
         if twice := {name for name in every if every.count(name) > 1}:
-            raise ValueError(f"env, quiet, unset: {min(twice)} stands in more than one")
+            raise ValueError(f"env, quiet, unset: {min(twice)} is in more than one")
         for field, table in (("env", self.env), ("quiet", self.quiet)):
             for name, text in table.items():
                 _check_template(f"{field}.{name}", text)
 
     @property
     def variables(self) -> dict[str, str]:
-        """The templates of all variables that are set."""
+        """The templates of all variables to set."""
         return {**self.env, **self.quiet}
 
 
@@ -147,7 +146,7 @@ def _check_template(field: str, text: str) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in nested data, keys among them."""
+    """All strings in nested data, including keys."""
     match value:
         case str():
             yield value

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from tokencache.adapters import served
+from tokencache.adapters import models as served_models
 from tokencache.adapters.load import load
 from tokencache.backoff import delays
 from tokencache.client.access import Access, access_to, check_directory, launch_of
@@ -244,14 +244,14 @@ class Operations:
         return FetchedTrajectory((yield from self.fetch(name, form, "off")), idle)
 
     def _served(self, key: str, model: str | None) -> Steps[tuple[str, int]]:
-        """Find the model to name and its context in tokens, as `adapters.served.find` does."""
-        models: Sequence[served.ListedModel] = ()
+        """Find the model to name and its context in tokens, as `adapters.models.find` does."""
+        models: Sequence[served_models.ListedModel] = ()
         try:
-            models = (yield from _call(Request("GET", "/v1/models", key=key), served.Models)).data
+            models = (yield from _call(Request("GET", "/v1/models", key=key), served_models.Models)).data
         except ClientError:
             if model is None:
                 raise
-        return served.choose(models, model, self.url)
+        return served_models.choose(models, model, self.url)
 
 
 def _call(request: Request, kind: type[T]) -> Steps[T]:
