@@ -38,6 +38,7 @@ def test_relative_links_resolve(page):
             path, _, anchor = link.partition("#")
             target = (page.parent / path) if path else page
             assert target.exists(), link
+            assert page.parent != ROOT / "docs" or not path.startswith("../"), f"{link} is not part of the site"
             assert not anchor or anchor in anchors(target), link
 
 
