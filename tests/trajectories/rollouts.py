@@ -1,11 +1,11 @@
-"""Rollouts of every shape, made of nothing but turns, tokens and contexts: no engine, no store, no sockets.
+"""Rollouts of every shape, made of turns, tokens and contexts alone, without an engine, a store or sockets.
 
-A `Talk` is a session under way: `call` has the model answer a conversation. Its tokenizer is a toy that shows what real ones
-do: what a template writes is one token for each character, what the model samples one for each pair of characters. So the
-same words are other ids once they are sampled, and `text` reads both.
+A `Talk` is a session in progress; `call` lets the model answer a conversation. Its toy tokenizer behaves like real ones: template text has
+one token for each character, sampled text one token for each pair of characters. So sampled text has other ids than the same text in a
+template. `text` decodes both.
 
-`SESSIONS` holds the records of one session of each shape, `ROLLOUTS` what becomes of them; `of_forest` makes a rollout of any
-tree of turns (`core.forest`), without messages.
+`SESSIONS` holds the records of one session of each shape, `ROLLOUTS` their rollouts. `of_forest` makes a rollout of any tree of turns
+(`core.forest`), without messages.
 """
 
 import json
@@ -24,7 +24,7 @@ from tokencache.store.base import OpenCall, SessionInfo
 from tokencache.trajectories.rollout import Records, Rollout, rollout
 
 PAIR = 0x40000
-"""Ids from here on are pairs of characters, below they are single ones; `BEGIN` and `END` are a template's own."""
+"""Ids from this one on are pairs of characters; smaller ids are single ones. `BEGIN` and `END` belong to the template."""
 BEGIN, END = 0x3FFF0, 0x3FFF1
 MODEL = "qwen3"
 CREATED = 1_790_000_000.0
@@ -42,12 +42,12 @@ TOOLS = [
 
 
 def single(value):
-    """The float32 next to a number."""
+    """Round a number to float32."""
     return array("f", [value])[0]
 
 
 def text(token_ids):
-    """Read ids as text."""
+    """Decode ids."""
     names = {BEGIN: "<|begin|>", END: "<|end|>"}
     return "".join(names.get(one) or (chr((one - PAIR) >> 8) + chr((one - PAIR) & 255) if one >= PAIR else chr(one)) for one in token_ids)
 
@@ -65,7 +65,7 @@ def result(call, content):
 
 
 def written(served):
-    """A reply as harnesses send it back: without its reasoning, its arguments spaced otherwise than they were sampled."""
+    """Write a reply as harnesses send it back: without reasoning, and with arguments in other spacing."""
     message = {"role": "assistant", "content": (served.content or "").strip() or None}
     if served.calls:
         message["tool_calls"] = [
@@ -76,7 +76,7 @@ def written(served):
 
 
 def rendered(message):
-    """A message as a chat template writes it: single characters."""
+    """Render a message as a chat template does: single characters."""
     body = message.get("content") or ""
     for call in message.get("tool_calls", ()):
         body += "<tool_call>" + json.dumps(call["function"]) + "</tool_call>"
@@ -84,7 +84,7 @@ def rendered(message):
 
 
 def sampled(served):
-    """A reply as the model samples it: pairs of characters, and the end of its turn."""
+    """Tokenize a reply as the model samples it: pairs of characters, and the end of turn."""
     said = (f"<think>{served.reasoning}</think>" if served.reasoning else "") + (served.content or "")
     for call in served.calls:
         said += f'<tool_call>{{"name":"{call.name}","arguments":{call.arguments}}}</tool_call>'
@@ -93,7 +93,7 @@ def sampled(served):
 
 
 class Talk(Forest):
-    """A session under way: a forest of turns, each with the conversation that it answered."""
+    """A session in progress: a forest of turns, each with the conversation that it answered."""
 
     def __init__(self, name="rollout-1"):
         super().__init__()
@@ -123,7 +123,7 @@ class Talk(Forest):
         choice_of=None,
         **more,
     ):
-        """Answer a conversation, all of its messages; returns the turn's id.
+        """Answer a conversation, given with all its messages. Returns the id of the turn.
 
         `after` is the turn whose prefix the prompt starts with; `anchors` are turns whose replies stand, in their exact ids,
         in a respliced prompt in the order of the assistant's messages; `cut` leaves so many of the sampled tokens; of `choice_of`'s
@@ -136,7 +136,7 @@ class Talk(Forest):
         if logprobs is None:
             logprobs = [single(-0.1 * (i + 1) - len(self.turns)) for i in range(len(completion))]
         base = after or origin
-        # of a resplice, a plain turn and a root nothing of the messages before need be shared: it is stored whole
+        # a resplice, a plain turn and a root may share no messages with earlier turns: their context is stored whole
         shared = len(self.asked[after]) if after and self.contexts[after] and kept else 0
         self.add(
             prompt,
@@ -177,7 +177,7 @@ class Talk(Forest):
         return name
 
     def _prompt(self, messages, after, anchors):
-        """All of a prompt or, behind a turn's prefix, what is new in it; and where the anchors stand."""
+        """Return a whole prompt, or what is new in it after the prefix of a turn, and the ranges of the anchors."""
         begin = len(self.asked[after]) + 1 if after else 0
         prompt = list(map(ord, "\n")) if after else []
         places = []
@@ -193,15 +193,15 @@ class Talk(Forest):
         return [*prompt, BEGIN, *map(ord, "assistant\n")], places
 
     def reply(self, turn):
-        """A turn's reply as its harness sends it back."""
+        """The reply of a turn as its harness sends it back."""
         return written(next(t for t in self.turns if t.id == turn).served)
 
     def history(self, turn):
-        """The conversation up to and with a turn's reply, as its harness sends it back."""
+        """The conversation including the reply of a turn, as its harness sends it back."""
         return [*self.asked[turn], self.reply(turn)]
 
     def records(self, *, sealed=True):
-        """What a store would hold of it."""
+        """The records that a store would have."""
         info = SessionInfo(self.name, CREATED, CREATED + 60, sealed, len(self.turns), tuple(self.open_calls), tuple(self.incidents))
         return Records(info, list(self.turns), dict(self.tokens), dict(self.contexts), (), dict(self.drift))
 
@@ -210,7 +210,7 @@ TASK = [system("You write code."), user("How many lines has a.py?")]
 
 
 def linear():
-    """One line of three turns: two with tools, then the answer; the middle one is known to have drifted."""
+    """One sequence of three turns: two with tools, then the answer. The drift of the second one is measured."""
     talk = Talk("linear")
     first = talk.call(TASK, "Let me look.", reasoning="I count them.", calls=[("c1", "bash", '{"cmd":"wc -l a.py"}')], tools=TOOLS)
     history = [*talk.history(first), result("c1", "wc: a.py: no such file")]
@@ -223,7 +223,7 @@ def linear():
 
 
 def thrown_away():
-    """A retry: the first answer of the second call was thrown away, the session went on from the second."""
+    """A retry: the first answer of the second call was discarded, the session continued from the second answer."""
     talk = Talk("thrown-away")
     first = talk.call(TASK, calls=[("c1", "bash", '{"cmd":"wc -l a.py"}')], tools=TOOLS)
     history = [*talk.history(first), result("c1", "12 a.py")]
@@ -234,7 +234,7 @@ def thrown_away():
 
 
 def sub_agent():
-    """A main line that asks a sub-agent, whose conversation is one of its own, and a title call without tools."""
+    """A main sequence that calls a sub-agent with a conversation of its own, and a title call without tools."""
     talk = Talk("sub-agent")
     talk.call([system("Give this a title."), user("How many lines has a.py?")], "Lines of a.py")
     main = talk.call(TASK, calls=[("c1", "agent", '{"task":"count"}')], tools=TOOLS * 2)
@@ -245,7 +245,7 @@ def sub_agent():
 
 
 def respliced():
-    """The system prompt was edited behind the second turn: both replies stand in a fresh rendering, in their exact ids."""
+    """The system prompt was edited after the second turn: both replies keep their exact ids in a fresh rendering."""
     talk = Talk("respliced")
     first = talk.call(TASK, calls=[("c1", "bash", '{"cmd":"wc -l a.py"}')], tools=TOOLS)
     second = talk.call([*talk.history(first), result("c1", "12 a.py")], "Twelve.", after=first, tools=TOOLS)
@@ -257,7 +257,7 @@ def respliced():
 
 
 def without_logprobs():
-    """The middle one of three turns came without log probabilities: it is context, mask 0."""
+    """The second of three turns has no log probabilities: it is context, mask 0."""
     talk = Talk("without-logprobs")
     first = talk.call(TASK, "Which a.py?")
     second = talk.call([*talk.history(first), user("Mine.")], "I see.", after=first, marks=("no-logprobs",), logprobs=[])
@@ -267,7 +267,7 @@ def without_logprobs():
 
 
 def aborted():
-    """The harness left in mid-reply and went on as if nothing had been said; a call is still open."""
+    """The harness disconnected during a reply and continued without it. One call is still open."""
     talk = Talk("aborted")
     first = talk.call(TASK, "Which a.py?")
     history = [*talk.history(first), user("Mine.")]
@@ -279,7 +279,7 @@ def aborted():
 
 
 def cut_off():
-    """The first reply ran into the limit of tokens, and the session went on; weights changed in the second one's midst."""
+    """The first reply reached the token limit, and the session continued. The weights changed during the second reply."""
     talk = Talk("cut-off")
     first = talk.call(TASK, "One, two, three, four, five, six.", cut=5)
     spans = [{"version": "7", "start": 0, "end": 3}, {"version": "8", "start": 3, "end": 6}]
@@ -288,7 +288,7 @@ def cut_off():
 
 
 def unrecognised():
-    """The reply that came back was rewritten by the harness: the engine rendered, and a new line began."""
+    """The harness rewrote a reply: the engine rendered the prompt, and a new sequence began."""
     talk = Talk("unrecognised")
     talk.call(TASK, "Twelve.")
     talk.call([*TASK, {"role": "assistant", "content": "TWELVE"}, user("Sure?")], "Yes.", match="plain", reason="rewritten-reply")
@@ -296,7 +296,7 @@ def unrecognised():
 
 
 def choices():
-    """One call with two choices, the second of which the session went on from."""
+    """One call with two choices. The session continued from the second one."""
     talk = Talk("choices")
     first = talk.call(TASK, "Twelve.")
     second = talk.call(TASK, "Which a.py?", choice_of=first)
@@ -305,7 +305,7 @@ def choices():
 
 
 def media():
-    """A turn about an image, whose messages are not kept, and a plain one beside it."""
+    """A turn with an image, whose messages are not kept, and a plain turn."""
     talk = Talk("media")
     talk.call([user("What is this?")], "A cat.", match="plain", reason="media", marks=("media",), kept=False)
     talk.call(TASK, "Twelve.")
@@ -313,7 +313,7 @@ def media():
 
 
 def nothing_said():
-    """The model ended its turn at once, and once said nothing at all."""
+    """The model ended its turn at once, and once sampled no token."""
     talk = Talk("nothing-said")
     first = talk.call(TASK, "")
     talk.call([*talk.history(first), user("Well?")], "", after=first, cut=0, finish_reason="abort")
@@ -321,7 +321,7 @@ def nothing_said():
 
 
 def speechless():
-    """The harness left before the first token."""
+    """The harness disconnected before the first token."""
     talk = Talk("speechless")
     talk.call(TASK, "", cut=0, marks=("aborted",), finish_reason=None)
     talk.incidents.append(Incident("client-gone", at=CREATED, call="t0", turn="t0"))
@@ -329,12 +329,12 @@ def speechless():
 
 
 def empty():
-    """No call at all."""
+    """A session without a call."""
     return Talk("empty")
 
 
 def lost():
-    """Nothing is left but an incident: the store could not take the turn."""
+    """Only an incident is left: the store could not save the turn."""
     talk = Talk("lost")
     talk.incidents.append(Incident("store-error", "the store is down", hole=True, call="c9", at=CREATED))
     return talk
@@ -359,21 +359,21 @@ SESSIONS = {
         lost,
     )
 }
-"""Records of a session of each shape, by name; what each is about says its function."""
+"""The records of a session of each shape, by name. Its function describes each."""
 
 ROLLOUTS: dict[str, Rollout] = {name: rollout(records) for name, records in SESSIONS.items()}
 """The rollouts of `SESSIONS`."""
 
 
 def torn():
-    """Records that do not fit together: a turn's prompt is shorter than was recorded."""
+    """Records that do not fit together: the prompt of a turn is shorter than recorded."""
     talk = linear()
     talk.change("t1", prompt_tokens=1)
     return rollout(talk.records())
 
 
 def of_forest(forest, name="forest"):
-    """The rollout of any tree of turns, without messages; it must not be torn."""
+    """The rollout of any tree of turns, without messages. It must not be torn."""
     info = SessionInfo(name, CREATED, CREATED, True, len(forest.turns), (), ())
     made = rollout(Records(info, forest.turns, forest.tokens, {}))
     assert not made.incidents
@@ -381,5 +381,5 @@ def of_forest(forest, name="forest"):
 
 
 def turn_of(made, name) -> Turn:
-    """A turn of a rollout by its id."""
+    """Find a turn of a rollout by its id."""
     return next(span.turn for sequence in made.sequences for span in sequence.turns if span.turn.id == name)

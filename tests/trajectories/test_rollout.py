@@ -1,4 +1,4 @@
-"""Rollouts: labels, weights and figures of what a trainer takes home."""
+"""Labels, weights and figures of rollouts."""
 
 import math
 from collections import Counter
@@ -27,13 +27,13 @@ def of(forest, **more):
 
 @MANY
 @given(st.randoms(use_true_random=False))
-def test_a_rollout_counts_once_however_it_fell_apart(rng):
+def test_a_rollout_counts_once_however_many_sequences_it_has(rng):
     forest = grow(rng)
     whole = of(forest)
     scored = [(sequence, weight) for sequence, weight in zip(whole.sequences, whole.weights, strict=True)]
     trained = sum(sequence.trainable for sequence in whole.sequences)
     assert math.isclose(sum(whole.weights), 1.0 if trained else 0.0, abs_tol=1e-9)
-    # The mean over each sequence's tokens, times its weight, summed, is the mean over all of the rollout's tokens.
+    # The sum of each sequence's token mean times its weight is the mean over all tokens of the rollout.
     values = [p for s, _ in scored for p, m in zip(s.logprobs, s.loss_mask, strict=True) if m]
     by_weight = sum(w * sum(s.logprobs) / s.trainable for s, w in scored if s.trainable)
     assert math.isclose(by_weight, sum(values) / len(values) if values else 0.0, abs_tol=1e-6)
@@ -55,10 +55,10 @@ def test_figures_add_up(rng):
     assert figures.drift is None
 
 
-def test_labels_tell_a_title_call_and_a_retry_from_the_main_line():
+def test_labels_distinguish_a_title_call_and_a_retry_from_the_main_sequence():
     forest = Forest()
     first = forest.add([1, 2], [3], tools=4)
-    forest.add([8, 8], [9])  # no tools, nobody goes on from it: a title call
+    forest.add([8, 8], [9])  # no tools and no continuation: a title call
     thrown = forest.add([5], [6], first, tools=4)
     forest.add([5], [7], first, match="branch", tools=4)
     last = forest.turns[-1].id
@@ -67,7 +67,7 @@ def test_labels_tell_a_title_call_and_a_retry_from_the_main_line():
     assert found == {first: ("root", None, True, 4), "t1": ("root", None, False, 0), thrown: ("branch", first, False, 4)}
 
 
-def test_who_is_branched_off_from_was_continued():
+def test_a_sequence_with_a_branch_was_continued():
     forest = Forest()
     first = forest.add([1], [2])
     last = forest.add([3], [4], first)
@@ -86,13 +86,13 @@ def test_who_is_branched_off_from_was_continued():
         ({"owed": [Incident("store-error", hole=True)]}, False),
     ],
 )
-def test_what_is_missing_is_said(state, complete):
+def test_missing_data_makes_a_rollout_incomplete(state, complete):
     whole = of(line(2), **state)
     assert whole.complete is complete
     assert sum(whole.figures.incidents.values()) == len(whole.incidents) == len(state)
 
 
-def test_a_torn_record_is_an_incident_and_no_error():
+def test_a_torn_record_is_an_incident_not_an_error():
     forest = line(3).change("t1", completion=b"")
     whole = of(forest)
     assert not whole.complete
@@ -100,7 +100,7 @@ def test_a_torn_record_is_an_incident_and_no_error():
     assert whole.sequences == ()
 
 
-def test_drift_is_counted_where_it_was_measured():
+def test_measured_drift_is_counted():
     site = Site(1, 3, (7,), "retokenized", "t0")
     figures = of(line(3), drift={"t0": Drift(3, 0), "t1": Drift(7, 2, (site, Site(4, 4, (8,), "template")))}).figures
     assert figures.drift == DriftFigures(measured=1, drifted=1, tokens=2, causes={"retokenized": 1, "template": 1})

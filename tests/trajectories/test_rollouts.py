@@ -8,7 +8,7 @@ from tokencache.core import ids, invariants
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_each_session_is_one_that_the_proxy_could_have_recorded(name):
+def test_the_proxy_could_have_recorded_each_session(name):
     records = SESSIONS[name]
     assert invariants.audit(records.turns, records.tokens) == []
     made = ROLLOUTS[name]
@@ -20,7 +20,7 @@ def test_each_session_is_one_that_the_proxy_could_have_recorded(name):
         assert all(a.end - a.start == turn_of(made, a.turn).completion_tokens for a in turn.anchors)
 
 
-def test_the_shapes_are_those_of_their_names():
+def test_the_sessions_have_the_shapes_of_their_names():
     def shape(name):
         return [(s.start, len(s.turns), s.continued, s.parent) for s in ROLLOUTS[name].sequences]
 
@@ -35,7 +35,7 @@ def test_the_shapes_are_those_of_their_names():
     assert [name for name, made in ROLLOUTS.items() if not made.complete] == ["aborted", "lost"]
 
 
-def test_respliced_replies_stand_in_their_exact_ids():
+def test_respliced_replies_keep_their_exact_ids():
     made = ROLLOUTS["respliced"]
     first = made.sequences[1].turns[0]
     for anchor in first.turn.anchors:
@@ -43,13 +43,13 @@ def test_respliced_replies_stand_in_their_exact_ids():
         assert made.sequences[1].token_ids[anchor.start : anchor.end] == ids.unpack(own)
 
 
-def test_ids_read_as_the_conversation():
+def test_ids_decode_to_the_conversation():
     (line,) = ROLLOUTS["linear"].sequences
     assert "<tool_call>" in text(line.token_ids)
     assert text(line.token_ids).endswith("<think>Only b.py.</think>There is no a.py.<|end|>")
 
 
-def test_torn_records_come_without_sequences():
+def test_torn_records_have_no_sequences():
     made = torn()
     assert not made.complete
     assert made.sequences == ()

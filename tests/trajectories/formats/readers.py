@@ -1,8 +1,8 @@
-"""How each format is read back: every row as ids, mask and log probabilities over all of its tokens.
+"""Reads each format back as its trainer does: every row as ids, mask and log probabilities over all of its tokens.
 
-A reader knows its consumer's layout and nothing of how we write it. `faults` holds what was read against what was sampled: it
-names each token that is trained twice, elsewhere or never, and each that is trained and was not sampled. A new format adds its
-reader to `READERS`.
+A reader knows the layout of its trainer and nothing about the writer. `faults` compares the rows with what was sampled: it names each token
+that is trained twice, in the wrong place or never, and each that is trained although it was not sampled. A new format adds its reader to
+`READERS`.
 """
 
 import struct
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Trained(NamedTuple):
-    """A row as its consumer trains it: three lists over the same tokens, prompt and response."""
+    """A row as its trainer uses it: three lists over the same tokens, prompt and response."""
 
     token_ids: list
     mask: list
@@ -19,7 +19,7 @@ class Trained(NamedTuple):
 
 
 def split_row(prompt, response, mask, logprobs):
-    """A row of a prompt, which is never trained, and a response."""
+    """Join a prompt, which is never trained, and a response."""
     return Trained([*prompt, *response], [0] * len(prompt) + mask, [0.0] * len(prompt) + logprobs)
 
 
@@ -50,7 +50,7 @@ def read_trl(written):
 
 
 def read_tinker(written):
-    """Position `i` of the input predicts target `i`: together they are the sequence, whose first token is no target."""
+    """Position `i` of the input predicts target `i`. Together they are the sequence, whose first token is never a target."""
     rows = []
     for datum in written["data"]:
         inputs = [token for chunk in datum["model_input"]["chunks"] for token in chunk["tokens"]]
@@ -65,7 +65,7 @@ def read_tinker(written):
 
 
 def follow(calls):
-    """Calls, each as (whole prompt, completion, log probabilities), as one row: what is new in a prompt has mask 0.
+    """Join calls, each given as (whole prompt, completion, log probabilities), to one row. New tokens of a prompt have mask 0.
 
     As NeMo RL reads the items of a response (`nemo_rl/environments/nemo_gym.py` at 00420a1,
     `_postprocess_nemo_gym_to_nemo_rl_result`): it asserts that each prompt begins with all that it has seen, and refuses a
@@ -93,7 +93,7 @@ def read_nemo_gym(written):
 
 
 def read_verifiers(trace, *, shared_once=False):
-    """A row for each leaf of the graph (`Trace.branches`), less those in which nothing was sampled, as prime-rl has it.
+    """Return a row for each leaf of the graph (`Trace.branches`) except those in which nothing was sampled, as prime-rl does.
 
     Older versions of its `trace_to_samples` (`src/prime_rl/orchestrator/trajectories.py`, at 004274e) train a node in
     every branch that holds it, newer ones only in the first (`shared_once`).
@@ -148,7 +148,7 @@ def single(value):
 
 
 def faults(rows, ground_truth):
-    """Say what is wrong with rows, given what was sampled: (prompt, completion, log probabilities) of each turn.
+    """Return what is wrong with rows, given what was sampled: (prompt, completion, log probabilities) of each turn.
 
     A token is told from its like by all that stands before it. One whose log probability is not known is not trained.
     """

@@ -1,11 +1,10 @@
-"""What consumers accept, written down from their own classes where those cannot be installed beside this project.
+"""The types that trainers accept, copied from their own classes if those cannot be installed together with this project.
 
 * `GymResult`, `GymMessages`: nemo-gym 0.7.0 (needs Python 3.13.14, openai 2.44 and Ray), `nemo_gym/openai_utils.py` and
-  `base_resources_server.py`. The response is openai's own class, as there; the items are stricter here, an unknown member is refused.
+  `base_resources_server.py`. The response is the class of openai, as there. The items are stricter here: unknown members are refused.
 * `Trace`: verifiers 0.4.0 (needs openai < 3), `verifiers/v1/trace.py`, `graph.py`, `types.py`: the members that are written.
 
-The real classes were run on all of `rollouts.ROLLOUTS`, too; `test_verifiers` and `test_nemo_gym` do so wherever these packages
-are installed.
+`test_verifiers` and `test_nemo_gym` also run the real classes on all of `rollouts.ROLLOUTS` if these packages are installed.
 """
 
 from typing import Annotated, Any, Literal
@@ -97,7 +96,7 @@ class GymResponse(Response):
 
 
 class GymResult(BaseModel):
-    """`BaseVerifyRequest`: what is verified; the reward comes after it."""
+    """`BaseVerifyRequest`: the input of verification. The reward is added afterwards."""
 
     responses_create_params: GymRequest
     response: GymResponse

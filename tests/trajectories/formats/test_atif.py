@@ -1,4 +1,4 @@
-"""`atif`: Harbor's trajectories; its class accepts them, and what they say is not to be trained is not trained elsewhere."""
+"""Format `atif`: the class of Harbor accepts it, and copied context is never trained."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_one_trajectory_is_one_sequence(shape):
     assert {one["session_id"] for one in trajectories(made)} <= {made.session}
 
 
-def test_steps_say_who_said_what():
+def test_steps_have_the_right_source():
     steps = trajectories(ROLLOUTS["linear"])[0]["steps"]
     assert [step["source"] for step in steps] == ["system", "user", "agent", "agent", "agent"]
     assert steps[2]["reasoning_content"] == "I count them."
@@ -56,7 +56,7 @@ def test_steps_say_who_said_what():
     assert trajectories(ROLLOUTS["linear"])[0]["agent"]["tool_definitions"][0]["function"]["name"] == "bash"
 
 
-def test_context_of_a_branch_is_copied_and_nothing_else_is():
+def test_only_the_context_of_a_branch_is_marked_as_copied():
     away = next(one for one in trajectories(ROLLOUTS["thrown-away"]) if one["extra"]["start"] == "branch")
     assert [step.get("is_copied_context", False) for step in away["steps"]] == [True, True, True, False]
     assert away["extra"]["parent"] == "t0"
@@ -64,7 +64,7 @@ def test_context_of_a_branch_is_copied_and_nothing_else_is():
     assert not any(step.get("is_copied_context") for step in main["steps"])
 
 
-def test_a_reply_that_this_sequence_did_not_sample_is_not_to_be_trained():
+def test_a_reply_of_another_sequence_is_not_trained():
     second = trajectories(ROLLOUTS["unrecognised"])[1]
     assert [(step["source"], step.get("is_copied_context", False), "metrics" in step) for step in second["steps"]] == [
         ("system", False, False),
@@ -82,7 +82,7 @@ def test_a_turn_without_log_probabilities_has_none():
 
 
 @pytest.mark.parametrize("arguments", ['{"cmd": "ls', "[1]", "ls -l", "null"])
-def test_arguments_that_are_no_object_are_kept_as_they_were_written(arguments):
+def test_arguments_that_are_not_an_object_are_kept_as_text(arguments):
     talk = Talk()
     call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": arguments}}
     talk.call([*TASK, {"role": "assistant", "content": None, "tool_calls": [call]}, result("c1", "?")], "Sorry.")
@@ -93,25 +93,25 @@ def test_arguments_that_are_no_object_are_kept_as_they_were_written(arguments):
     ]
 
 
-def test_a_result_that_no_call_here_asked_for_is_an_observation_of_its_own():
+def test_a_result_without_its_call_is_a_step_of_its_own():
     trajectory = trajectories(made_of(([*TASK, result("gone", "12")], "Twelve.", {})))[0]
     Trajectory.model_validate(trajectory)
     assert trajectory["steps"][2] == {"step_id": 3, "source": "system", "message": "", "observation": {"results": [{"content": "12"}]}}
 
 
-def test_words_that_are_not_kept_are_named():
+def test_turns_without_messages_are_named():
     first, second = trajectories(ROLLOUTS["media"])
     assert "t0" in first["notes"]
     assert [step["source"] for step in first["steps"]] == ["agent"]
     assert "notes" not in second
 
 
-def test_the_harness_is_named_where_it_is_known():
+def test_a_known_harness_is_named():
     made = made_of((TASK, "Twelve.", {"harness": "hermes"}), ([user("?")], "No.", {}))
     assert [one["agent"]["name"] for one in trajectories(made)] == ["hermes", "unknown"]
 
 
-def test_an_empty_or_torn_rollout_has_no_trajectory_and_says_why():
+def test_an_empty_or_torn_rollout_has_no_trajectory():
     assert trajectories(ROLLOUTS["empty"]) == []
     out = written(torn())
     assert (out["complete"], out["trajectories"]) == (False, [])

@@ -1,4 +1,4 @@
-"""The words of a sequence: each message once, and never a word that is not known."""
+"""The messages of a sequence: each one once, and none that is not stored."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ def replaced(made, turn, messages):
     return {**made.contexts, turn: Context(raw)}
 
 
-def test_each_message_is_heard_once_and_no_reply_comes_back():
+def test_each_message_occurs_once_and_replies_are_not_repeated():
     made = ROLLOUTS["linear"]
     assert heard(made.sequences[0], made.contexts) == [
         [("system", "You write code."), ("user", "How many lines has a.py?")],
@@ -27,7 +27,7 @@ def test_each_message_is_heard_once_and_no_reply_comes_back():
     assert tools_of(made.sequences[0], made.contexts) == TOOLS
 
 
-def test_a_branch_hears_all_that_came_before_it():
+def test_a_branch_has_all_messages_before_it():
     made = ROLLOUTS["thrown-away"]
     away = next(s for s in made.sequences if s.start == "branch")
     assert heard(away, made.contexts) == [
@@ -35,7 +35,7 @@ def test_a_branch_hears_all_that_came_before_it():
     ]
 
 
-def test_the_reply_is_what_was_served_not_what_the_harness_made_of_it():
+def test_the_answer_is_what_was_served_not_what_the_harness_sent_back():
     made = ROLLOUTS["linear"]
     assert [one.turn.served.calls[0].arguments for one in exchanges(made.sequences[0], made.contexts)[:2]] == [
         '{"cmd":"wc -l a.py"}',
@@ -43,13 +43,13 @@ def test_the_reply_is_what_was_served_not_what_the_harness_made_of_it():
     ]
 
 
-def test_words_that_are_not_kept_are_not_made_up():
+def test_messages_that_are_not_kept_are_none():
     made = ROLLOUTS["media"]
     assert heard(made.sequences[0], made.contexts) == [None]
     assert heard(made.sequences[1], made.contexts) != [None]
 
 
-def test_torn_records_have_no_words():
+def test_torn_records_have_no_messages():
     for sequence in torn().sequences:
         assert set(heard(sequence, {})) == {None}
 
@@ -67,24 +67,24 @@ def test_torn_records_have_no_words():
     ],
     ids=["none", "media", "another-role", "no-role", "no-text", "half-a-character", "too-deep"],
 )
-def test_a_request_that_is_no_plain_talk_is_not_read(messages):
+def test_a_request_with_unreadable_messages_is_none(messages):
     made = ROLLOUTS["linear"]
     assert heard(made.sequences[0], replaced(made, "t0", messages))[0] is None
 
 
 @pytest.mark.parametrize("messages", [TASK, [*TASK, user("Well?"), user("Well?")], TASK[:1]], ids=["no-reply", "another", "shorter"])
-def test_a_request_that_does_not_hold_the_reply_before_is_not_read(messages):
+def test_a_request_without_the_reply_before_it_is_none(messages):
     made = ROLLOUTS["linear"]
     assert heard(made.sequences[0], replaced(made, "t1", messages))[1] is None
 
 
-def test_a_request_behind_one_that_is_not_kept_is_not_read():
+def test_a_request_after_one_that_is_not_kept_is_none():
     made = ROLLOUTS["linear"]
     contexts = {turn: context for turn, context in made.contexts.items() if turn != "t1"}
     assert heard(made.sequences[0], contexts)[1:] == [None, None]
 
 
-def test_shapes_of_messages_that_chat_completions_take():
+def test_shapes_of_chat_messages():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     said = [{"role": "developer", "content": parts}, user("?"), {"role": "assistant", "content": None}, result("c0", None)]
     made = ROLLOUTS["unrecognised"]
@@ -93,7 +93,7 @@ def test_shapes_of_messages_that_chat_completions_take():
     ]
 
 
-def test_no_tools_where_none_are_known():
+def test_no_tools_if_none_are_known():
     talk = Talk()
     talk.call([system("x")], "y")
     for made in (rollout(talk.records()), of_forest(talk)):

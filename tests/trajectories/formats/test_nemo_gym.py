@@ -1,4 +1,4 @@
-"""`nemo-gym`: NeMo Gym accepts it, and NeMo RL's walk over a response comes to the very sequence."""
+"""Format `nemo-gym`: NeMo Gym accepts it, and NeMo RL reads exactly the sequence from each response."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ def test_gym_accepts_it(shape):
         GymMessages.validate_python(row["messages"])
 
 
-def test_gym_s_own_classes_accept_it():
+def test_the_classes_of_gym_accept_it():
     gym = pytest.importorskip("nemo_gym.openai_utils")
     for row in [row for made in ROLLOUTS.values() for row in all_rows(made)]:
         gym.NeMoGymResponseCreateParamsNonStreaming.model_validate(row["responses_create_params"])
@@ -63,7 +63,7 @@ def test_chat_messages_carry_the_same_tokens(shape):
 
 
 @pytest.mark.parametrize("place", [0, 40, -1])
-def test_the_rule_notices_a_prompt_that_was_tokenized_again(place):
+def test_nemo_rl_notices_a_prompt_that_was_tokenized_again(place):
     row = copy.deepcopy(written(ROLLOUTS["linear"])["responses"][0])
     item = carrying(row)[1]
     seen = len(carrying(row)[0]["prompt_token_ids"]) + len(carrying(row)[0]["generation_token_ids"])
@@ -72,7 +72,7 @@ def test_the_rule_notices_a_prompt_that_was_tokenized_again(place):
         read_nemo_gym({"responses": [row]})
 
 
-def test_items_say_what_was_said_in_its_order():
+def test_items_are_in_the_order_of_the_conversation():
     row = written(ROLLOUTS["linear"])["responses"][0]
     assert [(item["type"], item.get("role"), "prompt_token_ids" in item) for item in row["response"]["output"]] == [
         ("reasoning", None, False),
@@ -115,7 +115,7 @@ def test_a_turn_without_log_probabilities_is_context_of_the_next():
     assert last[0][: len(first[0] + first[1])] == first[0] + first[1]
 
 
-def test_what_nemo_rl_refuses_stands_apart():
+def test_sequences_that_nemo_rl_refuses_are_listed_separately():
     talk = Talk()
     first = talk.call(TASK, "Twelve.", logprobs=[])
     talk.call([*talk.history(first), user("Well?")], "", after=first, cut=0)
@@ -126,13 +126,13 @@ def test_what_nemo_rl_refuses_stands_apart():
         follow([])
 
 
-def test_no_reward_is_given_and_every_label_is():
+def test_there_are_labels_and_no_reward():
     for row in all_rows(ROLLOUTS["sub-agent"]):
         assert "reward" not in row
         assert {"session", "complete", "id", "parent", "start", "reason", "continued", "tools", "weight", "turns"} <= set(row["tokencache"])
 
 
-def test_a_reply_cut_off_is_incomplete():
+def test_a_truncated_reply_is_incomplete():
     talk = Talk()
     talk.call(TASK, "One, two, three, four.", cut=3)
     response = written(rollout(talk.records()))["responses"][0]["response"]
@@ -140,7 +140,7 @@ def test_a_reply_cut_off_is_incomplete():
     assert written(ROLLOUTS["linear"])["responses"][0]["response"]["status"] == "completed"
 
 
-def test_media_and_torn_records_say_what_is_missing():
+def test_missing_messages_are_named():
     row = written(ROLLOUTS["media"])["responses"][0]
     assert row["responses_create_params"]["input"] == []
     assert row["tokencache"]["wordless"] == [row["tokencache"]["id"]]

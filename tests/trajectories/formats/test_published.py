@@ -1,13 +1,13 @@
-"""verl, SkyRL and TRL themselves, as they are on PyPI, read what we write.
+"""The code of verl, SkyRL and TRL, as published on PyPI, reads our exports.
 
-To install them takes torch, Ray and gigabytes; to read them takes their wheels:
+Installing them needs torch, Ray and gigabytes. These tests need only their wheels:
 
     pip download --no-deps --dest consumers verl==0.9.1 skyrl==0.3.0 trl==1.16.0
     TOKENCACHE_CONSUMERS=consumers pytest tests/trajectories/formats/test_published.py
 
-The very classes and functions that read a rollout are cut out of their modules and run, with what they need of numpy, pydantic
-and logging. Without the wheels these tests are skipped; `test_verl`, `test_skyrl` and `test_trl` hold the same fields, written
-down. Another version is tested by its wheel alone: a field that went or came shows here.
+The classes and functions that read a rollout are extracted from their modules and run with numpy, pydantic and logging. Without the wheels
+these tests are skipped; `test_verl`, `test_skyrl` and `test_trl` check copies of the same fields. To test another version, use its wheel:
+added and removed fields make a test fail.
 """
 
 import ast
@@ -38,7 +38,7 @@ def source(package, path):
 
 
 def cut_out(package, path, *names, **needs):
-    """The named classes and functions of a module, without the rest of it."""
+    """Extract classes and functions from a module by name."""
     tree = ast.parse(source(package, path))
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     assert [node.name for node in tree.body] == list(names)
@@ -83,7 +83,7 @@ def test_skyrl_does_not_train_without_rewards():
 
 
 def test_trl():
-    """`_generate` cannot be run without a trainer: what it asks for is read where it asks."""
+    """`_generate` cannot run without a trainer, so the names that it reads are taken from its source."""
     text = source("trl", "trl/trainer/grpo_trainer.py")
     method = next(node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == "_generate")
     asked = textwrap.dedent(ast.get_source_segment(text, method))

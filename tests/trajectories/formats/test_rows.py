@@ -1,4 +1,4 @@
-"""Prompt and response, labels, and what is said once of a rollout."""
+"""Prompt and response, labels, and the facts about the whole rollout."""
 
 import json
 
@@ -12,7 +12,7 @@ from tokencache.trajectories.formats.rows import ending, rows_of
 ROWS = ("verl", "slime", "miles", "skyrl", "trl", "tinker")
 
 
-def test_the_prompt_ends_where_the_model_first_spoke():
+def test_the_prompt_ends_at_the_first_sampled_token():
     (row,) = rows_of(ROLLOUTS["linear"])
     assert text(row.prompt_ids).endswith("How many lines has a.py?<|end|><|begin|>assistant\n")
     assert text(row.response_ids).startswith("<think>I count them.</think>Let me look.<tool_call>")
@@ -60,7 +60,7 @@ def labels_of(name, made):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_each_row_says_what_it_is(name):
+def test_each_row_has_labels(name):
     root, branch = labels_of(name, ROLLOUTS["thrown-away"])
     assert (branch["session"], branch["complete"], branch["id"], branch["parent"]) == ("thrown-away", True, "t1", "t0")
     assert (root["start"], branch["start"], root["continued"], branch["continued"]) == ("root", "branch", True, False)
@@ -76,7 +76,7 @@ def test_each_row_says_what_it_is(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_incomplete_session_says_so_with_each_row_and_why(name):
+def test_each_row_of_an_incomplete_session_says_so(name):
     assert [labels["complete"] for labels in labels_of(name, ROLLOUTS["aborted"])] == [False, False]
     written = FORMATS[name].write(ROLLOUTS["aborted"])
     assert written["complete"] is False
@@ -86,7 +86,7 @@ def test_an_incomplete_session_says_so_with_each_row_and_why(name):
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("made", [ROLLOUTS["empty"], ROLLOUTS["lost"], torn()], ids=["empty", "lost", "torn"])
-def test_a_session_of_nothing_has_no_rows(name, made):
+def test_an_empty_session_has_no_rows(name, made):
     assert labels_of(name, made) == []
 
 

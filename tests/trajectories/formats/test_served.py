@@ -1,4 +1,4 @@
-"""Every format over HTTP, of a session that a real proxy recorded, against the engine's own books."""
+"""Every format over HTTP, for a session that a real proxy recorded, against the ground-truth log of the engine."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tokencache.trajectories.formats.registry import FORMATS
 
 
 async def test_every_format_trains_what_the_engine_sampled():
-    """A line with tools, a retry whose answer was thrown away, an edited system prompt, and a title call."""
+    """Record a sequence with tools, a discarded answer, an edited system prompt, and a title call."""
     async with proxied() as rig:
         system = {"role": "system", "content": "You help."}
         messages = [system, user("look")]
@@ -30,7 +30,7 @@ async def test_every_format_trains_what_the_engine_sampled():
 
 
 @pytest.mark.parametrize("name", ["", "Verl", "parquet"])
-async def test_an_unknown_format_is_told_which_there_are(name):
+async def test_an_unknown_format_is_refused_with_a_list(name):
     async with proxied() as rig:
         await rig.say("s", [user("hi")])
         async with rig.http.get(f"{rig.url}/tokencache/v1/sessions/s/trajectories", params={"format": name}) as answer:

@@ -1,4 +1,4 @@
-"""SkyRL's `GeneratorOutput`: its fields as published, and the rules of its `validate_generator_output`."""
+"""Format `skyrl`: the fields of `GeneratorOutput` as published, and the rules of `validate_generator_output`."""
 
 import pytest
 
@@ -21,11 +21,11 @@ FIELDS = {
     "pixel_values",
     "image_grid_thw",
 }
-"""Of skyrl 0.3.0, skyrl/train/generators/base.py."""
+"""From skyrl 0.3.0, skyrl/train/generators/base.py."""
 
 
 @pytest.mark.parametrize("shape", ROLLOUTS)
-def test_every_batch_is_valid_but_for_the_rewards(shape):
+def test_every_batch_is_valid_except_for_the_rewards(shape):
     batch = skyrl(ROLLOUTS[shape])["generator_output"]
     assert set(batch) - FIELDS == {"tokencache"}
     assert batch.pop("rewards") is None
@@ -35,6 +35,6 @@ def test_every_batch_is_valid_but_for_the_rewards(shape):
     assert batch["is_last_step"] == [False] * (len(batch["is_last_step"]) - 1) + [True] * bool(batch["is_last_step"])
 
 
-def test_a_reply_that_ended_in_a_call_stopped():
+def test_a_reply_with_a_call_ends_with_stop():
     assert skyrl(ROLLOUTS["sub-agent"])["generator_output"]["stop_reasons"] == ["stop"] * 3
     assert skyrl(ROLLOUTS["aborted"])["generator_output"]["stop_reasons"] == ["stop", "abort"]

@@ -1,4 +1,4 @@
-"""The `Sample` of slime and miles: its fields as published, and what miles' `validate` holds to be true."""
+"""Format `slime`: the fields of `Sample` in slime and miles as published, and the conditions of miles' `validate`."""
 
 import pytest
 
@@ -36,7 +36,7 @@ STATUS = {"pending", "completed", "truncated", "aborted", "failed"}
 
 
 @pytest.mark.parametrize("shape", ROLLOUTS)
-def test_every_sample_is_one_that_from_dict_reads(shape):
+def test_from_dict_reads_every_sample(shape):
     samples = slime(ROLLOUTS[shape])["samples"]
     assert len(samples) == len(ROLLOUTS[shape].sequences)
     for sample in samples:
@@ -65,7 +65,7 @@ def test_the_status_is_that_of_the_last_turn(shape, status):
     assert [sample["status"] for sample in slime(ROLLOUTS[shape])["samples"]] == status
 
 
-def test_the_prompt_is_what_was_asked_where_that_is_known():
+def test_the_prompt_has_the_messages_if_they_are_kept():
     (sample,) = slime(ROLLOUTS["linear"])["samples"]
     assert sample["prompt"] == TASK
     image, plain = slime(ROLLOUTS["media"])["samples"]
@@ -73,6 +73,6 @@ def test_the_prompt_is_what_was_asked_where_that_is_known():
     assert text(image["tokens"][-image["response_length"] :]) == "A cat.<|end|>"
 
 
-def test_weight_versions_come_in_the_order_of_their_spans():
+def test_weight_versions_are_in_the_order_of_their_spans():
     (sample,) = slime(ROLLOUTS["cut-off"])["samples"]
     assert sample["weight_versions"] == ["7", "7", "8"]

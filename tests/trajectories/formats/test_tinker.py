@@ -1,4 +1,4 @@
-"""Tinker's own `Datum`, `ModelInput` and `TensorData`, made of what we write."""
+"""Format `tinker`: rows become `Datum`, `ModelInput` and `TensorData` of Tinker."""
 
 import pytest
 import tinker as sdk

@@ -1,4 +1,4 @@
-"""Whatever the format and the shape of the session: each sampled token is trained once, with what it was sampled with."""
+"""In every format and for every shape of session, each sampled token is trained once, with its own log probability."""
 
 import json
 
@@ -17,7 +17,7 @@ from tokencache.trajectories.formats.registry import FORMATS
 
 
 def as_received(name, made):
-    """What a consumer gets: it went over the wire."""
+    """Encode and decode a rollout, as on the way to a trainer."""
     return json.loads(msgspec.json.encode(FORMATS[name].write(made)))
 
 
@@ -33,7 +33,7 @@ def books_of(records):
     ]
 
 
-def test_every_format_has_a_reader_here():
+def test_every_format_has_a_reader():
     assert set(READERS) == set(FORMATS)
 
 
@@ -116,13 +116,13 @@ def too_precise(rows):
     ],
 )
 @pytest.mark.parametrize("shape", ["linear", "thrown-away", "respliced"])
-def test_the_checker_sees_what_a_writer_could_get_wrong(shape, broken):
+def test_the_checker_detects_errors_of_a_writer(shape, broken):
     rows = READERS["native"](as_received("native", ROLLOUTS[shape]))
     assert faults(rows, books_of(SESSIONS[shape])) == []
     assert faults(broken(rows), books_of(SESSIONS[shape]))
 
 
-def test_a_writer_that_trains_a_branch_s_context_again_is_caught(monkeypatch):
+def test_the_checker_detects_a_context_that_is_trained_again(monkeypatch):
     honest = FORMATS["trl"]
 
     def greedy(made):

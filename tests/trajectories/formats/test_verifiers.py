@@ -1,4 +1,4 @@
-"""`verifiers`: its classes accept it, and prime-rl, whichever version, makes the very sequences of it."""
+"""Format `verifiers`: its classes accept it, and every version of prime-rl makes exactly the sequences of it."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_verifiers_accepts_it(shape):
     Trace.model_validate(written(ROLLOUTS[shape]))
 
 
-def test_verifiers_own_class_accepts_it_and_branches_as_we_do():
+def test_the_class_of_verifiers_accepts_it_and_has_the_same_branches():
     trace_class = pytest.importorskip("verifiers.v1.trace").WireTrace
     for made in ROLLOUTS.values():
         trace = trace_class.model_validate(written(made))
@@ -32,7 +32,7 @@ def test_verifiers_own_class_accepts_it_and_branches_as_we_do():
 
 @pytest.mark.parametrize("shared_once", [False, True], ids=["every-branch", "first-branch"])
 @pytest.mark.parametrize("shape", ROLLOUTS)
-def test_prime_rl_makes_the_sequences_of_it(shape, shared_once):
+def test_prime_rl_makes_the_same_sequences(shape, shared_once):
     trained = [s for s in ROLLOUTS[shape].sequences if s.trainable]
     rows = read_verifiers(written(ROLLOUTS[shape]), shared_once=shared_once)
     assert rows == [(s.token_ids, s.loss_mask, s.logprobs) for s in trained]
@@ -57,7 +57,7 @@ def test_a_branch_for_each_sequence_with_its_labels():
     assert [tool["name"] for tool in trace["tools"]] == ["bash"]
 
 
-def test_messages_stand_in_their_order_and_answers_carry_the_tokens():
+def test_messages_are_in_order_and_answers_carry_the_tokens():
     nodes = written(ROLLOUTS["linear"])["nodes"]
     roles = ["system", "user", "assistant", "tool", "assistant", "tool", "tool", "assistant"]
     assert [node["message"]["role"] for node in nodes] == roles
@@ -66,7 +66,7 @@ def test_messages_stand_in_their_order_and_answers_carry_the_tokens():
     assert nodes[2]["message"]["reasoning_content"] == "I count them."
 
 
-def test_calls_name_their_nodes_and_what_ended_them():
+def test_calls_have_their_node_and_finish_reason():
     trace = written(ROLLOUTS["aborted"])
     assert all(trace["nodes"][call["node"]]["sampled"] for call in trace["calls"])
     assert [call["finish_reason"] for call in trace["calls"]] == ["stop", "stop", None]
@@ -81,7 +81,7 @@ def test_an_incomplete_rollout_is_not_ok():
     assert written(ROLLOUTS["linear"])["ok"]
 
 
-def test_words_that_are_not_kept_leave_only_the_answer():
+def test_without_messages_only_the_answer_is_a_node():
     trace = written(ROLLOUTS["media"])
     sequence = trace["info"]["tokencache"]["sequences"][0]
     assert sequence["wordless"] == ["t0"]

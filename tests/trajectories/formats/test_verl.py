@@ -1,4 +1,4 @@
-"""verl's `AgentLoopOutput`: its fields as published, and what its padding and batching take for granted."""
+"""Format `verl`: the fields of `AgentLoopOutput` as published, and what padding and batching assume."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class Output(BaseModel):
 
 
 @pytest.mark.parametrize("shape", ROLLOUTS)
-def test_every_output_has_verl_s_fields(shape):
+def test_every_output_has_the_fields_of_verl(shape):
     outputs = [Output(**one) for one in verl(ROLLOUTS[shape])["outputs"]]
     assert len(outputs) == len(ROLLOUTS[shape].sequences)
     for one in outputs:
@@ -47,7 +47,7 @@ def test_every_output_has_verl_s_fields(shape):
         assert set(one.extra_fields) == {"tokencache"}
 
 
-def test_a_field_that_verl_does_not_have_would_be_seen():
+def test_an_unknown_field_is_refused():
     (one,) = verl(ROLLOUTS["linear"])["outputs"]
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         Output(**one, mask=[])

@@ -1,6 +1,6 @@
-"""The words of every format over HTTP, of sessions in which harnesses did all that they do to a history.
+"""The messages of every format over HTTP, for sessions in which harnesses edited their histories in all known ways.
 
-`test_served` holds their tokens against the engine's books; here it is what was said, against what the engine was asked.
+`test_served` compares tokens with the ground-truth log of the engine. This module compares messages with the requests that it received.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from tokencache.testing import SimulatedEngine
 
 
 def told(messages):
-    """What the model was told, without what it said itself."""
+    """The messages that the model received, without its own replies."""
     return [(m.role, m.content or "", m.answers) for m in map(read_message, messages) if m.role != "assistant"]
 
 
-async def test_what_a_row_says_is_what_the_engine_was_asked():
+async def test_the_messages_of_a_row_are_those_that_the_engine_received():
     engine = SimulatedEngine(seed=5, drift=0.4)
     async with proxied(engine) as rig:
         harnesses = [Harness(rig, f"s{i}", 11) for i in range(4)]
