@@ -169,7 +169,7 @@ def failing():
 
 
 def test_of_an_exception_the_place_is_said_and_its_words_only_if_wanted():
-    quiet, loud = (LineFormatter(words=words).format(record("it failed", error=failing())) for words in (False, True))
+    quiet, loud = (LineFormatter(messages=words).format(record("it failed", error=failing())) for words in (False, True))
     assert CANARY not in quiet
     assert quiet.count("test_logs.py:") == 2
     assert [name in quiet for name in ("builtins.ValueError", "builtins.KeyError", "failing")] == [True] * 3
@@ -177,12 +177,12 @@ def test_of_an_exception_the_place_is_said_and_its_words_only_if_wanted():
 
 
 def test_a_line_stays_one_line():
-    line = LineFormatter(words=False).format(record("session %s", "a\n2026 ERROR forged\x1b[2J\u2028x"))
+    line = LineFormatter(messages=False).format(record("session %s", "a\n2026 ERROR forged\x1b[2J\u2028x"))
     assert len(line.splitlines()) == 1
     assert "a\\n2026 ERROR forged\\x1b[2J\\u2028x" in line
 
 
 def test_a_task_that_nobody_asked_shows_no_result():
     text = "Task exception was never retrieved\nfuture: <Task finished exception=ValueError('canary7f3a')>"
-    assert CANARY not in LineFormatter(words=False).format(record(text, name="asyncio", error=failing()))
-    assert CANARY in LineFormatter(words=True).format(record(text, name="asyncio"))
+    assert CANARY not in LineFormatter(messages=False).format(record(text, name="asyncio", error=failing()))
+    assert CANARY in LineFormatter(messages=True).format(record(text, name="asyncio"))

@@ -28,11 +28,11 @@ from tokencache.store.base import StoreError
 
 log = logging.getLogger(__name__)
 SHORT_KEY = 16
-"""A shorter admin key draws a warning: it may be guessed by trying."""
+"""A shorter admin key causes a warning: it may be guessed."""
 
 _BASIC, _ADVANCED = "Basic options", "Advanced options"
 _OPTION_COLUMN = 22
-"""Characters for the names of options in `serve --help`. Longer names stand on a line of their own."""
+"""Characters for the names of options in `serve --help`. Longer names get a line of their own."""
 
 app = typer.Typer(
     help="Exact tokens for agents that only speak text: a session-aware reverse proxy in front of vLLM.",
@@ -92,7 +92,7 @@ def _print_version(wanted: bool) -> None:
 def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)] = False,
 ) -> None:
-    """Take the options that belong to no command."""
+    """Handle the options that belong to no command."""
 
 
 _Config = Annotated[
@@ -157,11 +157,11 @@ app.command("drift")(report_drift)
 
 @app.command()
 def demo(
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file, too")] = None,
-    upstream: Annotated[str | None, typer.Option(help="run the same episodes against this engine instead of a simulated one")] = None,
-    model: Annotated[str, typer.Option(help="the model's name at --upstream; default: the first it serves")] = "",
-    rollouts: Annotated[int, typer.Option(min=1, max=1000, help="rollouts each way")] = 16,
-    turns: Annotated[int, typer.Option(min=2, max=64, help="turns of a rollout")] = 8,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    upstream: Annotated[str | None, typer.Option(help="Run the same episodes against this engine instead of a simulated one.")] = None,
+    model: Annotated[str, typer.Option(help="Model at --upstream. The default is the first that it serves.")] = "",
+    rollouts: Annotated[int, typer.Option(min=1, max=1000, help="Number of rollouts, with and without the proxy.")] = 16,
+    turns: Annotated[int, typer.Option(min=2, max=64, help="Number of turns of a rollout.")] = 8,
 ) -> None:
     """Run an agent with and without the proxy, and compare tokens.
 

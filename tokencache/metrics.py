@@ -1,8 +1,8 @@
-"""Metrics: what `/metrics` shows. docs/operations.md explains each one; every label has few values.
+"""Prometheus metrics of the proxy, served at `/metrics`. docs/operations.md explains each one. Every label has few values.
 
-Where several workers share a port (`server.workers`), who asks one of them is told of all: each keeps its figures in a file that the
-others read, as `prometheus_client` does it where the environment names a directory (https://prometheus.github.io/client_python/multiprocess/).
-Counters are summed up, those of workers that died included; what is now, of those that live.
+If several workers share a port (`server.workers`), each one reports the metrics of all: each keeps its values in files that the others
+read, as `prometheus_client` does if the environment names a directory (https://prometheus.github.io/client_python/multiprocess/).
+Counters are summed, including those of workers that died. Gauges come from live workers only.
 """
 
 import functools
@@ -11,64 +11,64 @@ import os
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of creation times beside every counter helps nobody
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of creation times for every counter has no use
 
 REGISTRY = CollectorRegistry()
 
-CALLS = Counter("tokencache_calls", "Model calls within sessions, by how they ended.", ["dialect", "outcome"], registry=REGISTRY)
-TURNS = Counter("tokencache_turns", "Recorded turns, by how their prompt came about.", ["match", "reason"], registry=REGISTRY)
+CALLS = Counter("tokencache_calls", "Model calls in sessions, by how they ended.", ["dialect", "outcome"], registry=REGISTRY)
+TURNS = Counter("tokencache_turns", "Recorded turns, by how their prompt was built.", ["match", "reason"], registry=REGISTRY)
 TOKENS = Counter("tokencache_tokens", "Tokens of recorded turns.", ["part"], registry=REGISTRY)
 PROMPT_TOKENS, COMPLETION_TOKENS = TOKENS.labels("prompt"), TOKENS.labels("completion")
-FORGIVEN = Counter("tokencache_forgiven", "Canonicalisation rules that were needed to recognise a reply.", ["rule"], registry=REGISTRY)
-REPLACED = Counter("tokencache_sampling_replaced", "Sampling parameters of a harness that a policy replaced.", ["name"], registry=REGISTRY)
-INCIDENTS = Counter("tokencache_incidents", "Incidents noted on sessions.", ["kind"], registry=REGISTRY)
-STORE_ERRORS = Counter("tokencache_store_errors", "Operations that the store failed.", ["operation"], registry=REGISTRY)
-RELAYED = Counter("tokencache_relayed", "Requests relayed untouched.", ["status"], registry=REGISTRY)
+APPLIED_RULES = Counter("tokencache_forgiven", "Rules that were applied to recognise a reply.", ["rule"], registry=REGISTRY)
+REPLACED = Counter("tokencache_sampling_replaced", "Sampling parameters that a policy replaced.", ["name"], registry=REGISTRY)
+INCIDENTS = Counter("tokencache_incidents", "Incidents added to sessions.", ["kind"], registry=REGISTRY)
+STORE_ERRORS = Counter("tokencache_store_errors", "Failed operations of the store.", ["operation"], registry=REGISTRY)
+RELAYED = Counter("tokencache_relayed", "Requests relayed to the engine unchanged.", ["status"], registry=REGISTRY)
 IN_FLIGHT = Gauge(
     "tokencache_calls_in_flight",
-    "Model calls within sessions that have begun and not ended.",
+    "Model calls in sessions that have begun and not ended.",
     multiprocess_mode="livesum",
     registry=REGISTRY,
 )
 OVERHEAD = Histogram(
     "tokencache_added_seconds",
-    "Time from a request's last byte to its sending, and from the reply's end to its last byte.",
+    "Time that the proxy adds: from a request's last byte to its sending (before), and from the reply's end to its last byte (after).",
     ["phase"],
     buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0),
     registry=REGISTRY,
 )
 BEFORE, AFTER = OVERHEAD.labels("before"), OVERHEAD.labels("after")
-ENGINE_LEVEL = Gauge(  # of several workers the one that found least: what it sends there is not exact
+ENGINE_LEVEL = Gauge(  # the lowest of all workers: its calls are not exact
     "tokencache_engine_exact",
-    "1 where the engine takes exact ids, else 0.",
+    "1 if the engine accepts exact token ids, else 0.",
     ["engine", "model"],
     multiprocess_mode="livemin",
     registry=REGISTRY,
 )
-ENGINE_UP = Gauge(  # of several workers any: they start one after another
+ENGINE_UP = Gauge(  # the highest of all workers: they start one after another
     "tokencache_engine_up",
-    "1 where the engine answers and was probed, else 0.",
+    "1 if the engine responds and was probed, else 0.",
     ["engine"],
     multiprocess_mode="livemax",
     registry=REGISTRY,
 )
-ENGINE_CALLS = Counter("tokencache_engine_calls", "Model calls within sessions that were sent to an engine.", ["engine"], registry=REGISTRY)
-REPEATS = Counter("tokencache_repeats", "Calls that asked for what had been asked before, by what came of it.", ["how"], registry=REGISTRY)
-HELD = Counter("tokencache_held", "Times that a call within a session was held because no engine took it.", ["why"], registry=REGISTRY)
-WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers that were started because one had died.", registry=REGISTRY)
+ENGINE_CALLS = Counter("tokencache_engine_calls", "Model calls in sessions sent to an engine.", ["engine"], registry=REGISTRY)
+RETRIED_CALLS = Counter("tokencache_repeats", "Calls that retry an earlier call, by how they were served.", ["how"], registry=REGISTRY)
+QUEUED_CALLS = Counter("tokencache_held", "Times that a call was queued because no engine accepted it.", ["why"], registry=REGISTRY)
+WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers restarted because one had died.", registry=REGISTRY)
 
 
 @functools.cache
 def counter(family: Counter, *labels: str) -> Counter:
-    """The one counter of a family that has these labels: to look it up by `labels` costs several times what counting does."""
+    """Return the counter of a family that has these labels. `Counter.labels` takes several times as long as counting."""
     return family.labels(*labels)
 
 
-def shown() -> bytes:
-    """Write what `/metrics` shows, in Prometheus' text format: of this process, or of all workers that it is one of."""
+def exposition() -> bytes:
+    """Return the metrics in Prometheus' text format: of this process, or of all workers if it is one of several."""
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     if not folder:
         return generate_latest(REGISTRY)
-    everyone = CollectorRegistry()
-    MultiProcessCollector(everyone, path=folder)  # type: ignore[no-untyped-call]
-    return generate_latest(everyone)
+    all_workers = CollectorRegistry()
+    MultiProcessCollector(all_workers, path=folder)  # type: ignore[no-untyped-call]
+    return generate_latest(all_workers)

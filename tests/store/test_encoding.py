@@ -48,7 +48,7 @@ def test_rubbish_is_refused(rubbish):
 @pytest.mark.parametrize("cut", [0, 5, 17, 20])
 def test_tokens_cut_off_are_refused(cut):
     whole = pack_tokens(Turn(id="b", call="k", match="root", base="base", prompt_tokens=1), Tokens(b"1234", b""))
-    with pytest.raises(ValueError, match="cut off"):
+    with pytest.raises(ValueError, match=r"incomplete|missing"):
         unpack_tokens(whole[:cut])
 
 

@@ -72,7 +72,7 @@ async def until_taken(ask: Callable[[], Awaitable[aiohttp.ClientResponse]], refu
     pauses = delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)
     while (left := seconds - (time.monotonic() - started)) > 0:
         why = str(refused)
-        metrics.HELD.labels("busy" if refused.answer is not None else "down").inc()
+        metrics.QUEUED_CALLS.labels("busy" if refused.answer is not None else "down").inc()
         refused.close()
         await asyncio.sleep(min(left, max(refused.retry_after, next(pauses))))
         try:
@@ -87,5 +87,5 @@ async def until_taken(ask: Callable[[], Awaitable[aiohttp.ClientResponse]], refu
 
 async def pause_before_resample() -> None:
     """Wait a little before an aborted call is made again."""
-    metrics.HELD.labels("aborted").inc()
+    metrics.QUEUED_CALLS.labels("aborted").inc()
     await asyncio.sleep(next(delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)))

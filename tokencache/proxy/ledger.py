@@ -110,9 +110,9 @@ class Ledger:
             metrics.PROMPT_TOKENS.inc(turn.prompt_tokens)
             metrics.COMPLETION_TOKENS.inc(turn.completion_tokens)
             for rule in turn.forgiven:
-                metrics.FORGIVEN.labels(rule).inc()
+                metrics.APPLIED_RULES.labels(rule).inc()
         for rule in outcome.call.left_out:
-            metrics.FORGIVEN.labels(rule).inc()
+            metrics.APPLIED_RULES.labels(rule).inc()
         _count(recorded.incidents)
         if begun is None:
             self._lose(outcome, recorded)

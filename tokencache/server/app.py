@@ -175,7 +175,7 @@ class Proxy:
         return web.json_response({"ready": ready, "engine": first, "engines": engines, "store": store}, status=status)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=metrics.shown(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 def _count_level(engine: str, found: Capability) -> None:

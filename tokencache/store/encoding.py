@@ -1,11 +1,11 @@
-"""Packing: records (turns, incidents) and tokens as the bytes that are kept.
+"""Encodes records (turns, incidents, …) and tokens as the bytes that stores keep.
 
-A record's first byte says how the rest is to be read: `z` MessagePack, deflated (with the dictionary below, which is
-part of the format: a new one needs a new letter); `m` MessagePack as it is, where that is shorter; `j` JSON,
-deflated, for what MessagePack cannot say (lone surrogates, integers beyond 64 bits: both come in requests).
+The first byte of a record says how the rest is encoded: `z` MessagePack, deflated (with the dictionary below, which is part of the format:
+a new one needs a new letter); `m` MessagePack, where that is shorter; `j` JSON, deflated, for values that MessagePack cannot represent (lone
+surrogates and integers of more than 64 bits; requests contain both).
 
-For Redis, tokens are raw, behind a header that lets a script walk from a turn to its base, and a reader check the lengths, without
-the turn's record.
+For Redis, tokens are raw after a header. With the header a script can walk from a turn to its base, and a reader can check the lengths,
+without the turn's record.
 """
 
 import json
@@ -22,7 +22,7 @@ from tokencache.core.turn import Tokens, Turn
 R = TypeVar("R")
 
 HEADER = struct.Struct("<HIIII")
-"""Bytes of the base's name, `shared`, prompt tokens, completion tokens, bytes of the delta. The base's name follows."""
+"""Length of the base's name, `shared`, prompt tokens, completion tokens, length of the delta. The base's name follows."""
 
 _DICTIONARY = (
     b"\xa6engine\xa8engine-disagrees\xabno-logprobs\xa7aborted\xaeupstream-broke\xa5media\xa8resplice\xaecontext-edited\xa5plain"
@@ -40,7 +40,7 @@ _DICTIONARY = (
 
 
 class Piece(NamedTuple):
-    """The tokens of a turn, with what is needed to rebuild a prefix from them."""
+    """The tokens of a turn, and what is needed to rebuild a prefix from them."""
 
     base: str | None
     shared: int
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 def pack(record: msgspec.Struct) -> bytes:
-    """Pack a record."""
+    """Encode a record."""
     try:
         plain = msgspec.msgpack.encode(record)
     except (UnicodeEncodeError, OverflowError):
@@ -60,10 +60,10 @@ def pack(record: msgspec.Struct) -> bytes:
 
 
 def unpack(packed: bytes, kind: type[R]) -> R:
-    """Unpack a record.
+    """Decode a record.
 
     Raises:
-        ValueError: this was not written by `pack`.
+        ValueError: `pack` did not write this.
     """
     try:
         if packed[:1] == b"j":
@@ -74,45 +74,45 @@ def unpack(packed: bytes, kind: type[R]) -> R:
 
 
 def pack_tokens(turn: Turn, tokens: Tokens) -> bytes:
-    """Pack a turn's ids; its log probabilities are kept apart, as they are."""
+    """Encode a turn's ids. Its log probabilities are stored separately, unchanged."""
     base = text(turn.base or "")
     header = HEADER.pack(len(base), turn.shared, turn.prompt_tokens, turn.completion_tokens, len(tokens.delta))
     return b"".join((header, base, tokens.delta, tokens.completion))
 
 
 def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
-    """Unpack what `pack_tokens` packed.
+    """Decode what `pack_tokens` encoded.
 
     Raises:
-        ValueError: it is cut off.
+        ValueError: the end is missing.
     """
     if len(packed) < HEADER.size:
-        raise ValueError("cut off in the header")
+        raise ValueError("the header is incomplete")
     named, shared, prompt_tokens, completion_tokens, size = HEADER.unpack_from(packed)
     start = HEADER.size + named
     if len(packed) < start + size:
-        raise ValueError("cut off in the ids")
+        raise ValueError("ids are missing")
     base = untext(packed[HEADER.size : start]) or None
     return Piece(base, shared, prompt_tokens, completion_tokens, Tokens(packed[start : start + size], packed[start + size :], logprobs))
 
 
 def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Pack keys to look up as two arguments, lengths and keys: hundreds of arguments cost the client more than the rest of the call."""
+    """Encode lookup keys as two arguments, lengths and keys: hundreds of arguments would cost more than the rest of the call."""
     return struct.pack(f"<{len(keys)}H", *map(len, keys)), b"".join(keys)
 
 
 def text(name: str) -> bytes:
-    """Write a name, whatever is in it."""
+    """Encode a name, which may contain any characters."""
     return name.encode("utf-8", "surrogatepass")
 
 
 def untext(name: bytes) -> str:
-    """Read a name that `text` wrote."""
+    """Decode a name that `text` encoded."""
     return name.decode("utf-8", "surrogatepass")
 
 
 def _deflate(plain: bytes) -> bytes:
-    # ISA-L writes what any zlib reads: a record in half the time of zlib's level 1, and 6 % longer.
+    # Any zlib reads what ISA-L writes. A record takes half the time of zlib's level 1, and is 6 % longer.
     squeeze = isal_zlib.compressobj(isal_zlib.ISAL_DEFAULT_COMPRESSION, wbits=-15, zdict=_DICTIONARY)
     return squeeze.compress(plain) + squeeze.flush()
 

@@ -130,7 +130,7 @@ class CallsInFlight:
                     with contextlib.suppress(StoreError):  # the reply is recorded either way
                         await call.close(self._incidents(IncidentKind.RETRY_REPLAYED, asked.session, turns))
                     return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns)
-                metrics.REPEATS.labels("sampled").inc()
+                metrics.RETRIED_CALLS.labels("sampled").inc()
                 earlier = turns[0].call
                 return await call.run(second=earlier, documents={refused_second_sample(fingerprint.digest): earlier.encode()})
         finally:
@@ -147,7 +147,7 @@ class CallsInFlight:
         return await self._send_again(IncidentKind.RETRY_JOINED, asked, turns)
 
     async def _send_again(self, kind: str, asked: CallRequest, turns: tuple[Turn, ...]) -> web.StreamResponse:
-        metrics.REPEATS.labels(kind.removeprefix("retry-")).inc()
+        metrics.RETRIED_CALLS.labels(kind.removeprefix("retry-")).inc()
         metrics.CALLS.labels(asked.chat.dialect, kind).inc()
         return await send_again(asked.response, turns)
 
