@@ -12,8 +12,8 @@ the store has answered: otherwise it would be unknown what is stored. (A shielde
 about 50 µs per call.) A call of which the client has received nothing may instead go on as an *orphaned generation* (`dedup.in_flight`).
 
 An illegal transition raises `IllegalTransitionError`, in production as in tests. It can only come from a mistake in this package, so
-nothing is known about what would be recorded. `CallAttempt.__aexit__` then closes the call in the store like after any other internal
-error: without a turn, and with the incident `internal-error`, so that the trainer does not take the session for complete.
+nothing is known about what would be recorded. The call is then closed in the store like after any other internal error: without a turn,
+and with the incident `internal-error`, so that the trainer does not take the session for complete.
 """
 
 import asyncio

@@ -1,11 +1,11 @@
-"""The caller: what can be asked within a session.
+"""Serves the requests of sessions: model calls in every dialect, token counts, lists of models, and the engine's other routes.
 
-Each route is read in its own words and becomes one call in chat, with an exchange that says how its reply is said.
+A model call is parsed in its dialect, becomes a chat request, and goes to `dedup.in_flight`.
 """
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -34,18 +34,20 @@ from tokencache.dialects.base import (
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
 from tokencache.dialects.chat.request import ChatCall, read_chat, read_tokenize, with_messages
-from tokencache.dialects.chat.routes import CHAT
+from tokencache.dialects.chat.routes import CHAT, COMPLETIONS, TOKENIZE
 from tokencache.dialects.chat.vocabulary import as_reminders, pin
 from tokencache.dialects.gym import prefix_of
 from tokencache.dialects.probes import model_list
+from tokencache.dialects.registry import credential_headers, use_bearer
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.errors import EngineError, HarnessError, TokencacheError
+from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
 from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.dedup.fingerprint import Policy, fingerprint_of
 from tokencache.proxy.dedup.in_flight import CallsInFlight
-from tokencache.proxy.harness_profile import ModelAliases
+from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.planner import Planner
@@ -54,9 +56,48 @@ from tokencache.proxy.response import Exchange, Response
 from tokencache.proxy.sessions import Origin
 from tokencache.store.base import SessionSealedError
 
+_MODELS = ("GET", "/v1/models")
+_UNRECORDED = ("POST", "/inference/v1/generate")
+"""Samples tokens, and no dialect records it. Within a session it leaves a hole, and an incident."""
+_FOR_TENANTS = frozenset({_MODELS, ("GET", "/health"), ("GET", "/version"), ("POST", TOKENIZE), ("POST", "/detokenize")})
+"""The engine's routes that a tenant's session may use beside model calls: they neither sample nor change anything (vLLM 0.32)."""
 
-class Visit(NamedTuple):
-    """A request within a session: where it belongs, its path without the query, the headers for the engine, who asks, what is forgiven."""
+
+class EndpointOptions(NamedTuple):
+    """Settings that hold for the requests of all sessions.
+
+    Attributes:
+        keep_alive: seconds for which a stream may be silent.
+        sampling: parameters that are pinned.
+        budget: limits of sessions that have no own.
+        token_ids: whether replies carry their token ids as NeMo Gym's do (`dialects.gym`), and requests are sent as its model server
+            sends them (`dialects.gym_request`).
+        retries: which requests are treated as retries.
+        dropped_headers: headers that do not reach the engine, in lower case.
+        affinity_headers: headers that get the session's name, so that routers send a session to one engine.
+    """
+
+    keep_alive: float
+    sampling: Mapping[str, Any]
+    budget: Budget
+    token_ids: bool
+    retries: Policy
+    dropped_headers: frozenset[str]
+    affinity_headers: Sequence[str]
+
+
+class SessionRequest(NamedTuple):
+    """A request within a session.
+
+    Attributes:
+        request: the request.
+        session: the session's name.
+        origin: what the request names beside the session.
+        route: its path without session, harness and query.
+        headers: the headers for the engine.
+        harness: name of the harness, `""` if unknown.
+        leniency: the rules that apply to the harness.
+    """
 
     request: web.Request
     session: str
@@ -67,198 +108,203 @@ class Visit(NamedTuple):
     leniency: Leniency
 
 
-class Caller:
-    """Serves the model calls of all sessions through the engines and one ledger.
-
-    `keep_alive` is how many seconds a stream may be silent; `sampling` are the parameters that are pinned for all sessions;
-    `token_ids` is whether replies carry their ids
-    as NeMo Gym's do (`dialects.gym`), and requests are sent as it sends them (`dialects.gym_request`);
-    `budget` holds for every session, as far as it has no own; `calls` serves each call once.
-    """
+class Endpoints:
+    """Serves the requests of all sessions."""
 
     def __init__(
         self,
         pool: Pool,
         ledger: Ledger,
-        bodies: IncrementalParser,
-        aliases: ModelAliases,
-        *,
-        keep_alive: float,
-        sampling: Mapping[str, Any],
-        budget: Budget,
         planner: Planner,
         calls: CallsInFlight,
-        retry_policy: Policy,
-        token_ids: bool = False,
+        *,
+        bodies: IncrementalParser,
+        profiles: HarnessProfiles,
+        aliases: ModelAliases,
+        options: EndpointOptions,
     ) -> None:
-        self._pool = pool
-        self._ledger = ledger
-        self._bodies = bodies
-        self._aliases = aliases
-        self._keep_alive = keep_alive
-        self._sampling = sampling
-        self._token_ids = token_ids
-        self._rewrite_chat = gym_request.chat_members if token_ids else None
-        self._rewrite_translated = gym_request.translated_members if token_ids else None
-        self._budget = budget
-        self._calls, self._retry_policy = calls, retry_policy
-        self._planner = planner
+        self._pool, self._ledger, self._planner, self._calls = pool, ledger, planner, calls
+        self._bodies, self._profiles, self._aliases, self._options = bodies, profiles, aliases, options
+        self._served_here = {CHAT: self._chat, COMPLETIONS: self._complete_text, TOKENIZE: self._tokenize}
+        self._rewrite_chat = gym_request.chat_members if options.token_ids else None
+        self._rewrite_translated = gym_request.translated_members if options.token_ids else None
+        self._dropped_with_own_key = options.dropped_headers | {name.lower() for name in credential_headers()}
 
-    async def chat(self, visit: Visit) -> web.StreamResponse:
-        """Serve a chat completion.
+    async def serve(
+        self, request: web.Request, session: str, origin: Origin, route: str, dialect: TranslatedDialect | None
+    ) -> web.StreamResponse:
+        """Serve a request of a session. Routes of the engine that are not served here are relayed.
 
         Raises:
             HarnessError: the request cannot be served.
-            EngineError: the engine cannot be reached; nothing was answered yet.
+            EngineError: the engine cannot be reached; nothing was sent to the client.
             SessionSealedError: the session takes no more calls.
             StoreError: the store failed and the policy is strict.
         """
-        body = await body_of(visit.request)
-        call = read_chat(body, self._bodies, visit.session, served=self._served(visit), rewrite=self._rewrite_chat)
-        call.harness, call.leniency = visit.harness, visit.leniency
-        call.replaced = self._pin(visit, call.fields)
-        exchange = Exchange(visit.origin.path, visit.headers, ChatReplyEncoder(call), self._keep_alive, token_ids=self._token_ids)
-        return await self._run(visit, call, exchange, body)
+        dropped = self._dropped_with_own_key if origin.own_key else self._options.dropped_headers
+        headers = end_to_end_headers(request.headers, drop=dropped)
+        for name in self._options.affinity_headers:
+            headers.setdefault(name, session)
+        harness = origin.harness or self._profiles.recognise(request.headers.get("User-Agent", ""))
+        asked = SessionRequest(request, session, origin, route, headers, harness, self._profiles.leniency(harness))
+        if dialect is not None:
+            use_bearer(headers)
+            headers["Content-Type"] = "application/json"
+            return await self._translate(asked, dialect)
+        if request.method == "POST" and (serve := self._served_here.get(route)) is not None:
+            return await serve(asked)
+        method_and_route = request.method, route
+        if origin.tenant and method_and_route not in _FOR_TENANTS:
+            message = f"{request.method} {route[:80]} is not allowed in a tenant's session: it may make model calls and list the models"
+            raise HarnessError(message, status=403, kind="permission_error")
+        if method_and_route == _MODELS:
+            return await self._list_models(asked)
+        if method_and_route == _UNRECORDED:
+            await self._note_unrecorded(asked, "generate", route)
+        return await relay_to(self._pool, session, request, origin.path, headers=headers)
 
-    async def complete(self, visit: Visit) -> web.StreamResponse:
-        """Serve a text completion: in its own format, recorded unless it cannot be recorded truthfully.
+    async def _chat(self, asked: SessionRequest) -> web.StreamResponse:
+        body = await body_of(asked.request)
+        call = read_chat(body, self._bodies, asked.session, served=self._served(asked), rewrite=self._rewrite_chat)
+        call.harness, call.leniency = asked.harness, asked.leniency
+        call.replaced = self._pin(asked, call.fields)
+        options = self._options
+        exchange = Exchange(asked.origin.path, asked.headers, ChatReplyEncoder(call), options.keep_alive, token_ids=options.token_ids)
+        return await self._run(asked, call, exchange, body)
 
-        Raises:
-            As `chat` does.
-        """
-        body = await body_of(visit.request)
-        asked = text_completions.read(body, served=self._served(visit))
-        replaced = self._pin(visit, asked.fields)
-        if asked.unrecorded:
-            await self.admit(visit, "completions")
-            detail = f"a text completion with {asked.unrecorded} is relayed, not recorded"
-            hole = IncidentKind.UNRECORDED_ROUTE.incident(detail, at=time.time())
-            await self._ledger.add_incidents(visit.session, [hole])
-            path = visit.origin.path
-            return await relay_to(self._pool, visit.session, visit.request, path, headers=visit.headers, body=asked.for_engine())
-        exchange = Exchange(
-            visit.origin.path, visit.headers, text_completions.TextReplyEncoder(asked), self._keep_alive, body=asked.for_engine()
-        )
-        call = asked.as_chat()
+    async def _complete_text(self, asked: SessionRequest) -> web.StreamResponse:
+        """Serve a text completion in its own format; it is only relayed if no truthful record of it can be made."""
+        body, path = await body_of(asked.request), asked.origin.path
+        completion = text_completions.read(body, served=self._served(asked))
+        replaced = self._pin(asked, completion.fields)
+        if completion.unrecorded:
+            await self._note_unrecorded(asked, "completions", f"a text completion with {completion.unrecorded}")
+            sent = completion.for_engine()
+            return await relay_to(self._pool, asked.session, asked.request, path, headers=asked.headers, body=sent)
+        encoder = text_completions.TextReplyEncoder(completion)
+        exchange = Exchange(path, asked.headers, encoder, self._options.keep_alive, body=completion.for_engine())
+        call = completion.as_chat()
         call.replaced = replaced
-        return await self._run(visit, call, exchange, body)
+        return await self._run(asked, call, exchange, body)
 
-    async def answer(self, visit: Visit, dialect: TranslatedDialect) -> web.StreamResponse:
-        """Answer a request in a dialect that is turned into chat.
-
-        Raises:
-            As `chat` does.
-        """
-        asked = self._asked(visit, await body_of(visit.request))
-        meant = await dialect.parse(asked)
-        if isinstance(meant, DirectReply):
-            return web.Response(body=meant.body, status=meant.status, content_type="application/json")
-        if isinstance(meant, TokenCount):
-            call = await self._translated(visit, meant.body, "")
-            return web.Response(body=meant.write(await self._planner.count_tokens(visit.session, call)), content_type="application/json")
-        call = await self._translated(visit, meant.body, f"{visit.session}\0{dialect.name}")
-        call.dialect, call.handle = dialect.name, asked.handle
-        call.replaced = self._pin(visit, call.fields)
-        call.handles, call.echoes, call.left_out = meant.handles, meant.echoes, meant.left_out
-        call.required_prefix = prefix_of(asked.body)
+    async def _translate(self, asked: SessionRequest, dialect: TranslatedDialect) -> web.StreamResponse:
+        """Serve a request in a dialect that is translated into chat."""
+        request = self._dialect_request(asked, await body_of(asked.request))
+        parsed = await dialect.parse(request)
+        if isinstance(parsed, DirectReply):
+            return web.Response(body=parsed.body, status=parsed.status, content_type="application/json")
+        if isinstance(parsed, TokenCount):
+            call = await self._read_translated(asked, parsed.body, "")
+            return web.Response(body=parsed.write(await self._planner.count_tokens(asked.session, call)), content_type="application/json")
+        call = await self._read_translated(asked, parsed.body, f"{asked.session}\0{dialect.name}")
+        call.dialect, call.handle = dialect.name, request.handle
+        call.replaced = self._pin(asked, call.fields)
+        call.handles, call.echoes, call.left_out = parsed.handles, parsed.echoes, parsed.left_out
+        call.required_prefix = prefix_of(request.body)
 
         def refuse(status: int, body: bytes) -> bytes:
             return dialect.error(status, *parse_engine_error(status, body))
 
         async def encoder_for(handle: str) -> ReplyEncoder:
-            again = await dialect.parse(msgspec.structs.replace(asked, handle=handle))
-            return again.encoder if isinstance(again, ModelCall) else meant.encoder
+            again = await dialect.parse(msgspec.structs.replace(request, handle=handle))
+            return again.encoder if isinstance(again, ModelCall) else parsed.encoder
 
-        exchange = Exchange(CHAT, visit.headers, meant.encoder, self._keep_alive, refuse, meant.media_type, self._token_ids, encoder_for)
-        return await self._run(visit, call, exchange, asked.body)
+        exchange = Exchange(
+            CHAT,
+            asked.headers,
+            parsed.encoder,
+            self._options.keep_alive,
+            refuse=refuse,
+            media_type=parsed.media_type,
+            token_ids=self._options.token_ids,
+            encoder_for=encoder_for,
+        )
+        return await self._run(asked, call, exchange, request.body)
 
-    async def _translated(self, visit: Visit, body: bytes, known_as: str) -> ChatCall:
-        """Read a chat request that a codec has written, `known_as` in what is remembered of bodies, so that the template takes it."""
-        call = read_chat(body, self._bodies, known_as, served=self._served(visit), rewrite=self._rewrite_translated)
-        if any(message.role == "system" for message in call.messages[1:]) and not await self._takes_later_system(visit, call):
+    async def _read_translated(self, asked: SessionRequest, body: bytes, known_as: str) -> ChatCall:
+        """Read a chat request that a dialect has written; later system messages become reminders if the template accepts none.
+
+        `known_as` names the earlier body that this one may continue, for the incremental parser.
+        """
+        call = read_chat(body, self._bodies, known_as, served=self._served(asked), rewrite=self._rewrite_translated)
+        if any(message.role == "system" for message in call.messages[1:]) and not await self._takes_later_system(asked, call):
             known_as = known_as and f"{known_as}\0reminders"
             call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
-        call.harness, call.leniency = visit.harness, visit.leniency
+        call.harness, call.leniency = asked.harness, asked.leniency
         return call
 
-    async def _takes_later_system(self, visit: Visit, call: ChatCall) -> bool:
-        """Whether the template takes a system message behind the first one; as it was, while the engine is away."""
+    async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
+        """Whether the template accepts a system message after the first one; while the engine is away, what was last known."""
         try:
-            return (await self._engine(visit.session).model(call.model)).capability.later_system
+            return (await self._engine(asked.session).model(call.model)).capability.later_system
         except EngineError:
             return self._pool.later_system
 
-    async def tokenize(self, visit: Visit) -> web.StreamResponse:
-        """Answer `/tokenize` with the ids that a chat call with this body would send; where the engine would render, it answers.
-
-        Raises:
-            HarnessError: the request cannot be read.
-            EngineError: the engine cannot be reached; nothing was answered yet.
-        """
-        body = await body_of(visit.request)
-        call = read_tokenize(body, self._bodies, served=self._served(visit), rewrite=self._rewrite_chat)
+    async def _tokenize(self, asked: SessionRequest) -> web.StreamResponse:
+        """Answer with the ids that a chat call with this body would send; if the engine would render, the engine answers."""
+        body = await body_of(asked.request)
+        call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=self._rewrite_chat)
         if call is not None:
-            call.harness, call.leniency = visit.harness, visit.leniency
-            if (found := await self._planner.next_prompt(visit.session, call)) is not None:
-                require_prefix(visit.session, call, found[0])
+            call.harness, call.leniency = asked.harness, asked.leniency
+            if (found := await self._planner.next_prompt(asked.session, call)) is not None:
+                require_prefix(asked.session, call, found[0])
                 return web.Response(body=_tokenize_answer(*found), content_type="application/json")
-        return await relay_to(self._pool, visit.session, visit.request, visit.origin.path, headers=visit.headers, body=body)
+        return await relay_to(self._pool, asked.session, asked.request, asked.origin.path, headers=asked.headers, body=body)
 
-    async def models(self, visit: Visit) -> web.StreamResponse:
-        """Answer `GET /v1/models`: the engine's own list, or what the probe found where the engine has none (NeMo RL's worker).
-
-        Raises:
-            EngineError: the engine cannot be reached; nothing was answered yet.
-        """
-        engine = self._engine(visit.session)
+    async def _list_models(self, asked: SessionRequest) -> web.StreamResponse:
+        """Answer with the engine's own list, or with what the probe found if the engine has none (NeMo RL's worker)."""
+        engine = self._engine(asked.session)
         await engine.model()
         if all(capability.lists_models for capability in engine.capabilities):
-            return await relay_to(self._pool, visit.session, visit.request, visit.origin.path, headers=visit.headers)
-        return web.Response(body=model_list(_served_by(engine)), content_type="application/json")
+            return await relay_to(self._pool, asked.session, asked.request, asked.origin.path, headers=asked.headers)
+        return web.Response(body=model_list(_models_of(engine)), content_type="application/json")
 
     def _engine(self, session: str) -> Engine:
-        """The engine that a session is with."""
+        """Return the engine that a session uses."""
         return self._pool.order(session)[0]
 
-    async def _run(self, visit: Visit, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        response = Response(visit.request, call, exchange)
-        fingerprint = fingerprint_of(self._retry_policy, visit.origin.path, visit.request.headers, body, visit.harness)
-        asked = CallRequest(visit.session, call, response, fingerprint.digest)
+    async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        response = Response(asked.request, call, exchange)
+        fingerprint = fingerprint_of(self._options.retries, asked.origin.path, asked.request.headers, body, asked.harness)
+        run = CallRequest(asked.session, call, response, fingerprint.digest)
         with metrics.IN_FLIGHT.track_inprogress():
             try:
-                return await self._calls.serve(asked, fingerprint, visit.origin.budget.over(self._budget))
+                return await self._calls.serve(run, fingerprint, asked.origin.budget.over(self._options.budget))
             except TokencacheError as why:
                 if isinstance(why, SessionSealedError):
-                    await self._ledger.note_late_call(visit.session, f"{call.dialect}, {visit.route}")
+                    await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
                 if response.opened is None:
                     raise
                 return await response.fail(why.status, f"the call was given up: {why}")
 
-    async def admit(self, visit: Visit, dialect: str) -> None:
-        """Let a request pass that samples and is only relayed, unless its session is sealed or has a budget.
+    async def _note_unrecorded(self, asked: SessionRequest, dialect: str, what: str) -> None:
+        """Add an incident for a request that samples and is only relayed.
 
         Raises:
-            HarnessError: it has one: what is not recorded cannot be counted.
-            SessionSealedError: it is.
+            HarnessError: the session has a budget, and tokens that are not recorded cannot be counted.
+            SessionSealedError: the session takes no more calls.
             StoreError: the store failed and the policy is strict.
         """
-        if visit.origin.budget.over(self._budget):
-            raise HarnessError(f"{visit.route} is not recorded like this, and this session has a budget: its tokens could not be counted")
+        if asked.origin.budget.over(self._options.budget):
+            raise HarnessError(f"{asked.route} is not recorded like this, and this session has a budget: its tokens could not be counted")
         try:
-            await self._ledger.admit(visit.session)
+            await self._ledger.admit(asked.session)
         except SessionSealedError:
-            await self._ledger.note_late_call(visit.session, f"{dialect}, {visit.route}")
+            await self._ledger.note_late_call(asked.session, f"{dialect}, {asked.route}")
             raise
+        incident = IncidentKind.UNRECORDED_ROUTE.incident(f"{what} is relayed, not recorded", at=time.time())
+        await self._ledger.add_incidents(asked.session, [incident])
 
-    def _pin(self, visit: Visit, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
-        """Write what is pinned into a request's members; what the harness had asked for instead. A session's own policy wins.
+    def _pin(self, asked: SessionRequest, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
+        """Write the pinned parameters into a request's members, and return the values that the harness had there.
 
-        A tenant has a part of the engine's prefix cache to itself, by a salt nobody else can compute (`cache_salt`, vLLM 0.20 to 0.32).
+        A session's own policy comes first. A tenant gets a part of the engine's prefix cache for itself, by a salt that no other tenant
+        can compute (`cache_salt`, vLLM 0.20 to 0.32).
         """
-        if visit.origin.tenant:
-            salt = keyed_hash(self._bodies.secret, b"tenant" + visit.origin.tenant.encode())
+        if asked.origin.tenant:
+            salt = keyed_hash(self._bodies.secret, b"tenant" + asked.origin.tenant.encode())
             fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
-        policy = {**self._engine(visit.session).driver.pinned, **self._sampling, **visit.origin.sampling}
+        policy = {**self._engine(asked.session).driver.pinned, **self._options.sampling, **asked.origin.sampling}
         if not policy:
             return {}
         replaced = pin(fields, policy)
@@ -266,36 +312,38 @@ class Caller:
             metrics.REPLACED.labels(name).inc()
         return replaced
 
-    def _asked(self, visit: Visit, body: bytes) -> DialectRequest:
-        store, session = self._ledger.store, visit.session
+    def _dialect_request(self, asked: SessionRequest, body: bytes) -> DialectRequest:
+        store, session = self._ledger.store, asked.session
         return DialectRequest(
-            method=visit.request.method,
-            path=visit.route,
-            query=dict(visit.request.query),
-            headers=visit.request.headers,
+            method=asked.request.method,
+            path=asked.route,
+            query=dict(asked.request.query),
+            headers=asked.request.headers,
             body=body,
             handle=secrets.token_hex(16),
-            served=partial(self._models, visit),
+            served=partial(self._served_models, asked),
             documents=lambda names: store.documents(session, names),
             forget=lambda name: store.delete_document(session, name),
-            token_ids=self._token_ids,
+            token_ids=self._options.token_ids,
         )
 
-    def _served(self, visit: Visit) -> Callable[[str], str]:
-        return partial(self._aliases.served, own=visit.origin.models)
+    def _served(self, asked: SessionRequest) -> Callable[[str], str]:
+        """Return the function that maps a harness's name of a model to the served model."""
+        return partial(self._aliases.served, own=asked.origin.models)
 
-    async def _models(self, visit: Visit) -> list[ServedModel]:
-        """List the models that are served, and the one that is asked for if its name stands for one of them."""
-        engine = self._engine(visit.session)
+    async def _served_models(self, asked: SessionRequest) -> list[ServedModel]:
+        """List the served models, and the requested one under its own name if that is an alias."""
+        engine = self._engine(asked.session)
         await engine.model()
-        found = {model.name: model for model in _served_by(engine)}
-        asked = unquote(visit.route.rpartition("/")[2])
-        meant = found.get(self._served(visit)(asked))
-        return [*found.values(), *([ServedModel(asked, meant.max_model_len)] if meant is not None and asked not in found else [])]
+        found = {model.name: model for model in _models_of(engine)}
+        requested = unquote(asked.route.rpartition("/")[2])
+        served = found.get(self._served(asked)(requested))
+        alias = [ServedModel(requested, served.max_model_len)] if served is not None and requested not in found else []
+        return [*found.values(), *alias]
 
 
-def _served_by(engine: Engine) -> list[ServedModel]:
-    """The models that were found on an engine."""
+def _models_of(engine: Engine) -> list[ServedModel]:
+    """Return the models that the probe found on an engine."""
     return list({found.model: ServedModel(found.model, found.max_model_len) for found in engine.capabilities if found.model}.values())
 
 

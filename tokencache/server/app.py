@@ -25,7 +25,8 @@ from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
 from tokencache.proxy.call import Services
 from tokencache.proxy.dedup.in_flight import HEARTBEAT_SECONDS, CallsInFlight
-from tokencache.proxy.endpoints import Caller
+from tokencache.proxy.endpoints import EndpointOptions, Endpoints
+from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Planner
@@ -67,36 +68,35 @@ class Proxy:
         experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
         self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
         self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
-        aliases = ModelAliases(settings.model_aliases)
+        own_adapters = (settings.adapters,) if settings.adapters is not None else ()
+        self.profiles = HarnessProfiles(load_all(own_adapters), names_in(settings.rules_off))
+        sources = SessionSources.read(names_in(settings.session_from))
+        own_headers = {settings.session_header, *sources.headers, HARNESS_HEADER, "Content-Length", "Accept-Encoding", "Host", "Expect"}
+        options = EndpointOptions(
+            keep_alive=settings.keep_alive,
+            sampling=settings.sampling,
+            budget=settings.budget,
+            token_ids=settings.return_token_id_information,
+            retries=settings.repeats,
+            dropped_headers=frozenset(name.lower() for name in own_headers),
+            affinity_headers=names_in(settings.affinity_headers),
+        )
         self._bodies = IncrementalParser()
         planner = Planner(self.pool, self.store, prefixes)
         services = Services(self.pool, self.ledger, planner.plan, settings.hold)
         self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
-        self.caller = Caller(
-            self.pool,
-            self.ledger,
-            self._bodies,
-            aliases,
-            keep_alive=settings.keep_alive,
-            sampling=settings.sampling,
-            token_ids=settings.return_token_id_information,
-            budget=settings.budget,
-            planner=planner,
-            calls=self._calls,
-            retry_policy=settings.repeats,
+        aliases = ModelAliases(settings.model_aliases)
+        endpoints = Endpoints(
+            self.pool, self.ledger, planner, self._calls, bodies=self._bodies, profiles=self.profiles, aliases=aliases, options=options
         )
-        own = (settings.adapters,) if settings.adapters is not None else ()
-        self.profiles = HarnessProfiles(load_all(own), names_in(settings.rules_off))
         self._auth = AdminAuth(settings.admin_key)
         self.sessions = SessionFinder(
             self.store,
             header=settings.session_header,
-            sources=SessionSources.read(names_in(settings.session_from)),
+            sources=sources,
             registered_only=settings.registered_only,
         )
-        self._router = RequestRouter(
-            settings, self.pool, ledger=self.ledger, endpoints=self.caller, profiles=self.profiles, sessions=self.sessions
-        )
+        self._router = RequestRouter(settings, self.pool, endpoints, self.sessions)
 
     @property
     def engine(self) -> Engine:
