@@ -1,11 +1,11 @@
-"""Engines, and routers before them, that do less than they should: found, named, and served as safely as they can be."""
+"""Engines, and routers in front of them, that do less than they should: the proxy finds them, names them, and serves them safely."""
 
 import contextlib
 import logging
 
 import pytest
 
-from tests.engine.between import Between
+from tests.engine.intermediary import Intermediary
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
 from tests.system.nemo.worker import Worker
 from tokencache.testing import SimulatedEngine
@@ -15,14 +15,14 @@ ASK = [user("EPISODE:demo")]
 
 @contextlib.asynccontextmanager
 async def standing(change=None, *, worker=False):
-    """A proxy before an engine, or NeMo RL's worker, with something in between; yields the rig and that."""
+    """A proxy in front of an engine or NeMo RL's worker, with an intermediary; yields the rig and the intermediary."""
     engine = SimulatedEngine(episodes=EPISODES, seed=7)
     async with engine.serve() as up, contextlib.AsyncExitStack() as stack:
         behind = await stack.enter_async_context(Worker(up, engine.tokenizer.stop_id).serve()) if worker else up
-        between = Between(behind, change)
-        async with between.serve() as url, proxied(engine, upstream=url) as rig:
+        intermediary = Intermediary(behind, change)
+        async with intermediary.serve() as url, proxied(engine, upstream=url) as rig:
             await rig.proxy.engine.model("sim")
-            yield rig, between
+            yield rig, intermediary
 
 
 async def found(rig):
@@ -51,7 +51,7 @@ def ids_for_chat_alone(route, body):
 
 @pytest.mark.parametrize("worker", [False, True], ids=["vllm", "nemo-rl"])
 async def test_ids_honoured_for_chat_but_not_for_tokenize(worker):
-    """Tails are taken from small renderings without any ids: nothing is missing."""
+    """Tails come from small renderings, which need no ids."""
     async with standing(ids_for_chat_alone, worker=worker) as (rig, _):
         assert ((await found(rig))["level"], (await found(rig))["driver"]) == ("exact", "nemo-rl" if worker else "vllm")
         await episode(rig, 3)
@@ -74,7 +74,7 @@ async def test_an_engine_without_tokenize_is_recorded_only():
 
 
 async def test_a_worker_without_tokenize_adds_the_tail_itself():
-    """Its ids are honoured all the same; that nobody proved its tails is said with each turn."""
+    """It uses supplied ids nevertheless; each turn records that its tail was not proven."""
     async with standing(no_tokenize, worker=True) as (rig, _):
         assert ((await found(rig))["level"], (await found(rig))["tokenizes"]) == ("exact", False)
         await episode(rig, 3)
@@ -100,10 +100,10 @@ async def test_an_engine_that_truncates_the_prompt():
         await rig.check()
 
 
-async def test_one_that_begins_to_is_named_and_probed_anew():
-    async with standing() as (rig, between):
+async def test_an_engine_that_starts_to_truncate_is_marked_and_probed_again():
+    async with standing() as (rig, intermediary):
         messages = await episode(rig, 1)
-        between.change = cut
+        intermediary.change = cut
         messages = await episode(rig, 2, messages=messages)
         assert matches(await rig.turns()) == [("root", ""), ("plain", "engine-disagrees"), ("plain", "record-only")]
         (incident,) = (await rig.info())["incidents"]
@@ -115,9 +115,9 @@ async def test_one_that_begins_to_is_named_and_probed_anew():
 # ---- another vocabulary
 
 
-async def test_a_tokenizer_that_was_changed_under_way():
-    """Ids of the old vocabulary are refused; the call is asked plainly, and what begins now is continued as ever."""
-    async with standing() as (rig, between):
+async def test_a_tokenizer_that_changes_during_a_session():
+    """The engine refuses ids of the old vocabulary; the call is sent plainly, and new sequences continue as usual."""
+    async with standing() as (rig, intermediary):
         messages = await episode(rig, 1)
         (old,) = rig.book()
         probes = len(rig.engine.tokenizations)
@@ -126,7 +126,7 @@ async def test_a_tokenizer_that_was_changed_under_way():
             ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or []
             return 400 if ids[: len(old.prompt_ids)] == old.prompt_ids else body
 
-        between.change = refuse
+        intermediary.change = refuse
         await episode(rig, 1, messages=messages)
         assert matches(await rig.turns()) == [("root", ""), ("plain", "engine-refused-ids")]
         await rig.proxy.engine.model("sim")
@@ -146,11 +146,11 @@ def dropping(route, body):
 
 
 @pytest.mark.parametrize("under_way", [False, True])
-async def test_a_router_that_drops_the_question_for_ids(under_way, caplog):
+async def test_a_router_that_drops_the_request_for_ids(under_way, caplog):
     with caplog.at_level(logging.ERROR):
-        async with standing(None if under_way else dropping) as (rig, between):
+        async with standing(None if under_way else dropping) as (rig, intermediary):
             messages = await episode(rig, 1) if under_way else list(ASK)
-            between.change = dropping
+            intermediary.change = dropping
             await episode(rig, 2, messages=messages)
             model, info = await found(rig), await rig.info()
     assert (model["level"], model["why"]) == ("relay", "the engine reports no token ids")
@@ -160,9 +160,9 @@ async def test_a_router_that_drops_the_question_for_ids(under_way, caplog):
     assert any("NOTHING IS RECORDED" in record.message for record in caplog.records)
 
 
-async def test_what_goes_wrong_with_every_call_is_not_asked_about_with_every_call():
-    """Sessions of an old vocabulary are refused each time: the engine is probed once."""
-    async with standing() as (rig, between):
+async def test_a_fault_of_every_call_does_not_cause_a_probe_with_every_call():
+    """Sessions of an old vocabulary are refused each time, but the engine is probed once."""
+    async with standing() as (rig, intermediary):
         histories = {name: await rig.say(name, ASK, tools=TOOLS) for name in ("a", "b", "c")}
         asked = len(rig.engine.tokenizations)
         old = [book.prompt_ids for book in rig.engine.ground_truth if book.session in histories]
@@ -173,7 +173,7 @@ async def test_what_goes_wrong_with_every_call_is_not_asked_about_with_every_cal
             probes.extend([body] if ids and len(ids) < 60 else [])
             return 400 if any(ids[: len(prompt)] == prompt for prompt in old) else body
 
-        between.change = refuse
+        intermediary.change = refuse
         for name, message in histories.items():
             await rig.say(name, [*ASK, echo(message), *results(message)], tools=TOOLS)
             assert matches(await rig.turns(name)) == [("root", ""), ("plain", "engine-refused-ids")]

@@ -1,4 +1,4 @@
-"""A whole reply said as a stream: in every dialect the same as the engine's own stream of the same reply, but for how words are cut.
+"""A whole reply split into a stream: in every dialect the same as the engine's own stream of that reply, except where texts are cut.
 
 The seed is pinned, so a call is answered alike each time, token by token.
 """
@@ -54,14 +54,14 @@ _CHANGING |= {"responseId", "createTime", "thoughtSignature", "system_fingerprin
 
 
 def steady(value):
-    """The same without what is another each time."""
+    """The same without members that differ each time."""
     if isinstance(value, dict):
         return {name: "~" if name in _CHANGING and inner else steady(inner) for name, inner in value.items()}
     return [steady(inner) for inner in value] if isinstance(value, list) else value
 
 
 def course(text):
-    """A stream's events in order, neighbouring pieces of one thing joined."""
+    """A stream's events in order, with adjacent pieces of the same member joined."""
     steps = []
     for block in text.split("\n\n"):
         data = "".join(line.removeprefix("data: ") for line in block.split("\n") if line.startswith("data: "))
@@ -75,7 +75,7 @@ def course(text):
 
 
 def pieces(event):
-    """An event as what it says, one thing at a time; chat's chunks and Gemini's responses are taken apart."""
+    """The members of an event one by one; chat's chunks and Gemini's responses are split."""
     if "candidates" in event:
         (candidate,) = event.pop("candidates")
         parts = [{name: value for name, value in part.items() if name != "thoughtSignature"} for part in candidate["content"]["parts"]]
@@ -104,7 +104,7 @@ def pieces(event):
 
 
 def joined(last, step):
-    """Join a piece with the one before, if both are of one thing."""
+    """Join a piece with the one before if both belong to the same member."""
     if not isinstance(last, dict) or last.keys() != step.keys() or "delta" not in step:
         return False
     if any(last[name] != step[name] for name in step if name not in {"delta", "logprobs", "obfuscation"}):
@@ -120,7 +120,7 @@ def joined(last, step):
 
 
 def in_order(steps):
-    """Chat's pieces by choice and thing: ids and words come in any order, and so do choices."""
+    """Chat's pieces by choice and member: ids, texts and choices may arrive in any order."""
     kinds = ("role", "prompt", "reasoning", "content", "call", "arguments", "ids", "logprobs", "end", "usage")
     found = {}
     for step in steps[:-1]:
@@ -136,7 +136,7 @@ def in_order(steps):
 
 @pytest.mark.parametrize("said", [CALL_AND_TEXT, TWO_CALLS, TEXT], ids=["call", "two calls", "text"])
 @pytest.mark.parametrize("dialect", ASKS)
-async def test_a_recited_reply_is_the_streamed_one(dialect, said):
+async def test_a_split_reply_equals_the_streamed_one(dialect, said):
     path, body = ASKS[dialect](said)
     heard = []
     for whole_replies in (False, True):
@@ -169,7 +169,7 @@ def test_anything_but_a_completion_is_refused(body):
         as_chunks(body, {})
 
 
-def test_a_reply_without_words_has_a_beginning_and_an_end():
+def test_a_reply_without_text_has_a_first_and_a_last_chunk():
     body = whole().replace(b'"content":"Hi"', b'"content":null')
     first, last = map(json.loads, as_chunks(body, {}))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}

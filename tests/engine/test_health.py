@@ -1,4 +1,4 @@
-"""Who is out, who is in: a refused connection counts at once, a slow or bad answer after a few."""
+"""Health checks: a refused connection counts at once, a slow or bad answer after a few in a row."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from tokencache.testing import SimulatedEngine
 
 @contextlib.asynccontextmanager
 async def monitored(engine, **more):
-    """An engine, whose /health can be told what to say, and a monitor of it that checks on request."""
+    """An engine with a configurable /health, and a monitor of it that checks on request."""
     said = {"status": 200, "asked": 0}
     app = engine.app()
 
@@ -51,8 +51,8 @@ async def test_an_engine_that_answers_is_probed_once():
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
-async def test_an_engine_without_health_is_asked_for_it_once(status):
-    """NeMo RL's worker has none, and logs every request for it. That it is gone is noticed all the same."""
+async def test_an_engine_without_health_gets_that_request_once(status):
+    """NeMo RL's worker has no /health, and logs every request for it. The monitor notices nevertheless when it is gone."""
     async with monitored(SimulatedEngine()) as (monitor, said, runner, changes):
         said["status"] = status
         for _ in range(5):
@@ -64,8 +64,8 @@ async def test_an_engine_without_health_is_asked_for_it_once(status):
         assert "cannot be reached" in monitor.engine.error
 
 
-async def test_after_it_was_out_it_is_asked_for_health_again():
-    """Another server may stand there then."""
+async def test_after_it_was_down_it_gets_the_health_request_again():
+    """Another server may run there then."""
     async with monitored(SimulatedEngine()) as (monitor, said, _, _):
         said["status"] = 404
         await monitor.check()
@@ -77,7 +77,7 @@ async def test_after_it_was_out_it_is_asked_for_health_again():
 
 
 @pytest.mark.parametrize("status", [404, 401, 204])
-async def test_an_answer_is_an_answer(status):
+async def test_any_answer_below_500_is_healthy(status):
     async with monitored(SimulatedEngine()) as (monitor, said, _, _):
         said["status"] = status
         await monitor.check()
@@ -85,7 +85,7 @@ async def test_an_answer_is_an_answer(status):
 
 
 @pytest.mark.parametrize("status", [500, 502, 503])
-async def test_a_servers_error_counts_after_a_few(status):
+async def test_server_errors_count_after_a_few(status):
     async with monitored(SimulatedEngine()) as (monitor, said, _, changes):
         await monitor.check()
         said["status"] = status
@@ -99,7 +99,7 @@ async def test_a_servers_error_counts_after_a_few(status):
         assert (monitor.ready, changes) == (True, [True, False, True])
 
 
-async def test_a_good_answer_between_forgives():
+async def test_a_good_answer_in_between_resets_the_count():
     async with monitored(SimulatedEngine()) as (monitor, said, _, _):
         await monitor.check()
         for status in (503, 503, 200, 503, 503):
@@ -118,7 +118,7 @@ async def test_a_refused_connection_counts_at_once():
 
 
 async def test_engines_with_the_same_identity_and_with_another():
-    """What the engine is counts, not which release it is; another template or tokenizer has another identity."""
+    """The release does not matter; another template or tokenizer does."""
     identities = []
     for made in (SimulatedEngine(seed=1), SimulatedEngine(seed=2, version="0.33.0"), SimulatedEngine(honours_ids=False)):
         async with monitored(made) as (monitor, _, _, _):

@@ -1,4 +1,4 @@
-"""An engine that cannot be made to sample a given id: its stop ids are learned from replies, and only from what proves them."""
+"""On an engine that cannot be made to sample a given id, stop ids are learned from replies, and only if a reply proves them."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def _refuse(route, body):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_second_turn_continues_all_the_same(stream):
+async def test_the_second_turn_continues_nevertheless(stream):
     async with proxied(SimulatedEngine(choose_fault=_refuse)) as rig:
         messages = [user("EPISODE:demo")]
         for _ in range(4):
@@ -41,7 +41,7 @@ async def test_the_second_turn_continues_all_the_same(stream):
         (7, "stop", None, set()),
     ],
 )
-def test_what_a_reply_proves(last, finish, stop, learned):
+def test_which_replies_prove_a_stop_id(last, finish, stop, learned):
     model = Model(Capability("m", "exact", stop_candidates=(5, 7), turn_ends=(5,)), Upstream("http://127.0.0.1:1"), Vllm())
     choice = Choice()
     choice.ids, choice.finish_reason, choice.stop_reason = [1, last], finish, stop

@@ -1,4 +1,4 @@
-"""What an engine's log probabilities are is found out by asking; where it cannot be, nothing is claimed."""
+"""The kind of an engine's log probabilities is identified by a test; without proof nothing is claimed."""
 
 import logging
 
@@ -41,7 +41,7 @@ MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed", "raw_logits":
 
 
 @pytest.mark.parametrize(("mode", "kind"), MODES.items())
-async def test_what_is_found_stands_in_the_log_at_readyz_and_with_each_turn(mode, kind, caplog):
+async def test_the_finding_is_in_the_log_in_readyz_and_in_each_turn(mode, kind, caplog):
     caplog.set_level(logging.INFO, "tokencache.engine.model")
     async with proxied(SimulatedEngine(seed=3, logprobs_mode=mode)) as rig:
         (model,) = (await rig.get("/readyz"))["engine"]["models"]
@@ -56,8 +56,8 @@ async def test_what_is_found_stands_in_the_log_at_readyz_and_with_each_turn(mode
     assert bool(loud) == (kind == "")
 
 
-async def test_an_engine_that_does_not_keep_the_mask_proves_nothing():
-    """It samples whatever it likes, and so do its values say what they like."""
+async def test_an_engine_that_ignores_the_mask_proves_nothing():
+    """It samples any id, so its values show nothing."""
 
     async def answered(request):
         body = await request.json() if request.can_read_body else {}

@@ -1,4 +1,4 @@
-"""Which engine a session goes to: the same for every replica, and moved by nothing but its own engine's going."""
+"""The engine of a session: the same on every replica, and different only if its own engine goes away."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ def homes(urls):
     return {session: urls[preference(session, urls)[0]] for session in SESSIONS}
 
 
-def test_replicas_agree_in_whatever_order_they_were_given_the_engines():
+def test_replicas_agree_whatever_the_order_of_their_engines():
     assert homes(URLS) == homes(URLS[::-1]) == homes(sorted(URLS, key=hash))
 
 
@@ -31,7 +31,7 @@ def test_sessions_are_spread_evenly():
     assert all(0.8 < count * len(URLS) / len(SESSIONS) < 1.2 for count in counted.values())
 
 
-def test_the_second_choice_is_where_a_session_goes_when_the_first_is_gone():
+def test_a_session_moves_to_its_second_choice_if_the_first_is_gone():
     for session in SESSIONS[:100]:
         first, second, *_ = (URLS[place] for place in preference(session, URLS))
         rest = [url for url in URLS if url != first]

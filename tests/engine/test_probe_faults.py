@@ -1,4 +1,4 @@
-"""The probe on a bad connection: what it finds is the same, whichever of its questions meets a closed one."""
+"""The probe on a bad connection: its finding is the same, whichever of its requests meets a closed connection."""
 
 import contextlib
 import logging
@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tests.engine.between import Between
+from tests.engine.intermediary import Intermediary
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, until, user
 from tests.system.nemo.worker import Worker
 from tokencache.engine.drivers.registry import DriverOptions, drivers
@@ -28,8 +28,8 @@ def _briskly(monkeypatch):
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.01)
 
 
-class Resetting(Between):
-    """Passes requests on to an engine, and tears down the connection of those that `resets` picks by number and path."""
+class Resetting(Intermediary):
+    """Passes requests on to an engine, and resets the connection of those that `resets` selects by number and path."""
 
     def __init__(self, upstream):
         super().__init__(upstream)
@@ -48,13 +48,13 @@ class Resetting(Between):
 
 
 @contextlib.asynccontextmanager
-async def standing_behind(engine, *, worker=False):
-    """Yields what resets, before an engine, or before NeMo RL's worker."""
+async def resetting_before(engine, *, worker=False):
+    """Yields a resetting intermediary in front of an engine or NeMo RL's worker."""
     async with engine.serve() as up, contextlib.AsyncExitStack() as stack:
         behind = await stack.enter_async_context(Worker(up, engine.tokenizer.stop_id).serve()) if worker else up
-        between = Resetting(behind)
-        async with between.serve() as between.url:
-            yield between
+        intermediary = Resetting(behind)
+        async with intermediary.serve() as intermediary.url:
+            yield intermediary
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +68,7 @@ async def engine_at(url, kind="auto", **more):
 
 
 def as_found(model):
-    """The capability, but for the figures in words, which are sampled."""
+    """The capability without its description of sampled values."""
     return msgspec.structs.replace(model.capability, logprobs_seen="")
 
 
@@ -83,58 +83,58 @@ def as_found(model):
     ],
     ids=["vllm", "nemo-rl", "nemo-rl-named", "by-derender", "record"],
 )
-async def test_whichever_question_is_reset_the_finding_is_the_same(engine, worker, kind):
-    async with standing_behind(engine, worker=worker) as between:
-        async with engine_at(between.url, kind) as one:
+async def test_the_finding_is_the_same_whichever_request_is_reset(engine, worker, kind):
+    async with resetting_before(engine, worker=worker) as intermediary:
+        async with engine_at(intermediary.url, kind) as one:
             right = as_found(await one.model())
-        questions_asked = len(between.paths)
-        assert questions_asked > 5
-        for number in range(1, questions_asked + 1):
-            between.paths.clear()
-            between.resets = lambda count, _path, number=number: count == number
-            async with engine_at(between.url, kind) as one:
-                assert as_found(await one.model()) == right, f"question {number} was reset"
+        requests_sent = len(intermediary.paths)
+        assert requests_sent > 5
+        for number in range(1, requests_sent + 1):
+            intermediary.paths.clear()
+            intermediary.resets = lambda count, _path, number=number: count == number
+            async with engine_at(intermediary.url, kind) as one:
+                assert as_found(await one.model()) == right, f"request {number} was reset"
 
 
 @pytest.mark.parametrize("worker", [False, True], ids=["vllm", "nemo-rl"])
 @pytest.mark.parametrize("path", ["/tokenize", CHAT])
-async def test_a_question_that_is_never_answered_is_no_verdict(path, worker, caplog):
-    """Not ready, asked again at a bounded pace, said once; and ready as soon as it is answered."""
+async def test_a_request_that_is_never_answered_proves_nothing(path, worker, caplog):
+    """The engine is not ready, is probed again at a limited rate, is logged once, and is ready as soon as it answers."""
     caplog.set_level(logging.INFO)
-    async with standing_behind(SimulatedEngine(episodes=EPISODES, seed=7), worker=worker) as between:
-        between.resets = lambda _count, asked: asked == path
-        async with proxied(between, upstream=between.url) as rig:
+    async with resetting_before(SimulatedEngine(episodes=EPISODES, seed=7), worker=worker) as intermediary:
+        intermediary.resets = lambda _count, asked: asked == path
+        async with proxied(intermediary, upstream=intermediary.url) as rig:
             before = await until(lambda: _failed(rig))
             assert before["engine"]["models"] == []
-            asked = len(between.paths)
-            await until(lambda: _more(between, asked + 12))
+            asked = len(intermediary.paths)
+            await until(lambda: _more(intermediary, asked + 12))
             said = [record.getMessage() for record in caplog.records if "gave no answer" in record.getMessage()]
             assert len(said) == 1
             assert "NOTHING IS RECORDED" not in caplog.text
             assert "RECORD ONLY" not in caplog.text
-            between.resets = lambda _count, _path: False
+            intermediary.resets = lambda _count, _path: False
             after = await until(lambda: _ready(rig))
             assert after["engine"]["models"][0]["level"] == "exact"
 
 
 async def test_a_failed_probe_is_not_repeated_by_every_call(monkeypatch):
     monkeypatch.setattr("tokencache.engine.model.FIRST_DELAY", 60.0)
-    async with standing_behind(SimulatedEngine(episodes=EPISODES)) as between:
-        between.resets = lambda _count, asked: asked == "/tokenize"
-        async with engine_at(between.url) as engine:
+    async with resetting_before(SimulatedEngine(episodes=EPISODES)) as intermediary:
+        intermediary.resets = lambda _count, asked: asked == "/tokenize"
+        async with engine_at(intermediary.url) as engine:
             with pytest.raises(EngineError, match="gave no answer"):
                 await engine.model()
-            asked = len(between.paths)
+            asked = len(intermediary.paths)
             for _ in range(5):
                 with pytest.raises(EngineError, match="gave no answer"):
                     await engine.model()
-            assert (len(between.paths), engine.state) == (asked, "failed")
+            assert (len(intermediary.paths), engine.state) == (asked, "failed")
 
 
-async def test_an_engine_that_cannot_answer_now_is_no_verdict():
-    """503 to `/tokenize`, as while an engine is paused: nothing is known then, and asked again it is what it is."""
-    async with standing_behind(SimulatedEngine(episodes=EPISODES)) as between:
-        busy = Between(between.url, lambda route, body: 503 if route == "/tokenize" else body)
+async def test_a_temporary_refusal_proves_nothing():
+    """`/tokenize` answers 503, as while an engine is paused: nothing is known then; the next probe finds everything."""
+    async with resetting_before(SimulatedEngine(episodes=EPISODES)) as intermediary:
+        busy = Intermediary(intermediary.url, lambda route, body: 503 if route == "/tokenize" else body)
         async with busy.serve() as url, engine_at(url) as engine:
             with pytest.raises(EngineError, match="503"):
                 await engine.model()
@@ -143,14 +143,14 @@ async def test_an_engine_that_cannot_answer_now_is_no_verdict():
             assert (await engine.model()).capability.level == "exact"
 
 
-async def test_a_level_that_fell_is_asked_about_until_it_is_back(caplog):
-    """Calls are served meanwhile, as they can be; the proxy is not ready, and that is logged once."""
+async def test_a_lowered_level_is_probed_again_until_it_is_back(caplog):
+    """Calls are served in the meantime as far as possible; the proxy is not ready, which is logged once."""
     async with SimulatedEngine(episodes=EPISODES, seed=7).serve() as up:
-        between = Between(up)
-        async with between.serve() as url, proxied(None, upstream=url) as rig:
+        intermediary = Intermediary(up)
+        async with intermediary.serve() as url, proxied(None, upstream=url) as rig:
             await until(lambda: _ready(rig))
             message = await rig.say("s", ASK, tools=TOOLS)
-            between.change = lambda route, body: _without_ids(body) if route == CHAT else body
+            intermediary.change = lambda route, body: _without_ids(body) if route == CHAT else body
             rig.proxy.engine.forget("as after a restart")
             lowered = await until(lambda: _lowered(rig))
             assert lowered["engine"]["serves"] is False
@@ -158,7 +158,7 @@ async def test_a_level_that_fell_is_asked_about_until_it_is_back(caplog):
             assert "it was exact before" in lowered["engine"]["error"]
             await rig.say("s", [*ASK, echo(message), *results(message)], tools=TOOLS)
             assert [turn["reason"] for turn in await rig.turns()] == ["", "record-only"]
-            between.change = lambda _route, body: body
+            intermediary.change = lambda _route, body: body
             await until(lambda: _ready(rig))
             last = await rig.say("t", ASK, tools=TOOLS)
             await rig.say("t", [*ASK, echo(last), *results(last)], tools=TOOLS)
@@ -202,5 +202,5 @@ async def _probed(rig):
     return found if found["engine"]["models"] else None
 
 
-async def _more(between, count):
-    return len(between.paths) > count
+async def _more(intermediary, count):
+    return len(intermediary.paths) > count

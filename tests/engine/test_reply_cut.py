@@ -1,4 +1,4 @@
-"""What is long in a reply is cut out and read by itself: the record and the harness get the same as if all of it had been read at once."""
+"""Long values are cut out of a reply and parsed by themselves; record and harness get the same as if the reply were parsed at once."""
 
 import json
 
@@ -21,7 +21,7 @@ def written(value):
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def chance(token, logprob, others=()):
+def token_logprob(token, logprob, others=()):
     return {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": list(others)}
 
 
@@ -31,12 +31,12 @@ texts = st.one_of(
 )
 values = st.one_of(st.floats(-50, 0), st.floats(-50, 0, width=32), st.integers(-9, 0), st.sampled_from([None, "x"]))
 others = st.lists(st.builds(lambda token: {"token": token, "logprob": -2.5, "bytes": []}, texts), max_size=2)
-chances_told = st.lists(st.builds(chance, texts, values, st.one_of(st.just(()), others)), max_size=3)
+token_logprobs = st.lists(st.builds(token_logprob, texts, values, st.one_of(st.just(()), others)), max_size=3)
 logprobs = st.one_of(
     st.none(),
-    st.builds(lambda content: {"content": content}, chances_told),
-    st.builds(lambda content: {"content": content, "refusal": []}, chances_told),
-    st.builds(lambda content: {"refusal": None, "content": content}, chances_told),
+    st.builds(lambda content: {"content": content}, token_logprobs),
+    st.builds(lambda content: {"content": content, "refusal": []}, token_logprobs),
+    st.builds(lambda content: {"refusal": None, "content": content}, token_logprobs),
     st.builds(lambda told: {"token_logprobs": told}, st.lists(values, max_size=2)),
     st.sampled_from([{}, []]),
 )
@@ -72,12 +72,12 @@ replies = members(
 
 
 def usual(**more):
-    told = {"content": [chance("a", -0.5), chance('"]}', -1.25)]}
+    told = {"content": [token_logprob("a", -0.5), token_logprob('"]}', -1.25)]}
     choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "logprobs": told, "finish_reason": "stop", "token_ids": [5, 6]}
     return {"choices": [choice], "prompt_token_ids": IDS, **more}
 
 
-def heard(reply):
+def content_of(reply):
     return (
         reply.unreadable,
         reply.error,
@@ -99,20 +99,20 @@ def heard(reply):
 @example(usual(), SENT, 1, None)
 @example(usual(kv_transfer_params={"prompt_token_ids": IDS}), SENT, 1, None)
 @example({"error": {"logprobs": usual()["choices"][0]["logprobs"]}, **usual()}, SENT, 1, None)
-def test_read_in_parts_it_says_the_same(made, sent, number, lost):
+def test_parsing_in_parts_gives_the_same(made, sent, number, lost):
     data = written(made)[:-lost] if lost else written(made)
     parted, whole = Reply(number), Reply(number)
     parted.prompt.sent = sent
     whole.prompt.stop_cutting()
     brief = parted.add(data, hide_logprobs=True)
     whole.add(data)
-    assert heard(parted) == heard(whole)
+    assert content_of(parted) == content_of(whole)
     encoder = ChatReplyEncoder(CALL)
     assert encoder.whole(brief) == encoder.whole(data)
 
 
 @pytest.mark.parametrize("sent", [(), SENT])
-def test_the_usual_reply_is_left_short(sent):
+def test_a_usual_reply_becomes_short(sent):
     reply = Reply()
     reply.prompt.sent = sent
     brief = reply.add(written(usual()), hide_logprobs=True)
@@ -121,12 +121,12 @@ def test_the_usual_reply_is_left_short(sent):
     assert reply.choices[0].logprobs == [-0.5, -1.25]
 
 
-def test_log_probabilities_that_are_shown_are_left():
+def test_log_probabilities_that_the_harness_gets_stay():
     brief = Reply().add(written(usual()))
     assert json.loads(brief)["choices"] == usual()["choices"]
 
 
-def test_the_ids_of_a_text_completion_are_left_with_its_choice():
+def test_the_ids_of_a_text_completion_stay_with_its_choice():
     data = written({"choices": [{"index": 0, "text": "x", "prompt_token_ids": IDS}]})
     reply = Reply()
     assert reply.add(data, hide_logprobs=True) == data

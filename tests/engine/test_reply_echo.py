@@ -1,4 +1,4 @@
-"""The echo of the prompt is compared, not parsed: what is cut out must be what was sent, in its place, and nothing else."""
+"""The prompt's echo is compared, not parsed: only ids that were sent are cut out, and only from the right member."""
 
 import re
 
@@ -27,7 +27,7 @@ def reply_to(sent: tuple[bytes, ...]) -> Reply:
         b'{"choices":[{"index":0,"message":{"content":"x"},"prompt_token_ids":[1,22,333]}]}',
     ],
 )
-def test_the_echo_of_what_was_sent_is_cut_out_and_known(data):
+def test_an_echo_of_the_sent_ids_is_cut_out_and_known(data):
     reply = reply_to(SENT)
     brief = reply.add(data)
     assert brief == data.replace(b"[1,22,333]", b'"=0"')
@@ -37,7 +37,7 @@ def test_the_echo_of_what_was_sent_is_cut_out_and_known(data):
 
 
 @pytest.mark.parametrize("echo", [b"[1,22,333,4]", b"[1,22,3334]", b"[1,22]", b"[1,22,33]", b"[]", b"[ 1,22,333]", b"[1,22,334]", b"null"])
-def test_another_echo_is_read_as_it_is(echo):
+def test_any_other_echo_is_read_unchanged(echo):
     reply = reply_to(SENT)
     data = b'{"choices":[],"prompt_token_ids":' + echo + b"}"
     assert reply.add(data) == data
@@ -59,7 +59,7 @@ def test_the_same_ids_elsewhere_are_left_alone(data):
     assert reply.prompt.raw == (b"[7]" if b"[7]" in data else b"")
 
 
-def test_an_engine_cannot_claim_the_echo():
+def test_an_engine_cannot_forge_the_mark():
     reply = reply_to(SENT)
     reply.add(b'{"choices":[],"prompt_token_ids":"=0"}')
     assert reply.prompt.raw == b'"=0"'
@@ -81,7 +81,7 @@ def test_a_truncated_echo_is_unreadable():
 
 
 @pytest.mark.parametrize("echo", [b"[]", b"[7]", b"[1,22,333]", b"[1, 22, 333]", b"[ 1,22]", b"[1,\n22]", b"[-0,1]"])
-def test_the_engines_digits_are_sent_again_only_if_they_are_ours(echo):
+def test_the_engines_digits_are_sent_again_only_if_it_writes_them_as_we_do(echo):
     packed = read_ids(echo)
     assert packed is not None
     assert b"".join(as_fragment(echo, packed)) == ids.fragment(packed)
@@ -103,7 +103,7 @@ def test_events_are_the_same_however_the_stream_is_cut(data, size):
     assert splitter.rest == data[ends[-1] :]
 
 
-def test_replies_read_briefly_and_at_length_say_the_same():
+def test_a_reply_with_its_echo_cut_out_has_the_same_content():
     data = msgspec.json.encode(
         {
             "choices": [{"index": 0, "message": {"content": "x"}, "token_ids": [5], "finish_reason": "stop"}],

@@ -1,4 +1,4 @@
-"""As much of vLLM as the plugin touches, around a template that renders for real; signatures as in vLLM's 0.25.1 and 0.20.0."""
+"""The parts of vLLM that the plugin uses, with real templates; signatures as in vLLM 0.25.1 and 0.20.0."""
 
 import asyncio
 import types
@@ -71,7 +71,7 @@ class BaseRenderer:
 
 
 class Renderer:
-    """What `OnlineRenderer` is to the plugin."""
+    """Stands in for vLLM's `OnlineRenderer`."""
 
     def __init__(self, kind, *, shared=False):
         self.renderer = BaseRenderer(kind, shared=shared)
@@ -119,7 +119,7 @@ async def older(  # noqa: PLR0917 - vLLM's
     *,
     skip_mm_cache=False,
 ):
-    """`preprocess_chat` as 0.20 has it."""
+    """`preprocess_chat` of 0.20."""
     return await Renderer.preprocess_chat(
         self, request, messages, default_template, default_template_content_format, default_template_kwargs, tool_dicts, tool_parser
     )
@@ -130,7 +130,7 @@ def tokens_input(ids, *, prompt=None, cache_salt=None):
 
 
 def vllm(**replaced):
-    """The modules of a vLLM by name, and a way to import them; `replaced` says what is otherwise in this one."""
+    """A function that imports the modules of a vLLM by name; `replaced` has the modules that differ in this one."""
     methods = {"preprocess_chat": Renderer.preprocess_chat, "__init__": Renderer.__init__}
     modules = {
         "vllm.renderers.online_renderer": {"OnlineRenderer": type("OnlineRenderer", (), methods)},

@@ -1,4 +1,4 @@
-"""Which vLLM is patched, which is left alone, and what is said."""
+"""Which versions of vLLM are patched, which are left alone, and what is logged."""
 
 import logging
 import subprocess
@@ -53,10 +53,10 @@ def one_class(**members):
 
 
 async def fewer(self, request, messages):
-    """A `preprocess_chat` that takes other things."""
+    """A `preprocess_chat` with other parameters."""
 
 
-ODD = {
+UNEXPECTED = {
     "no such class": {"vllm__renderers__online_renderer": {}},
     "no such method": one_class(),
     "other parameters": one_class(preprocess_chat=fewer),
@@ -66,9 +66,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("odd", ODD)
-def test_what_is_not_as_it_was_read_is_left_alone(odd):
-    load = vllm(**ODD[odd])
+@pytest.mark.parametrize("unexpected", UNEXPECTED)
+def test_unexpected_code_is_left_alone(unexpected):
+    load = vllm(**UNEXPECTED[unexpected])
     before = getattr(getattr(load(ONLINE), "OnlineRenderer", None), "preprocess_chat", None)
     with pytest.raises(UnknownVllmError):
         patch("0.25.1", load)
@@ -110,7 +110,7 @@ async def test_a_vllm_that_renders_elsewhere_fails_loudly():
 
 @pytest.fixture
 def inside(monkeypatch, caplog):
-    """Makes this process one of vLLM's, of a version; what is patched there is listed, what is said is in `caplog`."""
+    """Makes this process one of vLLM's; lists what is patched."""
     caplog.set_level(logging.INFO)
 
     def become(version, *, process="MainProcess", plugins=None, load=None):
@@ -127,14 +127,14 @@ def inside(monkeypatch, caplog):
 
 
 async def start(version):
-    """Load what vLLM loads when it is named."""
+    """Load what vLLM loads by the plugin's name."""
     entry.register()
     if tuple(int(part) for part in version.split(".")[:2]) >= (0, 26):
         await entry.EndpointPlugin().init_state(None, None, None)
 
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.25.1", "0.26.0"])
-async def test_patched_once_and_said_once(inside, caplog, version):
+async def test_patched_once_and_logged_once(inside, caplog, version):
     patched = inside(version, plugins="tokencache")
     await start(version)
     assert patched == [version]
@@ -143,7 +143,7 @@ async def test_patched_once_and_said_once(inside, caplog, version):
     assert "wrapped vllm." in said
 
 
-async def test_endpoint_plugins_want_to_be_named(inside, caplog):
+async def test_endpoint_plugins_must_be_named(inside, caplog):
     patched = inside("0.26.0")
     entry.register()  # vLLM loads no endpoint plugin that is not named
     assert patched == []
@@ -158,15 +158,15 @@ def test_processes_that_serve_no_http_are_left_alone(inside, caplog, process):
     assert caplog.messages == []
 
 
-async def test_native_versions_are_left_alone_and_told(inside, caplog):
+async def test_native_versions_are_left_alone_and_logged(inside, caplog):
     inside("0.32.0", plugins="tokencache")
     await start("0.32.0")
     assert caplog.messages == ["tokencache: vLLM 0.32.0 accepts prompt_token_ids by itself; nothing was changed"]
 
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.1.dev9", "0.25.1", "0.26.0"])
-async def test_an_unknown_vllm_starts_unharmed(inside, caplog, version):
-    inside(version, plugins="tokencache", load=vllm(**ODD["other parameters"]))
+async def test_an_unknown_vllm_starts_unchanged(inside, caplog, version):
+    inside(version, plugins="tokencache", load=vllm(**UNEXPECTED["other parameters"]))
     await start(version)
     (record,) = caplog.records
     assert record.levelname == "ERROR"
@@ -182,7 +182,7 @@ def test_vllm_loads_it_by_these_names():
 
 
 def test_nothing_of_the_proxy_is_imported():
-    """It is loaded in vLLM's processes, whose environment and start are not ours to burden."""
+    """It is loaded in vLLM's processes, and must not need their environment or slow down their start."""
     code = "import sys; import tokencache.vllm_plugin.entry; print([m for m in sys.modules if m.partition('.')[0] in "
     code += "('aiohttp', 'msgspec', 'pydantic', 'redis', 'vllm') or m.startswith('tokencache.') and 'vllm_plugin' not in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)

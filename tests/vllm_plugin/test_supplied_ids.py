@@ -1,4 +1,4 @@
-"""What a request may supply, and what it is told where it may not."""
+"""Which ids a request may supply, and how others are refused."""
 
 import pytest
 
@@ -18,32 +18,32 @@ def whole(ids, **more):
     return {"kv_transfer_params": {"prompt_token_ids": ids, **more}}
 
 
-async def test_a_whole_prompt_takes_the_place_of_the_messages(server):
+async def test_a_whole_prompt_replaces_the_messages(server):
     assert await server.prompt(HI, **whole([5, 6, 7])) == [5, 6, 7]
     assert server.online.renderer.rendered == 0
     assert server.online.seen == [("parser", {}, None)]
 
 
-async def test_what_was_said_is_still_known(server):
+async def test_the_conversation_is_still_known(server):
     """vLLM up to 0.24 numbers Kimi's calls by those in the conversation (`get_history_tool_calls_cnt`)."""
     said, _ = await server.online.preprocess_chat(Request(**whole([5])), TALK, None, "auto", None)
     assert said == TALK
 
 
-async def test_no_connector_sees_the_ids_and_each_its_own(server):
+async def test_connectors_get_their_own_members_and_no_ids(server):
     await server.prompt(HI, **whole([5], do_remote_prefill=True))
     await server.prompt(TALK, vllm_xargs={"required_prefix_token_ids": [5], "other": 1})
     assert server.online.seen == [("parser", {"do_remote_prefill": True}, None), ("parser", None, {"other": 1})]
 
 
 async def test_the_rest_of_a_request_is_rendered(server):
-    """A request's later prompts (tool loops of Responses) are not the one that was supplied."""
+    """Later prompts of a request (tool loops of Responses) are not the supplied one."""
     request = Request(required_prefix_token_ids=[5], kv_transfer_params={})
     assert take(request).ids == [5]
     assert take(request) is None
 
 
-async def test_without_ids_vllm_is_as_it_was(server):
+async def test_without_ids_vllm_renders_as_usual(server):
     rendered = server.words.encode(server.lab.text(HI, None, generation=True))
     for fields in (
         {},
@@ -57,7 +57,7 @@ async def test_without_ids_vllm_is_as_it_was(server):
 
 @pytest.mark.parametrize("ids", [[], "5", {"a": 1}, [1.0], [True], [-1], ["5"], 7, [[5]]], ids=str)
 @pytest.mark.parametrize("name", ["prompt_token_ids", "required_prefix_token_ids"])
-async def test_what_is_no_list_of_ids(server, name, ids):
+async def test_anything_but_a_list_of_ids_is_refused(server, name, ids):
     if name == "required_prefix_token_ids" and ids == []:
         return  # nothing to do
     with pytest.raises(BadRequestError, match=f"`kv_transfer_params.{name}` must be .* of non-negative integers") as refused:
@@ -85,7 +85,7 @@ async def test_a_prompt_must_leave_room_for_one_token(server):
 
 
 async def test_a_long_text_with_a_short_prefix(server):
-    """Not the rendering is the prompt: only what is sent has to fit."""
+    """The rendering is not the prompt: only what is sent has to fit."""
     talk = [{"role": "user", "content": "word " * 5000}, *TALK[1:]]
     assert (await server.prompt(talk, required_prefix_token_ids=[5, 6]))[:2] == [5, 6]
     with pytest.raises(BadRequestError, match="maximum context length"):
@@ -111,7 +111,7 @@ async def test_media_is_refused(server, part, fields):
 
 
 async def test_text_in_parts_and_read_once_iterators_are_text(server):
-    """Pydantic gives some members of a message as iterators that can be read once; here they are rendered several times."""
+    """Pydantic returns some members of a message as one-shot iterators; here they are rendered several times."""
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     talk = [
         {"role": "user", "content": iter([{"type": "text", "text": "x"}])},
@@ -123,7 +123,7 @@ async def test_text_in_parts_and_read_once_iterators_are_text(server):
     assert "</tool_call>" not in server.words.decode(ids)
 
 
-async def test_both_at_once_or_two_that_differ(server):
+async def test_two_members_must_not_contradict_each_other(server):
     with pytest.raises(BadRequestError, match="cannot both be given"):
         await server.prompt(TALK, **whole([5]), required_prefix_token_ids=[5])
     with pytest.raises(BadRequestError, match="given twice with different ids"):

@@ -1,4 +1,4 @@
-"""Where NeMo's answers have ids and log probabilities, and where they are put."""
+"""Ids and log probabilities in NeMo's replies are moved to where vLLM has them."""
 
 import json
 
@@ -21,7 +21,7 @@ def read(body):
     return reply
 
 
-def test_they_stand_on_the_message_and_are_gone_from_there():
+def test_they_are_moved_from_the_message():
     body = ids_from_messages(answer(TOKENS))
     reply = read(answer(TOKENS))
     assert (reply.prompt.raw, reply.choices[0].ids, reply.choices[0].logprobs) == (b"[1, 2]", [3, 4], [-0.5, -1.0])
@@ -30,17 +30,17 @@ def test_they_stand_on_the_message_and_are_gone_from_there():
     assert [entry["token"] for entry in said["logprobs"]["content"]] == ["token_id:3", "token_id:4"]
 
 
-def test_log_probabilities_that_a_harness_asked_for_stay_as_they_are():
+def test_log_probabilities_that_a_harness_requested_stay_unchanged():
     shown = {"content": [{"token": "H", "logprob": -0.5, "bytes": [72], "top_logprobs": [{"token": "H", "logprob": -0.5}]}] * 2}
     assert json.loads(ids_from_messages(answer(TOKENS, logprobs=shown)))["choices"][0]["logprobs"] == shown
 
 
-def test_routed_experts_stand_on_the_message_too():
+def test_routed_experts_are_moved_from_the_message_too():
     assert json.loads(ids_from_messages(answer({**TOKENS, "routed_experts": "=0"})))["choices"][0]["routed_experts"] == "=0"
 
 
 @pytest.mark.parametrize("body", [b"", b"oops", b'{"error":{}}', answer({}), answer({}, token_ids=[3])])
-def test_an_answer_without_them_is_left_as_it_is(body):
+def test_a_reply_without_them_is_unchanged(body):
     assert ids_from_messages(body) is body
 
 
@@ -52,17 +52,17 @@ def test_an_answer_without_them_is_left_as_it_is(body):
         {**TOKENS, "generation_log_probs": [-0.5]},
     ],
 )
-def test_log_probabilities_that_are_missing_are_not_made_up(message):
+def test_missing_log_probabilities_are_not_invented(message):
     reply = read(answer(message))
     assert reply.choices[0].ids == [3, 4]
     assert len(reply.choices[0].logprobs) < 2
 
 
 @pytest.mark.parametrize("wrong", ["x", [1.5], {"a": 1}, [None]])
-def test_what_are_no_ids_is_no_reply_of_ours(wrong):
+def test_a_reply_with_malformed_ids_is_not_recorded(wrong):
     reply = read(answer({**TOKENS, "generation_token_ids": wrong}))
     assert not (reply.choices and reply.choices[0].ids)
 
 
-def test_an_answer_cut_in_half_is_unreadable():
+def test_a_truncated_reply_is_unreadable():
     assert read(answer(TOKENS)[:-30]).unreadable == 1

@@ -1,4 +1,4 @@
-"""Token prompts on text completions, parsed by derender: on the simulated engine, one that ignores ids in chat."""
+"""Exact prompts as text completions, parsed by derender, on a simulated engine that ignores ids in chat requests."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientS
 
 @contextlib.asynccontextmanager
 async def before(engine=None, **settings):
-    """The proxy before an engine with derender; what the probe asked is forgotten."""
+    """The proxy in front of an engine with derender; the requests of the probe are discarded."""
     engine = engine or SimulatedEngine(episodes=EPISODES, seed=7, honours_ids=False, derenders=True)
     async with proxied(engine, **{"engine_kind": "completions", **settings}) as rig:
         await rig.proxy.engine.model("sim")
@@ -34,7 +34,7 @@ async def found(rig):
 
 
 async def two_turns(rig, **more):
-    """What the harness is told of a call with an exact prompt."""
+    """The reply to a call with an exact prompt."""
     message = await rig.say("s", ASK, tools=TOOLS)
     return await rig.post(messages=[*ASK, echo(message), *results(message)], tools=TOOLS, **more)
 
@@ -55,13 +55,13 @@ async def test_an_agent_with_tools(dialect, stream):
 
 
 @pytest.mark.parametrize("kind", ["auto", "completions"])
-async def test_what_is_found(kind):
+async def test_what_the_probe_finds(kind):
     async with before(engine_kind=kind) as rig:
         model = await found(rig)
         assert (model["level"], model["driver"]) == ("exact", "completions")
 
 
-async def test_nothing_changes_where_chat_takes_ids():
+async def test_chat_is_preferred_if_it_takes_ids():
     async with before(SimulatedEngine(episodes=EPISODES, derenders=True), engine_kind="auto") as rig:
         assert (await found(rig))["driver"] == "vllm"
         assert rig.engine.derendered == []
@@ -76,8 +76,8 @@ async def test_without_derender_calls_are_recorded():
         assert [turn["reason"] for turn in await rig.turns()] == ["", "record-only"]
 
 
-class Silent(SimulatedEngine):
-    """A sidecar that was started without a parser of tool calls: it leaves them in the text."""
+class WithoutToolParser(SimulatedEngine):
+    """A sidecar that was started without a parser for tool calls: it leaves them in the text."""
 
     async def _derender(self, http):
         body = await http.json()
@@ -87,7 +87,7 @@ class Silent(SimulatedEngine):
 
 
 async def test_a_parser_that_misses_calls_is_not_trusted():
-    async with before(Silent(episodes=EPISODES, honours_ids=False, derenders=True)) as rig:
+    async with before(WithoutToolParser(episodes=EPISODES, honours_ids=False, derenders=True)) as rig:
         model = await found(rig)
         assert model["level"] == "record"
         assert "does not find the tool call" in model["why"]
@@ -110,7 +110,7 @@ async def test_an_engine_waits_for_its_sidecar():
             pass
 
 
-async def test_the_harness_sees_what_chat_would_show():
+async def test_the_harness_gets_what_chat_would_return():
     shown = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
     answers = []
     for engine in (
@@ -143,7 +143,7 @@ async def test_a_stop_string_cuts_the_text_and_not_the_tokens():
 
 
 @STREAMS
-async def test_a_reply_that_was_cut_short_is_gone_on_from(stream):
+async def test_a_reply_that_was_cut_short_is_continued(stream):
     async with before() as rig:
         message = await rig.say("s", ASK, tools=TOOLS, max_tokens=9)
         history = [*ASK, echo(message), *results(message)]
@@ -155,7 +155,7 @@ async def test_a_reply_that_was_cut_short_is_gone_on_from(stream):
         await rig.check()
 
 
-async def test_a_required_tool_is_said_to_completions_as_chat_would():
+async def test_a_required_tool_constrains_the_text_completion_as_in_chat():
     async with before() as rig:
         await two_turns(rig, tool_choice="required")
         (asked,) = rig.engine.completions
@@ -164,7 +164,7 @@ async def test_a_required_tool_is_said_to_completions_as_chat_would():
         assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
 
 
-async def test_where_guidance_cannot_be_had_chat_is_asked():
+async def test_without_guidance_the_call_goes_to_chat():
     async with before() as rig:
         rig.engine.faults.append(Fault.answer(500, path=CHAT + "/render"))
         status, _ = await two_turns(rig, tool_choice="required")
@@ -174,7 +174,7 @@ async def test_where_guidance_cannot_be_had_chat_is_asked():
         await rig.check()
 
 
-async def test_a_limit_that_nobody_names_is_the_rooms():
+async def test_the_default_limit_is_the_remaining_context():
     async with before() as rig:
         await two_turns(rig)
         (asked,) = rig.engine.completions
@@ -182,7 +182,7 @@ async def test_a_limit_that_nobody_names_is_the_rooms():
 
 
 @STREAMS
-async def test_nothing_is_lost_where_derender_fails(stream):
+async def test_nothing_is_lost_if_derender_fails(stream):
     async with before() as rig:
         message = await rig.say("s", ASK, tools=TOOLS)
         rig.engine.faults.append(Fault.answer(500, "no parser today", path=DERENDER))
@@ -208,14 +208,14 @@ async def test_several_choices():
         await rig.check()
 
 
-async def test_one_call_only_without_parallel_calls():
+async def test_only_one_call_without_parallel_tool_calls():
     async with before() as rig:
         _, said = await two_turns(rig, parallel_tool_calls=False)
         assert len(said["choices"][0]["message"]["tool_calls"]) == 1
         assert said["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_a_reply_of_nothing_but_its_end_has_no_words():
+async def test_a_reply_that_only_ends_has_no_text():
     async with before() as rig:
         message = await rig.say("s", ASK, tools=TOOLS)
         rig.engine.derendered.clear()

@@ -1,4 +1,4 @@
-"""Something between the proxy and an engine, that does not pass everything on as it should."""
+"""A server between the proxy and an engine that changes or refuses requests."""
 
 import contextlib
 import json
@@ -9,8 +9,8 @@ from aiohttp import web
 from tests.engine.listening import listening
 
 
-class Between:
-    """Passes requests on to `upstream`; `change` makes another body of a route's, or refuses it with a status (an `int`)."""
+class Intermediary:
+    """Passes requests on to `upstream`. `change(route, body)` returns the body to send, or a status (`int`) to refuse with."""
 
     def __init__(self, upstream, change=None):
         self.upstream = upstream
