@@ -1,8 +1,8 @@
 """Encodes records (turns, incidents, …) and tokens as the bytes that stores keep.
 
 The first byte of a record says how the rest is encoded: `z` MessagePack, deflated (with the dictionary below, which is part of the format:
-a new one needs a new letter); `m` MessagePack, where that is shorter; `j` JSON, deflated, for values that MessagePack cannot represent (lone
-surrogates and integers of more than 64 bits; requests contain both).
+a new one needs a new letter); `m` MessagePack, where that is shorter; `j` JSON, deflated, for values that MessagePack cannot represent
+(lone surrogates and integers of more than 64 bits; requests contain both).
 
 For Redis, tokens are raw after a header. With the header a script can walk from a turn to its base, and a reader can check the lengths,
 without the turn's record.
