@@ -370,11 +370,11 @@ REFUSED = [
     (b'{"contents":[{"parts":[{"text":"x"}]}],"generationConfig":{"temperature":NaN}}', "NaN is not JSON"),
     (
         {"contents": [HI], "tools": [{"functionDeclarations": [{"name": "f", "parameters": {"type": "FILE"}}]}]},
-        "parameters.type: there is no type 'FILE'",
+        "parameters.type: unknown type 'FILE'",
     ),
     (
         {"contents": [HI], "tools": TOOLS, "toolConfig": {"functionCallingConfig": {"mode": "SOME"}}},
-        "toolConfig.functionCallingConfig.mode: there is no mode 'SOME'",
+        "toolConfig.functionCallingConfig.mode: unknown mode 'SOME'",
     ),
     ({"contents": [HI], "tools": TOOLS, "toolConfig": {"functionCallingConfig": {"allowedFunctionNames": ["f"]}}}, "in mode ANY only"),
     (
@@ -389,7 +389,7 @@ REFUSED = [
     ({"contents": [HI], "generationConfig": {"responseMimeType": "text/x.enum"}}, "'text/x.enum' is not supported"),
     ({"contents": [HI], "generationConfig": {"responseModalities": ["AUDIO"]}}, "AUDIO is not supported"),
     ({"contents": [HI], "generationConfig": {"speechConfig": {}}}, "speechConfig is not supported"),
-    ({"contents": [HI], "generationConfig": {"thinkingConfig": {"thinkingLevel": "ENORMOUS"}}}, "no level 'ENORMOUS'"),
+    ({"contents": [HI], "generationConfig": {"thinkingConfig": {"thinkingLevel": "ENORMOUS"}}}, "unknown level 'ENORMOUS'"),
     ({"contents": [HI], "generationConfig": {"thinkingConfig": {"includeThoughts": "yes"}}}, "includeThoughts must be true or false"),
 ]
 

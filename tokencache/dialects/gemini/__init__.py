@@ -1,10 +1,10 @@
-"""Gemini: what Gemini CLI and everything else that uses google-genai speaks.
+"""Gemini: the dialect of Gemini CLI and of every client of google-genai.
 
-A conversation is a list of contents with parts (text, functionCall, functionResponse); a reply is a GenerateContentResponse, or
-a stream of them. The model's name stands in the path. The handle is a `thoughtSignature`.
+A conversation is a list of contents with parts (text, functionCall, functionResponse). A reply is a GenerateContentResponse, or a stream of
+them. The model's name is in the path. The handle is a `thoughtSignature`.
 
-`codec`     the routes, models
-`contents`  contents → chat messages; `settings`: tools and generation settings → chat, `schema`: their schemas
-`reply`     the chat reply as responses, whole or streamed
-`entry`     an object of a request, in either spelling; `words`: ends, usage, errors
+`routes`      routes, credential header, models
+`request`     a request → chat: contents, settings, schemas
+`reply`       a chat reply → responses, whole or streamed
+`vocabulary`  reads an object of a request in either spelling; finish reasons, usage and errors of a reply
 """

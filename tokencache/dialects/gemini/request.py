@@ -1,47 +1,34 @@
-"""Gemini's contents → chat messages.
+"""Translates a Gemini request into a chat request: contents, settings and tools, and their schemas.
 
-A conversation is a list of `contents`, each of a role and parts. What becomes of them, and why:
+Contents (https://ai.google.dev/api/caching#Content):
 
-* All contents of the model up to the next entry of somebody else are one reply and become one message, for the Python SDK
-  keeps each chunk of a stream as a content of its own. Its texts are joined with nothing between (we split them, the
-  engine said one string), thoughts likewise. Two contents that bring two different handles are two replies.
-* A user's texts stay parts, which vLLM joins with newlines; a lone text is a string. So are those of `systemInstruction`.
-* A function's response becomes a tool message. By the API's own words (google-genai 3.4, `FunctionResponse.response`)
-  "output" holds the output, and without "output" and "error" the whole object is the output: so `{"output": "text"}`
-  alone is that text, as a chat harness would send it; everything else is the object's compact JSON, an error with its
-  mark. In one content, responses stand before texts, as vLLM puts tool results of Messages before the user's words.
-* Calls and responses may come without ids: the n-th response of a name then answers the n-th call of that name in the
-  reply before it. Gemini CLI (0.61) writes `<name>__` before the ids it was given; that is taken off again.
-* What a chat message has no place for is refused by its name: files by reference, executable code, sound.
+* Consecutive contents of the model are one reply and become one message, because the Python SDK keeps each chunk of a stream as a content
+  of its own. Their texts are joined without a separator (the dialect split them, the engine wrote one string), and so are thoughts. Two
+  contents with different handles are two replies.
+* Texts of the user and of `systemInstruction` stay parts, which vLLM joins with newlines; a single text becomes a string.
+* A function's response becomes a tool message. By the API's definition (google-genai 3.4, `FunctionResponse.response`) "output" holds the
+  output, and without "output" and "error" the whole object is the output. So `{"output": "text"}` becomes that text, as a chat harness
+  would send it; anything else becomes the object's compact JSON. In one content, responses precede texts, as in vLLM's Messages.
+* Calls and responses may lack ids. Then the n-th response of a name answers the n-th call of that name in the reply before. Gemini CLI
+  (0.61) writes `<name>__` before the ids it was given, which is removed.
+* A part that chat has no equivalent for is refused by name: files by reference, executable code, sound.
 
-https://ai.google.dev/api/caching#Content
-
-
-Gemini's tools and generation settings → members of a chat request.
-
-DialectRequest for and not to be had from vLLM is refused by its name (tools that Google runs, several candidates, sound); what
-changes nothing in the text is left out (`safetySettings`, `labels`, `responseLogprobs`). Of `thinkingConfig`,
+Settings (https://ai.google.dev/api/generate-content#generationconfig): what vLLM cannot do is refused by name (tools that Google runs,
+several candidates, sound); what does not change the text is ignored (`safetySettings`, `labels`, `responseLogprobs`). Of
+`thinkingConfig`,
 
 * a `thinkingBudget` of 0 turns thinking off: `reasoning_effort: "none"`, as vLLM 0.32 does for Messages;
-* any other budget is left out. It is guidance in this dialect, Gemini CLI sends one with every call, and vLLM refuses its
-  own `thinking_token_budget` wherever no reasoning parser is set up (0.32, `v1/engine/input_processor.py`);
-* a `thinkingLevel` is the `reasoning_effort` of the same name;
-* without `includeThoughts` the harness sees no thoughts, and the turn is recorded as one that showed none.
+* any other budget is ignored. In this dialect it is a guideline, Gemini CLI sends one with every call, and vLLM refuses its own
+  `thinking_token_budget` without a reasoning parser (0.32, `v1/engine/input_processor.py`);
+* a `thinkingLevel` becomes the `reasoning_effort` of the same name;
+* without `includeThoughts` the client gets no thoughts, and the turn is recorded as one that showed none.
 
-One of `allowedFunctionNames` is a named `tool_choice`. Several are said by offering only those, for vLLM 0.32 has no
-`allowed_tools`: the prompt is another one then.
+One entry of `allowedFunctionNames` becomes a named `tool_choice`. For several, only those tools are offered, which changes the prompt: vLLM
+0.32 has no `allowed_tools`.
 
-https://ai.google.dev/api/generate-content#generationconfig
-
-
-Gemini's schemas → JSON Schema.
-
-`parameters` and `responseSchema` are written in a dialect of OpenAPI 3.0: types in upper case, `nullable` beside the type,
-whole numbers as text, members in either spelling. What both know under one name stays; what only Gemini knows is said
-in JSON Schema's words or, where it constrains nothing, left out. (`parametersJsonSchema` and `responseJsonSchema` need
-none of this.)
-
-https://ai.google.dev/api/caching#Schema
+Schemas (https://ai.google.dev/api/caching#Schema): `parameters` and `responseSchema` are in a form of OpenAPI 3.0, with types in upper
+case, `nullable` beside the type, whole numbers as text, and members in either spelling. Members that JSON Schema shares stay; the
+others are translated, or left out if they constrain nothing. `parametersJsonSchema` and `responseJsonSchema` are JSON Schema already.
 """
 
 from typing import Any
@@ -55,28 +42,33 @@ _BESIDE = frozenset(
     {"thought", "thoughtSignature", "thought_signature", "videoMetadata", "video_metadata", "mediaResolution", "media_resolution"}
     | {"partMetadata", "part_metadata", "callIndex"}
 )
-"""Members that say something of a part and are none themselves (`callIndex` is Gemini CLI's own)."""
+"""Members of a part besides its data (`callIndex` is Gemini CLI's own)."""
 _SIGNATURE = "thoughtSignature"
 
 
 class Contents:
-    """Collects the messages of a conversation."""
+    """Translates a conversation: `system`, then `add` for each content, then `close`.
+
+    Attributes:
+        messages: chat messages.
+        handles: index of a message → the handle that came back with it.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.handles: dict[int, str] = {}
         self._marks: dict[int, Mark] = {}
-        """Where the thinking of a message with a handle stood."""
+        """Where the thinking of a message with a handle was."""
         self._reply: dict[str, Any] | None = None
-        """The model's message that further contents of the model are part of."""
+        """The model's message that its next contents belong to."""
         self._open: list[tuple[str, str]] = []
-        """Calls not yet answered: name, id."""
+        """Calls without a response: name, id."""
 
     def system(self, instruction: Any) -> None:
-        """Take the system instruction: a text, or a content.
+        """Add the system instruction: a string or a content.
 
         Raises:
-            HarnessError: it is neither, or has parts that are no text.
+            HarnessError: it is neither, or has parts other than text.
         """
         path = "systemInstruction"
         if instruction is None:
@@ -91,27 +83,27 @@ class Contents:
             self.messages.append({"role": "system", "content": _alone(parts)})
 
     def add(self, content: RequestObject) -> None:
-        """Take one content.
+        """Add one content.
 
         Raises:
-            HarnessError: it cannot be said in chat.
+            HarnessError: chat has no equivalent.
         """
         role = content.text("role") or "user"
         if role == "model":
-            self._say(content)
+            self._add_reply(content)
         elif role in {"user", "function"}:
             self._reply = None
-            self._hear(content)
+            self._add_user(content)
         else:
             raise HarnessError(f"{content.at('role')}: please use a valid role: user, model, function", param=content.at("role"))
 
     def close(self) -> None:
-        """Put thinking that stood in a reply's text there again."""
+        """Put thinking that was in a reply's text back there."""
         for at, mark in self._marks.items():
             self.messages[at] = folded(self.messages[at], mark)
 
-    def _say(self, content: RequestObject) -> None:
-        """Add to the model's reply."""
+    def _add_reply(self, content: RequestObject) -> None:
+        """Add a content of the model to its reply."""
         parts = content.objects("parts")
         signatures = [read_signature(part.get(_SIGNATURE)) for part in parts]
         handle, mark = next((found for found in signatures if found[0]), (None, NOT_IN_TEXT))
@@ -126,7 +118,7 @@ class Contents:
         for part in parts:
             kind = _kind(part)
             if kind == "text":
-                thought = len(part.members) > 1 and part.flag("thought")  # most texts have nothing beside them
+                thought = len(part.members) > 1 and part.flag("thought")  # most texts have no other member
                 name = "reasoning" if thought else "content"
                 self._reply[name] = self._reply.get(name, "") + (part.text("text") or "")
             elif kind == "functionCall":
@@ -151,21 +143,21 @@ class Contents:
         function = {"name": name, "arguments": json_io.write(args.members if args is not None else {}).decode()}
         reply.setdefault("tool_calls", []).append({"id": given, "type": "function", "function": function})
 
-    def _hear(self, content: RequestObject) -> None:
-        """Take what the user says and what functions answered."""
-        said: list[dict[str, Any]] = []
+    def _add_user(self, content: RequestObject) -> None:
+        """Add a content of the user, or responses of functions."""
+        parts: list[dict[str, Any]] = []
         for part in content.objects("parts"):
             kind = _kind(part)
             if kind == "functionResponse":
                 self.messages.append(self._result(part))
             elif kind == "text":
-                said.append(_text_part(part.text("text") or ""))
+                parts.append(_text_part(part.text("text") or ""))
             elif kind == "inlineData":
-                said.append(_image(part, "inlineData"))
+                parts.append(_image(part, "inlineData"))
             elif kind:
-                raise HarnessError(f"{part.path}: {kind!r} is not supported: chat completions have no such part", param=part.path)
-        if said:
-            self.messages.append({"role": "user", "content": _alone(said)})
+                raise HarnessError(f"{part.path}: {kind!r} is not supported: chat completions have no equivalent", param=part.path)
+        if parts:
+            self.messages.append({"role": "user", "content": _alone(parts)})
 
     def _result(self, part: RequestObject) -> dict[str, Any]:
         response = part.inner("functionResponse")
@@ -179,7 +171,7 @@ class Contents:
         return {"role": "tool", "tool_call_id": self._answered(response, name), "content": content}
 
     def _answered(self, response: RequestObject, name: str) -> str:
-        """The id of the call that a response answers."""
+        """Return the id of the call that a response answers."""
         given = _own_id(response.text("id"), name)
         for call in self._open:
             if call[1] == given or (given is None and call[0] == name):
@@ -189,7 +181,7 @@ class Contents:
 
 
 def _kind(part: RequestObject) -> str:
-    """Which of its kinds a part is, by the name of its member; `""` for one with a signature and nothing else."""
+    """Return the kind of a part, the name of its member with data; `""` if it has only a signature."""
     named = [name for name, value in part.members.items() if value is not None and name not in _BESIDE]
     if len(named) == 1:
         return _camel(named[0])
@@ -201,14 +193,14 @@ def _kind(part: RequestObject) -> str:
 
 
 def _camel(name: str) -> str:
-    if "_" not in name:  # nearly always, and of every part
+    if "_" not in name:  # the fast path, for every part of a long history
         return name
     head, *humps = name.split("_")
     return head + "".join(hump[:1].upper() + hump[1:] for hump in humps)
 
 
 def _own_id(given: str | None, name: str) -> str | None:
-    """A call's id as it was given out."""
+    """Return a call's id as the dialect wrote it."""
     return (given.removeprefix(f"{name}__") or given) if given else None
 
 
@@ -224,24 +216,24 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _alone(parts: list[dict[str, Any]]) -> Any:
-    """Parts as a message's content: a lone text is a string."""
+    """Return parts as a message's content: a single text becomes a string."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
 def _image(part: RequestObject, name: str) -> dict[str, Any]:
-    """An image as chat's `image_url`: whether the model takes images is for the engine to say."""
+    """Translate an image into chat's `image_url`; the engine decides whether its model accepts images."""
     blob = part.inner(name)
     if blob is None:
         raise HarnessError(f"{part.path} is not supported: only {name} is", param=part.path)
     kind, data = blob.text("mimeType") or "", blob.text("data") or ""
     if not kind.startswith("image/"):
         raise HarnessError(f"{blob.path}: data of type {kind!r} is not supported, only images are", param=blob.at("mimeType"))
-    standard = data.translate(str.maketrans("-_", "+/"))  # either alphabet of base64 is right in this dialect
+    standard = data.translate(str.maketrans("-_", "+/"))  # this dialect allows both base64 alphabets
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{standard}"}}
 
 
 def _output(response: dict[str, Any]) -> str:
-    """A function's output as text."""
+    """Return a function's output as text."""
     if list(response) == ["output"]:
         output = response["output"]
         return output if isinstance(output, str) else json_io.write(output).decode()
@@ -260,30 +252,30 @@ _JSON, _PLAIN = "application/json", "text/plain"
 
 
 def chat_settings(request: RequestObject) -> dict[str, Any]:
-    """Everything of a request besides its conversation, as members of a chat request.
+    """Translate everything besides the conversation into members of a chat request.
 
     Raises:
-        HarnessError: something of it is not to be had, or has a wrong type.
+        HarnessError: a member is not supported or has the wrong type.
     """
     if request.text("cachedContent"):
         raise HarnessError("cachedContent is not supported: send the contents themselves", param="cachedContent")
     config = request.inner("generationConfig") or RequestObject({}, "generationConfig")
-    said = _sampling(config) | _thinking(config)
+    chat = _sampling(config) | _thinking(config)
     if form := _response_format(config):
-        said["response_format"] = form
-    return said | _tools(request)
+        chat["response_format"] = form
+    return chat | _tools(request)
 
 
 def _sampling(config: RequestObject) -> dict[str, Any]:
-    said: dict[str, Any] = {}
+    chat: dict[str, Any] = {}
     for name, theirs in _NUMBERS.items():
         if (number := config.number(name)) is not None:
-            said[theirs] = number
+            chat[theirs] = number
     for name, theirs in _INTEGERS.items():
         if (whole := config.integer(name)) is not None:
-            said[theirs] = whole
+            chat[theirs] = whole
     if stops := config.texts("stopSequences"):
-        said["stop"] = stops
+        chat["stop"] = stops
     if (config.integer("candidateCount") or 1) != 1:
         raise HarnessError("generationConfig.candidateCount: only one candidate is supported", param="generationConfig.candidateCount")
     for modality in config.texts("responseModalities"):
@@ -292,21 +284,21 @@ def _sampling(config: RequestObject) -> dict[str, Any]:
             raise HarnessError(f"{at}: {modality} is not supported, only TEXT is", param=at)
     if config.inner("speechConfig") is not None:
         raise HarnessError("generationConfig.speechConfig is not supported", param="generationConfig.speechConfig")
-    return said
+    return chat
 
 
 def _thinking(config: RequestObject) -> dict[str, Any]:
     thinking = config.inner("thinkingConfig") or RequestObject({}, config.at("thinkingConfig"))
-    said: dict[str, Any] = {} if thinking.flag("includeThoughts") else {"include_reasoning": False}
+    chat: dict[str, Any] = {} if thinking.flag("includeThoughts") else {"include_reasoning": False}
     level = (thinking.text("thinkingLevel") or "").upper()
     if thinking.integer("thinkingBudget") == 0:
-        said["reasoning_effort"] = "none"
+        chat["reasoning_effort"] = "none"
     elif level in _EFFORTS:
-        said["reasoning_effort"] = _EFFORTS[level]
+        chat["reasoning_effort"] = _EFFORTS[level]
     elif level not in {"", "THINKING_LEVEL_UNSPECIFIED"}:
         at = thinking.at("thinkingLevel")
-        raise HarnessError(f"{at}: there is no level {level!r}; there are {', '.join(_EFFORTS)}", param=at)
-    return said
+        raise HarnessError(f"{at}: unknown level {level!r}; known are {', '.join(_EFFORTS)}", param=at)
+    return chat
 
 
 def _response_format(config: RequestObject) -> dict[str, Any] | None:
@@ -343,7 +335,7 @@ def _tools(request: RequestObject) -> dict[str, Any]:
             return {"tools": tools, "tool_choice": "none"}
         case "ANY":
             return {"tools": tools, "tool_choice": "required"}
-    raise HarnessError(f"{choice.at('mode')}: there is no mode {mode!r}", param=choice.at("mode"))
+    raise HarnessError(f"{choice.at('mode')}: unknown mode {mode!r}", param=choice.at("mode"))
 
 
 def _check_allowed(choice: RequestObject, mode: str, allowed: list[str], tools: list[dict[str, Any]]) -> None:
@@ -355,7 +347,7 @@ def _check_allowed(choice: RequestObject, mode: str, allowed: list[str], tools: 
 
 
 def _functions(tool: RequestObject) -> list[dict[str, Any]]:
-    """The functions that a tool declares."""
+    """Translate the functions that a tool declares."""
     for name in tool.named():
         if name not in {"functionDeclarations", "function_declarations"}:
             raise HarnessError(f"{tool.at(name)} is not supported: only functionDeclarations are", param=tool.at(name))
@@ -374,11 +366,11 @@ def _function(declared: RequestObject) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _schema(said: RequestObject, plain: str, theirs: str) -> dict[str, Any] | None:
-    """A schema that may be written in either of two members: in JSON Schema, or in Gemini's own dialect."""
-    if (schema := said.inner(plain)) is not None:
+def _schema(chat: RequestObject, plain: str, theirs: str) -> dict[str, Any] | None:
+    """Return the schema of two alternative members: `plain` in JSON Schema, `theirs` in Gemini's own form."""
+    if (schema := chat.inner(plain)) is not None:
         return schema.members
-    own = said.inner(theirs)
+    own = chat.inner(theirs)
     return json_schema(own) if own is not None else None
 
 
@@ -388,23 +380,23 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
 
 
 def json_schema(schema: RequestObject) -> dict[str, Any]:
-    """Say one schema in JSON Schema.
+    """Translate one schema into JSON Schema.
 
     Raises:
-        HarnessError: it has a type that there is not, or members of a wrong type.
+        HarnessError: it has an unknown type, or members of the wrong type.
     """
-    said: dict[str, Any] = _type(schema) | {name: value for name in _AS_IS if (value := schema.get(name)) is not None}
+    translated: dict[str, Any] = _type(schema) | {name: value for name in _AS_IS if (value := schema.get(name)) is not None}
     if (ref := schema.text("ref")) is not None:
-        said["$ref"] = ref
-    said |= {name: count for name in _COUNTS if (count := schema.integer(name)) is not None}
-    if (form := schema.text("format")) not in {None, "enum"}:  # "enum" repeats that there is one
-        said["format"] = form
+        translated["$ref"] = ref
+    translated |= {name: count for name in _COUNTS if (count := schema.integer(name)) is not None}
+    if (form := schema.text("format")) not in {None, "enum"}:  # "enum" only repeats that the member exists
+        translated["format"] = form
     if values := schema.values("enum"):
-        said["enum"] = values
+        translated["enum"] = values
     if (example := schema.get("example")) is not None:
-        said["examples"] = [example]
-    said |= _inner(schema)
-    return _nullable(said) if schema.flag("nullable") else said
+        translated["examples"] = [example]
+    translated |= _inner(schema)
+    return _nullable(translated) if schema.flag("nullable") else translated
 
 
 def _type(schema: RequestObject) -> dict[str, Any]:
@@ -412,36 +404,36 @@ def _type(schema: RequestObject) -> dict[str, Any]:
     if kind in {"", "type_unspecified"}:
         return {}
     if kind not in _TYPES:
-        raise HarnessError(f"{schema.at('type')}: there is no type {kind.upper()!r}", param=schema.at("type"))
+        raise HarnessError(f"{schema.at('type')}: unknown type {kind.upper()!r}", param=schema.at("type"))
     return {"type": kind}
 
 
 def _inner(schema: RequestObject) -> dict[str, Any]:
-    """The schemas within a schema."""
-    said: dict[str, Any] = {}
+    """Translate the schemas within a schema."""
+    translated: dict[str, Any] = {}
     properties = schema.inner("properties")
     if properties is not None:
         order = schema.texts("propertyOrdering")
         names = [*(name for name in order if name in properties.members), *(name for name in properties.members if name not in order)]
-        said["properties"] = {name: json_schema(entry(properties.members[name], properties.at(name))) for name in names}
+        translated["properties"] = {name: json_schema(entry(properties.members[name], properties.at(name))) for name in names}
     if (items := schema.inner("items")) is not None:
-        said["items"] = json_schema(items)
+        translated["items"] = json_schema(items)
     if choices := schema.objects("anyOf"):
-        said["anyOf"] = [json_schema(choice) for choice in choices]
+        translated["anyOf"] = [json_schema(choice) for choice in choices]
     rest = schema.get("additionalProperties")
     if rest is not None:
-        said["additionalProperties"] = rest if isinstance(rest, bool) else json_schema(entry(rest, schema.at("additionalProperties")))
+        translated["additionalProperties"] = rest if isinstance(rest, bool) else json_schema(entry(rest, schema.at("additionalProperties")))
     defs = schema.inner("$defs") or schema.inner("defs")
     if defs is not None:
-        said["$defs"] = {name: json_schema(entry(inner, defs.at(name))) for name, inner in defs.members.items()}
-    return said
+        translated["$defs"] = {name: json_schema(entry(inner, defs.at(name))) for name, inner in defs.members.items()}
+    return translated
 
 
-def _nullable(said: dict[str, Any]) -> dict[str, Any]:
-    if "type" in said:
-        said["type"] = [said["type"], "null"]
-    if "enum" in said and None not in said["enum"]:
-        said["enum"] = [*said["enum"], None]
-    if "anyOf" in said:
-        said["anyOf"] = [*said["anyOf"], {"type": "null"}]
-    return said
+def _nullable(translated: dict[str, Any]) -> dict[str, Any]:
+    if "type" in translated:
+        translated["type"] = [translated["type"], "null"]
+    if "enum" in translated and None not in translated["enum"]:
+        translated["enum"] = [*translated["enum"], None]
+    if "anyOf" in translated:
+        translated["anyOf"] = [*translated["anyOf"], {"type": "null"}]
+    return translated

@@ -1,12 +1,12 @@
-"""Gemini: `generateContent` and its kin, as the Gemini API and google-genai 3.4 speak it.
+"""The Gemini dialect: its routes, credentials and list of models (Gemini API, google-genai 3.4).
 
     POST /v1beta/models/<model>:generateContent          one GenerateContentResponse
     POST /v1beta/models/<model>:streamGenerateContent    with ?alt=sse events, without it one JSON array, streamed
     POST /v1beta/models/<model>:countTokens
     GET  /v1beta/models, /v1beta/models/<model>
 
-`/v1` and `/v1alpha` are as good as `/v1beta`; lists of models under `/v1` are OpenAI's unless the request brings Google's
-headers. The model's name stands in the path and may hold slashes (`Qwen/Qwen3-8B`) or be percent-encoded.
+`/v1` and `/v1alpha` work like `/v1beta`. Lists of models under `/v1` are OpenAI's unless the request has Google's headers. The model's name
+in the path may have slashes (`Qwen/Qwen3-8B`) or be percent-encoded.
 """
 
 import re
@@ -28,69 +28,69 @@ _NOT_FOUND = 404
 
 
 class GeminiDialect:
-    """See `dialect.Dialect`."""
+    """Google's Gemini API, as google-genai 3.4 uses it."""
 
     name = "gemini"
     credential_headers: tuple[str, ...] = ("x-goog-api-key",)
     credential_parameters: tuple[str, ...] = ("key",)
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
-        """See `Dialect.speaks`."""
+        """See `TranslatedDialect.matches`."""
         if method == "POST":
             return _METHOD.fullmatch(unquote(path)) is not None
         listed = _MODELS.fullmatch(path) if method == "GET" else None
         return listed is not None and (listed[1] is not None or "x-goog-api-key" in headers or "x-goog-api-client" in headers)
 
-    async def parse(self, asked: DialectRequest) -> ParsedRequest:
-        """See `Dialect.read`."""
-        called = _METHOD.fullmatch(unquote(asked.path)) if asked.method == "POST" else None
+    async def parse(self, request: DialectRequest) -> ParsedRequest:
+        """See `TranslatedDialect.parse`."""
+        called = _METHOD.fullmatch(unquote(request.path)) if request.method == "POST" else None
         if called is None:
-            return await _models(asked)
+            return await _models(request)
         model, method = called[1], called[2]
         try:
             match method:
                 case "generateContent" | "streamGenerateContent":
-                    return _generate(asked, model, stream=method == "streamGenerateContent")
+                    return _generate(request, model, stream=method == "streamGenerateContent")
                 case "countTokens":
-                    return _count(asked, model)
+                    return _count(request, model)
         except RecursionError:
             raise HarnessError("the request is nested too deeply") from None
-        raise HarnessError(f"{method} is not supported: this model is asked by {' and '.join(_METHODS)}", status=_NOT_FOUND)
+        raise HarnessError(f"{method} is not supported: the methods are {' and '.join(_METHODS)}", status=_NOT_FOUND)
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
-        """See `Dialect.error`: kinds are told by the status here, and a message names the member itself."""
+        """See `Dialect.error`: the type follows from the status, and the message names the member."""
         del kind, param
         return json_io.write(error_of(status, message))
 
 
-def _generate(asked: DialectRequest, model: str, *, stream: bool) -> ModelCall:
-    request = entry(json_io.read_body(asked.body), "")
-    contents, settings = _conversation(request), chat_settings(request)
-    said: dict[str, Any] = {"messages": contents.messages, "model": model, "stream": stream}
+def _generate(request: DialectRequest, model: str, *, stream: bool) -> ModelCall:
+    body = entry(json_io.read_body(request.body), "")
+    contents, settings = _conversation(body), chat_settings(body)
+    chat: dict[str, Any] = {"messages": contents.messages, "model": model, "stream": stream}
     if stream:
-        said["stream_options"] = {"include_usage": True}
-    sse = asked.query.get("alt") == "sse"
-    encoder = GeminiReplyEncoder(model=model, handle=asked.handle, shows_thoughts="include_reasoning" not in settings, sse=sse)
+        chat["stream_options"] = {"include_usage": True}
+    sse = request.query.get("alt") == "sse"
+    encoder = GeminiReplyEncoder(model=model, handle=request.handle, shows_thoughts="include_reasoning" not in settings, sse=sse)
     media_type = EVENT_STREAM if sse else "application/json"
-    return ModelCall(body=json_io.write(said | settings), encoder=encoder, handles=contents.handles, media_type=media_type)
+    return ModelCall(body=json_io.write(chat | settings), encoder=encoder, handles=contents.handles, media_type=media_type)
 
 
-def _count(asked: DialectRequest, model: str) -> TokenCount:
-    """Read a question for a count: of contents alone, or of a whole request."""
-    body = entry(json_io.read_body(asked.body), "")
-    request = body.inner("generateContentRequest") or body
-    settings = chat_settings(request)
-    return TokenCount(body=json_io.write({"messages": _conversation(request).messages, "model": model} | settings), write=_counted)
+def _count(request: DialectRequest, model: str) -> TokenCount:
+    """Parse a request for a token count: of contents alone, or of a whole request."""
+    body = entry(json_io.read_body(request.body), "")
+    body = body.inner("generateContentRequest") or body
+    chat = {"messages": _conversation(body).messages, "model": model} | chat_settings(body)
+    return TokenCount(body=json_io.write(chat), write=_write_count)
 
 
-def _counted(tokens: int) -> bytes:
+def _write_count(tokens: int) -> bytes:
     return json_io.write({"totalTokens": tokens})
 
 
-def _conversation(request: RequestObject) -> Contents:
+def _conversation(body: RequestObject) -> Contents:
     contents = Contents()
-    contents.system(request.get("systemInstruction"))
-    listed = request.objects("contents")
+    contents.system(body.get("systemInstruction"))
+    listed = body.objects("contents")
     if not listed:
         raise HarnessError("contents is not specified", param="contents")
     for content in listed:
@@ -99,9 +99,9 @@ def _conversation(request: RequestObject) -> Contents:
     return contents
 
 
-async def _models(asked: DialectRequest) -> DirectReply:
-    found = _MODELS.fullmatch(asked.path)
-    served = await asked.served()
+async def _models(request: DialectRequest) -> DirectReply:
+    found = _MODELS.fullmatch(request.path)
+    served = await request.served()
     if found is None or found[2] is None:
         return DirectReply(body=json_io.write({"models": [_model(model) for model in served]}))
     wanted = unquote(found[2])
@@ -112,7 +112,7 @@ async def _models(asked: DialectRequest) -> DirectReply:
 
 
 def _model(model: ServedModel) -> dict[str, Any]:
-    said: dict[str, Any] = {"name": f"models/{model.name}", "displayName": model.name, "supportedGenerationMethods": _METHODS}
+    card: dict[str, Any] = {"name": f"models/{model.name}", "displayName": model.name, "supportedGenerationMethods": _METHODS}
     if model.max_model_len:
-        said |= {"inputTokenLimit": model.max_model_len, "outputTokenLimit": model.max_model_len}
-    return said
+        card |= {"inputTokenLimit": model.max_model_len, "outputTokenLimit": model.max_model_len}
+    return card

@@ -1,11 +1,8 @@
-"""Gemini's objects: protocol buffers in JSON's clothes.
+"""Reads objects of a Gemini request; writes finish reasons, usage and errors.
 
-Every member may be spelt in camelCase or in snake_case (the JSON mapping of protocol buffers says so; Google's own clients
-write camelCase, hand-written ones both), 64-bit integers may come as text, and `null` stands for a missing member. An
-`Entry` reads one object that way and says in its errors where in the request it stood.
-
-
-Chat's words in Gemini's: why a reply ended, what it used, what went wrong, and arguments as an object.
+Requests are protocol buffers in JSON. Each member may be spelled in camelCase or snake_case (the JSON mapping of protocol buffers; Google's
+clients write camelCase, hand-written ones both), 64-bit integers may be strings, and `null` is a missing member. `RequestObject` reads one
+object by these rules and names its position in errors.
 """
 
 import re
@@ -23,40 +20,40 @@ _HUMP = re.compile(r"(?<=[a-z0-9])([A-Z])")
 
 
 class RequestObject:
-    """An object of a request, and the place at which it stands."""
+    """An object of a request, and its position."""
 
-    __slots__ = ("members", "place")
+    __slots__ = ("members", "position")
 
-    def __init__(self, members: dict[str, Any], place: Position) -> None:
+    def __init__(self, members: dict[str, Any], position: Position) -> None:
         self.members = members
-        self.place = place
+        self.position = position
 
     @property
     def path(self) -> str:
-        """The name of its place."""
-        return bracketed(self.place)
+        """The text of its position."""
+        return bracketed(self.position)
 
     def named(self) -> list[str]:
-        """The names of the members that have a value, as they were written."""
+        """The names of the members that have a value, as written."""
         return [name for name, value in self.members.items() if value is not None]
 
     def at(self, name: str) -> str:
-        """The path of a member."""
-        return bracketed((self.place, name))
+        """The text of a member's position."""
+        return bracketed((self.position, name))
 
     def get(self, name: str) -> Any:
-        """The value of a member, by its camelCase name; `None` if it is not there."""
+        """The value of a member, by its camelCase name; `None` if it is missing."""
         value = self.members.get(name)
         return value if value is not None else self.members.get(snake(name))
 
     def text(self, name: str) -> str | None:
-        """The text of a member.
+        """The string of a member.
 
         Raises:
-            HarnessError: it is no text.
+            HarnessError: it is not a string.
         """
         value = self.members.get(name)
-        if type(value) is str:  # nearly always, and of every part
+        if type(value) is str:  # the fast path, for every part of a long history
             return value
         value = self.get(name)
         if value is not None and not isinstance(value, str):
@@ -64,10 +61,10 @@ class RequestObject:
         return value
 
     def flag(self, name: str) -> bool:
-        """A member that is true or false, the latter if it is not there.
+        """A boolean; false if it is missing.
 
         Raises:
-            HarnessError: it is neither.
+            HarnessError: it is not a boolean.
         """
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
@@ -78,7 +75,7 @@ class RequestObject:
         """A number.
 
         Raises:
-            HarnessError: it is none.
+            HarnessError: it is not a number.
         """
         value = self.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
@@ -86,10 +83,10 @@ class RequestObject:
         return value
 
     def integer(self, name: str) -> int | None:
-        """A whole number; `64.0` and `"64"` are ones, too.
+        """A whole number, which may be written as `64.0` or `"64"`.
 
         Raises:
-            HarnessError: it is none.
+            HarnessError: it is not a whole number.
         """
         value = self.get(name)
         return None if value is None else whole_number(value, self.at(name))
@@ -98,19 +95,19 @@ class RequestObject:
         """An object.
 
         Raises:
-            HarnessError: it is none.
+            HarnessError: it is not an object.
         """
         value = self.members.get(name)
-        if type(value) is dict:  # nearly always, and of every part
-            return RequestObject(value, (self.place, name))
+        if type(value) is dict:  # the fast path, for every part of a long history
+            return RequestObject(value, (self.position, name))
         value = self.get(name)
-        return None if value is None else entry(value, (self.place, name))
+        return None if value is None else entry(value, (self.position, name))
 
     def values(self, name: str) -> list[Any]:
-        """A list, empty if it is not there.
+        """A list; empty if it is missing.
 
         Raises:
-            HarnessError: it is none.
+            HarnessError: it is not a list.
         """
         value = self.get(name)
         if value is not None and not isinstance(value, list):
@@ -121,18 +118,19 @@ class RequestObject:
         """A list of objects.
 
         Raises:
-            HarnessError: it is none.
+            HarnessError: it is not a list of objects.
         """
-        place = self.place, name
+        position = self.position, name
         return [
-            RequestObject(item, (place, i)) if type(item) is dict else entry(item, (place, i)) for i, item in enumerate(self.values(name))
+            RequestObject(item, (position, i)) if type(item) is dict else entry(item, (position, i))
+            for i, item in enumerate(self.values(name))
         ]
 
     def texts(self, name: str) -> list[str]:
-        """A list of texts.
+        """A list of strings.
 
         Raises:
-            HarnessError: it is none.
+            HarnessError: it is not a list of strings.
         """
         found = self.values(name)
         for i, item in enumerate(found):
@@ -141,22 +139,22 @@ class RequestObject:
         return found
 
 
-def entry(value: Any, place: Position) -> RequestObject:
-    """Take a value for an object.
+def entry(value: Any, position: Position) -> RequestObject:
+    """Read a value as an object.
 
     Raises:
-        HarnessError: it is none.
+        HarnessError: it is not an object.
     """
     if not isinstance(value, dict):
-        raise wrong(bracketed(place) or "the request body", "an object", value)
-    return RequestObject(value, place)
+        raise wrong(bracketed(position) or "the request body", "an object", value)
+    return RequestObject(value, position)
 
 
 def whole_number(value: Any, path: str) -> int:
-    """Take a value for a whole number; 64-bit integers come as text in this dialect.
+    """Read a value as a whole number; 64-bit integers may be strings in this dialect.
 
     Raises:
-        HarnessError: it is none.
+        HarnessError: it is not a whole number.
     """
     try:
         number = int(value)
@@ -168,11 +166,11 @@ def whole_number(value: Any, path: str) -> int:
 
 
 def wrong(path: str, wanted: str, value: Any) -> HarnessError:
-    """An error for a value of a wrong type."""
+    """Make the error for a value of the wrong type."""
     return HarnessError(f"{path} must be {wanted}, not {type(value).__name__}", param=path)
 
 
-@lru_cache(maxsize=1024)  # the same few names, thousands of times in a long history
+@lru_cache(maxsize=1024)  # a long history has the same few names thousands of times
 def snake(name: str) -> str:
     """Spell a camelCase name in snake_case."""
     return _HUMP.sub(lambda hump: "_" + hump[1].lower(), name)
@@ -194,22 +192,22 @@ _STATUSES = {
     504: "DEADLINE_EXCEEDED",
 }
 """google.rpc.Code by HTTP status (googleapis, `google/rpc/code.proto`)."""
-_SERVERS_FAULT = 500
+_SERVER_ERROR = 500
 
 
 def finish_reason_of(reason: str | None) -> str:
-    """Say why a reply ended; what Gemini has no word for is `OTHER`."""
+    """Return Gemini's reason for the end of a reply; `OTHER` if it has none."""
     return _REASONS.get(reason or "", "OTHER")
 
 
 def error_of(status: int, message: str) -> dict[str, Any]:
-    """Say an error in Gemini's words (google.rpc.Status in its JSON form)."""
-    name = _STATUSES.get(status) or ("INTERNAL" if status >= _SERVERS_FAULT else "INVALID_ARGUMENT")
+    """Write an error as google.rpc.Status in its JSON form."""
+    name = _STATUSES.get(status) or ("INTERNAL" if status >= _SERVER_ERROR else "INVALID_ARGUMENT")
     return {"error": {"code": status, "message": message, "status": name}}
 
 
 def object_of(arguments: str) -> Raw | dict[str, Any] | None:
-    """Arguments as a member: their own text on one line where it is JSON of an object; `None` if they are none."""
+    """Return arguments as a member: their own text on one line if it is a JSON object, else `None`."""
     if not arguments.strip():
         return {}
     try:
@@ -225,12 +223,12 @@ def object_of(arguments: str) -> Raw | dict[str, Any] | None:
 
 
 def usage_of(usage: Usage | None) -> dict[str, Any]:
-    """`usageMetadata`, in tokens: thoughts are not among the candidates' (google-genai 3.4, `candidates_token_count`)."""
+    """Return `usageMetadata` in tokens; `candidatesTokenCount` excludes thoughts (google-genai 3.4, `candidates_token_count`)."""
     if usage is None:
         return {}
-    said = {"promptTokenCount": usage.prompt_tokens, "candidatesTokenCount": usage.completion - usage.reasoning}
+    counts = {"promptTokenCount": usage.prompt_tokens, "candidatesTokenCount": usage.completion - usage.reasoning}
     if usage.reasoning:
-        said["thoughtsTokenCount"] = usage.reasoning
+        counts["thoughtsTokenCount"] = usage.reasoning
     if usage.cached:
-        said["cachedContentTokenCount"] = usage.cached
-    return said | {"totalTokenCount": usage.prompt_tokens + usage.completion}
+        counts["cachedContentTokenCount"] = usage.cached
+    return counts | {"totalTokenCount": usage.prompt_tokens + usage.completion}
