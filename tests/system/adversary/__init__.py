@@ -1,10 +1,12 @@
-"""The permanent adversary: random agent sessions against the proxy's real code, and an oracle that judges every message of every prompt.
+"""Runs random agent sessions against the proxy's real code, and judges every message of every prompt with an oracle.
 
-===========  ==========================================================================================================
-`stack`      the proxy without HTTP, before an engine in this process
-`harness`    random sessions: what agent harnesses do to their histories, and what an adversary would do
-`dialects`   the same conversation in each of the four dialects
-`oracle`     what is true of every message, and how a prompt is held against it
-`run`        many sessions, counted; `python -m tests.system.adversary --turns 100000` is the way in
-===========  ==========================================================================================================
+==================  ====================================================================================================
+`stack`             the proxy without HTTP, with an engine in this process
+`harness`           random sessions: what clients do to their histories, and what an adversary would do
+`dialects`          the same conversation in each of the four dialects
+`observed`          what the oracle observes and finds
+`oracle`            decides what is true of every message, and compares each prompt with it
+`template_reading`  how a template writes replies, read from small renderings
+`run`               runs and counts many sessions; start it with `python -m tests.system.adversary --turns 100000`
+==================  ====================================================================================================
 """

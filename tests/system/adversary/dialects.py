@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tests.system.adversary.oracle import Entry
+from tests.system.adversary.observed import Entry
 from tests.system.adversary.stack import MODEL
 from tests.system.adversary.words import Message, text_of
 

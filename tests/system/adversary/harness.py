@@ -1,7 +1,7 @@
 """Random agent sessions: what harnesses do to their histories, and what an adversary would do.
 
 A session is a handful of conversations that go on, fork, roll back, are compacted and edited in turn, one call at a time. Of every
-entry it is known whether the model said it (`oracle.Entry`).
+entry it is known whether the model said it (`observed.Entry`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tests.system.adversary import dialects
-from tests.system.adversary.oracle import Entry, Oracle, Tally
+from tests.system.adversary.observed import Entry, Tally
+from tests.system.adversary.oracle import Oracle
 from tests.system.adversary.words import HARMLESS, Message, call_ids, meaning, safe, says, text_of
 from tokencache.core.rules import Leniency
 from tokencache.errors import HarnessError

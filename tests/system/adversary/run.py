@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary.dialects import DIALECTS
 from tests.system.adversary.harness import Session
-from tests.system.adversary.oracle import Tally
+from tests.system.adversary.observed import Tally
 from tests.system.adversary.stack import Stack
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ import pytest
 
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary import dialects
-from tests.system.adversary.oracle import Entry, shape_of
+from tests.system.adversary.observed import Entry
 from tests.system.adversary.run import replay, run
 from tests.system.adversary.stack import Stack
+from tests.system.adversary.template_reading import reading_of
 from tests.system.adversary.words import HARMLESS, arguments_of, says
 from tokencache.core import ids, match, verdict
 from tokencache.core.messages import digest, split_think
@@ -199,7 +200,7 @@ def test_a_text_is_tokenized_piecewise_as_it_is_whole(template):
 @pytest.mark.parametrize("template", ALL_KINDS)
 def test_the_head_of_replies_is_found(template):
     stack = Stack(template)
-    found, prompt = shape_of(stack), stack.renderer.prompt([ASK], None, {})
+    found, prompt = reading_of(stack), stack.renderer.prompt([ASK], None, {})
     none = {"Mistral-7B v0.3", "Mistral Small 3.1", "Hunyuan-A13B"}  # they put nothing before a reply
     assert bool(found.head) == (template not in none)
     assert prompt.rindex(found.head) > prompt.index(ASK["content"])

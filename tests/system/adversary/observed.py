@@ -1,0 +1,160 @@
+"""What the oracle observes and finds: entries of a client's history, turns that were sampled, findings, counts."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from tests.system.adversary.words import Message, call_ids, meaning, safe, thoughts
+
+if TYPE_CHECKING:
+    from tests.system.adversary.template_reading import ReplyOpening
+
+NEVER = ("false", "unfaithful", "lost", "trained twice", "broken", "internal-error")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a client's history, in chat format.
+
+    `turn` is the number of the turn that sampled it, `None` for the client's own messages; where a reply was edited, its words decide
+    whether it still is that turn's (`Oracle.truth`). `owed` is false where the client changed it in a way that no rule covers, such as
+    sending it twice.
+    """
+
+    message: Message
+    turn: int | None = None
+    owed: bool = True
+    handle: str = ""
+
+    @functools.cached_property
+    def exact(self) -> str:
+        """The message as the client wrote it."""
+        return json.dumps(self.message, sort_keys=True)
+
+    @functools.cached_property
+    def loose(self) -> tuple[Any, ...]:
+        """The message in normalised form, without ids."""
+        return meaning(self.message)
+
+    @functools.cached_property
+    def thoughts(self) -> set[str]:
+        """The reasoning in it."""
+        return thoughts(self.message)
+
+    @property
+    def is_reply(self) -> bool:
+        return self.message["role"] == "assistant"
+
+
+class Span(NamedTuple):
+    """A turn's tokens within a prompt: the place of the message, the number of the turn, the first token and the one after the last."""
+
+    place: int
+    turn: int
+    start: int
+    end: int
+
+
+@dataclass
+class SampledTurn:
+    """A turn as the oracle observed it."""
+
+    number: int
+    reply: Message
+    entries: tuple[Entry, ...]
+    scope: str
+    """The tools and the template's arguments it was sampled under."""
+    prompt: list[int]
+    completion: list[int]
+    spans: list[Span]
+    opening: ReplyOpening
+    """The generation prompt after which it was sampled."""
+    last: int | None
+    """The turn whose tokens are the last reply before it."""
+    handle: str = ""
+
+    @functools.cached_property
+    def words(self) -> tuple[Any, ...]:
+        """Its words, without its reasoning."""
+        return meaning(self.reply)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The ids of its calls, as the strictest client writes them."""
+        return tuple(map(safe, call_ids(self.reply)))
+
+    @functools.cached_property
+    def _thoughts(self) -> set[str]:
+        return thoughts(self.reply)
+
+    def is_said_by(self, entry: Entry) -> bool:
+        """Whether an entry has the words of this turn, and no other reasoning."""
+        return entry.loose == self.words and entry.thoughts <= self._thoughts
+
+    @functools.cached_property
+    def exact(self) -> tuple[str, ...]:
+        return tuple(entry.exact for entry in self.entries)
+
+    @functools.cached_property
+    def loose(self) -> tuple[Any, ...]:
+        return tuple(entry.loose for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A violation: its class, session, call, template, and description."""
+
+    kind: str
+    session: int
+    call: int
+    template: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.template}, session {self.session}, call {self.call}: {self.what}"
+
+
+@dataclass
+class Tally:
+    """Counts by name, and the first findings of every class."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    matches: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    missed: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list)
+    """For a session that is replayed: what was done and sent."""
+
+    def find(self, finding: Finding) -> None:
+        self.counts[finding.kind] += 1
+        if self.counts[finding.kind] <= 50:
+            self.findings.append(finding)
+
+    def __iadd__(self, other: Tally) -> Self:
+        for name in ("counts", "matches", "reasons", "missed"):
+            getattr(self, name).update(getattr(other, name))
+        self.findings += other.findings
+        return self
+
+    def table(self) -> str:
+        """The counts, one per line."""
+        lines = [(name, self.counts[name]) for name in ("turns", "refused", "not read", "served otherwise")]
+        lines += [(f"  {name}", number) for name, number in self.matches.most_common()]
+        lines += [(name, self.counts[name]) for name in (*NEVER, "no rendering", "owed", "not placed", "missed")]
+        lines += [(f"  {name}", number) for name, number in self.missed.most_common(20)]
+        return "\n".join(f"{name:60} {number:9}" for name, number in lines)
+
+    def shown(self, most: int, *, misses: bool = False) -> list[str]:
+        """The first findings of every class."""
+        kinds = [*NEVER, *(["missed"] if misses else [])]
+        return [str(one) for kind in kinds for one in [one for one in self.findings if one.kind == kind][:most]]
+
+    @property
+    def guilty(self) -> bool:
+        """Whether there is a violation; misses are counted but allowed."""
+        return any(self.counts[kind] for kind in NEVER)
