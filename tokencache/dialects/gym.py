@@ -9,7 +9,7 @@ delta with which its choice is finished, and on the last item.
 
 What comes back is taken out of every request before anybody reads it: nothing that is sent, hashed or kept differs, but for white
 space, between an agent that sends the members back and one that drops them. The ids are evidence of which recorded turn is meant, and
-are compared with what was recorded (`proxy.echoes`). Where nothing was, they are used if they are proven (`proxy.client_ids`).
+are compared with what was recorded (`proxy.client_ids.compare`). Where nothing was, they are used if they are proven (`proxy.client_ids`).
 
 Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `_validate_atomic_token_metadata`),
 `nemo_gym/responses_converter.py` (the item that carries them), `responses_api_models/vllm_model/app.py` (the message);

@@ -104,10 +104,11 @@ class Tails:
 
     def _shape(self, request: TailRequest) -> Shape:
         key = (*shape_of(request), len(self.template.stop_ids))
-        known = self._shapes.get(key)
-        if known is None:
-            known = self._shapes[key] = Shape(key)
-        return known
+        try:
+            return self._shapes[key]
+        except KeyError:
+            shape = self._shapes[key] = Shape(key)
+            return shape
 
     async def _first(self, request: TailRequest, shape: Shape, *, waited: bool) -> bytes:
         """Prove a shape. After a refusal, only some calls try again."""
