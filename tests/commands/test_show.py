@@ -55,7 +55,9 @@ def long(turns=200):
     forest, parent = Forest(), None
     for n in range(turns):
         rules = ("args-json",) if n % 2 else ()
-        parent = forest.add([1, 2], [3, 4, 5], parent, finish_reason="tool_calls", forgiven=rules, marks=("aborted",) if n == 100 else ())
+        parent = forest.add(
+            [1, 2], [3, 4, 5], parent, finish_reason="tool_calls", applied_rules=rules, marks=("aborted",) if n == 100 else ()
+        )
     return of_forest(forest)
 
 

@@ -118,7 +118,7 @@ def _answering(conversation, turn, leniency, parent=None):
         turn,
         match="continue" if parent else "root",
         parent=parent and parent.id,
-        place=conversation.chain[-1],
+        position_key=conversation.chain[-1],
         judged=evidence.judged_hash(conversation, until, leniency, {}),
         foreign=evidence.foreign_hash(conversation, parent.messages + 1 if parent else 0, until, (), parent.foreign if parent else b""),
         before=evidence.preceding_hash(conversation, until),
@@ -135,7 +135,7 @@ class _Index(dict):
         self.turns = {}
 
     def add(self, turn, *context, scope=b"", voice=b"", aborted=False, parent=None):
-        conversation = build_conversation(scope, context, voice=voice)
+        conversation = build_conversation(scope, context, model=voice)
         turn = self.turns[turn.id] = _answering(conversation, turn, self.leniency, parent)
         keys = turn_keys(conversation, turn.served, digest(turn.served), handle=turn.handle, leniency=self.leniency)
         for key in aborted_turn_keys(conversation) if aborted else keys:
@@ -143,7 +143,7 @@ class _Index(dict):
         return turn
 
     def match(self, *history, scope=b"", voice=b"", handles=None, echoed=None):
-        conversation = build_conversation(scope, history, voice=voice)
+        conversation = build_conversation(scope, history, model=voice)
         found = match(conversation, self, self.leniency, handles or {}, echoed=echoed or {})
         if not found.turns_wanted:
             return found
@@ -279,10 +279,10 @@ def test_a_call_id_of_the_same_make_is_another_call():
 
 
 def test_a_reply_is_not_known_under_another_model():
-    one = build_conversation(b"", [U1], voice=b"a")
+    one = build_conversation(b"", [U1], model=b"a")
     keys = turn_keys(one, OK, digest(OK))
-    assert keys[1] in lookup_keys(build_conversation(b"", [U2, OK, U3], voice=b"a"))
-    assert keys[1] not in lookup_keys(build_conversation(b"", [U2, OK, U3], voice=b"b"))
+    assert keys[1] in lookup_keys(build_conversation(b"", [U2, OK, U3], model=b"a"))
+    assert keys[1] not in lookup_keys(build_conversation(b"", [U2, OK, U3], model=b"b"))
 
 
 def _bash(name, command):
@@ -345,7 +345,7 @@ def test_what_was_heard_before_an_interrupt():
     index = _Index(CLAUDE)
     turn = index.add(_left("a", "One, two ", (3, 5, 8, 9)), U1, aborted=True)
     found = index.match(U1, Message("assistant", "One, two"), U2)
-    assert (found.parent, found.delivered.text, found.delivered.after, found.forgiven) == (turn, "One, two", 3, ("interrupted",))
+    assert (found.parent, found.delivered.text, found.delivered.after, found.applied_rules) == (turn, "One, two", 3, ("interrupted",))
     assert index.match(U1, Message("assistant", "One, t"), U2).delivered is None
     assert index.match(U1, Message("assistant", "One,"), U2).delivered.text == "One, "  # trimmed, and one event only can be meant
     assert index.match(U1, Message("assistant", " One, two\n"), U2)[:2] == ("plain", "unrecognised-reply")  # two events may be meant

@@ -24,7 +24,7 @@ def every_key(history, secret):
     """All keys under which the last reply is stored, and all that are looked up to find it again."""
     *before, (user, reply) = history
     messages = [message for pair in before for message in pair]
-    asked = build_conversation(b"scope", [*messages, user], voice=b"voice", secret=secret)
+    asked = build_conversation(b"scope", [*messages, user], model=b"voice", secret=secret)
     stored = {*turn_keys(asked, reply, digest(reply), handle="handle"), *aborted_turn_keys(asked)}
     added = [reply, Message("user", "go on")]
     echoed = extend(asked, added, list(map(digest, added)), list(map(exact_digest, added)))
@@ -55,5 +55,5 @@ def test_what_was_read_of_a_body_has_the_secret_in_it(history, two):
         whole = read_chat(body, bodies, "s").conversation
         more = json.dumps({"model": "m", "messages": [*told, {"role": "user", "content": "x"}], "tools": []}).encode()
         assert read_chat(more, bodies, "s").conversation.chain[: len(whole.chain)] == whole.chain
-        chains.append({*whole.chain, whole.voice, whole.salt})
+        chains.append({*whole.chain, whole.model_key, whole.salt})
     assert not chains[0] & chains[1]

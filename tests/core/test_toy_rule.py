@@ -48,9 +48,9 @@ def test_the_rule_applies_only_where_the_adapter_names_it():
 @pytest.mark.parametrize(("leniency", "kind", "reason"), [(TOY, "continue", ""), (Leniency(), "plain", Reason.UNRECOGNISED_REPLY)])
 def test_a_history_with_the_rewritten_reply_continues_its_turn(leniency, kind, reason):
     asked = build_conversation(b"scope", [ASKED])
-    turn = Turn(id="t", call="c", match="root", served=SERVED, messages=1, place=asked.chain[-1])
+    turn = Turn(id="t", call="c", match="root", served=SERVED, messages=1, position_key=asked.chain[-1])
     known = {key: [Hit(turn)] for key in turn_keys(asked, SERVED, digest(SERVED), leniency=leniency)}
     history = build_conversation(b"scope", [ASKED, ECHOED, Message("user", "And now?")])
     found = match(history, {key: known.get(key, ()) for key in lookup_keys(history)}, leniency)
     assert (found.kind, found.reason) == (kind, reason)
-    assert found.forgiven == (("shouting",) if kind == "continue" else ())
+    assert found.applied_rules == (("shouting",) if kind == "continue" else ())

@@ -208,7 +208,7 @@ class World:
         self.judge(found, history, scope, complete=True)
         short = self.match(conversation, came, self.hits(conversation, handles, short=True))
         self.judge(short, history, scope, complete=False)
-        self.seen.update([found.kind, *([found.reason] if found.reason else []), *found.forgiven])
+        self.seen.update([found.kind, *([found.reason] if found.reason else []), *found.applied_rules])
         prompt, own = self.splice(found, history)
         rendered = decode(t for e in history for t in template(e)) + NAMES[ROLE["assistant"]]
         written = [self.written(history[span.place], span.end, prompt) for span in own]
@@ -280,7 +280,7 @@ class World:
             reason=found.reason,
             parent=parent if follows else None,
             origin=None if follows else parent,
-            forgiven=found.forgiven,
+            applied_rules=found.applied_rules,
             anchors=anchors,
             base=parent,
             shared=shared,
@@ -289,7 +289,7 @@ class World:
             prefix_hash=hash_ids(packed + ids.pack(completion)),
             completion_hash=hash_ids(ids.pack(completion)),
             served=served,
-            place=conversation.chain[-1],
+            position_key=conversation.chain[-1],
             judged=evidence.judged_hash(
                 conversation, len(history), self.leniency, {i: e.handle for i, e in enumerate(history) if e.handle}
             ),

@@ -53,7 +53,7 @@ def line(rng: random.Random):
             completion_hash=hash_ids(completion),
             logprobs_hash=hash_logprobs(ids.pack_logprobs(logprobs)),
             served=served(rng),
-            place=rng.randbytes(16),
+            position_key=rng.randbytes(16),
             judged=rng.randbytes(8),
             before=rng.randbytes(12),
             finish_reason="tool_calls",

@@ -215,9 +215,11 @@ def linear():
     first = talk.call(TASK, "Let me look.", reasoning="I count them.", calls=[("c1", "bash", '{"cmd":"wc -l a.py"}')], tools=TOOLS)
     history = [*talk.history(first), result("c1", "wc: a.py: no such file")]
     calls = [("c2", "bash", '{"cmd":"ls"}'), ("c3", "bash", '{"cmd":"pwd"}')]
-    second = talk.call(history, calls=calls, after=first, tools=TOOLS, forgiven=("args-json", "reasoning-left-out"))
+    second = talk.call(history, calls=calls, after=first, tools=TOOLS, applied_rules=("args-json", "reasoning-left-out"))
     history = [*talk.history(second), result("c2", "b.py"), result("c3", "/src")]
-    talk.call(history, "There is no a.py.", reasoning="Only b.py.", after=second, tools=TOOLS, forgiven=("args-json",), harness="hermes")
+    talk.call(
+        history, "There is no a.py.", reasoning="Only b.py.", after=second, tools=TOOLS, applied_rules=("args-json",), harness="hermes"
+    )
     talk.drift[second] = Drift(120, 9, (Site(60, 69, (1, 2, 3), "retokenized", first),))
     return talk
 

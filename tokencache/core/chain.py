@@ -1,39 +1,36 @@
-"""Chains: the digest of a conversation up to each of its messages.
+"""Conversations as chains of digests, and the keys under which a reply is found again.
 
-`chain[i]` covers the first `i` messages and what else shapes the prompt (model, tools, template arguments: the
-*scope*). So "this history continues that turn" is one look-up of 16 bytes, and a turn whose context was edited in any
-message before it is simply not found. The price is the work of one short hash per message.
+`chain[i]` covers the first `i` messages and everything else that shapes the prompt (model, tools, template arguments: the *prompt
+context*). So the question whether a history continues a turn is one look-up of 16 bytes. A turn whose context was edited in any earlier
+message is not found. The cost is one short hash per message.
 
-A reply is linked by what it says however it is written (`canonical.digest`), all other messages by what a template can see of
-them (`canonical.exact`). Which assistant messages are replies is not known here: what the digest leaves out of them is covered by a
-second chain, `written` (`evidence`).
+Assistant messages are linked by `messages.digest`, which is equal for all writings of one reply; all other messages by
+`messages.exact_digest`, because a template may show any difference. Which assistant messages are replies of the model is not known here:
+a second chain, `written_chain`, covers what their digests leave out (`core.evidence`). A tool result is also linked by which call of the
+reply before it it answers.
 
-The scope is hashed with the deployment's secret. So nobody who knows this code can tell under which keys a conversation
-is found, or look for two that meet: what the links add to an unknown beginning may be hashed fast (xxh3-128).
+The prompt context is hashed with the deployment's secret. Without it nobody can compute the keys of a conversation, or look for two
+conversations with one key. The links after that may use a fast hash, xxh3-128
+(docs/decisions/0019).
 
-A tool result is also linked by *which* call of the reply before it it answers.
+A key only says where to look; what it finds is compared field by field (`core.verdict`). A reply that the harness received whole has up to
+four keys, an interrupted reply has two:
 
-Keys: under what a reply is found again. A key says where to look; what is found there is judged field by field.
+======  =====================  ====================================================================================================
+prefix  of                     finds the reply
+======  =====================  ====================================================================================================
+`c`     the chain through it   if nothing before it changed: nearly always, and at the first look-up
+`r`     its digest             anywhere in a history, under the same model
+`i`     its first call's id    the same, if its text was rewritten
+`h`     the call's handle      the same, in dialects that have one
+`p`     the chain before it    in its position, if the harness disconnected during it: its beginning may come back
+`a`     the model              the same, anywhere, so that no other reply is mistaken for such a beginning
+`q`     the whole request      for a repeated request (`proxy.dedup`)
+======  =====================  ====================================================================================================
 
-Every reply that a harness was given whole is found under up to four keys, and one that it was not under two:
-
-=====  ======================  =============================================================================================
-first  of                      finds the reply
-=====  ======================  =============================================================================================
-`c`    the chain through it    where nothing before it was touched: nearly always, and at the first look
-`r`    its digest              wherever it stands, under the same model
-`i`    its first call's id     the same, if its words were rewritten
-`h`    the call's handle       the same, in a dialect that lets us give one out
-`p`    the chain before it     in its place, of a harness that left before it was whole: a beginning of it may come back
-`a`    the model               the same, wherever it stands: so that no other reply is taken for such a beginning
-`q`    the whole request       for a call that asks for the same again (`proxy.dedup.fingerprint`); each turn stores it
-=====  ======================  =============================================================================================
-
-No key but the chain's names the template's arguments: two replies of the same words, one sampled with thinking and one without,
-must be seen side by side, or the wrong one would be taken for certain.
-
-Changes of a text that somebody vouches for can be told beforehand (`rewrites.foretold`): such a reply has its `c` and `r`
-keys twice, and its rewriting is found like any other echo, as are two replies that rewriting makes alike.
+Only the chain's keys depend on the template arguments: of two replies with the same text, one sampled with thinking and one without, both
+must be found, or the wrong one would seem certain. If the session's rules change texts in a known way, the reply also has the `c` and `r`
+keys of its expected forms (`rules.expected_rewritings`).
 """
 
 import hashlib
@@ -49,63 +46,72 @@ from tokencache.core.rules import STRICT, Leniency, expected_rewritings
 from tokencache.core.verdict import safe_id
 
 FIRST_CALL = "calls"
-"""Where the first call is made, among the debuts of roles."""
+"""The key in `Conversation.first_places` of the first message with a call."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
     """A history in canonical form.
 
-    `chain` and `written` have one entry more than `messages`: `chain[i]` covers `messages[:i]`, and `written[i]` the assistant's
-    messages among them, as they are written. `digests[i]` and `exacts[i]` are those of `messages[i]` alone. `voice` names the model.
-    `salt` is for keys of values that the conversation does not contain. `debuts` maps each role to its first message, and
-    `FIRST_CALL` to the first message with a call.
+    Attributes:
+        messages: the messages.
+        digests, exacts: `messages.digest` and `messages.exact_digest` of each message.
+        chain: `chain[i]` covers `messages[:i]`; one entry more than `messages`.
+        written_chain: `written_chain[i]` covers the assistant messages among `messages[:i]`, as they are written.
+        model_key: a hash of the model's name.
+        salt: for hashes of values that the conversation does not contain.
+        first_places: role → place of its first message; `FIRST_CALL` → place of the first message with a call.
     """
 
     messages: tuple[Message, ...]
     digests: tuple[bytes, ...]
     exacts: tuple[bytes, ...]
     chain: tuple[bytes, ...]
-    written: tuple[bytes, ...]
-    voice: bytes = b""
+    written_chain: tuple[bytes, ...]
+    model_key: bytes = b""
     salt: bytes = b""
-    debuts: dict[str, int] = {}
+    first_places: dict[str, int] = {}
 
     def replies(self) -> Iterator[int]:
-        """The places of the assistant's messages, the last one first; rarely more than the first is asked for."""
+        """Yield the places of the assistant messages, the last one first; callers rarely need more than one."""
         return (i for i in range(len(self.messages) - 1, -1, -1) if self.messages[i].role == "assistant")
 
     @property
-    def systems(self) -> int:
-        """The number of system messages in front."""
+    def system_count(self) -> int:
+        """The number of system messages at the beginning."""
         return next((i for i, message in enumerate(self.messages) if message.role != "system"), len(self.messages))
 
     @property
-    def context(self) -> bytes:
-        """What the conversation starts from: the scope and the system messages in front (16 bytes)."""
-        return self.chain[self.systems]
+    def sampling_context(self) -> bytes:
+        """The key of the prompt context with the system messages at the beginning (16 bytes)."""
+        return self.chain[self.system_count]
 
 
 def build_conversation(
-    scope: bytes,
+    prompt_context: bytes,
     messages: Sequence[Message],
     digests: Sequence[bytes] | None = None,
     exacts: Sequence[bytes] | None = None,
     *,
-    voice: bytes = b"",
+    model: bytes = b"",
     secret: bytes = b"",
 ) -> Conversation:
-    """Chain `messages` under `scope`, which names all else that shapes the prompt.
+    """Build a conversation.
 
-    `digests` and `exacts` are those of the messages, if the caller has them already; `voice` names what `Conversation.voice` is made of;
-    `secret` is the deployment's, at most 64 bytes.
+    Args:
+        prompt_context: names everything but the messages that shapes the prompt.
+        messages: the messages.
+        digests: `messages.digest` of each message, if the caller has them.
+        exacts: `messages.exact_digest` of each message, if the caller has them.
+        model: the model's name.
+        secret: the deployment's secret, at most 64 bytes.
     """
     start = Conversation(
         messages=(),
         digests=(),
         exacts=(),
-        chain=(keyed_hash(secret, b"scope" + scope),),
-        written=(keyed_hash(secret, b"written"),),
-        voice=keyed_hash(secret, b"voice" + voice),
+        chain=(keyed_hash(secret, b"scope" + prompt_context),),
+        written_chain=(keyed_hash(secret, b"written"),),
+        model_key=keyed_hash(secret, b"voice" + model),
         salt=keyed_hash(secret, b"salt"),
     )
     digests = digests if digests is not None else [digest(m) for m in messages]
@@ -113,40 +119,40 @@ def build_conversation(
 
 
 def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[bytes], exacts: Sequence[bytes]) -> Conversation:
-    """Chain further messages, with their digests, to a conversation: work for the new ones only."""
-    chain, written = list(known.chain), list(known.written)
+    """Add messages, with their digests, to a conversation; hashes only the new ones."""
+    chain, written_chain = list(known.chain), list(known.written_chain)
     calls = next((m.calls for m in reversed(known.messages) if m.role == "assistant"), ())
-    placed = [*enumerate(messages, len(known.messages))]
-    debuts = {message.role: place for place, message in reversed(placed)} | known.debuts
-    if FIRST_CALL not in debuts and (first := next((place for place, message in placed if message.calls), None)) is not None:
-        debuts[FIRST_CALL] = first
-    for message, own, spelled in zip(messages, digests, exacts, strict=True):
+    numbered = [*enumerate(messages, len(known.messages))]
+    first_places = {message.role: place for place, message in reversed(numbered)} | known.first_places
+    if FIRST_CALL not in first_places and (first := next((place for place, message in numbered if message.calls), None)) is not None:
+        first_places[FIRST_CALL] = first
+    for message, own, exact in zip(messages, digests, exacts, strict=True):
         if message.role == "assistant":
             calls = message.calls
-            chain.append(link(chain[-1], message, own))
-            written.append(xxhash.xxh3_128_digest(written[-1] + spelled))
+            chain.append(_link(chain[-1], message, own))
+            written_chain.append(xxhash.xxh3_128_digest(written_chain[-1] + exact))
         else:
-            chain.append(link(chain[-1], message, spelled, calls))
-            written.append(written[-1])
+            chain.append(_link(chain[-1], message, exact, calls))
+            written_chain.append(written_chain[-1])
     return Conversation(
         messages=(*known.messages, *messages),
         digests=(*known.digests, *digests),
         exacts=(*known.exacts, *exacts),
         chain=tuple(chain),
-        written=tuple(written),
-        voice=known.voice,
+        written_chain=tuple(written_chain),
+        model_key=known.model_key,
         salt=known.salt,
-        debuts=debuts,
+        first_places=first_places,
     )
 
 
 def keyed_hash(secret: bytes, data: bytes) -> bytes:
-    """Hash with a secret: BLAKE2b (RFC 7693), 16 bytes. Who has not the secret can neither compute it nor find two that collide."""
+    """Hash with a secret: BLAKE2b (RFC 7693), 16 bytes. Without the secret nobody can compute it or find a collision."""
     return hashlib.blake2b(data, digest_size=16, key=secret).digest()
 
 
-def link(previous: bytes, message: Message, own: bytes, calls: tuple[ToolCall, ...] = ()) -> bytes:
-    """Extend a chain by one message; `own` is what it is linked by, `calls` are those of the last reply before it."""
+def _link(previous: bytes, message: Message, own: bytes, calls: tuple[ToolCall, ...] = ()) -> bytes:
+    """Extend a chain by one message with the digest `own`; `calls` are those of the last assistant message before it."""
     if message.role != "tool":
         return xxhash.xxh3_128_digest(previous + own)
     return xxhash.xxh3_128_digest(previous + own + _answered(message.answers or "", calls))
@@ -159,73 +165,75 @@ def _answered(answers: str, calls: tuple[ToolCall, ...]) -> bytes:
     return b"id:" + answers.encode("utf-8", "surrogatepass")
 
 
+# Look-up keys: one byte that says what they are of, and 16 bytes of a hash.
+
+
 def chain_key(chain: bytes) -> bytes:
-    """Name a place in a conversation, the reply that leads there being the last message: 17 bytes."""
+    """Return the key of a reply in its position; `chain` covers the messages up to the reply."""
     return b"c" + chain
 
 
 def position_key(chain: bytes) -> bytes:
-    """Name the place in a conversation behind which something was said: 17 bytes."""
+    """Return the key of all interrupted replies in one position; `chain` covers the messages before it."""
     return b"p" + chain
 
 
-def reply_key(digest: bytes, voice: bytes) -> bytes:
-    """Name a reply regardless of its context, but not of the model that it was sampled from: 17 bytes."""
-    return b"r" + xxhash.xxh3_128_digest(voice + digest)
+def reply_key(digest: bytes, model_key: bytes) -> bytes:
+    """Return the key of a reply of a model, whatever its context."""
+    return b"r" + xxhash.xxh3_128_digest(model_key + digest)
 
 
-def aborted_key(voice: bytes) -> bytes:
-    """Name all replies of this model that a harness has left: 17 bytes."""
-    return b"a" + xxhash.xxh3_128_digest(voice)
+def aborted_key(model_key: bytes) -> bytes:
+    """Return the key of all interrupted replies of a model."""
+    return b"a" + xxhash.xxh3_128_digest(model_key)
 
 
-def request_key(imprint: bytes) -> bytes:
-    """Name all replies to one and the same request, of which this is the imprint: 17 bytes."""
-    return b"q" + imprint
+def request_key(fingerprint: bytes) -> bytes:
+    """Return the key of all replies to requests with one fingerprint."""
+    return b"q" + fingerprint
 
 
 def call_key(conversation: Conversation, i: int) -> bytes:
-    """Name the first call of the reply `messages[i]` by its id: 17 bytes, or none if it has no such call."""
-    return _call_key(conversation.messages[i], conversation.voice)
+    """Return the key of the id of the first call of `messages[i]`; `b""` if it has none."""
+    return _call_key(conversation.messages[i], conversation.model_key)
 
 
-def _call_key(message: Message, voice: bytes) -> bytes:
+def _call_key(message: Message, model_key: bytes) -> bytes:
     if not message.calls or not message.calls[0].id:
         return b""
-    return b"i" + xxhash.xxh3_128_digest(voice + safe_id(message.calls[0].id).encode("utf-8", "surrogatepass"))
+    return b"i" + xxhash.xxh3_128_digest(model_key + safe_id(message.calls[0].id).encode("utf-8", "surrogatepass"))
 
 
 def handle_key(handle: str, salt: bytes) -> bytes:
-    """Name a reply by the handle that was given out with it: 17 bytes, or none without one; `salt` is that of its conversation."""
+    """Return the key of a handle, `b""` if there is none; `salt` is that of the conversation."""
     return b"h" + xxhash.xxh3_128_digest(salt + handle.encode("utf-8", "surrogatepass")) if handle else b""
 
 
 def turn_keys(
     conversation: Conversation, served: Message, own: bytes, *, handle: str = "", leniency: Leniency = STRICT
 ) -> tuple[bytes, ...]:
-    """The keys under which a reply to `conversation` will be looked for; `own` is the digest of `served`."""
-    told = [(served, own), *((message, digest(message)) for message in expected_rewritings(served, leniency))]
-    chains = [chain_key(link(conversation.chain[-1], message, name)) for message, name in told]
-    digests = [reply_key(name, conversation.voice) for _, name in told]
-    names = filter(None, (_call_key(served, conversation.voice), handle_key(handle, conversation.salt)))
+    """Return the keys of a reply to `conversation` that the harness received whole; `own` is the digest of `served`."""
+    forms = [(served, own), *((message, digest(message)) for message in expected_rewritings(served, leniency))]
+    chains = [chain_key(_link(conversation.chain[-1], message, form)) for message, form in forms]
+    digests = [reply_key(form, conversation.model_key) for _, form in forms]
+    names = filter(None, (_call_key(served, conversation.model_key), handle_key(handle, conversation.salt)))
     return (*dict.fromkeys(chains), *dict.fromkeys(digests), *names)
 
 
 def aborted_turn_keys(conversation: Conversation) -> tuple[bytes, ...]:
-    """The keys of a reply to `conversation` of which nobody knows how much its harness was given."""
-    return position_key(conversation.chain[-1]), aborted_key(conversation.voice)
+    """Return the keys of a reply to `conversation` of which the harness received an unknown part."""
+    return position_key(conversation.chain[-1]), aborted_key(conversation.model_key)
 
 
 def lookup_keys(conversation: Conversation, last: int | None = None, handles: Mapping[int, str] = MappingProxyType({})) -> list[bytes]:
-    """The keys to look up for a history, the deepest first; the first `c` key that is known ends the search.
+    """Return the keys to look up for a history, without duplicates, the deepest reply first.
 
-    `last` takes those of so many of its last replies only: nearly always the very last one is known. The `p` key stands
-    first: it is known where a harness has left, and then the reply may be a beginning as well as a whole. No key is named twice, though
-    two replies may have one: equal words, or equal ids of calls.
+    The first known `c` key ends the search. Its `p` key comes before it, because a reply in that position may be whole or a beginning.
+    `last` limits the keys to that many of the last replies: nearly always the very last one is known.
     """
     keys: dict[bytes, None] = {}
     for i in islice(conversation.replies(), last):
         names = (call_key(conversation, i), handle_key(handles.get(i, ""), conversation.salt))
         places = (position_key(conversation.chain[i]), chain_key(conversation.chain[i + 1]))
-        keys |= dict.fromkeys((*places, reply_key(conversation.digests[i], conversation.voice), *filter(None, names)))
+        keys |= dict.fromkeys((*places, reply_key(conversation.digests[i], conversation.model_key), *filter(None, names)))
     return list(keys)

@@ -1,17 +1,15 @@
-"""Evidence: what a turn keeps of the history that it answered, so that a later history can be held against it.
+"""What a turn keeps of the history that it answered, so that later histories can be compared with it.
 
-A chain says that the same words stand in the same places. Some things it does not say: whether a reply came back with other
-reasoning than the model's, whether a rule that is switched off was needed for it, whether the harness changed an assistant's
-message of its own. Each turn was sent after all of that was judged for its own history. So a turn keeps three short hashes:
+Two histories with one chain have the same messages in the same positions. A chain does not say whether a reply came back with other
+reasoning than the model's, whether it needed a rule that is switched off, or whether the harness changed an assistant message of its own.
+All of that was checked for each turn's own history before the turn was sent. So a turn keeps three short hashes:
 
-`judged_hash`    the assistant's messages of its history as they were written, the handles that came back with them, and what was forgiven
-            then. A history that begins with the same bytes under the same rules needs no second judgement: nearly always.
-`foreign_hash`   the assistant's messages in its prompt that are the harness's own; nothing if there are none.
-`preceding_hash`    what stands directly before the reply, however it is written: evidence of where the reply was sampled.
+`judged`    the assistant messages of its history as they were written, the handles that came back with them, and the rules that applied.
+            A history that begins with the same bytes under the same rules needs no second check: nearly always.
+`foreign`   the assistant messages in its prompt that the harness wrote itself; empty if there are none.
+`before`    what comes directly before the reply, however it is written: evidence of where the reply was sampled.
 
-Where `judged_hash` differs, `still_holds` judges every reply in the turn's prompt again, along the line of turns that it continues.
-
-A client may also send back the token ids of a reply (`ReturnedIdHashes`). They name the turn, if its words came back, too.
+Where `judged` differs, `still_holds` checks every reply in the turn's prompt again, along the lineage.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -28,7 +26,7 @@ from tokencache.core.turn import Anchor, Turn
 
 
 class PlacedReply(msgspec.Struct, frozen=True):
-    """A reply that stands in a prompt with its exact ids: its place among the messages, whose it is, and its range of tokens."""
+    """A reply inside a prompt: its place among the messages, its turn, and its half-open range of tokens."""
 
     place: int
     turn: Turn
@@ -37,20 +35,20 @@ class PlacedReply(msgspec.Struct, frozen=True):
 
     @property
     def anchor(self) -> Anchor:
-        """The same, to be recorded."""
+        """The same as a record."""
         return Anchor(self.turn.id, self.start, self.end, self.place)
 
 
 def whole_reply(place: int, turn: Turn) -> PlacedReply:
-    """A turn's reply at the end of its own prefix."""
+    """Return a turn's reply at the end of its own prefix."""
     return PlacedReply(place, turn, turn.prompt_tokens, turn.prompt_tokens + turn.completion_tokens)
 
 
 class ReturnedIdHashes(NamedTuple):
-    """Hashes of the token ids that came back with a message, to be compared with those of a turn.
+    """Hashes of token ids that a client sent back with a message (`turn.hash_ids`).
 
-    `prefix` is the hash of the ids of its prompt and its generation together, `completion` that of its generation (`turn.hash_ids`);
-    `completion` is empty where only the prefix as a whole came back.
+    `prefix` covers the ids of its prompt and its generation together, `completion` those of its generation; `completion` is empty if
+    only the prefix as a whole came back.
     """
 
     prefix: bytes
@@ -61,14 +59,10 @@ class ReturnedIdHashes(NamedTuple):
         return turn.prefix_hash == self.prefix and self.completion in {b"", turn.completion_hash}
 
 
-Echoes = Callable[[Turn, int], bool]
-"""Whether the message at a place of the history is a turn's reply, come back."""
-
-
 def judged_hash(conversation: Conversation, until: int, leniency: Leniency, handles: Mapping[int, str]) -> bytes:
-    """Name the assistant's messages among the first `until` as they came back, and the rules under which they were judged: 8 bytes."""
-    came = "".join([handle for place, handle in handles.items() if place < until])
-    return xxhash.xxh3_64_digest(conversation.written[until] + _rules(leniency) + came.encode())
+    """Hash the assistant messages among the first `until` as they came back, and the rules that applied: 8 bytes."""
+    returned = "".join([handle for place, handle in handles.items() if place < until])
+    return xxhash.xxh3_64_digest(conversation.written_chain[until] + _rules(leniency) + returned.encode())
 
 
 @lru_cache(maxsize=256)
@@ -77,47 +71,48 @@ def _rules(leniency: Leniency) -> bytes:
 
 
 class PrecedingHash(NamedTuple):
-    """What stands directly before a reply, white space, content shape and ids aside: the last message, and all since the reply before.
+    """What comes directly before a reply: the last message (8 bytes), and all messages since the reply before (4 bytes).
 
-    8 and 4 bytes of keyed hashes; nothing at the beginning of a conversation.
+    Keyed hashes, without whitespace, content shape and ids; empty at the beginning of a conversation.
     """
 
     message: bytes
     messages: bytes
 
 
+_MESSAGE, _MESSAGES = 8, 4
+
+
 def preceding_hash(conversation: Conversation, place: int) -> bytes:
-    """Name what stands directly before a place: 12 bytes (`PrecedingHash`), none at the beginning."""
+    """Hash what comes directly before a place: 12 bytes (`PrecedingHash`), none at the beginning."""
     if not place:
         return b""
     start = place
     while start and conversation.messages[start - 1].role != "assistant":
         start -= 1
-    salt, said = conversation.salt, conversation.digests
-    return keyed_hash(salt, b"before" + said[place - 1])[:_LAST] + keyed_hash(salt, b"since" + b"".join(said[start:place]))[:_SINCE]
+    salt, digests = conversation.salt, conversation.digests
+    last = keyed_hash(salt, b"before" + digests[place - 1])[:_MESSAGE]
+    return last + keyed_hash(salt, b"since" + b"".join(digests[start:place]))[:_MESSAGES]
 
 
-def split_preceding_hash(preceding_hash: bytes) -> PrecedingHash:
-    """Part what `preceding_hash` returned."""
-    return PrecedingHash(preceding_hash[:_LAST], preceding_hash[_LAST:])
-
-
-_LAST, _SINCE = 8, 4
+def split_preceding_hash(packed: bytes) -> PrecedingHash:
+    """Split the result of `preceding_hash`."""
+    return PrecedingHash(packed[:_MESSAGE], packed[_MESSAGE:])
 
 
 def foreign_hash(conversation: Conversation, start: int, until: int, replies: Collection[int], inherited: bytes = b"") -> bytes:
-    """Name the harness's own assistant's messages up to `until` as they are written: 16 bytes, none if there are none.
+    """Hash the harness's own assistant messages up to `until` as they are written: 16 bytes, none if there are none.
 
-    `replies` are the places from `start` on at which replies of the model stand; `inherited` is the name of what stands before `start`.
+    `replies` are the places from `start` on with replies of the model; `inherited` is the hash of what comes before `start`.
     """
     own = [i for i in range(start, until) if conversation.messages[i].role == "assistant" and i not in replies]
     return keyed_hash(conversation.salt, b"foreign" + inherited + b"".join(conversation.exacts[i] for i in own)) if own else inherited
 
 
 def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, ...] | None:
-    """List the replies that stand in a turn's prompt, in order; `None` if the records do not say where.
+    """List the replies inside a turn's prompt, in order; `None` if the records do not say where they are.
 
-    `turns` holds all turns that it rests on.
+    `turns` contains all turns that it rests on.
     """
     line: list[PlacedReply] = []
     at = turn
@@ -127,7 +122,7 @@ def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, 
             return None
         line.append(whole_reply(parent.messages, parent))
         at = parent
-    if at.reason == Reason.CLIENT_IDS:  # which of its messages stand in the client's ids is not recorded
+    if at.reason == Reason.CLIENT_IDS:  # where its messages are within the client's ids is not recorded
         return None
     if any(anchor.place < 0 or anchor.turn not in turns for anchor in at.anchors):
         return None
@@ -135,19 +130,20 @@ def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, 
     return (*first, *reversed(line))
 
 
-def still_holds(turn: Turn, conversation: Conversation, turns: Mapping[str, Turn], echoes: Echoes) -> bool:
-    """Whether a turn's prompt is what these messages call for: every reply in it came back, and nothing else has changed.
+def still_holds(turn: Turn, conversation: Conversation, turns: Mapping[str, Turn], came_back: Callable[[Turn, int], bool]) -> bool:
+    """Whether a turn's prompt is right for these messages: every reply in it came back, and no other assistant message changed.
 
-    The conversation is known to have the same chain as the turn's history (`chain`). `turns` holds all turns that it rests on.
+    The conversation is known to have the chain of the turn's history. `turns` contains all turns that it rests on. `came_back` says
+    whether the message at a place is the reply of a turn.
     """
     replies = placed_replies(turn, turns)
-    if replies is None or not all(reply.place < turn.messages and echoes(reply.turn, reply.place) for reply in replies):
+    if replies is None or not all(reply.place < turn.messages and came_back(reply.turn, reply.place) for reply in replies):
         return False
     line = [turn]
     while line[-1].parent is not None and not line[-1].anchors:
         line.append(turns[line[-1].parent])
-    name, start = b"", 0
+    hashed, start = b"", 0
     for at in reversed(line):
-        name = foreign_hash(conversation, start, at.messages, {anchor.place for anchor in at.anchors}, name)
+        hashed = foreign_hash(conversation, start, at.messages, {anchor.place for anchor in at.anchors}, hashed)
         start = at.messages + 1
-    return turn.foreign == name
+    return turn.foreign == hashed

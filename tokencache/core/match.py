@@ -69,7 +69,7 @@ class Match(NamedTuple):
     parent: Turn | None = None
     at: int = 0
     anchors: tuple[tuple[int, Hit], ...] = ()
-    forgiven: tuple[str, ...] = ()
+    applied_rules: tuple[str, ...] = ()
     delivered: DeliveredPrefix | None = None
     unsure: tuple[bytes, ...] = ()
     turns_wanted: bool = False
@@ -151,13 +151,13 @@ def _result(conversation: Conversation, finder: "_Finder", claims: list[_Claim],
         return Match("plain", reasons[-1] if reasons else Reason.AMBIGUOUS_REPLY)
     i, by = parent
     rules.update(by.verdict.rules)
-    forgiven = tuple(sorted(rules))
+    applied_rules = tuple(sorted(rules))
     if not by.verdict.ids_kept:
         unsure = (*unsure, call_key(conversation, i))
     if hits:
-        return Match("resplice", Reason.CONTEXT_EDITED, by.hit.turn, i + 1, hits, forgiven, by.delivered, unsure)
+        return Match("resplice", Reason.CONTEXT_EDITED, by.hit.turn, i + 1, hits, applied_rules, by.delivered, unsure)
     kind: MatchKind = "branch" if by.hit.continued else "continue"
-    return Match(kind, reasons[-1] if reasons else "", by.hit.turn, i + 1, (), forgiven, by.delivered, unsure)
+    return Match(kind, reasons[-1] if reasons else "", by.hit.turn, i + 1, (), applied_rules, by.delivered, unsure)
 
 
 def _settled(
@@ -266,7 +266,7 @@ def _narrowed(here: _Here, able: tuple[_Found, ...]) -> tuple[_Found, ...]:
 
 def _unsure(conversation: Conversation, anchors: Sequence[tuple[int, _Found]]) -> tuple[bytes, ...]:
     """Where an anchor is known without its calls, its words may be the beginning of a reply that was never whole."""
-    return (aborted_key(conversation.voice),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
+    return (aborted_key(conversation.model_key),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
 
 
 class _Finder(NamedTuple):
@@ -282,7 +282,7 @@ class _Finder(NamedTuple):
     def in_place(self, i: int) -> _Found | str | None:
         """Find the turn that said this behind just this context; a word for why it is none; `None` where nothing was said."""
         echoed, place = self.conversation.messages[i], self.conversation.chain[i]
-        by_name = [hit for hit in self._by_name(i) if hit.turn.place == place]
+        by_name = [hit for hit in self._by_name(i) if hit.turn.position_key == place]
         whole = _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name])
         judged = self._judged(i, whole)
         told = {hit.turn.prefix_hash for hit in whole}  # who left and asked again may have got the very same tokens
@@ -301,7 +301,7 @@ class _Finder(NamedTuple):
 
     def was_judged(self, turn: Turn, i: int) -> bool:
         """Whether all that stands before the reply was judged when the turn was sent, under these rules and in these bytes."""
-        unsaid = self.conversation.written[i] == self.conversation.written[0]
+        unsaid = self.conversation.written_chain[i] == self.conversation.written_chain[0]
         return unsaid or turn.judged == evidence.judged_hash(self.conversation, i, self.leniency, self.handles)
 
     def holds(self, turn: Turn) -> bool:
@@ -323,7 +323,7 @@ class _Finder(NamedTuple):
     def elsewhere(self, i: int) -> _Claim:
         """Find the turns that may have said this, whatever stood before it."""
         echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
-        hits = [*self.hits.get(reply_key(self.conversation.digests[i], self.conversation.voice), ()), *self._by_name(i)]
+        hits = [*self.hits.get(reply_key(self.conversation.digests[i], self.conversation.model_key), ()), *self._by_name(i)]
         judged = self._judged(i, _once(hits))
         if not judged:
             return _Claim(i, (), Reason.UNRECOGNISED_REPLY)
@@ -336,7 +336,7 @@ class _Finder(NamedTuple):
         if any(TurnMark.ENGINE_DISAGREES in found.hit.turn.marks for found in known):
             return _Claim(i, (), Reason.ENGINE_DISAGREES)
         by_handle = handle and all(found.hit.turn.handle == handle for found in known)
-        left = () if by_handle else self.hits.get(aborted_key(self.conversation.voice), ())
+        left = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
         in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in left)
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)

@@ -44,7 +44,7 @@ class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
     place: int = -1
 
 
-class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename={"applied_rules": "forgiven", "position_key": "place"}):
     """One recorded model call, without its tokens.
 
     Attributes:
@@ -86,7 +86,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     reason: str = ""
     parent: str | None = None
     origin: str | None = None
-    forgiven: tuple[str, ...] = ()
+    applied_rules: tuple[str, ...] = ()
     anchors: tuple[Anchor, ...] = ()
     base: str | None = None
     shared: int = 0
@@ -96,7 +96,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     completion_hash: bytes = b""
     logprobs_hash: bytes = b""
     served: Message = Message("assistant")
-    place: bytes = b""
+    position_key: bytes = b""
     judged: bytes = b""
     foreign: bytes = b""
     before: bytes = b""

@@ -109,7 +109,7 @@ class Ledger:
             metrics.counter(metrics.TURNS, turn.match, turn.reason).inc()
             metrics.PROMPT_TOKENS.inc(turn.prompt_tokens)
             metrics.COMPLETION_TOKENS.inc(turn.completion_tokens)
-            for rule in turn.forgiven:
+            for rule in turn.applied_rules:
                 metrics.APPLIED_RULES.labels(rule).inc()
         for rule in outcome.call.left_out:
             metrics.APPLIED_RULES.labels(rule).inc()

@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         fragment: the same as JSON in pieces.
         whole: whether these are the whole prompt; otherwise they end with the last reply, and the engine adds the tail.
         last_reply: the last reply in the prompt.
-        parent: the turn that this one continues; with `origin`, `anchors` and `forgiven` it is recorded with the turn.
+        parent: the turn that this one continues; with `origin`, `anchors` and `applied_rules` it is recorded with the turn.
         near: a turn whose prefix begins like the prompt, so that the beginning is not stored again.
         shared: how many tokens these have in common; 0 if that is still to be found out.
         parent_messages: how many of the request's messages are those of the parent's request.
@@ -72,7 +72,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     origin: str | None = None
     anchors: tuple[Anchor, ...] = ()
-    forgiven: tuple[str, ...] = ()
+    applied_rules: tuple[str, ...] = ()
     near: str | None = None
     shared: int = 0
     parent_messages: int = 0
@@ -374,7 +374,7 @@ class _Planning:
             last_reply=last_reply._replace(end=kept),
             origin=parent.id,
             anchors=(*[reply.anchor for reply in await self._placed_replies(parent)], last.anchor),
-            forgiven=found.forgiven,
+            applied_rules=found.applied_rules,
             near=parent.id,
             shared=kept,
         )
@@ -435,7 +435,7 @@ class _Planning:
             last_reply=LastReply(last.place, last.start, last.end, stored[last.turn.id].logprobs),
             origin=near.id,
             anchors=tuple(reply.anchor for reply in replies),
-            forgiven=found.forgiven,
+            applied_rules=found.applied_rules,
             near=near.id,
         )
         if parent is None:
@@ -480,7 +480,7 @@ def _continued(parent: Turn, found: Match, cached: CachedPrefix, added: bytes, l
         whole=whole,
         last_reply=last_reply,
         parent=parent.id,
-        forgiven=found.forgiven,
+        applied_rules=found.applied_rules,
         near=parent.id,
         shared=last_reply.end,
         parent_messages=found.at - 1,

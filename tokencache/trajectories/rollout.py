@@ -151,7 +151,7 @@ def figures_of(
         masked_tokens=tokens - trainable,
         untrainable_tokens=sampled - trainable,
         matches=dict(Counter(turn.match for turn in turns)),
-        forgiven=dict(Counter(rule for turn in turns for rule in turn.forgiven)),
+        forgiven=dict(Counter(rule for turn in turns for rule in turn.applied_rules)),
         incidents=count_incidents(incidents),
         drift=drift,
     )

@@ -113,7 +113,7 @@ async def long(store, turns=200, tokens=100_000, branch_at=120):
                 completion_hash=hash_ids(said),
                 logprobs_hash=hash_logprobs(logprobs),
                 served=Message("assistant", f"Step {n} of many.", calls=(call,)),
-                place=n.to_bytes(16, "big"),
+                position_key=n.to_bytes(16, "big"),
                 finish_reason="tool_calls",
                 model="sim",
                 dialect="chat",

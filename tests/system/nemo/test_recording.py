@@ -77,7 +77,7 @@ def test_its_messages_are_recognised_when_they_come_back(messages):
     """With their ids or without: the reply is the model's own, in its place."""
     (place, first), _ = replies(messages)
     asked = read_chat(json.dumps({"model": "m", "messages": messages[:place]}).encode(), IncrementalParser())
-    turn, _ = turn_of(first, 0, match="root", place=asked.chain[-1])
+    turn, _ = turn_of(first, 0, match="root", position_key=asked.chain[-1])
     known = {}
     for key in turn_keys(asked.conversation, turn.served, read_digest(messages[place])):
         known.setdefault(key, []).append(Hit(turn))
@@ -85,7 +85,7 @@ def test_its_messages_are_recognised_when_they_come_back(messages):
     for history in (messages[:last], [bare(message) for message in messages[:last]]):
         call = read_chat(json.dumps({"model": "m", "messages": history}).encode(), IncrementalParser())
         found = match(call.conversation, {key: known.get(key, []) for key in lookup_keys(call.conversation)})
-        assert (found.kind, found.parent.id, found.at, found.forgiven) == ("continue", "t0", place + 1, ())
+        assert (found.kind, found.parent.id, found.at, found.applied_rules) == ("continue", "t0", place + 1, ())
 
 
 def bare(message):

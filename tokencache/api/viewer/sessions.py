@@ -176,7 +176,7 @@ def _sequence(number: int, line: Sequence[Turn], sequence_of: Mapping[str, int],
 
 
 def _turns(turns: Sequence[Turn], sequence_of: Mapping[str, int], parents: AbstractSet[str | None]) -> list[dict[str, Any]]:
-    continued_places = {turn.place for turn in turns if turn.id in parents and turn.place}
+    continued_places = {turn.position_key for turn in turns if turn.id in parents and turn.position_key}
     return [
         {
             "number": number,
@@ -187,7 +187,7 @@ def _turns(turns: Sequence[Turn], sequence_of: Mapping[str, int], parents: Abstr
             "reason": turn.reason,
             "parent": turn.parent,
             "origin": turn.origin,
-            "forgiven": turn.forgiven,
+            "forgiven": turn.applied_rules,
             "anchors": len(turn.anchors),
             "prompt_tokens": turn.prompt_tokens,
             "completion_tokens": turn.completion_tokens,
@@ -205,7 +205,7 @@ def _turns(turns: Sequence[Turn], sequence_of: Mapping[str, int], parents: Abstr
             "seconds": turn.seconds,
             "continued": turn.id in parents,
             # the harness continued with another answer to the same conversation
-            "thrown_away": turn.id not in parents and turn.place in continued_places,
+            "thrown_away": turn.id not in parents and turn.position_key in continued_places,
             "says": preview(turn),
         }
         for number, turn in enumerate(turns)

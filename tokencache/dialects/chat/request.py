@@ -191,9 +191,9 @@ def read_chat(
         required_prefix=required_prefix,
     )
     known = split.known
-    voice = call.model.encode("utf-8", "surrogatepass")
+    model_name = call.model.encode("utf-8", "surrogatepass")
     try:
-        scope = scope_of(call.model, call.fields) + voice + b"\0" + call.args.template
+        scope = scope_of(call.model, call.fields) + model_name + b"\0" + call.args.template
         new = [parser.messages.read(raw) for raw in raw_messages[split.old :]]
     except (ValueError, RecursionError):  # an unknown kind of message, JSON that msgspec refuses, invalid UTF-8, or nested too deeply
         call.plain = Reason.UNREADABLE_HISTORY
@@ -205,7 +205,7 @@ def read_chat(
         if known is not None:
             before = known.conversation
             messages, digests, exacts = [*before.messages, *messages], [*before.digests, *digests], [*before.exacts, *exacts]
-        call.conversation = build_conversation(scope, messages, digests, exacts, voice=voice, secret=parser.secret)
+        call.conversation = build_conversation(scope, messages, digests, exacts, model=model_name, secret=parser.secret)
     call.media = (known is not None and known.media) or any(r.message.media for r in new)
     malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *malformed) if known is not None else malformed

@@ -127,7 +127,7 @@ class EditedHistories:
         messages = request.conversation.messages
         named = tuple(call.name for call in messages[place].calls) if boundaries[place].place is not SentinelPlace.TEXT else ()
         role = messages[place - 1].role if place else ""
-        kind = (request.conversation.context, named, bool(messages[place].text), role)
+        kind = (request.conversation.sampling_context, named, bool(messages[place].text), role)
         openings = self._openings.get(kind)
         if openings is None:
             openings = self._openings[kind] = _Openings()
@@ -188,13 +188,13 @@ class EditedHistories:
         both = [await self._template.render(kind, request, messages, args, generation=generation) for generation in (True, False)]
         if last is not None:
             both = [boundaries[last].after(one) for one in both]
-        end = self._ends.get(request.conversation.context)
+        end = self._ends.get(request.conversation.sampling_context)
         body = ids.head(both[0], ids.common_head(*both)).removesuffix(end.trailer if end is not None else b"")
         return body, self._template.generation_prompt(both[0], body)
 
     async def _learn_generation_prompts(self, request: TailRequest, rendered: bytes, real: bytes) -> None:
         """Learn the generation prompts after which replies in this conversation may have been sampled."""
-        context = request.conversation.context
+        context = request.conversation.sampling_context
         end = self._ends.get(context)
         if end is None:
             with suppress(TemplateRefusedError):

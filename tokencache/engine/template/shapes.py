@@ -64,13 +64,13 @@ class TailRequest(msgspec.Struct, frozen=True):
     def lead(self) -> int:
         """How many messages precede the first answer to a user; an assistant's greeting before them is no answer."""
         messages = self.conversation.messages
-        asked = self.conversation.debuts.get("user", 0)
-        return next((i for i in range(asked, self.at) if messages[i].role == "assistant"), self.conversation.debuts["assistant"])
+        asked = self.conversation.first_places.get("user", 0)
+        return next((i for i in range(asked, self.at) if messages[i].role == "assistant"), self.conversation.first_places["assistant"])
 
     @property
     def systems(self) -> Sequence[bytes]:
         """The system messages at the beginning, raw."""
-        return self.raw[: self.conversation.systems]
+        return self.raw[: self.conversation.system_count]
 
     @property
     def episode(self) -> object:
@@ -155,9 +155,9 @@ def shape_of(request: TailRequest) -> tuple[object, ...]:
     """Return the key of a shape: its context, then the arguments, the reply, the new messages, and what precedes the reply."""
     new = request.new
     runs = tuple((role, min(len(list(run)), MANY)) for role, run in groupby(m.role for m in new))
-    earlier = {role for role, place in request.conversation.debuts.items() if place < request.at - 1}
+    earlier = {role for role, place in request.conversation.first_places.items() if place < request.at - 1}
     return (
-        request.conversation.context,
+        request.conversation.sampling_context,
         request.model,
         request.args.digest,
         min(len(request.reply.calls), MANY),
@@ -181,6 +181,6 @@ def shape_of(request: TailRequest) -> tuple[object, ...]:
 def counted_twice(request: TailRequest) -> bool:
     """Whether a call of the reply has the id of an earlier call: a template that looks up results by id finds the earlier one."""
     names = {call.id for call in request.reply.calls if not is_unique(call.id)}
-    if not names or request.conversation.debuts.get(FIRST_CALL, request.at) >= request.at - 1:
+    if not names or request.conversation.first_places.get(FIRST_CALL, request.at) >= request.at - 1:
         return False
     return any(call.id in names for message in request.conversation.messages[: request.at - 1] for call in message.calls)

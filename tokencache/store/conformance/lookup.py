@@ -20,7 +20,7 @@ async def check_round_trip(store: Store) -> None:
         match="resplice",
         reason="context-edited",
         origin="t0",
-        forgiven=("args-json", "whitespace"),
+        applied_rules=("args-json", "whitespace"),
         anchors=(Anchor("t0", 0, 5),),
         base="t0",
         shared=5,

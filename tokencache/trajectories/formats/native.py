@@ -82,7 +82,7 @@ def turn_object(turn: Turn, drift: Drift | None = None) -> dict[str, Any]:
         "reason": turn.reason,
         "parent": turn.parent,
         "origin": turn.origin,
-        "forgiven": turn.forgiven,
+        "forgiven": turn.applied_rules,
         "anchors": [msgspec.to_builtins(anchor) for anchor in turn.anchors],
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": turn.completion_tokens,
