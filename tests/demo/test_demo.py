@@ -113,7 +113,7 @@ async def test_a_proxy_that_lies_is_found_out(tmp_path, monkeypatch, lie):
     assert "NOT verified" in said
 
 
-async def test_an_engine_without_books_is_tapped(tmp_path):
+async def test_an_engine_without_ground_truth_is_tapped(tmp_path):
     engine = SimulatedEngine(episodes=script(TURNS))
     async with engine.serve() as url:
         good, figures, said = await play(tmp_path, upstream=url + "/v1")
@@ -124,7 +124,7 @@ async def test_an_engine_without_books_is_tapped(tmp_path):
     assert figures["proxied"]["trainable_tokens"] == sum(
         len(entry.completion_ids) for entry in engine.ground_truth if (entry.session or "").startswith("rollout-")
     )
-    assert "on the wire" in said
+    assert "between proxy and engine" in " ".join(said.split())
 
 
 async def test_an_engine_that_ignores_ids_is_named(tmp_path):

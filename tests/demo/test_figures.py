@@ -62,7 +62,7 @@ def test_only_masked_in_tokens_of_the_first_sequence_count():
 
 
 @pytest.mark.parametrize("ground_truth", [[A], [B], [A, A], [A, B, B], [A, B, C], []])
-def test_books_and_export_must_be_one_to_one(ground_truth):
+def test_ground_truth_and_export_must_be_one_to_one(ground_truth):
     assert disagreements(trajectory(), ground_truth, len(ground_truth))
 
 

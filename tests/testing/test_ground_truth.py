@@ -1,4 +1,4 @@
-"""Books in a file: what they say is what the engine's own say, also where the engine is killed in mid-stream."""
+"""The ground-truth log file equals the engine's ground truth, also if the engine is killed in the middle of a stream."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def body(text, **more):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_file_says_what_the_books_say(tmp_path, stream):
-    engine = SimulatedEngine(journal=tmp_path / "books.jsonl")
+async def test_the_file_equals_the_ground_truth(tmp_path, stream):
+    engine = SimulatedEngine(journal=tmp_path / "log.jsonl")
     async with engine.serve() as url, aiohttp.ClientSession() as http:
         for text in ("one", "two"):
             async with http.post(url + CHAT, json=body(text, stream=stream, n=2), headers={"X-Session-ID": "s"}) as answer:
@@ -32,11 +32,11 @@ async def test_the_file_says_what_the_books_say(tmp_path, stream):
         async with http.post(f"{url}/v1/completions", json={"model": "sim", "prompt": "three", "stream": stream}) as answer:
             await answer.read()
     assert len(engine.ground_truth) == 5
-    assert read_ground_truth(tmp_path / "books.jsonl") == engine.ground_truth
+    assert read_ground_truth(tmp_path / "log.jsonl") == engine.ground_truth
 
 
 def test_two_engines_share_a_file_and_a_torn_line_is_left_out(tmp_path):
-    path = tmp_path / "books.jsonl"
+    path = tmp_path / "log.jsonl"
     entries = [GroundTruthEntry(f"r{n}", 0, "s", "sim", True, False, [1, 2]) for n in range(2)]
     journal = GroundTruthLog(path)
     for grown in range(3):
@@ -51,7 +51,7 @@ def test_two_engines_share_a_file_and_a_torn_line_is_left_out(tmp_path):
 
 
 def test_what_went_out_is_in_the_file_of_an_engine_that_is_killed(tmp_path):
-    path = tmp_path / "books.jsonl"
+    path = tmp_path / "log.jsonl"
     command = [sys.executable, "-m", "tokencache.testing.engine", "--journal", str(path), "--token-delay", "0.01"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
         url = engine.stdout.readline().strip()

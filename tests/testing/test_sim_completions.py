@@ -1,4 +1,4 @@
-"""The simulated engine's text completions: vLLM 0.32's shapes, with the books kept."""
+"""The simulated engine's text completions: vLLM 0.32's shapes, and their ground truth."""
 
 import json
 from itertools import chain

@@ -1,4 +1,4 @@
-"""The simulated engine as its users see it: through the official SDK, over HTTP, and in its books."""
+"""The simulated engine as its users see it: through the official SDK, over HTTP, and in its ground truth."""
 
 import asyncio
 import json
@@ -198,7 +198,7 @@ async def test_tokenize_continues_a_final_message(http, url, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_books_hold_what_was_returned(http, url, engine, stream):
+async def test_the_ground_truth_equals_what_was_returned(http, url, engine, stream):
     if stream:
         parts = [chunk["choices"][0] for chunk in await chunks(http, url, **EVERYTHING)]
         ids = [token_id for part in parts for token_id in part.get("token_ids", [])]

@@ -1,4 +1,4 @@
-"""`tokencache demo`: the same agent, directly and through the proxy, and what a trainer would get either way."""
+"""`tokencache demo`: runs the same agent with and without the proxy, and shows what a trainer gets in each case."""
 
 from tokencache.demo.run import run_demo
 

@@ -1,9 +1,8 @@
-"""Two tokenizations of one reply, laid one above the other, column by column.
+"""Aligns two tokenizations of one reply, column by column.
 
-Both rows are cut into characters and compared (`difflib`), so that equal text stands in equal columns whatever tokens it
-is cut into. A column before a character that begins a token in either row holds a bar, in the row whose token begins
-there. Text that one row has and the other has not faces blanks. A character whose bytes are spread over several tokens
-is spelt in hexadecimal, byte by byte.
+Both rows are split into characters and compared (`difflib`), so that equal text is in equal columns, however it is split into tokens. A
+column before a character that starts a token in either row has a bar, in the row whose token starts there. Text that only one row has
+faces blanks. A character whose bytes belong to several tokens is written in hexadecimal, byte by byte.
 """
 
 import unicodedata
@@ -17,11 +16,11 @@ from rich.cells import cell_len
 BAR = "│"
 _SHOWN = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 _KEPT, _LONG = 16, 40
-"""Of a stretch of at least `_LONG` columns that only one row has, up to `_KEPT` are kept at either end."""
+"""Of at least `_LONG` consecutive columns that only one row has, up to `_KEPT` are kept at either end."""
 
 
 class Column(NamedTuple):
-    """One column: what stands in either row, both padded to one width, and whether it belongs to a token that both rows have."""
+    """One column: its text in either row, padded to one width, and whether it belongs to a token that both rows have."""
 
     top: str
     bottom: str
@@ -31,7 +30,7 @@ class Column(NamedTuple):
 
 
 class _Atom(NamedTuple):
-    """One character of a row: itself, as it is shown, whether a token begins with it, its (first) token, its bytes' place."""
+    """One character of a row: itself, as shown, whether it starts a token, its (first) token, and the range of its bytes."""
 
     char: str
     shown: str
@@ -42,7 +41,7 @@ class _Atom(NamedTuple):
 
 
 def align(top: Sequence[bytes], bottom: Sequence[bytes]) -> list[Column]:
-    """Lay two rows of tokens, given as the bytes they stand for, one above the other."""
+    """Align two rows of tokens, each given as its bytes."""
     above, below = list(_atoms(top)), list(_atoms(bottom))
     codes = SequenceMatcher(None, [a.char for a in above], [b.char for b in below], autojunk=False).get_opcodes()
     place: dict[int, int] = {}
@@ -67,7 +66,7 @@ def align(top: Sequence[bytes], bottom: Sequence[bytes]) -> list[Column]:
 
 
 def wrap(columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """Part columns into lines of at most `width` cells, in front of a bar where there is one."""
+    """Split columns into lines of at most `width` cells, before a bar if possible."""
     lines: list[list[Column]] = [[]]
     for column in columns:
         line = lines[-1]
@@ -109,7 +108,7 @@ def _pad(atom: _Atom | None, width: int) -> str:
 
 
 def _shared(top: Sequence[bytes], bottom: Sequence[bytes], place: Mapping[int, int]) -> tuple[set[int], set[int]]:
-    """Find the tokens that stand in both rows with the same bytes; `place` says which byte below faces one above."""
+    """Find the tokens that both rows have with the same bytes. `place` maps bytes of the top row to bytes of the bottom row."""
     token_at = {span: token for token, span in enumerate(_spans(bottom))}
     pairs = set()
     for token, (start, end) in enumerate(_spans(top)):
@@ -121,13 +120,13 @@ def _shared(top: Sequence[bytes], bottom: Sequence[bytes], place: Mapping[int, i
 
 
 def _spans(tokens: Sequence[bytes]) -> list[tuple[int, int]]:
-    """The half-open range of bytes of each token."""
+    """Return the half-open range of bytes of each token."""
     ends = list(accumulate(map(len, tokens)))
     return list(zip([0, *ends], ends, strict=False))
 
 
 def _shorten(columns: list[Column]) -> list[Column]:
-    """Leave out the middle of long stretches that only one row has."""
+    """Remove the middle of long runs of columns that only one row has."""
     found: list[Column] = []
     for lone, group in groupby(columns, key=lambda c: not c.bottom.strip() or not c.top.strip()):
         stretch = list(group)

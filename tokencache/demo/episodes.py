@@ -1,9 +1,9 @@
-r"""What the demo's agents do: three jobs of eight turns, as a model would write them.
+r"""The replies of the demo's simulated model: three jobs of eight turns, as a model would write them.
 
-The simulated engine says these texts, each time in other tokens. They have what makes token-exact histories hard:
-thinking that the harness drops, blanks around text that it strips, arguments in a key order, spacing and number format
-that it does not keep, two calls in one reply, code, JSON escapes, several scripts. A reply without a call ends a task
-within the rollout: the user speaks next, and from there on the template leaves out all earlier thinking.
+The simulated engine gives these replies, each time in other tokens. They contain what makes token-exact histories hard: thinking that the
+harness drops, blanks around text that it strips, arguments whose key order, spacing and number format it changes, two calls in one reply,
+code, JSON escapes, several scripts. A reply without a call ends a task within the rollout: the user speaks next, and from there on the
+template omits all earlier thinking.
 
 The first reply of the first job is the one that the demo shows token by token.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TURNS = 8
-"""Turns of a job; a longer rollout goes through its job again."""
+"""Turns of a job. A longer rollout repeats its job."""
 
 
 def _tool(name: str, description: str, **properties: str) -> dict[str, Any]:
@@ -25,7 +25,7 @@ TOOLS = (
     _tool("read_file", "Read lines of a text file.", path="string", offset="integer", limit="integer"),
     _tool("edit_file", "Replace a piece of a file.", path="string", old="string", new="string", all="boolean"),
 )
-"""The tools that the agent has, in OpenAI's shape."""
+"""The tools of the agent, in OpenAI's form."""
 
 _ROUNDING = (
     (
@@ -138,11 +138,11 @@ _JOBS: Mapping[str, tuple[str, Sequence[str]]] = {
 
 
 def script(turns: int) -> dict[str, list[str]]:
-    """The jobs as the simulated engine wants them: name to replies, as many as a rollout has turns."""
+    """Return the episodes for the simulated engine: replies by name, one for each turn of a rollout."""
     return {name: [replies[turn % TURNS] for turn in range(turns)] for name, (_, replies) in _JOBS.items()}
 
 
 def task(rollout: int) -> str:
-    """The task of one rollout; the marker tells the simulated engine which job it is, and is a mere name to a real one."""
+    """Return the task of one rollout. The marker selects the episode of the simulated engine; a real model sees only a name."""
     name = list(_JOBS)[rollout % len(_JOBS)]
     return f"EPISODE:{name}\n\n{_JOBS[name][0]}"

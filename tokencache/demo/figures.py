@@ -1,19 +1,19 @@
-"""The demo's figures: what a trainer could do with the token ids of some rollouts.
+"""The demo's figures: what a trainer can do with the token ids of some rollouts.
 
-One definition for both ways of running, applied to nothing but ids. A rollout is the list of its turns; *prefix* is a
-turn's prompt and completion.
+The definition is the same with and without the proxy, and uses only ids. A rollout is the list of its turns; the *prefix* of a turn is its
+prompt and completion.
 
 ================== ====================================================================================================
 `turns`            model calls
-`contiguous_turns` turns that are their rollout's first, or whose prompt starts with the prefix of the turn before
+`contiguous_turns` turns that are the first of their rollout, or whose prompt starts with the prefix of the turn before
 `drifted_tokens`   over all other turns: the tokens of that prefix from the first one that the prompt does not repeat
-`sequences`        runs of turns that extend one another: what a rollout falls into if cut wherever it breaks
-`trainable_tokens` sampled tokens of each rollout's first run: all of them if it has one run; else those that remain if a
-                   rollout must be one sequence, as trainers that assert contiguity (NeMo RL) want it
+`sequences`        runs of turns that extend one another: the parts of a rollout if it is cut wherever it breaks
+`trainable_tokens` sampled tokens of each rollout's first run: all of them if it has one run, else those that remain if a
+                   rollout must be one sequence, as trainers that assert contiguity (NeMo RL) require
 ================== ====================================================================================================
 
-Directly, the ids are those of the engine's books: a harness that speaks text has none. Through the proxy they are what
-its trainer's route exports: runs are the exported sequences, and of their tokens those count that have loss mask 1.
+Without the proxy the ids come from the engine's ground truth, because a harness that receives text has none. With the proxy they come from
+the trainer's route: runs are the exported sequences, and only tokens with loss mask 1 count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One model call in ids: what went in, what came out, and with which log probabilities."""
+    """The token ids of one model call: prompt, completion, and the log probabilities of the completion."""
 
     prompt: list[int]
     completion: list[int]
@@ -33,7 +33,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class DemoFigures:
-    """The figures of some rollouts; see the head of this file."""
+    """The figures of some rollouts; see the module docstring."""
 
     rollouts: int = 0
     turns: int = 0
@@ -52,7 +52,7 @@ class DemoFigures:
 
 
 def drift(before: Generation, turn: Generation) -> int:
-    """Count the tokens of `before`'s prefix from the first that `turn`'s prompt does not repeat; 0 if it extends it."""
+    """Count the tokens of `before`'s prefix from the first one that `turn`'s prompt does not repeat; 0 if it repeats all."""
     prefix = before.prompt + before.completion
     if turn.prompt[: len(prefix)] == prefix:
         return 0
@@ -76,7 +76,7 @@ def measure(rollout: Sequence[Generation]) -> DemoFigures:
 
 
 def exported_turns(trajectory: Mapping[str, Any]) -> list[Generation]:
-    """The turns of an exported trajectory, in the order in which they were made."""
+    """Return the turns of an exported trajectory, in the order of their calls."""
     found = []
     for sequence in trajectory["sequences"]:
         ids, logprobs = sequence["token_ids"], sequence["logprobs"]
@@ -87,18 +87,18 @@ def exported_turns(trajectory: Mapping[str, Any]) -> list[Generation]:
 
 
 def measure_exported(trajectory: Mapping[str, Any]) -> DemoFigures:
-    """Measure one rollout as the proxy exports it: its own word on sequences and loss masks is taken."""
+    """Measure one rollout as the proxy exports it, with its sequences and loss masks."""
     plain, sequences = measure(exported_turns(trajectory)), trajectory["sequences"]
     of_sequences = {"sequences": len(sequences), "trainable_tokens": sum(sequences[0]["loss_mask"]) if sequences else 0}
     return DemoFigures(**(plain.as_json() | of_sequences))
 
 
 def disagreements(trajectory: Mapping[str, Any], ground_truth: Sequence[Generation], turns: int) -> list[str]:
-    """Say where an exported trajectory differs from the engine's books of that session; an empty list is proof.
+    """List where an exported trajectory differs from the engine's ground truth of that session. An empty list proves that it is exact.
 
-    Every exported turn must be one entry of the books, prompt ids, completion ids and log probabilities alike, and every
-    entry one exported turn; there must be as many as the harness made calls; the loss mask must be 1 on what was sampled
-    and 0 elsewhere; and the proxy must call the session complete.
+    Every exported turn must equal one entry of the ground truth, in prompt ids, completion ids and log probabilities, and every entry one
+    exported turn. There must be as many as the harness made calls. The loss mask must be 1 for sampled tokens and 0 elsewhere. The proxy
+    must report the session as complete.
     """
     session, found = trajectory["session"], []
     left = list(ground_truth)
@@ -106,7 +106,7 @@ def disagreements(trajectory: Mapping[str, Any], ground_truth: Sequence[Generati
         if turn in left:
             left.remove(turn)
         else:
-            found.append(f"session {session}: exported turn {place} is not in the engine's books")
+            found.append(f"session {session}: exported turn {place} is not in the engine's ground truth")
     found += [f"session {session}: a call of {len(entry.prompt)} + {len(entry.completion)} tokens is not exported" for entry in left]
     if len(ground_truth) != turns:
         found.append(f"session {session}: the engine was called {len(ground_truth)} times, the harness made {turns} calls")
@@ -116,7 +116,7 @@ def disagreements(trajectory: Mapping[str, Any], ground_truth: Sequence[Generati
             start, end = turn["completion"]
             sampled[start:end] = [1] * (end - start)
         if sampled != sequence["loss_mask"]:
-            found.append(f"session {session}: the loss mask of sequence {sequence['id']} is not what was sampled")
+            found.append(f"session {session}: the loss mask of sequence {sequence['id']} does not mark the sampled tokens")
     if not trajectory["complete"]:
         found.append(f"session {session}: incomplete: {[incident['kind'] for incident in trajectory['incidents']]}")
     return found

@@ -1,7 +1,7 @@
-"""The demo: the same agents on the same engine, directly and through the proxy, and the two side by side.
+"""Runs the demo: the same agents on the same engine, with and without the proxy, and compares the two.
 
-Everything is real but the model: HTTP on loopback, the proxy as `tokencache serve` runs it, a harness that knows only
-text, a tokenizer, a chat template. What the proxy exports is then held against the engine's own books, entry by entry.
+Everything is real except the model: HTTP on loopback, the proxy as `tokencache serve` runs it, a harness that receives only text, a
+tokenizer, a chat template. What the proxy exports is then compared with the engine's ground truth, entry by entry.
 """
 
 import asyncio
@@ -36,24 +36,32 @@ _SETTINGS: dict[str, Any] = {
     "admin_key": None,
     "on_store_error": "fail",
 }
-"""Whatever the environment says, the demo's proxy is a private one."""
+"""Settings of the demo's proxy, whatever the environment says: it is private."""
 
 _AT_ONCE = 8
-"""Rollouts that run at the same time."""
+"""Concurrent rollouts."""
 
 
 async def run_demo(
     *, rollouts: int, turns: int, upstream: str | None, model: str, json_file: Path | None, console: Console | None = None
 ) -> bool:
-    """Run the demo and print what came out.
+    """Run the demo and print its figures.
 
-    `rollouts` each way, of `turns` turns; `upstream`: a real engine's base URL in place of the simulated one, with
-    `model` or the first that it serves. `json_file` gets the figures. True if all that the proxy exported is what the
-    engine really did and, on the simulated engine, every turn extends the one before it.
+    Args:
+        rollouts: number of rollouts, with and without the proxy.
+        turns: number of turns of a rollout.
+        upstream: base URL of a real engine, to use instead of the simulated one.
+        model: model of that engine; empty for the first that it serves.
+        json_file: file that receives the figures.
+        console: where to print.
+
+    Returns:
+        Whether everything that the proxy exported equals what the engine did and, with the simulated engine, every turn extends the one
+        before it.
     """
     if console is None:
         if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal without box drawing still gets the figures
+            sys.stdout.reconfigure(errors="replace")  # so that the figures are also printed to a terminal without box drawing
         console = Console()
     key = os.environ.get("TOKENCACHE_UPSTREAM_KEY")
     stage: AbstractAsyncContextManager[Stage] = (
@@ -63,7 +71,7 @@ async def run_demo(
         async with stage as engine:
             return await _Demo(engine, rollouts, turns, console).play(json_file, strict=upstream is None)
     except (StageError, CallFailedError, aiohttp.ClientError, OSError) as why:
-        console.print(f"[red]The demo broke off:[/] {type(why).__name__}: {why}", highlight=False)
+        console.print(f"[red]The demo failed:[/] {type(why).__name__}: {why}", highlight=False)
         return False
 
 
@@ -87,7 +95,7 @@ class _Demo:
                 exports = [await _export(client, url, name) for name in self._names]
         logs = [stage.ground_truth(f"direct-{name}") for name in self._names]
         if not all(turn.prompt and turn.completion for log in logs for turn in log):
-            raise StageError(f"{stage.name} reports no token ids (return_token_ids): there is nothing to compare")
+            raise StageError(f"{stage.name} returns no token ids (return_token_ids), so there is nothing to compare")
         direct = sum(map(measure, logs), DemoFigures())
         proxied = sum(map(measure_exported, exports), DemoFigures())
         wrong = [line for name, export in zip(self._names, exports, strict=True) for line in self._check(name, export)]
@@ -97,7 +105,7 @@ class _Demo:
         show.table(console, direct, proxied)
         show.verdict(console, wrong, proxied.turns, simulated=strict)
         if level.level != "exact":
-            console.print(f"[yellow]The proxy could only record here ({level.level}): {level.why}[/]", highlight=False)
+            console.print(f"[yellow]The proxy could only record with this engine ({level.level}): {level.why}[/]", highlight=False)
         example = show.choose(logs)
         if example is not None:
             await show.drift_shown(console, example, stage.spell)
@@ -107,7 +115,7 @@ class _Demo:
         return disagreements(export, self._stage.ground_truth(name), self._turns)
 
     async def _run(self, title: str, progress: Progress, play: Callable[[int, Callable[[], None]], Awaitable[Any]]) -> None:
-        """Play all rollouts, some at a time."""
+        """Run all rollouts, some at a time."""
         bar: TaskID = progress.add_task(title, total=len(self._names) * self._turns)
         gate = asyncio.Semaphore(_AT_ONCE)
 
@@ -146,7 +154,7 @@ async def _export(client: aiohttp.ClientSession, url: str, session: str) -> dict
     async with client.get(f"{url}/tokencache/v1/sessions/{session}/trajectories") as answer:
         found = await answer.json()
         if not answer.ok:
-            raise CallFailedError(f"no trajectory of {session}: {found}")
+            raise CallFailedError(f"the proxy exports no trajectory of {session}: {found}")
         return dict(found)
 
 

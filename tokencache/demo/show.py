@@ -1,6 +1,6 @@
-"""What the demo prints: the figures side by side, the verdict, and one drift token by token.
+"""Prints the demo's results: the figures side by side, the verdict, and one drift token by token.
 
-All of it can be read at 80 columns and without colour.
+Everything can be read at 80 columns and without colour.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,16 +29,16 @@ _MOST_LINES = 7
 
 
 def opening(console: Console, engine: str, rollouts: int, turns: int) -> None:
-    """Say what is about to happen."""
+    """Print what the demo is going to do."""
     console.print(
-        f"[bold]{rollouts} rollouts of {turns} turns, twice[/]: an agent that speaks plain OpenAI chat completions, "
-        f"first straight to the engine, then through tokencache. The engine is {escape(engine)}.\n",
+        f"[bold]{rollouts} rollouts of {turns} turns, twice[/]: an agent that uses plain OpenAI chat completions, "
+        f"first directly on the engine, then through tokencache. The engine is {escape(engine)}.\n",
         highlight=False,
     )
 
 
 def table(console: Console, direct: DemoFigures, proxied: DemoFigures) -> None:
-    """Print the figures of both ways side by side."""
+    """Print the figures with and without the proxy side by side."""
     shown = Table(show_lines=True)
     shown.add_column("figure", no_wrap=True)
     shown.add_column("directly", justify="right", no_wrap=True)
@@ -52,7 +52,7 @@ def table(console: Console, direct: DemoFigures, proxied: DemoFigures) -> None:
 
 
 def _style(name: str, values: dict[str, int]) -> str:
-    """Green where a figure is what it should be, red where it is not; nothing where there is no such thing."""
+    """Return green if a figure has its ideal value, red if not, and nothing if there is no ideal value."""
     if name not in _GOOD:
         return ""
     wanted = _GOOD[name]
@@ -60,28 +60,28 @@ def _style(name: str, values: dict[str, int]) -> str:
 
 
 def verdict(console: Console, wrong: Sequence[str], turns: int, *, simulated: bool) -> None:
-    """Say whether the engine confirms what the proxy exported, and what that means."""
+    """Print whether the engine confirms what the proxy exported."""
     if simulated:
-        source = "the books that the engine keeps of each call"
+        source = "the ground truth that the engine records of each call"
     else:
-        source = "the ids that the engine reports of each call, read on the wire between proxy and engine by the demo itself"
+        source = "the ids that the engine returns for each call, which the demo reads between proxy and engine"
     if not wrong:
         console.print(
             f"[green]Verified by the engine[/]: the {turns} exported turns equal {source}, one to one: prompt ids, completion ids, "
-            "log probabilities; loss mask 1 on what was sampled, 0 elsewhere.\n",
+            "log probabilities; loss mask 1 for sampled tokens, 0 elsewhere.\n",
             highlight=False,
         )
         return
-    console.print(f"[red]NOT verified[/]: held against {source},", highlight=False)
+    console.print(f"[red]NOT verified[/]. Differences from {source}:", highlight=False)
     for line in wrong[:10]:
         console.print(f"  {line}", highlight=False, markup=False)
     console.print(f"  {len(wrong)} differences in all\n", highlight=False)
 
 
 def choose(logs: Sequence[Sequence[Generation]]) -> tuple[int, Generation, Generation] | None:
-    """Choose a direct rollout whose second turn drifts: its number and first two turns.
+    """Choose a direct rollout whose second turn drifts. Returns its number and first two turns.
 
-    The first reply must have ended by itself: only then does its last id tell where it ends in the second prompt.
+    The first reply must have ended on its own: only then its last id shows where it ends in the second prompt.
     """
     for number, (first, second) in ((number, log[:2]) for number, log in enumerate(logs) if len(log) > 1):
         known = len(first.prompt)
@@ -93,7 +93,7 @@ def choose(logs: Sequence[Sequence[Generation]]) -> tuple[int, Generation, Gener
 async def drift_shown(
     console: Console, example: tuple[int, Generation, Generation], spell: Callable[[Sequence[int]], Awaitable[list[bytes]]]
 ) -> None:
-    """Print one drift in two aligned rows: a reply as sampled, and as the next turn's prompt has it."""
+    """Print one drift in two aligned rows: a reply as sampled, and as it is in the next turn's prompt."""
     number, first, second = example
     rest = second.prompt[len(first.prompt) :]
     reread = rest[: rest.index(first.completion[-1]) + 1]
@@ -101,7 +101,7 @@ async def drift_shown(
     console.print(
         f"[bold]One drift, token by token[/]: the first reply of direct rollout {number}, the {len(first.completion)} "
         f"tokens that the policy [green]sampled[/], and the {len(reread)} that the engine [red]reads[/] in their place "
-        "one turn later, after the harness has put the message into its history. A │ begins a token; · is a space, ⏎ a newline.\n",
+        "one turn later, after the harness has put the message into its history. A │ starts a token; · is a space, ⏎ a newline.\n",
         highlight=False,
     )
     for line in lines[:_MOST_LINES]:

@@ -1,9 +1,8 @@
-"""Where the demo plays: an engine whose every call can be looked up afterwards.
+"""Engines that the demo runs on, with the ground truth of every call.
 
-The simulated engine keeps books itself. A real one does not, so a *tap* is put in front of it: a relay that reads, on
-the wire, which ids the engine says it was given and which it sampled. Both ways of running go through the tap, and the
-proxy stands before it, so what the tap notes owes nothing to the proxy. Every note belongs to the session that the
-header `X-Session-ID` names; the proxy sends that header, too.
+The simulated engine records its ground truth. A real engine does not, so a *tap* is put in front of it: a relay that reads which ids the
+engine received and sampled. Calls with and without the proxy pass the tap, and the proxy is in front of it, so what the tap records does
+not depend on the proxy. Records belong to the session that the header `X-Session-ID` names; the proxy sends that header, too.
 """
 
 import contextlib
@@ -22,20 +21,25 @@ from tokencache.testing.engine import SimulatedEngine
 _HOP = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding", "content-encoding", "keep-alive"})
 _MAX_BODY = 64 * 2**20
 _MAX_TOKENS = 160
-"""A real engine samples freely; this much of each reply is enough to see it drift."""
+"""Limit for a real engine. This much of each reply is enough to see drift."""
 
 
 class StageError(Exception):
-    """The demo cannot be played here; says why."""
+    """The demo cannot run on this engine. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """An engine to play on.
+    """An engine to run on.
 
-    `name` says what it is, `url` has no `/v1`. `books` returns what the engine did for a session, in order. `spell`
-    returns the bytes that each of some ids stands for. `body` goes into each request of a direct run, `sampling` into each
-    request of either.
+    Attributes:
+        name: describes it.
+        url: base URL, without `/v1`.
+        model: name of the model.
+        ground_truth: returns the calls of a session, in order.
+        spell: returns the bytes of each of some ids.
+        body: members of each request without the proxy.
+        sampling: members of all requests.
     """
 
     name: str
@@ -49,7 +53,7 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def simulated(replies: Mapping[str, Sequence[str]]) -> AsyncIterator[Stage]:
-    """Serve a simulated engine that says `replies`."""
+    """Serve a simulated engine with these replies."""
     engine = SimulatedEngine(episodes=replies, chunk_tokens=4)
 
     def ground_truth(session: str) -> list[Generation]:
@@ -65,10 +69,15 @@ async def simulated(replies: Mapping[str, Sequence[str]]) -> AsyncIterator[Stage
 
 @contextlib.asynccontextmanager
 async def real(upstream: str, model: str, key: str | None) -> AsyncIterator[Stage]:
-    """Tap the engine at `upstream`; `model` may be empty: the first that it serves. `key` is its API key, if it wants one.
+    """Put a tap in front of the engine at `upstream`.
+
+    Args:
+        upstream: base URL of the engine.
+        model: name of the model; empty for the first that it serves.
+        key: API key of the engine, if it needs one.
 
     Raises:
-        StageError: it cannot be reached, serves no such model, or does not report token ids.
+        StageError: it cannot be reached, or does not serve the model.
     """
     tap = _Tap(upstream.rstrip("/").removesuffix("/v1"), key)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), auto_decompress=False) as client:
@@ -88,7 +97,7 @@ async def real(upstream: str, model: str, key: str | None) -> AsyncIterator[Stag
                 f"{name} at {tap.url}",
                 f"http://127.0.0.1:{runner.addresses[0][1]}",
                 name,
-                lambda session: tap.notes[session],
+                lambda session: tap.records[session],
                 lambda ids: tap.spell(name, ids),
                 body={"return_token_ids": True, "logprobs": True},
                 sampling={"max_tokens": _MAX_TOKENS, "temperature": 1.0},
@@ -98,13 +107,13 @@ async def real(upstream: str, model: str, key: str | None) -> AsyncIterator[Stag
 
 
 class _Tap:
-    """Relays everything to an engine and notes what its chat completions say in ids."""
+    """Relays all requests to an engine, and records the ids in its chat completions."""
 
     client: aiohttp.ClientSession
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url
-        self.notes: dict[str, list[Generation]] = defaultdict(list)
+        self.records: dict[str, list[Generation]] = defaultdict(list)
         self._auth = {"Authorization": f"Bearer {key}"} if key else {}
         self._spelt: dict[int, bytes] = {}
 
@@ -118,7 +127,7 @@ class _Tap:
             return json.loads(await answer.read())
 
     async def spell(self, model: str, ids: Sequence[int]) -> list[bytes]:
-        """Let the engine decode each id alone; half a character comes out as U+FFFD."""
+        """Let the engine decode each id alone. Part of a character becomes U+FFFD."""
         for token in ids:
             if token not in self._spelt:
                 said = await self.ask("POST", "/detokenize", {"model": model, "tokens": [token]})
@@ -136,16 +145,16 @@ class _Tap:
                 seen += data
                 await response.write(data)
             if request.path == "/v1/chat/completions" and answer.ok:
-                self._note(request.headers.get("X-Session-ID", ""), bytes(seen), streamed=answer.content_type == "text/event-stream")
+                self._record(request.headers.get("X-Session-ID", ""), bytes(seen), streamed=answer.content_type == "text/event-stream")
             await response.write_eof()
             return response
 
-    def _note(self, session: str, raw: bytes, *, streamed: bool) -> None:
+    def _record(self, session: str, raw: bytes, *, streamed: bool) -> None:
         lines = [line[5:].strip() for line in raw.split(b"\n") if line.startswith(b"data:")] if streamed else [raw]
-        noted = Generation([], [], [])
+        recorded = Generation([], [], [])
         for chunk in (json.loads(line) for line in lines if line != b"[DONE]"):
-            noted.prompt.extend(chunk.get("prompt_token_ids") or [])
+            recorded.prompt.extend(chunk.get("prompt_token_ids") or [])
             for choice in chunk.get("choices") or []:
-                noted.completion.extend(choice.get("token_ids") or [])
-                noted.logprobs.extend(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or [])
-        self.notes[session].append(noted)
+                recorded.completion.extend(choice.get("token_ids") or [])
+                recorded.logprobs.extend(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or [])
+        self.records[session].append(recorded)

@@ -1,8 +1,7 @@
-"""Reading and judging the body of a chat completion request, in vLLM 0.32's order.
+"""Reads and validates the body of a chat completion request, in the order in which vLLM 0.32 does.
 
-First the types (pydantic's work in vLLM), then what the fields mean together, then the model's name. Fields that are
-unknown are ignored, as vLLM ignores them: this is why an old engine swallows `kv_transfer_params.prompt_token_ids`
-without a word. The order matters to a client only in which of several faults it is told about.
+First the types (pydantic in vLLM), then what the fields mean together, then the model's name. Unknown fields are ignored, as vLLM does: so
+an old engine silently ignores `kv_transfer_params.prompt_token_ids`. The order matters only for which of several faults a client sees.
 """
 
 from __future__ import annotations
@@ -37,7 +36,11 @@ _MAX_LOGPROBS = 20
 
 
 def read_json(raw: bytes, content_type: str) -> dict[str, Any]:
-    """Return the JSON object in `raw`; raises `RefusalResponse` with FastAPI's complaints as vLLM words them."""
+    """Parse the JSON object in `raw`.
+
+    Raises:
+        RefusalResponse: with FastAPI's errors as vLLM words them.
+    """
     if content_type != "application/json":
         raise RefusalResponse("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", kind="Bad Request")
     if not raw:
@@ -54,7 +57,7 @@ def read_json(raw: bytes, content_type: str) -> dict[str, Any]:
 
 
 def check_types(body: Mapping[str, Any]) -> None:
-    """Refuse fields of a wrong type; null stands for absent."""
+    """Refuse fields of a wrong type. Null counts as absent."""
     for name, kind in _FIELDS.items():
         value = body.get(name)
         types, error, message = _KINDS[kind]
@@ -75,7 +78,7 @@ def check_types(body: Mapping[str, Any]) -> None:
 
 
 def _check_calls(message: Mapping[str, Any]) -> None:
-    """Refuse arguments that are no text, whether or not the prompt comes as ids."""
+    """Refuse arguments that are not text, also if the prompt is given as ids."""
     calls = message.get("tool_calls")
     for i, call in enumerate(calls if isinstance(calls, list) else []):
         function = call.get("function") if isinstance(call, dict) else None
@@ -88,7 +91,7 @@ def _check_calls(message: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat completion request that makes sense; the fields are those of vLLM 0.32 under their own names."""
+    """A valid chat completion request. The fields have the names of vLLM 0.32."""
 
     body: dict[str, Any]
     model: str
@@ -117,17 +120,21 @@ class ChatRequest:
 
     @property
     def thinking(self) -> bool:
-        """Whether the reasoning parser looks for reasoning."""
+        """Whether the parser looks for reasoning."""
         return bool(self.template_arguments.get("enable_thinking", True))
 
     @property
     def role(self) -> str:
-        """Role of the answer: the last message's own if no generation prompt was asked for."""
+        """Role of the reply: that of the last message if the request turns the generation prompt off."""
         return "assistant" if self.body.get("add_generation_prompt", True) else str(self.body["messages"][-1]["role"])
 
 
 def read_chat_request(body: dict[str, Any], headers: Mapping[str, str], *, served: str, vocabulary: int) -> ChatRequest:
-    """Check a body and take out what the engine goes by; raises `RefusalResponse`."""
+    """Validate a body, and read what the engine uses.
+
+    Raises:
+        RefusalResponse: it is invalid.
+    """
     if "messages" not in body:
         raise schema_refusal("body.messages", "missing", "Field required", body)
     check_types(body)
@@ -177,7 +184,7 @@ def read_chat_request(body: dict[str, Any], headers: Mapping[str, str], *, serve
 
 
 def _check_meaning(body: Mapping[str, Any], vocabulary: int) -> None:
-    """Refuse what vLLM's own validators refuse, in sentences recorded from it."""
+    """Refuse what vLLM's own validators refuse, with messages recorded from it."""
     if body.get("stream_options") is not None and not body.get("stream"):
         raise senseless("Stream options can only be defined when `stream=True`.", "stream_options")
     if body.get("top_logprobs") and not body.get("logprobs"):
@@ -195,7 +202,7 @@ def _check_meaning(body: Mapping[str, Any], vocabulary: int) -> None:
 
 
 def _check_sampling(body: Mapping[str, Any], vocabulary: int) -> None:
-    """Refuse sampling parameters that no sampler could follow."""
+    """Refuse impossible sampling parameters."""
     if (n := body.get("n")) is not None and n < 1:
         raise senseless(f"n must be at least 1, got {n}.")
     if (temperature := body.get("temperature")) is not None and temperature < 0:

@@ -1,8 +1,8 @@
-"""`/v1/chat/completions/render` and `/derender`: a request's ids and sampling parameters, and ids made a message of, without an engine.
+"""Serves `/v1/chat/completions/render` and `/derender`: a request's ids and sampling parameters, and a message from ids, without an engine.
 
-As vLLM 0.32 answers them, not streamed: `derender` leaves the finish reason as it came (`stop`, calls or not), keeps all calls whatever
-`parallel_tool_calls` says, gives them ids of its own style, and refuses a choice without ids (`renderers/online_derenderer.py`).
-`render` says what a required or named tool constrains sampling to (`structured_outputs`); speech here goes by no grammar.
+As vLLM 0.32, without streams: `derender` keeps the finish reason (`stop`, with or without calls), keeps all calls whatever
+`parallel_tool_calls` says, gives them ids of its own style, and refuses a choice without ids (`renderers/online_derenderer.py`). `render`
+returns what a required or named tool constrains sampling to (`structured_outputs`); the simulated model follows no grammar.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def derendered(request: ChatRequest, generated: dict[str, Any], tokenizer: SimTokenizer) -> dict[str, Any]:
-    """Make a chat completion of a `generate_response`. Raises `Refusal`."""
+    """Make a chat completion from a `generate_response`.
+
+    Raises:
+        RefusalResponse: a choice has no ids.
+    """
     choices = []
     for choice in generated["choices"]:
         if not choice["token_ids"]:
@@ -40,7 +44,7 @@ def derendered(request: ChatRequest, generated: dict[str, Any], tokenizer: SimTo
 
 
 def rendered(request: ChatRequest, ids: Sequence[int], longest: int) -> dict[str, Any]:
-    """Say what would be sampled with: a `GenerateRequest`; `longest` is how many tokens prompt and reply may have together."""
+    """Return the `GenerateRequest` of a request. `longest`: largest number of tokens of prompt and reply together."""
     choice = request.body.get("tool_choice")
     guided = (
         {"structural_tag": '{"type": "structural_tag"}', "_backend": None} if choice == "required" or isinstance(choice, dict) else None

@@ -1,9 +1,8 @@
-"""How the simulated engine says no: status codes and error bodies in vLLM's (that is, OpenAI's) shape.
+"""Refusals of the simulated engine: status codes and error bodies as vLLM (and OpenAI) send them.
 
-vLLM 0.32 refuses at two stages. The *schema* comes first: JSON that does not parse or fields of a wrong type give
-`"type": "Bad Request"` and a message that lists the faults one by one. What is well-formed but makes no sense gives
-`"type": "BadRequestError"` and a sentence. Both are 400; only an unknown model is 404. The texts were recorded from a
-running 0.32.0 server.
+vLLM 0.32 refuses at two stages. First the *schema*: JSON that does not parse, or fields of a wrong type, give `"type": "Bad Request"` and a
+message that lists the faults. Then what is well-formed but invalid gives `"type": "BadRequestError"` and a sentence. Both are 400; only an
+unknown model is 404. The texts were recorded from a running 0.32.0 server.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 
-class RefusalResponse(Exception):  # noqa: N818 - an answer, not a failure
-    """An answer other than 200, raised anywhere while a request is being handled."""
+class RefusalResponse(Exception):  # noqa: N818 - a response, not a failure
+    """A response other than 200, raised while a request is handled."""
 
     def __init__(
         self, message: str, *, param: str | None = None, kind: str = "BadRequestError", status: int = 400, by_engine: bool = False
     ) -> None:
-        """`by_engine`: found behind the API server, when a streamed answer has begun; it then comes as an event of a 200."""
+        """`by_engine`: found after the API server, when a stream has begun. It is then sent as an event of a 200."""
         super().__init__(message)
         self.by_engine = by_engine
         self.message = message
@@ -46,13 +45,13 @@ def _summary(value: Any) -> str:
 
 
 def unknown_model(given: str, served: str) -> RefusalResponse:
-    """Refuse a model that is not served."""
+    """Refuse an unknown model."""
     message = f"The model `{given}` does not exist. Valid aliases: {served}."
     return RefusalResponse(message, param="model", kind="NotFoundError", status=404)
 
 
 def senseless(message: str, param: str | None = None, value: Any = None, *, by_engine: bool = False) -> RefusalResponse:
-    """Refuse a well-formed field whose value makes no sense; vLLM puts field and value at the end of the message."""
+    """Refuse a well-formed field with an invalid value. vLLM puts field and value at the end of the message."""
     if param is None:
         return RefusalResponse(message)
     shown = "" if value is None else f", value={value}"
@@ -60,9 +59,12 @@ def senseless(message: str, param: str | None = None, value: Any = None, *, by_e
 
 
 def room_for_reply(length: int, max_tokens: int | None, limit: int, *, rendered: bool) -> int:
-    """How many tokens may follow a prompt of `length`, at least 1; refuses a prompt that leaves no room, and too high a wish.
+    """Return how many tokens may follow a prompt of `length` tokens, at least 1.
 
-    `rendered`: the prompt came as text; of one that came as ids vLLM says it in other words.
+    `rendered`: the prompt was given as text; for ids vLLM uses another message.
+
+    Raises:
+        RefusalResponse: the prompt or `max_tokens` is too long.
     """
     if length > limit and not rendered:
         raise RefusalResponse(f"Input length ({length}) exceeds model's maximum context length ({limit}).")

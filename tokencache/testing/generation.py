@@ -1,8 +1,8 @@
-"""One reply on its way out: limits, stop conditions, text that follows the ids, log probabilities.
+"""Generates one reply step by step: limits, stop conditions, text that follows the ids, and log probabilities.
 
-What a client sees of a token is not always that token. vLLM decodes bytes as they come, so the first two of the three
-tokens of `☕` bring no text; it holds back as many characters as a stop string might still cover; and the id that ends
-the turn is reported but never shown. Here the same happens, step by step.
+What a client sees of a token is not always that token. vLLM decodes bytes as they come, so the first two of the three tokens of `☕` have
+no text; it holds back as many characters as a stop string might still cover; and the id that ends the turn is reported but not shown. The
+same happens here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ if TYPE_CHECKING:
 
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-"""vLLM's `--logprobs-mode`: what stands where log probabilities are asked for."""
+"""vLLM's `--logprobs-mode`: which values are returned as log probabilities."""
 MASKED = -9999.0
 """What vLLM writes for minus infinity."""
 
 
 @dataclass(slots=True)
 class Token:
-    """One generated token: its id, the text it completed (what `logprobs` shows as `token`) and its log probability.
+    """One generated token.
 
-    `alone`: its value is of a distribution in which no other token is possible.
+    Attributes:
+        id: its id.
+        text: the text that it completed; `logprobs` shows it as `token`.
+        logprob: its log probability.
+        alone: whether no other token was possible.
     """
 
     id: int
@@ -39,13 +43,13 @@ class Token:
     alone: bool = False
 
     def neighbour(self, i: int) -> float:
-        """The log probability of a made-up token that is the `i`th likeliest beside this one (0: this one itself)."""
+        """Return the log probability of a made-up token, the `i`th most likely after this one (0: this one itself)."""
         return MASKED if self.alone and i else self.logprob - 0.5 * i
 
 
 @dataclass(slots=True)
 class GenerationStep:
-    """What one chunk carries: some tokens and the text that became visible with them."""
+    """The content of one chunk: tokens, and the text that became visible with them."""
 
     tokens: list[Token] = field(default_factory=list)
     text: str = ""
@@ -70,16 +74,22 @@ def generate(
 ) -> Iterator[GenerationStep]:
     """Yield the steps of one reply, the last of them with a finish reason.
 
-    `ids` are what the model would say, `max_tokens` (at least 1) how much of it at most. As with vLLM's
-    `stream_interval`, the first token comes alone, then `chunk` at a time. `mode` says what the log probabilities are.
+    Args:
+        ids: ids that the model would generate.
+        request: the request.
+        tokenizer: decodes the ids.
+        max_tokens: largest number of tokens, at least 1.
+        seed: of the log probabilities.
+        chunk: tokens in each step. As with vLLM's `stream_interval`, the first step has one token.
+        mode: which values are returned as log probabilities.
     """
     text = _VisibleText(request)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    chances = random.Random(seed)
+    rng = random.Random(seed)
     step, target = GenerationStep(), 1
     for count, token_id in enumerate(ids, 1):
         decoded = decoder.decode(tokenizer.token_bytes(token_id))
-        step.tokens.append(_weighed(token_id, decoded, request, chances.random(), mode))
+        step.tokens.append(_weighed(token_id, decoded, request, rng.random(), mode))
         ended_by_id = (token_id == tokenizer.stop_id and not request.ignore_eos) or token_id in request.stop_token_ids
         if not ended_by_id or request.include_stop_str_in_output:
             step.stop_reason = text.add(decoded)
@@ -99,9 +109,9 @@ def generate(
 
 
 def _weighed(token_id: int, text: str, request: ChatRequest, chance: float, mode: LogprobsMode) -> Token:
-    """Give a token a value; `chance` decides it, from 0 to 1.
+    """Make a token with a log probability, which `chance` (0 to 1) decides.
 
-    Under a mask the raw values are those of unlikely tokens, as what is masked in seldom is what the model would say.
+    With a mask the raw values are those of unlikely tokens: the allowed ids are seldom those that the model prefers.
     """
     masked = request.allowed_token_ids is not None
     alone = masked and len(set(request.allowed_token_ids or ())) == 1 and mode.startswith("processed")
@@ -114,7 +124,7 @@ def _weighed(token_id: int, text: str, request: ChatRequest, chance: float, mode
 
 
 class _VisibleText:
-    """The reply's text so far, and how much of it may be shown."""
+    """The text of the reply so far, and how much of it is visible."""
 
     def __init__(self, request: ChatRequest) -> None:
         self._stop = request.stop
@@ -124,7 +134,7 @@ class _VisibleText:
         self._shown = 0
 
     def add(self, text: str) -> str | None:
-        """Append text; returns the stop string that it completes, at which the text then ends."""
+        """Append text. Returns the stop string that it completes, at which the text then ends."""
         before = len(self._text)
         self._text += text
         found: tuple[int, str] | None = None
@@ -139,7 +149,7 @@ class _VisibleText:
         return stop
 
     def take(self, *, finished: bool) -> str:
-        """Return what became visible since the last time."""
+        """Return the text that became visible since the last call."""
         end = len(self._text) if finished else max(len(self._text) - self._hold, self._shown)
         new = self._text[self._shown : end]
         self._shown = max(self._shown, end)
@@ -147,6 +157,6 @@ class _VisibleText:
 
 
 def _float32(value: float) -> float:
-    """Return the nearest number that a 32-bit float can hold: log probabilities leave vLLM as such."""
+    """Round to a 32-bit float, as vLLM's log probabilities are."""
     (rounded,) = struct.unpack("<f", struct.pack("<f", value))
     return float(rounded)

@@ -1,20 +1,18 @@
-r"""A scripted agent harness: the loop of a real one, and its bad habits.
+r"""A scripted agent harness: the loop of a real one, including how it changes what it sends back.
 
     harness = ScriptedHarness("http://127.0.0.1:8100/v1", headers={"X-Tokencache-Session": "r1"}, model="sim", tools=TOOLS)
     episode = await harness.run("Fix the failing test.", turns=8)
 
-It sees what any OpenAI client sees, text, and keeps its own history, as the harnesses do that people use. What it sends
-back of a reply is never what it was served:
+It receives text, like any OpenAI client, and keeps its own history, as real harnesses do. It never sends a reply back as it was received:
 
 * reasoning is dropped, text is stripped;
-* empty content is `null`, `""` or absent, another one each time;
-* tool-call arguments are parsed and written anew as JavaScript would: keys sorted, no spaces, `10.0` is `10`, `\u00e9` is `é`;
-  what is no JSON goes back as it came;
-* tool results are made up, always the same for the same call; some of them spell out special tokens (`<|im_end|>`),
-  one is empty.
+* empty content is `null`, `""` or absent, in turn;
+* tool-call arguments are parsed and written again as JavaScript would: keys sorted, no spaces, `10.0` is `10`, `\u00e9` is `é`. What is not
+  JSON is sent back unchanged;
+* tool results are made up, always the same for the same call. Some contain special tokens (`<|im_end|>`), one is empty.
 
-After a reply without a call it says the next of `follow_ups`. It knows nothing of any proxy: one that works for this
-harness works because the wire is right, not because the two were written for each other.
+After a reply without a call it sends the next of `follow_ups`. It knows nothing of any proxy, so a proxy that works for it works because of
+what is on the wire.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ FOLLOW_UPS = (
     "  Are you sure? Check it again — with `<|im_end|>` in the input, too.\n",
     "Merci ! Et maintenant la même chose pour le café ☕ ?",
 )
-"""What the user says after a reply without a call, in turn."""
+"""User messages after a reply without a call, in turn."""
 
 _OUTPUTS = (
     "total 3\n-rw-r--r-- 1 agent agent  812 prices.py\n-rw-r--r-- 1 agent agent 2044 café.csv\ndrwxr-xr-x 2 agent agent 4096 tests\n",
@@ -48,31 +46,43 @@ _OUTPUTS = (
 )
 _OK = 200
 _JS_PLAIN, _JS_SMALL = 21, -6
-"""ECMAScript writes a number without an exponent if its decimal point stands within these bounds."""
+"""ECMAScript writes a number without an exponent if its decimal point is within these limits."""
 
 
 class CallFailedError(Exception):
-    """The server answered with an error, or with a stream that broke off; says what it said."""
+    """The server returned an error, or its stream ended early. The message contains its text."""
 
 
 @dataclass(slots=True)
 class Episode:
-    """One run of the harness."""
+    """One run of the harness.
+
+    Attributes:
+        messages: the history of the harness, which its next request would contain.
+        replies: each turn's message as received: `content`, `reasoning`, `tool_calls`, and `finish_reason`.
+        usage: each turn's token counts as received.
+    """
 
     messages: list[dict[str, Any]]
-    """The history as the harness keeps it: what its next request would hold."""
     replies: list[dict[str, Any]] = field(default_factory=list)
-    """Each turn's message as it was served: `content`, `reasoning`, `tool_calls`, and `finish_reason`."""
     usage: list[dict[str, Any]] = field(default_factory=list)
-    """Each turn's token counts, as the server reported them."""
 
 
 @dataclass(slots=True)
 class ScriptedHarness:
-    """An agent that runs the same way every time; the attributes are its settings.
+    """An agent that runs the same way every time.
 
-    `base_url` is that of an OpenAI client, with `/v1`. `tools` are in OpenAI's shape. `tool` answers a call, given its
-    name and its arguments as JSON text. `extra` goes into every request's body. `on_turn` is called after each turn.
+    Attributes:
+        base_url: that of an OpenAI client, with `/v1`.
+        headers: of every request.
+        model: name of the model.
+        tools: in OpenAI's form.
+        streaming: whether it requests streams.
+        system: system prompt.
+        follow_ups: user messages after a reply without a call.
+        tool: returns the result of a call from its name and its arguments as JSON text.
+        extra: members of every request's body.
+        on_turn: called after each turn.
     """
 
     base_url: str
@@ -87,10 +97,10 @@ class ScriptedHarness:
     on_turn: Callable[[], None] | None = None
 
     async def run(self, task: str, turns: int) -> Episode:
-        """Give the agent a task and let it take so many turns.
+        """Run a task for a number of turns.
 
         Raises:
-            CallFailedError: the server refused a call or broke it off; a harness of this kind gives up there.
+            CallFailedError: the server returned an error, or its stream ended early.
             aiohttp.ClientError: the server cannot be reached.
         """
         episode = Episode([{"role": "system", "content": self.system}, {"role": "user", "content": task}])
@@ -101,7 +111,7 @@ class ScriptedHarness:
                 episode.replies.append(reply)
                 episode.usage.append(usage)
                 calls = reply["tool_calls"]
-                episode.messages.append(_remember(reply, turn))
+                episode.messages.append(_to_history(reply, turn))
                 episode.messages += [self._result(call) for call in calls]
                 if not calls:
                     said = sum(message["role"] == "user" for message in episode.messages) - 1
@@ -115,7 +125,7 @@ class ScriptedHarness:
         return {"role": "tool", "tool_call_id": call["id"], "content": self.tool(function["name"], function["arguments"])}
 
     async def _ask(self, client: aiohttp.ClientSession, messages: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Make one model call; returns the message that was served, with its finish reason, and the usage."""
+        """Make one model call. Returns the message with its finish reason, and the usage."""
         body: dict[str, Any] = {"model": self.model, "messages": messages, "stream": self.streaming, **self.extra}
         if self.tools:
             body["tools"] = list(self.tools)
@@ -134,7 +144,7 @@ class ScriptedHarness:
 
 
 async def _collect(chunks: AsyncIterator[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Put a streamed reply together, as an OpenAI client does."""
+    """Read a streamed reply, as an OpenAI client does."""
     reply: dict[str, Any] = {"content": None, "reasoning": None, "tool_calls": [], "finish_reason": None}
     usage: dict[str, Any] = {}
     pending, done = b"", False
@@ -153,7 +163,7 @@ async def _collect(chunks: AsyncIterator[bytes]) -> tuple[dict[str, Any], dict[s
                 _add(reply, choice["delta"])
                 reply["finish_reason"] = choice.get("finish_reason") or reply["finish_reason"]
     if not done or reply["finish_reason"] is None:
-        raise CallFailedError("the stream broke off")
+        raise CallFailedError("the stream ended early")
     return reply, usage
 
 
@@ -171,8 +181,8 @@ def _add(reply: dict[str, Any], delta: Mapping[str, Any]) -> None:
         call["function"]["arguments"] += said.get("arguments") or ""
 
 
-def _remember(reply: Mapping[str, Any], turn: int) -> dict[str, Any]:
-    """Write a reply into the history, with the habits that the head of this file lists."""
+def _to_history(reply: Mapping[str, Any], turn: int) -> dict[str, Any]:
+    """Make the history's message from a reply, with the changes that the module docstring lists."""
     content = (reply["content"] or "").strip()
     message: dict[str, Any] = {"role": "assistant"}
     if content or not reply["tool_calls"] or turn % 3 < 2:  # noqa: PLR2004 - every third time the key is absent
@@ -186,12 +196,12 @@ def _remember(reply: Mapping[str, Any], turn: int) -> dict[str, Any]:
 
 
 def tool_output(name: str, arguments: str) -> str:
-    """Make up the output of a tool: the same for the same name and the same value of the arguments."""
+    """Make up the output of a tool. It depends on the name and the value of the arguments."""
     return _OUTPUTS[zlib.crc32(f"{name} {rewrite(arguments)}".encode()) % len(_OUTPUTS)]
 
 
 def rewrite(text: str) -> str:
-    """Write JSON anew as `JSON.stringify` would, keys sorted; what is no JSON stays as it is."""
+    """Write JSON again as `JSON.stringify` does, with sorted keys. What is not JSON stays unchanged."""
     try:
         return _stringify(json.loads(text))
     except ValueError:

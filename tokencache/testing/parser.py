@@ -1,20 +1,20 @@
-"""From a completion's text to message fields, the way vLLM 0.32 does it for `--reasoning-parser qwen3 --tool-call-parser hermes`.
+"""Parses the text of a completion into message fields, as vLLM 0.32 does with `--reasoning-parser qwen3 --tool-call-parser hermes`.
 
-A model emits one text; a client gets a message with `reasoning`, `content` and `tool_calls`. The parsers between the two
-lose information (whitespace of arguments, text behind a call, the markup itself), which is why the message cannot be
-turned back into what was sampled. What was read in the 0.32.0 wheel, and seen on a running server:
+A model writes one text; a client gets a message with `reasoning`, `content` and `tool_calls`. The parsers lose information (whitespace of
+arguments, text after a call, the markup itself), so the message cannot be turned back into what was sampled. Read in the 0.32.0 wheel, and
+seen on a running server:
 
-* The completion is *reasoning* until `</think>` or, failing that, `<tool_call>`. So a reply without either is all
-  reasoning, with content null. Nothing is trimmed: newlines beside the markup stay on either side.
-* Within reasoning, `<think>` and the end-of-turn tokens vanish.
-* Arguments: whole replies are read as JSON and written out again (`{"a":1}` becomes `{"a": 1}`); streams pass the text
-  through as it comes. One bad call makes a whole reply plain content, while a stream has already sent the calls before
-  it, and the beginning of the bad one. Text behind a call is dropped by both.
-* A whole reply with calls has content null where there is only whitespace; a stream has sent the whitespace.
-* A stream looks at the prompt, too: if that ends in a closed thinking block, there is no reasoning to wait for. Whole
-  replies go by `enable_thinking` of the request alone.
+* The completion is *reasoning* until `</think>` or, without that, `<tool_call>`. A reply with neither is all reasoning, with content null.
+  Nothing is trimmed: newlines beside the markup stay.
+* Within reasoning, `<think>` and the end-of-turn tokens disappear.
+* Arguments: whole replies are read as JSON and written again (`{"a":1}` becomes `{"a": 1}`); streams forward the text as it is. One invalid
+  call makes a whole reply plain content, while a stream has already sent the calls before it and the beginning of the invalid one. Both
+  drop text after a call.
+* A whole reply with calls has content null if there is only whitespace. A stream has sent the whitespace.
+* A stream also depends on the prompt: if that ends with a closed thinking block, there is no reasoning. Whole replies depend only on
+  `enable_thinking` of the request.
 
-So a stream and a whole reply agree on well-behaved text, and differ as above on the rest; the tests list both.
+So a stream and a whole reply agree for well-formed text and differ as above for the rest. The tests list both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _THINK, _END_THINK, _CALL, _END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 _DROPPED = ("<|im_end|>", "<|endoftext|>")
-"""The tokens that a tokenizer_config.json names (eos, pad). Other special tokens stay in the text, even `<|im_start|>`."""
+"""The tokens that tokenizer_config.json names (eos, pad). Other special tokens stay in the text, even `<|im_start|>`."""
 _REGION = re.compile(r"<tool_call>(?:(.*?)</tool_call>|(.*))", re.DOTALL)
 _NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
 _ARGUMENTS = re.compile(r'"arguments"\s*:\s*')
@@ -55,8 +55,10 @@ class ParsedText:
 def parse_reply(text: str, *, tools: bool, thinking: bool = True) -> ParsedText:
     """Parse a whole completion.
 
-    `tools`: calls are looked for (the request has tools and its `tool_choice` is not `none`). `thinking`: false if the
-    request turned thinking off, then there is no reasoning to look for.
+    Args:
+        text: the completion.
+        tools: whether to look for calls (the request has tools, and its `tool_choice` is not `none`).
+        thinking: whether to look for reasoning; false if the request turned thinking off.
     """
     reasoning = None
     content: str | None = text
@@ -72,7 +74,7 @@ def parse_reply(text: str, *, tools: bool, thinking: bool = True) -> ParsedText:
 
 
 def _split_reasoning(text: str) -> tuple[str | None, str | None]:
-    """Cut a completion at the end of its reasoning; a second `</think>` behind it vanishes as well."""
+    """Split a completion at the end of its reasoning. A second `</think>` after it disappears, too."""
     end = min((at for at in (text.find(_END_THINK), text.find(_CALL)) if at >= 0), default=len(text))
     thought, rest = text[:end], text[end:].replace(_END_THINK, "")
     for token in (_THINK, *_DROPPED):
@@ -83,7 +85,7 @@ def _split_reasoning(text: str) -> tuple[str | None, str | None]:
 
 
 def _whole_calls(content: str) -> list[tuple[str, str]] | None:
-    """Every call in `content`, or None if any one of them is not a JSON object with a name and arguments."""
+    """Return all calls in `content`, or `None` if one of them is not a JSON object with a name and arguments."""
     calls = []
     for closed, unclosed in _REGION.findall(content):
         try:
@@ -98,10 +100,10 @@ def _whole_calls(content: str) -> list[tuple[str, str]] | None:
 
 
 class StreamParser:
-    """Turns text that arrives in pieces into `delta` objects of a streamed chat completion."""
+    """Parses text that arrives in pieces into `delta` objects of a streamed chat completion."""
 
     def __init__(self, *, tools: bool, thinking: bool = True, reasoning_done: bool = False) -> None:
-        """Start a stream; `reasoning_done`: the prompt has closed the thinking block already (see `reasoning_is_over`)."""
+        """Start a stream. `reasoning_done`: the prompt has already closed the thinking block (see `reasoning_is_over`)."""
         self._tools = tools
         self._in_reasoning = thinking and not reasoning_done
         self._held = ""
@@ -109,7 +111,7 @@ class StreamParser:
         self.called = False
 
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any] | None:
-        """Return the delta for `text` (may be empty), with its keys in vLLM's order; None if there is nothing to say yet."""
+        """Return the delta for `text` (may be empty), with its keys in vLLM's order; `None` if there is nothing to send yet."""
         reasoning = None
         if self._in_reasoning:
             thought, rest = self._think(text, finished=finished)
@@ -134,9 +136,9 @@ class StreamParser:
         return delta
 
     def _think(self, text: str, *, finished: bool) -> tuple[str, str | None]:
-        """Split off what is thought; the second value is what follows the reasoning, None while that goes on.
+        """Split off the reasoning. Returns it, and what follows it, which is `None` while the reasoning goes on.
 
-        The end of the text is held back as long as it may be the beginning of a marker.
+        The end of the text is held back while it may be the beginning of a marker.
         """
         text = self._held + text
         self._held = ""
@@ -154,7 +156,7 @@ class StreamParser:
 
 
 class _CallStream:
-    """Calls in a text that grows: the text is looked through anew at each step, and what was not sent yet is sent."""
+    """Parses calls in a growing text: each step reads the whole text again and sends what was not sent yet."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -171,11 +173,11 @@ class _CallStream:
         return {"content": content, "tool_calls": calls} if calls else {"content": content}
 
     def missing(self) -> str:
-        """Return arguments for a last call that never gave any; asked for when a reply ends within a call."""
+        """Return the arguments of a last call without any, when a reply ends within it."""
         return "{}" if self._arguments and not self._arguments[-1] else ""
 
     def _new_content(self) -> str | None:
-        """Text before the first call; what may be the beginning of a call waits."""
+        """Return new text before the first call. What may be the beginning of a call is held back."""
         end = self._text.find(_CALL)
         if end < 0:
             end = len(self._text) - _overlap(self._text, _CALL)
@@ -204,7 +206,7 @@ class _CallStream:
                 yield {"index": index, "function": {"arguments": new}}
 
     def _bodies(self) -> Iterator[tuple[str, bool]]:
-        """Text between call markers and whether it is all there: closed, or valid JSON as it stands."""
+        """Yield the text between call markers, and whether it is complete: closed, or valid JSON."""
         for region in _REGION.finditer(self._text):
             if region[1] is not None:
                 yield region[1].strip(), True
@@ -219,7 +221,7 @@ def _content(text: str) -> dict[str, Any] | None:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a true beginning of `marker`."""
+    """Return the length of the longest end of `text` that is a beginning of `marker`, but not all of it."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
@@ -232,7 +234,7 @@ def _is_json(text: str) -> bool:
 
 
 def reasoning_is_over(prompt_ids: Sequence[int], tokenizer: SimTokenizer, *, thinking: bool) -> bool:
-    """Whether the last turn that the prompt opens has its thinking behind it, so that a stream starts with content."""
+    """Return whether the prompt ends after the thinking of its last turn, so that a stream starts with content."""
     ends, opens = {tokenizer.id_of(_END_THINK), tokenizer.id_of(_CALL)}, tokenizer.id_of(_THINK)
     turns = {tokenizer.id_of("<|im_start|>"), tokenizer.id_of("<|im_end|>")}
     for token_id in reversed(prompt_ids):
@@ -246,7 +248,7 @@ def reasoning_is_over(prompt_ids: Sequence[int], tokenizer: SimTokenizer, *, thi
 
 
 def count_reasoning(ids: Sequence[int], tokenizer: SimTokenizer, *, thinking: bool) -> int:
-    """Number of ids that are reasoning, as `usage.completion_tokens_details.reasoning_tokens` counts: markup left out."""
+    """Count the ids of reasoning, as `usage.completion_tokens_details.reasoning_tokens` does: without markup."""
     if not thinking:
         return 0
     ends = {tokenizer.id_of(_END_THINK), tokenizer.id_of(_CALL)}

@@ -1,13 +1,12 @@
-"""From the messages of a request to the prompt's ids: what vLLM does around the chat template.
+"""Makes the ids of the prompt from the messages of a request, as vLLM does around the chat template.
 
-A template sees neither the messages nor the tools as they were sent. vLLM 0.32 first
-(`renderers/chat_utils.py`, `renderers/hf.py`)
+A template does not see messages and tools as they were sent. vLLM 0.32 first (`renderers/chat_utils.py`, `renderers/hf.py`)
 
-* joins the text parts of a list content with newlines, empty ones left out, and makes null content the empty string;
-* hands `reasoning` to the template under `reasoning_content` as well;
-* reads the arguments of old calls as JSON, so the template writes them out anew; what is not a JSON object becomes
-  `{}`. (Older releases answered 400 there, to this and every later turn: `strict_arguments`);
-* gives tools back with fixed keys: unknown ones are gone, `description` and `parameters` are there even if null;
+* joins the text parts of list content with newlines, without empty ones, and makes null content the empty string;
+* passes `reasoning` to the template as `reasoning_content`, too;
+* reads the arguments of old calls as JSON, so that the template writes them again. What is not a JSON object becomes `{}`. (Older releases
+  answered 400, to this and every later turn: `strict_arguments`);
+* gives tools fixed keys: unknown ones are dropped, `description` and `parameters` are present even if null;
 * turns `developer` into `system`, and then moves all system messages into one at the front;
 * drops the line `x-anthropic-billing-header…` that Claude Code puts into its system prompt.
 """
@@ -39,7 +38,11 @@ def prompt_ids(
     model: str,
     strict_arguments: bool = False,
 ) -> list[int]:
-    """Render and tokenize the conversation in a request's `body`; raises `RefusalResponse` where vLLM answers 400."""
+    """Render and tokenize the conversation in a request's `body`.
+
+    Raises:
+        RefusalResponse: vLLM answers 400.
+    """
     if body.get("chat_template") is not None or template_arguments.get("chat_template") is not None:
         raise RefusalResponse(
             "Chat template is passed with request, but --trust-request-chat-template is not set. "
@@ -64,7 +67,7 @@ def prompt_ids(
 
 
 def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any message has a part that is not text: such requests ignore supplied prompt ids."""
+    """Return whether a message has a part that is not text. vLLM ignores supplied prompt ids for such requests."""
     return any(
         part.get("type") != "text"
         for message in messages

@@ -1,16 +1,15 @@
-r"""What the simulated model says, and in which tokens.
+r"""Makes the replies of the simulated model: their text, and the token ids that spell it.
 
-Ways to speak. An *episode* is a list of replies written by the test: a prompt that holds `EPISODE:name` anywhere gets
-reply number k, where k is the number of assistant turns that the prompt has opened (the last reply is repeated). Nothing
-but the prompt decides, so retries, forks and parallel sub-agents work as with a real model. Without an episode the model
-speaks *freely*: short random text, with and without thinking and tool calls. A *script* knows better than both: a function
-that is asked first, and says to a request whatever it likes (tests that replay recorded traffic know requests by their id).
+The text of a reply comes from one of three sources. An *episode* is a list of replies that a test defines: a prompt that contains
+`EPISODE:name` gets reply number k, where k is the number of assistant turns in the prompt; after the last reply, that one is repeated. Only
+the prompt decides, so retries, forks and parallel sub-agents work as with a real model. Without an episode the model makes up short random
+text, with and without thinking and tool calls. A *script* comes before both: a function that gets each request and may return any text
+(tests that replay recorded traffic recognise requests by their id).
 
-Either way the text is only half of it: the ids are drawn as a model draws them, not as the tokenizer would choose. The
-generator is seeded with the prompt and a call counter, so the same request twice gives the same text in other ids, and a
-whole test run gives the same ids every time.
+The ids are then drawn as a model draws them, not as the tokenizer would choose. The generator is seeded with the prompt and a call counter,
+so the same request gives the same text in other ids each time, and a whole test run gives the same ids every time.
 
-A reply without `</think>` is, to vLLM's qwen3 parser, all reasoning (see `parser`): end an episode's thinking yourself,
+To vLLM's qwen3 parser a reply without `</think>` is all reasoning (see `parser`). So end the thinking of an episode yourself, with
 `<think>\n…\n</think>\n\n` in front, or turn it off with `chat_template_kwargs: {"enable_thinking": false}`.
 """
 
@@ -50,23 +49,33 @@ _WORDS = ("src/main.py", "ls -la", "README.md", "weather in Paris", 'grep -n "de
 
 @dataclass(slots=True)
 class ReplyGenerator:
-    """Decides on replies; one per engine."""
+    """Makes the replies of one engine.
+
+    Attributes:
+        episodes: replies by name.
+        seed: of everything that is random.
+        drift: probability that a token is split into two. 0 makes every reply canonical.
+        script: returns the text of the reply to a request, in pieces that tokens do not cross and that may go on without end, or `None`.
+    """
 
     tokenizer: SimTokenizer
     episodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     seed: int = 0
     drift: float = 0.3
-    """Probability for each token to be said in two pieces; 0 makes every reply canonical."""
     script: Callable[[ChatRequest], Iterable[str] | None] | None = None
-    """What to say to a request, in pieces: no token reaches from one into the next, and they may go on without end. `None`: nothing."""
 
     def reply(self, request: ChatRequest, prompt_ids: Sequence[int], call: int, index: int) -> Iterator[int]:
-        """Yield the ids of one reply; it may be cut short by whoever takes them.
+        """Yield the ids of one reply. The caller may stop at any id.
 
-        `call` is the engine's count of generations, `index` the number of the choice. Ends after the end-of-turn id,
-        unless the request allows only certain ids or ignores the end: then it does not end by itself.
+        It ends after the end-of-turn id. If the request allows only certain ids, or ignores the end, it may go on without end.
+
+        Args:
+            request: the request.
+            prompt_ids: ids of its prompt.
+            call: the engine's count of generations.
+            index: number of the choice.
         """
-        chosen = request.body.get("seed")  # with a seed of its own, a prompt is answered alike every time
+        chosen = request.body.get("seed")  # with a seed in the request, the same prompt always gets the same ids
         rng = random.Random(f"{self.seed}:{call if chosen is None else chosen}:{index}:{','.join(map(str, prompt_ids))}")
         if request.allowed_token_ids is not None:
             while True:
@@ -90,7 +99,7 @@ class ReplyGenerator:
         return self._free(random.Random(f"{self.seed}:{prompt}"), request, thinks=thinks)
 
     def _free(self, rng: random.Random, request: ChatRequest, *, thinks: bool) -> str:
-        """Make up a reply; the prompt alone decides the text."""
+        """Make up a reply. The text depends only on the prompt."""
         thought = rng.choice(("", *_THOUGHTS))
         text = f"<think>\n{thought}\n</think>\n\n" if thinks else ""
         choice = request.body.get("tool_choice")
@@ -100,12 +109,12 @@ class ReplyGenerator:
         named = choice["function"]["name"] if isinstance(choice, dict) else None
         tools = [tool["function"] for tool in request.tools if named in (None, tool["function"]["name"])]
         calls = [_call(rng, rng.choice(tools)) for _ in range(rng.randint(1, 2 if request.parallel_tool_calls else 1))]
-        said = f"{rng.choice(_SENTENCES)}\n" if rng.random() < 0.5 else ""  # noqa: PLR2004
-        return text + said + "\n".join(calls)
+        intro = f"{rng.choice(_SENTENCES)}\n" if rng.random() < 0.5 else ""  # noqa: PLR2004
+        return text + intro + "\n".join(calls)
 
 
 def _call(rng: random.Random, function: Mapping[str, Any]) -> str:
-    """Write one call of a tool, with arguments that fit its schema."""
+    """Write a call of a tool, with arguments that fit its schema."""
     schema = function.get("parameters") or {}
     required = schema.get("required") or ()
     chosen = {

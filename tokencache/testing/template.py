@@ -1,17 +1,16 @@
-"""The chat template of the simulated model, and the machinery that renders it.
+"""The chat template of the simulated model, and the code that renders it.
 
-A *chat template* is a Jinja program shipped with a model. A server runs it over the messages and tools of a request to
-get the one string that the model really reads. The text below is this project's own program; what it prints has the
-format of Qwen3 (ChatML turns, Hermes tool calls in XML tags, `<think>` blocks), because that format holds most of what
-makes exact prefixes hard:
+A *chat template* is a Jinja program that belongs to a model. A server runs it over the messages and tools of a request; the result is the
+one string that the model reads. The program below is this project's own. Its output has the format of Qwen3 (ChatML turns, Hermes tool
+calls in XML tags, `<think>` blocks), because that format has most of what makes exact prefixes hard:
 
-* thinking of turns before the last user query is left out, so a rendering of the same history changes over time;
-* a run of tool results is wrapped in one user turn;
-* text around calls and thinking is trimmed, and arguments are written out again as JSON;
-* a turn ends with `<|im_end|>` and a newline, of which the model emits only the first: the newline is the template's.
+* thinking of turns before the last user query is omitted, so a rendering of the same history changes over time;
+* consecutive tool results are wrapped in one user turn;
+* text around calls and thinking is trimmed, and arguments are written again as JSON;
+* a turn ends with `<|im_end|>` and a newline. The model emits only the first; the template adds the newline.
 
-Rendering follows Hugging Face transformers (`utils/chat_template_utils.py`): an immutable sandbox, `trim_blocks` and
-`lstrip_blocks` on, a `tojson` filter that keeps non-ASCII characters, and a `raise_exception` function.
+Rendering follows Hugging Face transformers (`utils/chat_template_utils.py`): an immutable sandbox, `trim_blocks` and `lstrip_blocks` on, a
+`tojson` filter that keeps non-ASCII characters, and a function `raise_exception`.
 """
 
 from __future__ import annotations
@@ -106,18 +105,18 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON text of `value` as Hugging Face's `tojson` writes it: `", "` and `": "`, non-ASCII kept, nothing escaped for HTML."""
+    """Return JSON as Hugging Face's `tojson` does: `", "` and `": "`, non-ASCII characters kept, nothing escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:
-    """Let a template refuse a conversation (`raise_exception('…')`), as templates in the wild do."""
+    """Let a template refuse a conversation (`raise_exception('…')`), as published templates do."""
     raise TemplateError(message)
 
 
 @functools.lru_cache(maxsize=32)
 def compile_template(source: str) -> Template:
-    """Compile the Jinja text `source` in a sandbox; the same text is compiled once per process."""
+    """Compile the Jinja text `source` in a sandbox, once per process."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -132,8 +131,8 @@ def render(
     add_generation_prompt: bool = True,
     **arguments: Any,
 ) -> str:
-    """Run the template `source` over OpenAI-style `messages` and `tools`; the result is the prompt's text.
+    """Run the template `source` over OpenAI-style `messages` and `tools`. Returns the prompt's text.
 
-    `arguments` are what a request calls `chat_template_kwargs`, for example `enable_thinking=False`.
+    `arguments`: the `chat_template_kwargs` of a request, for example `enable_thinking=False`.
     """
     return compile_template(source).render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **arguments)

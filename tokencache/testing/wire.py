@@ -1,8 +1,8 @@
-"""The bytes of answers: JSON objects with vLLM 0.32's keys, in vLLM's order, with its habits about null.
+"""Builds the bodies of responses: JSON objects with vLLM 0.32's keys, in vLLM's order, with null where vLLM writes null.
 
-A whole reply spells out every field it knows, null or not. A stream leaves out what was not set: so `token_ids` is
-missing in the role chunk and null in the others unless asked for, `stop_reason` stands only in the last chunk of a
-choice, `system_fingerprint` there as well, unless a usage chunk follows and takes it. Recorded from a running server.
+A whole reply contains every field, null or not. A stream omits fields that were not set: `token_ids` is missing in the role chunk and null
+in the others unless requested; `stop_reason` is only in the last chunk of a choice; so is `system_fingerprint`, unless a usage chunk
+follows and has it. Recorded from a running server.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def event(value: Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
-"""The event that ends every stream, failed ones too."""
+"""The event that ends every stream, also a failed one."""
 
 
 def usage(prompt: int, completion: int, reasoning: int, *, whole: bool = False) -> dict[str, Any]:
-    """Token counts; `whole` replies have a null `prompt_tokens_details` among them."""
+    """Return token counts. In a `whole` reply `prompt_tokens_details` is null."""
     counts: dict[str, Any] = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
     if whole:
         counts["prompt_tokens_details"] = None
@@ -50,19 +50,19 @@ def usage(prompt: int, completion: int, reasoning: int, *, whole: bool = False) 
 def logprobs(tokens: Sequence[Token], request: ChatRequest) -> dict[str, Any]:
     """Return the `logprobs` object of a choice or chunk, one entry per token.
 
-    The sampled token is the likeliest here; `top_logprobs` puts made-up neighbours of falling probability behind it.
-    A token that is only a part of a character has empty text, and the token that completes it the whole character.
+    The sampled token is the most likely one; `top_logprobs` adds made-up neighbours with falling probability. A token that is a part of a
+    character has empty text, and the token that completes it has the whole character.
     """
     content = []
     for token in tokens:
-        top = [_chance(token.id + i, token.text if i == 0 else "", token.neighbour(i), request) for i in range(request.top_logprobs)]
-        entry = _chance(token.id, token.text, token.logprob, request)
+        top = [_logprob_entry(token.id + i, token.text if i == 0 else "", token.neighbour(i), request) for i in range(request.top_logprobs)]
+        entry = _logprob_entry(token.id, token.text, token.logprob, request)
         entry["bytes"] = list(token.text.encode())
         content.append({**entry, "top_logprobs": top})
     return {"content": content}
 
 
-def _chance(token_id: int, text: str, logprob: float, request: ChatRequest) -> dict[str, Any]:
+def _logprob_entry(token_id: int, text: str, logprob: float, request: ChatRequest) -> dict[str, Any]:
     shown = f"token_id:{token_id}" if request.return_tokens_as_token_ids else text
     return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
 
@@ -133,18 +133,18 @@ def role_chunk(request: ChatRequest, created: int, index: int, prompt_ids: Seque
 def delta_chunk(
     request: ChatRequest, created: int, index: int, delta: dict[str, Any] | None, step: GenerationStep, *, finish_reason: str | None
 ) -> dict[str, Any] | None:
-    """Return a chunk with one step's delta; None where vLLM sends nothing because there is nothing in it."""
+    """Return a chunk with the delta of one step; `None` where vLLM sends nothing because it would be empty."""
     shows = request.include_reasoning
     if delta is not None and not shows:
         delta = _without_reasoning(delta)
-    chances = logprobs(step.tokens, request) if request.logprobs and shows else None
+    values = logprobs(step.tokens, request) if request.logprobs and shows else None
     ids = step.ids if request.return_token_ids and shows else None
-    if delta is None and finish_reason is None and chances is None and ids is None:
+    if delta is None and finish_reason is None and values is None and ids is None:
         return None
     delta = delta or {}
     if not request.parallel_tool_calls and delta.get("tool_calls"):
         delta = delta | {"tool_calls": [call for call in delta["tool_calls"] if call["index"] == 0]}
-    choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": chances, "finish_reason": finish_reason}
+    choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": values, "finish_reason": finish_reason}
     if finish_reason is not None:
         choice["stop_reason"] = step.stop_reason
     choice["token_ids"] = ids
@@ -155,7 +155,7 @@ def delta_chunk(
 
 
 def _without_reasoning(delta: dict[str, Any]) -> dict[str, Any] | None:
-    """Hide reasoning from a delta: its key stays, with null; nothing is left of a delta that was reasoning alone."""
+    """Hide reasoning in a delta: its key stays, with null. A delta with only reasoning becomes `None`."""
     content, calls = delta.get("content"), delta.get("tool_calls")
     if not content and not calls:
         return None
