@@ -32,7 +32,7 @@ def test_a_branch_is_shown_below_the_turn_that_it_left():
 
 
 def test_the_reason_of_a_split_is_shown():
-    assert "● plain rewritten-reply t1" in shown(ROLLOUTS["unrecognised"])
+    assert "● plain rewritten-reply t1" in shown(ROLLOUTS["unrecognized"])
     assert "● resplice context-edited t2 off t1: 2 turns, " in shown(ROLLOUTS["respliced"])
 
 

@@ -289,9 +289,9 @@ def cut_off():
     return talk
 
 
-def unrecognised():
+def unrecognized():
     """The harness rewrote a reply: the engine rendered the prompt, and a new sequence began."""
-    talk = Talk("unrecognised")
+    talk = Talk("unrecognized")
     talk.call(TASK, "Twelve.")
     talk.call([*TASK, {"role": "assistant", "content": "TWELVE"}, user("Sure?")], "Yes.", match="plain", reason="rewritten-reply")
     return talk
@@ -352,7 +352,7 @@ SESSIONS = {
         without_logprobs,
         aborted,
         cut_off,
-        unrecognised,
+        unrecognized,
         choices,
         media,
         nothing_said,

@@ -29,7 +29,7 @@ def test_the_sessions_have_the_shapes_of_their_names():
     assert shape("sub-agent") == [("root", 1, False, None), ("root", 2, True, None), ("root", 2, True, None)]
     assert shape("respliced") == [("root", 2, True, None), ("resplice", 2, True, "t0")]
     assert shape("aborted") == [("root", 2, True, None), ("branch", 1, False, "t0")]
-    assert shape("unrecognised") == [("root", 1, False, None), ("plain", 1, False, None)]
+    assert shape("unrecognized") == [("root", 1, False, None), ("plain", 1, False, None)]
     assert shape("choices") == [("root", 1, False, None), ("root", 2, True, None)]
     assert shape("empty") == shape("lost") == []
     assert [name for name, made in ROLLOUTS.items() if not made.complete] == ["aborted", "lost"]

@@ -249,7 +249,7 @@ BROKEN = {
         "",
         None,
     ),
-    "a reason": ("unrecognised", lambda t: set_in(sequence(t, 1), reason=""), "labels", "its turns show 'rewritten-reply'", "", None),
+    "a reason": ("unrecognized", lambda t: set_in(sequence(t, 1), reason=""), "labels", "its turns show 'rewritten-reply'", "", None),
     "a parent": ("thrown-away", lambda t: set_in(sequence(t, 1), parent=None), "labels", "has parent None", "", None),
     "root": ("thrown-away", lambda t: set_in(sequence(t, 1), root="t9"), "labels", "has root 't9'", "", None),
     "continued": ("thrown-away", lambda t: set_in(sequence(t, 1), continued=True), "labels", "has continued True", "", None),

@@ -113,7 +113,7 @@ def share(part: int, whole: int) -> str:
 
 
 def print_rates(console: Console, rows: Sequence[DriftRates]) -> None:
-    """Print drift, causes and costs as tables that fit 80 columns without colour. `rows` is not empty."""
+    """Print drift, causes and costs as tables that fit 80 columns without color. `rows` is not empty."""
     whole = total(rows)
     shown = [*rows, whole] if len(rows) > 1 else list(rows)
     drift = _table("Drift", "harness, model", "sessions", "turns", "drifted", "", "tokens", "")

@@ -1,6 +1,6 @@
 """Draws drift as a picture: what drifted, what that would have cost, and why, with a row for each harness and model.
 
-The background is transparent and all colours are of medium brightness, so the picture is legible on light and dark pages. Needs matplotlib
+The background is transparent and all colors are of medium brightness, so the picture is legible on light and dark pages. Needs matplotlib
 (extra `plot`), which draws without a screen.
 """
 
@@ -51,10 +51,10 @@ def _bars(axes: Axes, rows: Sequence[DriftRates]) -> None:
         ("trainable tokens lost", _LOST, [(row.trainable_tokens_lost, row.trainable_tokens) for row in rows]),
     )
     height = 0.26
-    for n, (label, colour, parts) in enumerate(kinds):
+    for n, (label, color, parts) in enumerate(kinds):
         values = [100 * part / whole if whole else 0.0 for part, whole in parts]
         places = [place + (n - 1) * height for place in range(len(rows))]
-        axes.barh(places, values, height * 0.86, color=colour, label=label)
+        axes.barh(places, values, height * 0.86, color=color, label=label)
         for place, value, (_, whole) in zip(places, values, parts, strict=True):
             axes.text(value + 1, place, f"{value:.0f}" if whole else "not measured", va="center", color=_INK, fontsize=7)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])

@@ -38,7 +38,7 @@ def show_session(
     line is one turn: its match, the new tokens of its prompt, the sampled
     tokens, the finish reason, and, if present, a reason, marks (aborted,
     no-logprobs, ...), an incident, and the rules that were applied to
-    recognise the history.
+    recognize the history.
 
     tokencache show r17
     """

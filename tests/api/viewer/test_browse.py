@@ -107,7 +107,7 @@ async def test_torn_records_are_reported(rig):
         assert "torn" in (await answer.json())["error"]["message"]
 
 
-async def test_a_recognised_rewriting_is_shown_next_to_what_was_served(rig):
+async def test_a_recognized_rewriting_is_shown_next_to_what_was_served(rig):
     await lively(rig)
     turns = (await rig.get(f"{SESSION}/outline"))["turns"]
     told = await rig.get(f"{SESSION}/turns/{turns[2]['id']}")

@@ -108,7 +108,7 @@ async def test_a_session_in_figures_and_as_a_tree(rig, look):
     assert lanes[0] == lanes[2] == lanes[10] != lanes[1]
 
 
-async def test_a_recognised_rewriting_side_by_side(rig, look):
+async def test_a_recognized_rewriting_side_by_side(rig, look):
     turns = (await outline(rig))["turns"]
     page = await look(f"#/session/rollout-7/turn/{turns[2]['id']}")
     echo = page.locator(".echo")
@@ -197,14 +197,14 @@ async def test_heat_and_moving_through_a_sequence(rig, look):
     assert page.url.endswith(f"?token={starts[1] - 1}")
     likely = min(range(len(exported["logprobs"][:500])), key=lambda i: exported["logprobs"][i])
 
-    async def colour(token):
+    async def color(token):
         return await page.locator(f"#t{token}").evaluate("node => getComputedStyle(node).backgroundColor")
 
-    before = await colour(likely)
+    before = await color(likely)
     await page.keyboard.press("h")
     await expect(page.get_by_role("button", name="heat")).to_have_attribute("aria-pressed", "true")
-    assert await colour(likely) != before
-    assert await colour(0) == "rgba(0, 0, 0, 0)"
+    assert await color(likely) != before
+    assert await color(0) == "rgba(0, 0, 0, 0)"
 
 
 async def test_where_a_plain_rendering_differs(rig, look):
@@ -290,7 +290,7 @@ async def test_light_and_dark(rig, look):
     light, dark = await look(color_scheme="light"), await look(color_scheme="dark")
     bright, deep = await ground(light), await ground(dark)
     assert bright != deep
-    await dark.get_by_role("button", name="Colours: system").click()
+    await dark.get_by_role("button", name="Colors: system").click()
     assert await ground(dark) == bright
     await dark.reload()
     assert await ground(dark) == bright

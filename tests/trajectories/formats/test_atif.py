@@ -65,7 +65,7 @@ def test_only_the_context_of_a_branch_is_marked_as_copied():
 
 
 def test_a_reply_of_another_sequence_is_not_trained():
-    second = trajectories(ROLLOUTS["unrecognised"])[1]
+    second = trajectories(ROLLOUTS["unrecognized"])[1]
     assert [(step["source"], step.get("is_copied_context", False), "metrics" in step) for step in second["steps"]] == [
         ("system", False, False),
         ("user", False, False),

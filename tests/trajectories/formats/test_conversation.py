@@ -87,7 +87,7 @@ def test_a_request_after_one_that_is_not_kept_is_none():
 def test_shapes_of_chat_messages():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     said = [{"role": "developer", "content": parts}, user("?"), {"role": "assistant", "content": None}, result("c0", None)]
-    made = ROLLOUTS["unrecognised"]
+    made = ROLLOUTS["unrecognized"]
     assert heard(made.sequences[0], replaced(made, "t0", said)) == [
         [("system", "one\ntwo"), ("user", "?"), ("assistant", None), ("tool", None)]
     ]

@@ -58,7 +58,7 @@ def test_miles_reads_the_same():
         ("linear", ["completed"]),
         ("aborted", ["completed", "aborted"]),
         ("speechless", ["aborted"]),
-        ("unrecognised", ["completed", "completed"]),
+        ("unrecognized", ["completed", "completed"]),
     ],
 )
 def test_the_status_is_that_of_the_last_turn(shape, status):

@@ -6,7 +6,7 @@ described by *runs*, ranges of one kind:
 =========  ==========================================================================================================
 `prompt`   the prompt of the first turn: the harness's messages, as the template renders them
 `earlier`  a reply within that prompt that an earlier sequence sampled and trains; here it is context (`branch`)
-`anchor`   the same in an edited context: a recognised reply with its exact ids (`resplice`)
+`anchor`   the same in an edited context: a recognized reply with its exact ids (`resplice`)
 `tail`     the tokens between two replies: end of turn, new messages, generation prompt
 `sampled`  sampled by the policy in this sequence: mask 1
 `unscored` sampled too, but without log probabilities: mask 0

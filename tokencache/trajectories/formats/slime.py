@@ -19,7 +19,7 @@ started as slime; all members here have the same names and meanings in both. Nei
 
 The trainer sets `index`, `group_index` and `label`. The text member `response` is left out: the trainer's tokenizer decodes the tokens. A
 custom generate function may return a list of samples for one prompt; slime flattens it (`slime/ray/rollout.py`). It must leave out samples
-without sampled tokens (`response_length` 0). Both trainers normalise rewards over groups of equal size, so more than one sample for a
+without sampled tokens (`response_length` 0). Both trainers normalize rewards over groups of equal size, so more than one sample for a
 rollout needs a `--custom-reward-post-process-path`.
 """
 

@@ -59,7 +59,7 @@ function putOld(text) {
 /** The beginning of an id, and a button that copies all of it. */
 export const idText = (id, what) => h("span", { class: "id" }, h("code", { title: id }, id.length > 12 ? `${id.slice(0, 8)}…` : id), copier(id, what));
 
-/** A small coloured word. */
+/** A small colored word. */
 export const badge = (word, kind = word, title = "") => h("span", { class: `badge b-${kind}`, title: title || null }, word);
 
 /** A placeholder while data is fetched, or if there is none. */

@@ -20,8 +20,8 @@ const KEYS = [
   ["Home End", "in a sequence: first, last token"],
   ["[ ]", "in a sequence: previous, next turn"],
   ["n p", "in a sequence: next, previous place where a plain rendering differs"],
-  ["h", "in a sequence: colour tokens by probability"],
-  ["t", "light, dark, or system colours"],
+  ["h", "in a sequence: color tokens by probability"],
+  ["t", "light, dark, or system colors"],
   ["?", "this list"],
 ];
 
@@ -71,7 +71,7 @@ function setTheme(name) {
   if (name === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = name;
   button.textContent = THEMES[name][0];
-  button.title = `Colours: ${THEMES[name][1]} (t)`;
+  button.title = `Colors: ${THEMES[name][1]} (t)`;
   button.setAttribute("aria-label", button.title);
   button.dataset.name = name;
 }

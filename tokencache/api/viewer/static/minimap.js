@@ -1,4 +1,4 @@
-// The whole sequence as one bar: its runs in their colours, where a plain rendering differs, and the visible part.
+// The whole sequence as one bar: its runs in their colors, where a plain rendering differs, and the visible part.
 
 import { s } from "./dom.js";
 import { count } from "./format.js";

@@ -1,4 +1,4 @@
-// The page of one sequence: its tokens, coloured by kind.
+// The page of one sequence: its tokens, colored by kind.
 
 import { at, get } from "./api.js";
 import { Blocks } from "./blocks.js";
@@ -66,7 +66,7 @@ export class SequencePage {
       h("li", { title: KINDS[kind][1] }, h("i", { class: `dot k-${kind}` }), KINDS[kind][0], h("span", { class: "n" }, count(sums.get(kind)))));
     const scale = ["> .9", "> .7", "> .5", "> .3", "> .1", "> .03", "> .01", "less"];
     this.scale = h("ul", { class: "scale", "aria-label": "Probability", hidden: true }, scale.map((text, n) => h("li", { class: `p${n}` }, text)));
-    this.heatButton = h("button", { type: "button", "aria-pressed": "false", title: "colour sampled tokens by their probability (h)", onclick: () => this.heat() }, "heat");
+    this.heatButton = h("button", { type: "button", "aria-pressed": "false", title: "color sampled tokens by their probability (h)", onclick: () => this.heat() }, "heat");
     this.goTo = h("input", { id: "goto", inputmode: "numeric", placeholder: "token", "aria-label": "Go to token", size: 9, spellcheck: "false", onchange: () => this.goToInput() });
     this.driftNote = h("span", { class: "muted" }, "measuring drift…");
     this.unread = h("p", { class: "note", hidden: true });

@@ -85,7 +85,7 @@ function facts(rows) {
 
 /** A reply in the history next to what was served: two columns with the differences marked. */
 function comparison(echo, other) {
-  const fate = echo.elsewhere ? "sampled in another context" : echo.relied ? "the prompt holds its exact tokens" : echo.verdict === "unknown" ? "" : "not recognised as the model's: the prompt does not hold its exact tokens";
+  const fate = echo.elsewhere ? "sampled in another context" : echo.relied ? "the prompt holds its exact tokens" : echo.verdict === "unknown" ? "" : "not recognized as the model's: the prompt does not hold its exact tokens";
   return h("section", { class: `echo v-${echo.verdict}`, data: { verdict: echo.verdict } },
     h("header", {}, badge(echo.verdict, `v-${echo.verdict}`), echo.rules.map((rule) => badge(rule, "rule")),
       h("span", { class: "muted" }, `message ${echo.at}`, echo.turn ? [", sampled in ", other(echo.turn)] : "")),

@@ -6,14 +6,14 @@ export const STARTS = {
   root: "the history holds no reply of the model: a new sequence begins",
   continue: "the prompt begins with the exact tokens of the turn before",
   branch: "the same, from a turn that already has a continuation: a retry, a parallel agent, a rollback",
-  resplice: "the context was edited; recognised replies keep their exact tokens",
-  plain: "the history was not recognised with certainty: the engine rendered it",
+  resplice: "the context was edited; recognized replies keep their exact tokens",
+  plain: "the history was not recognized with certainty: the engine rendered it",
 };
 
 export const KINDS = {
   prompt: ["prompt", "the prompt of the first turn, as the template renders it; mask 0"],
   earlier: ["earlier reply", "sampled and trained in an earlier sequence; here it is context: mask 0"],
-  anchor: ["anchor", "a recognised reply in an edited context, with its exact tokens; mask 0"],
+  anchor: ["anchor", "a recognized reply in an edited context, with its exact tokens; mask 0"],
   tail: ["tail", "the tokens between two replies: end of turn, new messages, generation prompt; mask 0"],
   sampled: ["sampled", "sampled by the policy in this sequence; mask 1"],
   unscored: ["sampled, unscored", "sampled, but without log probabilities; mask 0"],
