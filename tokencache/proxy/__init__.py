@@ -1,33 +1,24 @@
-"""The proxy: the aiohttp shell around the core.
+"""Serves the requests of sessions: plans exact prompts, sends them to an engine, returns the replies, and records the turns.
 
-==============  =====================================================================================================
-`app`           routes, start and stop
-`intake`        a request's body, as far as it is taken in
-`sessions`      which rollout does a request belong to?
-`relay`         everything outside a session, byte for byte
-`caller`        what can be asked within a session
-`prompts`       the prompt that a call will have, or would have
-`exchange`      how one call is sent, and how its reply is said
-`imprint`       is this call a repetition?
-`repeats`       a call that is made twice is one call; one that was left may go on
-`twins`         calls in flight that ask for the same
-`again`         a recorded reply, said once more
-`call`          one model call, from its plan to its last byte
-`sending`       one call on its way to an engine
-`answering`     from the head of an engine's answer to the last byte
-`ending`        what a call came to, written to the store once
-`delivery`      what the harness hears of a reply, and when
-`hold`          a call that no engine takes waits, or goes elsewhere
-`plan`          what exactly is sent: prefix + tail, or the engine's own rendering and why
-`prefixes`      recent prefixes at hand
-`record`        from a reply to the turns that are stored
-`habits`        whose habits are forgiven, and what a harness calls the model
-`interrupts`    a reply that its harness left, and of which it sends back what it had heard
-`experts`       files of routed experts, beside the store
-`client_ids`    token ids that came back with a history, as evidence and, where they are proven, as a prompt
-`echoes`        token ids that came back with a history, held against the record
-`budget`        the end of an episode whose budget is used up
-`latecomers`    calls that come after the session was sealed
-`ledger`        the store as calls see it: what is done when it fails
-==============  =====================================================================================================
+In the order of a call:
+
+`sessions`           finds the session that a request belongs to
+`harness_profile`    knows the harnesses: which rules apply to each, and which model names it uses
+`request_body`       reads a request's body within its limits
+`endpoints`          the routes within a session: model calls, token counts, lists of models
+`dedup`              makes a call once although its client retries it
+`call`               one model call as a state machine
+`planner`            plans the exact prompt: prefix and tail, or the engine's own rendering and why
+`prefix_cache`       the ids of recent turns in memory
+`client_ids`         token ids that clients send back
+`partial_reply`      how much of an aborted reply the client received
+`engine_retry`       tries other engines, or waits for one
+`response`           sends the reply to the client
+`generated_replies`  replies without an engine: for a used-up budget, and for a prompt that is too long
+`recorder`           makes turns from a reply
+`routed_experts`     writes routed experts to files
+`ledger`             begins and ends calls in the store, also when the store fails
+`passthrough`        passes on every other request byte for byte
+
+A request without a session goes to `passthrough`, unchanged.
 """
