@@ -15,7 +15,7 @@ from tokencache.dialects.anthropic.request import History
 from tokencache.dialects.gemini.reply import GeminiReplyEncoder
 from tokencache.dialects.gemini.request import Contents
 from tokencache.dialects.gemini.vocabulary import entry
-from tokencache.dialects.responses.request import Talk
+from tokencache.dialects.responses.request import ItemMessages
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import CLOSED, NOT_IN_TEXT, UNCLOSED, Thinking, folded, in_text, read_signature, signed
 
@@ -125,23 +125,23 @@ def back_from_messages(content, *, calls, finish):
 
 def back_from_responses(content, *, calls, finish, sealed):
     reply = json.loads(responses(sealed=sealed).whole(completion(content, calls=calls, finish=finish)))
-    talk = Talk()
+    translated = ItemMessages()
     for place, item in enumerate(reply["output"]):
-        talk.add(item, ("input", place))
-    talk.close()
+        translated.add(item, ("input", place))
+    translated.close()
     kinds = [{"reasoning": "thinking", "message": "text", "function_call": "tool_use"}[item["type"]] for item in reply["output"]]
-    return kinds, talk.messages[0] if talk.messages else {"role": "assistant"}, talk.handles.get(0)
+    return kinds, translated.messages[0] if translated.messages else {"role": "assistant"}, translated.handles.get(0)
 
 
 def back_from_gemini(content, *, calls, finish):
     encoder = GeminiReplyEncoder(model="m", handle=HANDLE, shows_thoughts=True, sse=True)
     reply = json.loads(encoder.whole(completion(content, calls=calls, finish=finish)))
     said = reply["candidates"][0]["content"]
-    talk = Contents()
-    talk.add(entry(said, "contents[0]"))
-    talk.close()
+    translated = Contents()
+    translated.add(entry(said, "contents[0]"))
+    translated.close()
     kinds = ["thinking" if part.get("thought") else "text" if "text" in part else "tool_use" for part in said["parts"]]
-    return kinds, talk.messages[0], talk.handles.get(0)
+    return kinds, translated.messages[0], translated.handles.get(0)
 
 
 DIALECTS = {

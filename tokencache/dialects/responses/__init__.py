@@ -1,12 +1,12 @@
-"""OpenAI Responses: what Codex and the Agents SDK speak.
+"""OpenAI Responses: the dialect of Codex and the Agents SDK.
 
-A conversation is a list of items (messages, reasoning, calls, their outputs); a reply is a response with such items, streamed
-event by event. A response is kept in its session, so that the next request may name it instead of repeating it. Handles
-stand in the ids of items and in `encrypted_content`.
+A conversation is a list of items (messages, reasoning, calls, their outputs). A reply is a response with such items, streamed event by
+event. A response is stored in its session, so that the next request may name it instead of repeating it. Handles are in the ids of
+items and in `encrypted_content`.
 
-`codec`    the routes; `errors`: what went wrong, in OpenAI's words
-`request`  a request's members → chat; `items`: its items → chat messages; `tools`: what may be called
-`freeform` custom tools, whose input is free text
-`reply`    the chat reply as a response, whole or streamed; `output`: its items, `events`: what is told of them
-`kept`     what is kept of a response; `stored`: questions about it
+`routes`      routes, credential header, and the parsing of a whole request
+`request`     a request's members and items → chat
+`reply`       a chat reply → a response, whole or streamed
+`vocabulary`  errors, tools, ids of items
+`stored`      stored responses: only this dialect lets a client refer to an earlier response
 """

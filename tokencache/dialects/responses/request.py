@@ -1,26 +1,20 @@
-"""Responses: items → chat messages.
+"""Translates the members and items of a Responses request into a chat request.
 
-What one reply said comes back as several items (reasoning, message, calls). They become one chat message again; where
-one reply ends and the next begins is told, in this order, by
+Members follow vLLM 0.32's own Responses route (`entrypoints/openai/responses/protocol.py`); vLLM's additions pass unchanged. Members
+without effect here (`truncation`, `service_tier`, `prompt_cache_key`, `text.verbosity`, `reasoning.summary`, `include` besides
+encrypted reasoning) are accepted, and repeated if a response repeats them. Log probabilities of the text are not supported: chat has
+them by token, for reasoning and calls too, and pieces of text do not end where tokens do.
 
-- any item that is not the assistant's;
-- our handles, where both sides have one (in an item's id, or in `encrypted_content`);
-- the order: a message right behind a message, or reasoning behind anything but reasoning, begins a new one. vLLM 0.32
-  parts them there too (`entrypoints/openai/responses/utils.py`), and no reply of ours holds the former.
+One reply comes back as several items (reasoning, message, calls), which become one chat message again. A reply ends, in this order,
 
-Compared with that converter nothing is lost: of a message or a reasoning item it reads the first part alone, here all
-parts are joined with nothing between (summaries, which are paragraphs, with newlines), and text behind a tool call
-stays with its reply instead of becoming one of its own. `encrypted_content` that is not ours is ignored rather than
-refused. Parts of the user's and the system's messages stay parts, and so do those of a tool's result.
+- at any item that is not the assistant's;
+- where the handle changes, if both items have one (in the id, or in `encrypted_content`);
+- by order: a message directly after a message, or reasoning after anything but reasoning, begins a new reply. vLLM 0.32 splits there too
+  (`entrypoints/openai/responses/utils.py`), and no reply of the proxy contains the former.
 
-
-Responses: the members of a request → those of the chat request, and those that the response shows again.
-
-Mirrors vLLM 0.32's own Responses route (`entrypoints/openai/responses/protocol.py`) where the two APIs say the same in
-other words; what vLLM adds to OpenAI's members passes as it came. Members that change nothing here (`truncation`,
-`service_tier`, `prompt_cache_key`, `text.verbosity`, `reasoning.summary`, `include` beyond encrypted reasoning) are
-accepted and shown again where a response shows them. Log probabilities of the text are not: chat has them by token, over
-reasoning and calls too, and pieces of text do not end where tokens do.
+Unlike vLLM's converter, this one loses nothing. vLLM reads the first part of a message or reasoning item; here all parts are joined
+without a separator (summaries, which are paragraphs, with newlines). Text after a tool call stays with its reply. `encrypted_content`
+from elsewhere is ignored and not refused. Parts of user and system messages and of tool results stay parts.
 """
 
 import contextlib
@@ -43,7 +37,7 @@ _UNFINISHED = "in_progress", "incomplete"
 
 
 def _mark_of(item: Mapping[str, Any], reply: Mapping[str, list[Any]]) -> Mark:
-    """Where the thinking of a reasoning item stood. An id does not say whether the block was closed: something follows if it was."""
+    """Return where the thinking of a reasoning item was. Its id does not tell whether the block was closed; if so, something follows."""
     handle, mark = read_signature(item.get("encrypted_content"))
     ours = None if handle else own_id(item)
     if ours is None or ours[1] != INLINE:
@@ -51,11 +45,14 @@ def _mark_of(item: Mapping[str, Any], reply: Mapping[str, list[Any]]) -> Mark:
     return CLOSED if reply["content"] or reply["tool_calls"] else UNCLOSED
 
 
-class Talk:
-    """The chat messages of a list of items: add them in order, then `close`.
+class ItemMessages:
+    """Translates a list of items into chat messages: `add` them in order, then `close`.
 
-    `messages` are chat messages, `handles` the places of those (the assistant's) that came back with a handle, `echoes` of those
-    that came back with token ids; `merged` says that several items became one message.
+    Attributes:
+        messages: chat messages.
+        handles: index of an assistant message → the handle that came back with it.
+        echoes: index of a message → the token ids that came back with it.
+        merged: whether several items became one message.
     """
 
     def __init__(self) -> None:
@@ -63,16 +60,16 @@ class Talk:
         self.handles: dict[int, str] = {}
         self.echoes: dict[int, ReturnedIdFragments] = {}
         self.merged = False
-        self._reply: dict[str, list[Any]] = {}  # the assistant's message under way
+        self._reply: dict[str, list[Any]] = {}  # the incomplete assistant message
         self._handle = self._last = ""
         self._echo: ReturnedIdFragments | None = None
         self._thinking: dict[str, Any] = {}  # its last reasoning item
 
     def add(self, item: Any, at: Position, echo: ReturnedIdFragments | None = None) -> None:
-        """Read one item; `at` says where it stood, `echo` are the token ids that came back with it.
+        """Add one item at position `at`; `echo` are the token ids that came back with it.
 
         Raises:
-            HarnessError: it is malformed, or of a type that is not supported.
+            HarnessError: it is malformed, or its type is not supported.
         """
         if not isinstance(item, dict):
             raise _wrong(at, " must be an object")
@@ -93,14 +90,14 @@ class Talk:
                 self._call(item, at, name, msgspec.json.encode({"input": _text(item, "input", at)}).decode())
             case "function_call_output" | "custom_tool_call_output":
                 content = _content(item.get("output"), (at, "output"))
-                self._say({"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": content})
+                self._append({"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": content})
             case _:
                 raise _wrong(at, f": items of type {kind!r} are not supported")
-        if self._reply:  # the last item of a reply carries its ids
+        if self._reply:  # the last item of a reply has its ids
             self._echo = echo or self._echo
 
     def close(self) -> None:
-        """End the assistant's message that is under way."""
+        """Complete the current assistant message."""
         if not self._reply:
             return
         reply, self._reply = self._reply, {}
@@ -117,12 +114,12 @@ class Talk:
             self.echoes[len(self.messages)] = self._echo
         self.messages.append(folded(message, _mark_of(self._thinking, reply)))
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _append(self, message: dict[str, Any]) -> None:
         self.close()
         self.messages.append(message)
 
     def _continue(self, item: dict[str, Any], kind: str) -> dict[str, list[Any]]:
-        """The assistant's message that an item belongs to."""
+        """Return the assistant message that an item belongs to."""
         handle = handle_of(item)
         if self._reply and handle and self._handle:
             ended = handle != self._handle
@@ -144,7 +141,7 @@ class Talk:
             raise _wrong((at, "role"), f" must be one of {', '.join(sorted(_ROLES))}, not {role!r}")
         content = _content(item.get("content"), (at, "content"))
         if role != "assistant":
-            self._say({"role": role, "content": content})
+            self._append({"role": role, "content": content})
             return
         if isinstance(content, list):
             texts = [part["text"] for part in content if part["type"] == "text"]
@@ -159,7 +156,7 @@ class Talk:
 
 
 def continues(item: Any) -> bool:
-    """Whether a last item asks for its own continuation: what vLLM 0.32 makes of an assistant's that is not complete."""
+    """Whether the reply continues the last item: vLLM 0.32 does so if it is the assistant's and incomplete."""
     if not isinstance(item, dict) or item.get("status") not in _UNFINISHED:
         return False
     return item.get("type") == "reasoning" or item.get("role") == "assistant"
@@ -181,18 +178,18 @@ def _part(part: Any, at: Position) -> dict[str, Any]:
     if kind == "input_image":
         url, detail = part.get("image_url"), part.get("detail")
         if not isinstance(url, str):
-            raise _wrong(at, ": an image must have an 'image_url'; files are not kept here")
+            raise _wrong(at, ": an image must have an 'image_url'; files are not stored here")
         return {"type": "image_url", "image_url": {"url": url, **({"detail": detail} if detail in _DETAILS else {})}}
     raise _wrong(at, f": content of type {kind!r} is not supported")
 
 
 def _thought(item: dict[str, Any], at: Position) -> str:
-    for name, between in (("content", ""), ("summary", "\n")):
+    for name, separator in (("content", ""), ("summary", "\n")):
         parts = item.get(name) or []
         if not isinstance(parts, list):
             raise _wrong((at, name), " must be a list of parts")
         read = [_part(part, ((at, name), i)) for i, part in enumerate(parts)]
-        text = between.join([part["text"] for part in read if part["type"] == "text"])
+        text = separator.join([part["text"] for part in read if part["type"] == "text"])
         if text:
             return text
     return ""
@@ -238,7 +235,7 @@ _SHOWN: dict[str, tuple[tuple[type, ...], Any]] = {
     "truncation": ((str,), "disabled"),
     "user": ((str,), None),
 }
-"""Members that the response shows again: their types and defaults (openai 3.52, `Response`)."""
+"""Members that the response repeats: their types and defaults (openai 3.52, `Response`)."""
 _RENAMED = {"max_output_tokens": "max_completion_tokens"}
 _SAME = (
     "temperature",
@@ -268,16 +265,16 @@ _SAME = (
     "kv_transfer_params",
 )
 _UNSUPPORTED = {
-    "conversation": "conversations are not kept here; use 'previous_response_id', or send the items",
-    "prompt": "prompt templates are not kept here; send 'instructions' and 'input'",
+    "conversation": "conversations are not stored here; use 'previous_response_id', or send the items",
+    "prompt": "prompt templates are not stored here; send 'instructions' and 'input'",
 }
 
 
 def members_of(body: bytes) -> dict[str, Raw]:
-    """The members of a body, raw; one that no strict reader takes is written again first, for its items are kept as they are.
+    """Return the members of a body, raw. JSON that strict readers refuse is re-encoded first, because its items are stored as they are.
 
     Raises:
-        HarnessError: it is no JSON object.
+        HarnessError: it is not a JSON object.
     """
     try:
         return _MEMBERS.decode(body)
@@ -286,7 +283,7 @@ def members_of(body: bytes) -> dict[str, Raw]:
 
 
 def refuse_unsupported(fields: dict[str, Raw]) -> None:
-    """Refuse what cannot be left out without serving something else than was asked for.
+    """Refuse members that are not supported and that change the meaning of the request.
 
     Raises:
         HarnessError: the request has such a member.
@@ -295,11 +292,11 @@ def refuse_unsupported(fields: dict[str, Raw]) -> None:
         if name in fields and bytes(fields[name]) != b"null":
             raise HarnessError(f"'{name}' is not supported: {why}", param=name)
     if member(fields, "background", (bool,), False):
-        raise HarnessError("'background' is not supported: a response is made while its harness waits for it", param="background")
+        raise HarnessError("'background' is not supported: a response is generated while its client waits", param="background")
 
 
 def members_shown(fields: dict[str, Raw]) -> dict[str, Any]:
-    """Read the members that the response shows again.
+    """Read the members that the response repeats.
 
     Raises:
         HarnessError: one of them has the wrong type.
@@ -308,14 +305,18 @@ def members_shown(fields: dict[str, Raw]) -> dict[str, Any]:
 
 
 def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[Item], dict[int, ReturnedIdFragments]]:
-    """Read `input`; a text is a message of the user's. Without any the list is empty, unless one is `needed`.
+    """Read `input`; a string is a message of the user.
 
-    `kept` is whether somebody keeps the items: their JSON is cut out one by one only then.
+    Args:
+        fields: the request's members.
+        needed: whether a missing `input` is an error; otherwise the list is empty.
+        kept: whether the items get stored; only then their JSON is cut out one by one.
 
-    Token ids that came back with an item are taken out of it: they are the second of what is returned, by its place.
+    Returns:
+        The items, and the token ids that came back with some of them, by index.
 
     Raises:
-        HarnessError: it is neither a text nor a list.
+        HarnessError: it is neither a string nor a list.
     """
     raw = fields.get("input", Raw(b"null"))
     if bytes(raw) == b"null" and not needed:
@@ -323,7 +324,7 @@ def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[
     if bytes(raw)[:1] == b'"':
         message = {"type": "message", "role": "user", "content": member(fields, "input", (str,), "")}
         return [(json_io.write(message), message)], {}
-    with contextlib.suppress(ValueError, RecursionError):  # what it is that cannot be read is found out below
+    with contextlib.suppress(ValueError, RecursionError):  # the code below finds what cannot be read
         items = _LIST.decode(raw)
         if not any(isinstance(item, dict) and not TAKEN.isdisjoint(item) for item in items):
             return list(zip(entries_of(raw) if kept else [b""] * len(items), items, strict=True)), {}
@@ -337,33 +338,33 @@ def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[
 def chat_request(
     fields: dict[str, Raw], shown: dict[str, Any], messages: list[dict[str, Any]], choice: ToolSelection, *, continues: bool, gym: bool
 ) -> bytes:
-    """Write the chat request. With `gym` it has the members that NeMo Gym's converter passes on to vLLM, too (`gym_request`).
+    """Write the chat request; with `gym`, also the members that NeMo Gym's converter passes on to vLLM (`gym_request`).
 
     Raises:
         HarnessError: a member has the wrong type, or is nested too deeply.
     """
-    told: dict[str, Any] = {}
+    chat: dict[str, Any] = {}
     if choice.tools:
-        told["tools"] = choice.tools
+        chat["tools"] = choice.tools
     if choice.choice is not None:
-        told["tool_choice"] = choice.choice
+        chat["tool_choice"] = choice.choice
     effort = shown["reasoning"].get("effort")
     if effort is not None:
         if not isinstance(effort, str):
             raise HarnessError("'reasoning.effort' must be a string", param="reasoning.effort")
-        told["reasoning_effort"] = effort
+        chat["reasoning_effort"] = effort
     form = _response_format(shown["text"].get("format"))
     if form is not None:
-        told["response_format"] = form
+        chat["response_format"] = form
     if gym and shown["text"].get("verbosity") is not None:
-        told["verbosity"] = shown["text"]["verbosity"]
+        chat["verbosity"] = shown["text"]["verbosity"]
     if continues:
-        told |= {"add_generation_prompt": False, "continue_final_message": True}
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
     if member(fields, "stream", (bool,), False):
-        told |= {"stream": True, "stream_options": {"include_usage": True}}
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
     names = ("model", *_RENAMED, *_SAME, *(("metadata",) if gym else ()))
     same = {_RENAMED.get(name, name): bytes(fields[name]) for name in names if name in fields}
-    parts = {"messages": json_io.write(messages), **same, **{name: json_io.write(value) for name, value in told.items()}}
+    parts = {"messages": json_io.write(messages), **same, **{name: json_io.write(value) for name, value in chat.items()}}
     return b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in parts.items() if raw != b"null") + b"}"
 
 

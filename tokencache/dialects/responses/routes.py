@@ -1,16 +1,16 @@
-"""Responses: OpenAI's API of that name, as a dialect (openai 3.52; what vLLM 0.32 does where OpenAI leaves it open).
+"""The Responses dialect: its routes and credential header, and the parsing of a whole request (openai 3.52; else vLLM 0.32).
 
 =======================================  =====================================================================================
 `POST /v1/responses`                     a model call, streaming or not
-`POST /v1/responses/input_tokens`        counts the tokens of the same request
-`GET /v1/responses/<id>`                 from our own documents, as are the next two (`stored`, `kept`)
-`GET /v1/responses/<id>/input_items`     with everything in front of it that `previous_response_id` brought along
+`POST /v1/responses/input_tokens`        the number of tokens of the same request
+`GET /v1/responses/<id>`                 a stored response (`stored`), as for the next two
+`GET /v1/responses/<id>/input_items`     with everything before it that `previous_response_id` added
 `DELETE /v1/responses/<id>`
 =======================================  =====================================================================================
 
-`previous_response_id` works whatever the engine keeps: its history is that response's whole input and whole output
-(vLLM's own store brings back the texts alone), without its `instructions`, as OpenAI has it. Handles stand in the ids of
-output items, and in `encrypted_content` where the harness asked for it (`include`).
+`previous_response_id` works without the engine's store: the history is that response's whole input and output (vLLM's store returns only
+texts), without its `instructions`, as in OpenAI's API. Handles are in the ids of output items, and in `encrypted_content` if the client
+asked for it (`include`).
 """
 
 import re
@@ -26,7 +26,7 @@ from tokencache.dialects.json_io import member
 from tokencache.dialects.responses.reply import ResponsesReplyEncoder
 from tokencache.dialects.responses.request import (
     SEALED,
-    Talk,
+    ItemMessages,
     chat_request,
     continues,
     items_of,
@@ -41,28 +41,28 @@ from tokencache.errors import HarnessError
 Raw = msgspec.Raw
 
 _ROOT = "/v1/responses"
-_ENGINES_OWN = f"{_ROOT}/render"
+_RENDER = f"{_ROOT}/render"
 Keep = Callable[[dict[str, Any]], dict[str, bytes]]
 _ID = re.compile(r"resp_([0-9a-f]{32})")
 
 
 class _Request(msgspec.Struct):
-    """What a request comes to.
+    """A parsed request.
 
     Attributes:
         fields: its members, raw.
-        shown: those that the response shows again.
-        items: the new ones, references replaced; `sent` are their bytes as they came.
-        talk: the chat messages.
-        previous: the handle of the response it continues, or `""`.
-        gym: whether the chat request is NeMo Gym's (`gym_request`).
+        shown: members that the response repeats.
+        items: new items, references replaced; `sent` are their bytes as they arrived.
+        translated: the chat messages.
+        previous: the handle of the response that it continues, or `""`.
+        gym: whether the chat request follows NeMo Gym (`gym_request`).
     """
 
     fields: dict[str, Raw]
     shown: dict[str, Any]
     items: list[Item]
     sent: list[bytes]
-    talk: Talk
+    translated: ItemMessages
     offer: Offer
     choice: ToolSelection
     previous: str
@@ -71,111 +71,111 @@ class _Request(msgspec.Struct):
     def body(self) -> bytes:
         """Write its chat request."""
         last = bool(self.items) and continues(self.items[-1][1]) and not self.gym
-        return chat_request(self.fields, self.shown, self.talk.messages, self.choice, continues=last, gym=self.gym)
+        return chat_request(self.fields, self.shown, self.translated.messages, self.choice, continues=last, gym=self.gym)
 
 
 class ResponsesDialect:
-    """OpenAI's Responses API, as openai 3.52 and Codex 0.169 speak it."""
+    """OpenAI's Responses API, as openai 3.52 and Codex 0.169 use it."""
 
     name = "responses"
     credential_headers: tuple[str, ...] = (AUTHORIZATION,)
     credential_parameters: tuple[str, ...] = ()
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
-        """Everything under `/v1/responses`, but for vLLM's rendering, which samples nothing."""
+        """See `TranslatedDialect.matches`: everything under `/v1/responses` except vLLM's rendering, which samples nothing."""
         del method, headers
-        return path == _ROOT or (path.startswith(f"{_ROOT}/") and path != _ENGINES_OWN)
+        return path == _ROOT or (path.startswith(f"{_ROOT}/") and path != _RENDER)
 
-    async def parse(self, asked: DialectRequest) -> ParsedRequest:
-        """Read a request; raises as `Dialect.read` says."""
-        if asked.path == _ROOT and asked.method == "POST":
-            return await _call(asked)
-        if asked.path == f"{_ROOT}/input_tokens" and asked.method == "POST":
-            return TokenCount(body=(await _read(asked)).body(), write=_say_count)
-        return await answer_stored(asked, asked.path.removeprefix(_ROOT))
+    async def parse(self, request: DialectRequest) -> ParsedRequest:
+        """See `TranslatedDialect.parse`."""
+        if request.path == _ROOT and request.method == "POST":
+            return await _call(request)
+        if request.path == f"{_ROOT}/input_tokens" and request.method == "POST":
+            return TokenCount(body=(await _read(request)).body(), write=_write_count)
+        return await answer_stored(request, request.path.removeprefix(_ROOT))
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
-        """Write OpenAI's error body."""
+        """See `Dialect.error`."""
         del status
         return json_io.write({"error": error_members(message, kind, param)})
 
 
-async def _call(asked: DialectRequest) -> ModelCall:
-    request = await _read(asked)
-    shared = {name: Raw(json_io.write(value)) for name, value in request.shown.items()}
-    previous = f"resp_{request.previous}" if request.previous else None
+async def _call(request: DialectRequest) -> ModelCall:
+    parsed = await _read(request)
+    shared = {name: Raw(json_io.write(value)) for name, value in parsed.shown.items()}
+    previous = f"resp_{parsed.previous}" if parsed.previous else None
     keep: Keep = _nothing
-    if request.shown["store"]:
-        library = Library(asked.documents)
+    if parsed.shown["store"]:
+        library = Library(request.documents)
         context = (
-            await library.answered(request.items, request.previous)
-            if request.previous
-            else await library.continued(request.items, request.sent)
+            await library.answered(parsed.items, parsed.previous) if parsed.previous else await library.continued(parsed.items, parsed.sent)
         )
-        keep = partial(kept, asked.handle, context, shared)
+        keep = partial(kept, request.handle, context, shared)
     encoder = ResponsesReplyEncoder(
-        asked.handle,
-        model=member(request.fields, "model", (str,), ""),
+        request.handle,
+        model=member(parsed.fields, "model", (str,), ""),
         members={**shared, "previous_response_id": previous},
-        names=request.offer.names,
-        thoughts=member(request.fields, "include_reasoning", (bool,), True),
-        sealed=SEALED in member(request.fields, "include", (list,), []),
-        as_gym=asked.token_ids,
+        names=parsed.offer.names,
+        thoughts=member(parsed.fields, "include_reasoning", (bool,), True),
+        sealed=SEALED in member(parsed.fields, "include", (list,), []),
+        as_gym=request.token_ids,
         keep=keep,
     )
-    left_out = ("items-merged",) if request.talk.merged else ()
-    return ModelCall(body=request.body(), encoder=encoder, handles=request.talk.handles, echoes=request.talk.echoes, left_out=left_out)
+    left_out = ("items-merged",) if parsed.translated.merged else ()
+    return ModelCall(
+        body=parsed.body(), encoder=encoder, handles=parsed.translated.handles, echoes=parsed.translated.echoes, left_out=left_out
+    )
 
 
-async def _read(asked: DialectRequest) -> _Request:
-    fields = members_of(asked.body)
-    if asked.token_ids:
+async def _read(request: DialectRequest) -> _Request:
+    fields = members_of(request.body)
+    if request.token_ids:
         fields = gym_request.responses_members(fields)
     refuse_unsupported(fields)
     shown = members_shown(fields)
     instructions = member(fields, "instructions", (str,), None)
-    handle, history = await _previous(asked, fields)
+    handle, history = await _previous(request, fields)
     new, echoes = items_of(fields, needed=not handle, kept=shown["store"])
-    items = await Library(asked.documents).referred(new)
-    talk = Talk()
+    items = await Library(request.documents).referred(new)
+    translated = ItemMessages()
     system, joined = instructions, 0
-    if asked.token_ids and not history:
+    if request.token_ids and not history:
         stream = member(fields, "stream", (bool,), False)
         system, joined = gym_request.leading_system(instructions, [item for _, item in items], stream=stream)
     if system:
-        talk.messages.append({"role": "system", "content": system})
+        translated.messages.append({"role": "system", "content": system})
     for i, (_, item) in enumerate(history):
-        talk.add(item, ("previous", i))
+        translated.add(item, ("previous", i))
     for i, (_, item) in enumerate(items[joined:], joined):
-        talk.add(item, ("input", i), echoes.get(i))
-    talk.close()
+        translated.add(item, ("input", i), echoes.get(i))
+    translated.close()
     offer = read_tools(shown["tools"])
     return _Request(
         fields=fields,
         shown={**shown, "instructions": instructions},
         items=items,
         sent=[raw for raw, _ in new],
-        talk=talk,
+        translated=translated,
         offer=offer,
         choice=choose(offer, shown["tool_choice"]),
         previous=handle,
-        gym=asked.token_ids,
+        gym=request.token_ids,
     )
 
 
-async def _previous(asked: DialectRequest, fields: dict[str, Raw]) -> tuple[str, list[Item]]:
+async def _previous(request: DialectRequest, fields: dict[str, Raw]) -> tuple[str, list[Item]]:
     """Find the response that a request continues: its handle, or `""`, and all its items."""
     name = member(fields, "previous_response_id", (str,), None)
     if name is None:
         return "", []
     ours = _ID.fullmatch(name)
-    history = await Library(asked.documents).history(ours[1], output=True) if ours else None
+    history = await Library(request.documents).history(ours[1], output=True) if ours else None
     if ours is None or history is None:
         raise HarnessError(f"Previous response with id '{name}' not found.", param="previous_response_id", kind=NO_PREVIOUS)
     return ours[1], history
 
 
-def _say_count(tokens: int) -> bytes:
+def _write_count(tokens: int) -> bytes:
     return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
 

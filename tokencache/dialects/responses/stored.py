@@ -1,22 +1,19 @@
-"""Responses: what is kept of a response, so that it can be asked for and continued by its id.
+"""Stores responses, so that a client can ask for them and continue them by id.
 
 With `store` (OpenAI's default) a response leaves four documents in its session, named by its handle:
 
     resp:rec:<handle>   the response without its output and without what many responses share
     resp:out:<handle>   its output items
-    resp:in:<handle>    its context: the items that were new in its input, and where the items before them are kept
+    resp:in:<handle>    its context: the items that were new in its input, and where the items before them are stored
     resp:as:<hash>      what responses share: tools, instructions, settings
 
-A context lists the documents in front of it, oldest first. So a chain of responses is read in three round trips, and one
-more for every few dozen responses; and storage grows with what is new, also for a harness that sends its whole history
-every time and leaves `store` at its default. Such an input is cut where the one before it ended: that one is found by the
-handle in the newest reply among the items, and its items must be the same bytes (their hash is kept). A list that grew
-long is not copied on: the next context begins a list of its own and names the context that goes before it.
+A context lists the documents before it, oldest first. So a chain of responses is read in three round trips, and one more for every few
+dozen responses. Storage grows with what is new, also for a client that sends its whole history every time and leaves `store` at its
+default: its input is cut where the input before it ended. That one is found by the handle in the newest reply among the items, and its
+items have to be the same bytes (their hash is stored). A long list is not copied: the next context begins its own list and names the
+context before it.
 
-`DELETE` drops the record alone: responses that continue it stay whole.
-
-
-Responses: questions about responses that are kept, answered from our own documents.
+`DELETE` removes the record only: responses that continue it stay complete.
 """
 
 import re
@@ -33,17 +30,17 @@ from tokencache.errors import HarnessError
 Raw = msgspec.Raw
 Documents = Callable[[Sequence[str]], Awaitable[list[bytes | None]]]
 _LISTED = 64
-"""How many documents one context lists at most."""
+"""The most documents that one context lists."""
 
 
 class StoredInput(msgspec.Struct, omit_defaults=True):
-    """Where the input of a response is kept.
+    """Where the input of a response is stored.
 
     Attributes:
-        items: the items that were new with this response.
-        parts: the documents with the items before them (`in:<handle>`, `out:<handle>`), oldest first.
-        earlier: the handle of the context whose whole input goes before `parts`; `""` if none does.
-        count, digest: of an input that a harness sent whole, how many items it had and the hash of their bytes.
+        items: items that were new with this response.
+        parts: documents with the items before them (`in:<handle>`, `out:<handle>`), oldest first.
+        earlier: handle of the context whose whole input precedes `parts`; `""` if there is none.
+        count, digest: the number of items of an input that a client sent as a whole, and the hash of their bytes.
     """
 
     items: list[Raw] = []
@@ -67,7 +64,7 @@ _ITEMS = msgspec.json.Decoder(list[Raw])
 
 
 def document(kind: str, name: str) -> str:
-    """Name a document of ours."""
+    """Make the name of a document."""
     return f"resp:{kind}:{name}"
 
 
@@ -78,7 +75,7 @@ class Library:
         self._documents = documents
 
     async def response(self, handle: str) -> dict[str, Any] | None:
-        """Read a whole response; `None` if there is none.
+        """Read a whole response; `None` if it is not stored.
 
         Raises:
             StoreError: it could not be read.
@@ -91,7 +88,7 @@ class Library:
         return {**record.response, **(_SHARED.decode(shared) if shared is not None else {}), "output": Raw(output)}
 
     async def history(self, handle: str, *, output: bool) -> list[Item] | None:
-        """Read all items of a response's input, and of its output too; `None` if it is not kept, or was deleted.
+        """Read all items of a response's input, with `output` those of its output too; `None` if it is not stored, or was deleted.
 
         Raises:
             StoreError: it could not be read.
@@ -116,10 +113,10 @@ class Library:
         return items
 
     async def referred(self, items: list[Item]) -> list[Item]:
-        """Put the items themselves in the place of references to them.
+        """Replace references to items with the items.
 
         Raises:
-            HarnessError: there is no such item of ours.
+            HarnessError: no such item is stored.
             StoreError: it could not be read.
         """
         wanted = {i: item for i, (_, item) in enumerate(items) if isinstance(item, dict) and item.get("type") == "item_reference"}
@@ -139,9 +136,9 @@ class Library:
         return [known[wanted[i]["id"]] if i in wanted else item for i, item in enumerate(items)]
 
     async def continued(self, items: list[Item], sent: list[bytes]) -> StoredInput:
-        """Make the context of an input that was sent whole, behind the one it continues if that one is kept.
+        """Make the context of an input that was sent as a whole, after the stored context that it continues, if any.
 
-        `items` are the input's items, `sent` their bytes as they were sent (references not replaced).
+        `items` are the input's items, `sent` their bytes as they arrived (references not replaced).
 
         Raises:
             StoreError: a context could not be read.
@@ -152,34 +149,34 @@ class Library:
         if base is None or not 0 < base.count <= len(sent) or base.digest != _digest(sent[: base.count]):
             return own
         own.items = own.items[base.count :]
-        return _behind(own, handle, base, output=False)
+        return _after(own, handle, base, output=False)
 
     async def answered(self, items: list[Item], handle: str) -> StoredInput:
-        """Make the context of items that continue a response which is kept, behind that one and its output.
+        """Make the context of items that continue a stored response, after that response and its output.
 
         Raises:
             StoreError: its context could not be read.
         """
         own, base = StoredInput([Raw(raw) for raw, _ in items]), await self._context(handle)
-        return own if base is None else _behind(own, handle, base, output=True)
+        return own if base is None else _after(own, handle, base, output=True)
 
     async def _context(self, handle: str) -> StoredInput | None:
         found = (await self._documents([document("in", handle)]))[0]
         return _CONTEXT.decode(found) if found is not None else None
 
 
-def _behind(own: StoredInput, handle: str, base: StoredInput, *, output: bool) -> StoredInput:
-    """Put a context behind that of another response, and behind its output if the input did not hold it."""
-    said = [f"out:{handle}"] if output else []
+def _after(own: StoredInput, handle: str, base: StoredInput, *, output: bool) -> StoredInput:
+    """Put a context after that of another response, and after its output if the input did not contain it."""
+    replied = [f"out:{handle}"] if output else []
     if len(base.parts) < _LISTED:
-        own.parts, own.earlier = [*base.parts, f"in:{handle}", *said], base.earlier
+        own.parts, own.earlier = [*base.parts, f"in:{handle}", *replied], base.earlier
     else:
-        own.parts, own.earlier = said, handle
+        own.parts, own.earlier = replied, handle
     return own
 
 
 def kept(handle: str, context: StoredInput, shared: dict[str, Raw], response: dict[str, Any]) -> dict[str, bytes]:
-    """Make the documents of a response."""
+    """Make the documents of a response, by name."""
     own = {name: value for name, value in response.items() if name not in shared and name != "output"}
     same = msgspec.json.encode(shared)
     name = document("as", xxhash.xxh3_128_hexdigest(same))
@@ -200,55 +197,55 @@ _NOT_FOUND, _NOT_ALLOWED = 404, 405
 _PAGE, _MOST = 20, 100
 
 
-async def answer_stored(asked: DialectRequest, path: str) -> DirectReply:
-    """Answer a request about a response; `path` is what follows `/v1/responses`.
+async def answer_stored(request: DialectRequest, path: str) -> DirectReply:
+    """Answer a request about a stored response; `path` is the part after `/v1/responses`.
 
     Raises:
-        HarnessError: there is no such response, or no such question.
+        HarnessError: there is no such response, or no such route.
         StoreError: a document could not be read.
     """
     found = _PATH.fullmatch(path)
     if found is None:
-        raise HarnessError(f"Invalid URL ({asked.method} {asked.path})", status=_NOT_FOUND if path else _NOT_ALLOWED)
+        raise HarnessError(f"Invalid URL ({request.method} {request.path})", status=_NOT_FOUND if path else _NOT_ALLOWED)
     name, handle, question = found.groups()
-    match asked.method, question:
+    match request.method, question:
         case "GET", None:
-            if asked.query.get("stream", "").lower() in {"true", "1"}:
-                raise HarnessError("'stream' is not supported: no events are kept of a response", param="stream")
-            response = await Library(asked.documents).response(handle) if handle else None
+            if request.query.get("stream", "").lower() in {"true", "1"}:
+                raise HarnessError("'stream' is not supported: the events of a response are not stored", param="stream")
+            response = await Library(request.documents).response(handle) if handle else None
             if response is None:
                 raise _unknown(name)
             return DirectReply(body=msgspec.json.encode(response))
         case "GET", "/input_items":
-            items = await Library(asked.documents).history(handle, output=False) if handle else None
+            items = await Library(request.documents).history(handle, output=False) if handle else None
             if items is None:
                 raise _unknown(name)
-            return DirectReply(body=_page([_listed(item, f"{handle}:{i}") for i, item in enumerate(items)], asked.query))
+            return DirectReply(body=_page([_listed(item, f"{handle}:{i}") for i, item in enumerate(items)], request.query))
         case "DELETE", None:
-            if not handle or not await asked.forget(document("rec", handle)):
+            if not handle or not await request.forget(document("rec", handle)):
                 raise _unknown(name)
             return DirectReply(body=msgspec.json.encode({"id": name, "object": "response", "deleted": True}))
         case "POST", "/cancel":
             raise HarnessError("Cannot cancel a synchronous response: 'background' is not supported")
         case _:
-            raise HarnessError(f"Invalid method for URL ({asked.method} {asked.path})", status=_NOT_ALLOWED)
+            raise HarnessError(f"Invalid method for URL ({request.method} {request.path})", status=_NOT_ALLOWED)
 
 
 def _unknown(name: str) -> HarnessError:
     return HarnessError(f"Response with id '{name}' not found.", status=_NOT_FOUND)
 
 
-def _listed(item: Item, place: str) -> dict[str, Any]:
-    """An item as a list of input items shows it: with an id, and a message in its long form."""
+def _listed(item: Item, seed: str) -> dict[str, Any]:
+    """Return an item as a list of input items shows it: with an id, and a message in its long form."""
     shown: dict[str, Any] = dict(item[1])
     kind = shown.setdefault("type", "message")
-    shown.setdefault("id", f"{'msg' if kind == 'message' else 'item'}_{xxhash.xxh3_128_hexdigest(place.encode())}")
+    shown.setdefault("id", f"{'msg' if kind == 'message' else 'item'}_{xxhash.xxh3_128_hexdigest(seed.encode())}")
     if kind != "reasoning":
         shown.setdefault("status", "completed")
     if kind == "message" and isinstance(shown.get("content"), str):
-        said = shown["role"] == "assistant"
-        part = {"type": "output_text" if said else "input_text", "text": shown["content"]}
-        shown["content"] = [{**part, "annotations": [], "logprobs": []} if said else part]
+        output = shown["role"] == "assistant"
+        part = {"type": "output_text" if output else "input_text", "text": shown["content"]}
+        shown["content"] = [{**part, "annotations": [], "logprobs": []} if output else part]
     return shown
 
 
@@ -262,10 +259,10 @@ def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> bytes:
         items.reverse()
     after = query.get("after")
     if after is not None:
-        places = [i for i, item in enumerate(items) if item["id"] == after]
-        if not places:
+        positions = [i for i, item in enumerate(items) if item["id"] == after]
+        if not positions:
             raise HarnessError(f"Item with id '{after}' not found.", param="after")
-        items = items[places[0] + 1 :]
+        items = items[positions[0] + 1 :]
     page = items[: int(limit)]
     return msgspec.json.encode(
         {

@@ -1,30 +1,24 @@
-"""Responses: errors in OpenAI's vocabulary (platform.openai.com, "Error codes"; openai 3.52 reads `type`, `param` and `code`).
+"""Errors, tools and item ids of the Responses dialect.
 
-vLLM's types are the names of its exceptions; OpenAI has few types, and a `code` for what harnesses look for: an unknown model,
-a response that is not kept, a conversation that has grown too long (Codex then compacts it).
+Errors (platform.openai.com, "Error codes"; openai 3.52 reads `type`, `param` and `code`): vLLM's types are names of its exceptions.
+OpenAI has few types, and a `code` for what clients look for: an unknown model, a response that is not stored, a conversation that is
+too long (Codex then compacts it).
 
-
-Responses: custom tools, whose input is free text.
-
-Chat knows only functions, so a custom tool is shown to the model as a function with one text, `input` (vLLM 0.32 does
-the same: `tool_parsers/utils.py`, `custom_tool_parameters`), and its call is turned back. A custom tool may bring a
-grammar. vLLM answers 400 then; here it is told to the model in the description and enforced by nobody: a harness that
-always offers such a tool (Codex's `apply_patch`) works, and checks what it is given anyway.
-
-The input streams although it comes as JSON in pieces: whatever escapes of the text are whole are said at once.
-
-
-Responses: the tools on offer, and which of them the model may choose.
+Tools:
 
 =============  ==========================================================================================================
-`function`     the chat function of the same name; `strict` as given
-`custom`       a function with one text (`freeform`)
-`namespace`    its tools one by one, as `<namespace>__<name>`; a call is said again with name and `namespace` (as vLLM
-               0.32 does; Codex 0.169 always offers one and expects the namespace back)
-all others     tools that OpenAI runs on its own side (`web_search`, `file_search`, `code_interpreter`, `mcp`, …): left
-               out, for the model could call them but nobody would answer. vLLM leaves them out too, and Codex offers
-               `web_search` by default. A request that insists on one (`tool_choice`) is refused.
+`function`     the chat function of the same name; `strict` unchanged
+`custom`       a function with one string, `input` (vLLM 0.32: `tool_parsers/utils.py`, `custom_tool_parameters`). vLLM refuses a
+               tool with a grammar; here the description tells the model the grammar and nothing enforces it, so a client that
+               always offers such a tool (Codex's `apply_patch`) works, and it checks the input anyway
+`namespace`    its tools, as `<namespace>__<name>`; a call is returned with name and `namespace` (as vLLM 0.32 does;
+               Codex 0.169 always offers one and expects the namespace in the call)
+all others     tools that OpenAI runs on its servers (`web_search`, `file_search`, `code_interpreter`, `mcp`, …): left out,
+               because calls of them would get no answer. vLLM leaves them out too, and Codex offers `web_search` by default.
+               A request that requires one (`tool_choice`) is refused
 =============  ==========================================================================================================
+
+The input of a custom tool streams although it is a JSON string in pieces: every complete escape is decoded and sent at once.
 """
 
 import json
@@ -46,15 +40,15 @@ _TYPES = {
     "InternalServerError": "server_error",
     NO_PREVIOUS: "invalid_request_error",
 }
-"""OpenAI's word for vLLM's (0.32, `entrypoints/utils.py`); types that are not vLLM's stay."""
+"""OpenAI's type for vLLM's (0.32, `entrypoints/utils.py`); other types stay."""
 _TOO_LONG = ("maximum context length", "maximum model length")
 
 
 def error_members(message: str, kind: str, param: str | None) -> dict[str, Any]:
-    """What an error consists of; `kind` is vLLM's type, or ours."""
+    """Return the members of an error; `kind` is vLLM's type or the proxy's."""
     code = _code(message, kind, param)
-    said = "invalid_request_error" if code == "context_length_exceeded" else _TYPES.get(kind, kind)
-    return {"message": message, "type": said, "param": param, "code": code}
+    named = "invalid_request_error" if code == "context_length_exceeded" else _TYPES.get(kind, kind)
+    return {"message": message, "type": named, "param": param, "code": code}
 
 
 def _code(message: str, kind: str, param: str | None) -> str | None:
@@ -71,7 +65,7 @@ _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 
 
 def shim(name: str, tool: dict[str, Any], path: str) -> dict[str, Any]:
-    """Describe a custom tool as the function that the model is shown; `path` says where the tool stood.
+    """Describe a custom tool as a function for the model; `path` names the tool in errors.
 
     Raises:
         HarnessError: its description or its format is malformed.
@@ -90,16 +84,16 @@ def shim(name: str, tool: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 class FreeformInput:
-    """Reads the input of a custom tool's call out of the arguments, piece by piece."""
+    """Extracts the input of a custom tool's call from its arguments, piece by piece."""
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
-        self._said: list[str] = []
-        self._rest = ""  # what was not decoded yet
+        self._decoded: list[str] = []
+        self._rest = ""  # not decoded yet
         self._opened = self._closed = False
 
     def feed(self, piece: str) -> str:
-        """Take a piece of the arguments; returns what it adds to the input."""
+        """Add a piece of the arguments; returns what it adds to the input."""
         self._arguments.append(piece)
         if self._closed:
             return ""
@@ -113,28 +107,28 @@ class FreeformInput:
         whole = units[0] if units is not None else ""
         self._closed = self._rest[len(whole) : len(whole) + 1] == '"'
         if not self._closed:
-            whole = _HALF.sub("", whole)  # waits for its other half
+            whole = _HALF.sub("", whole)  # the other half of a surrogate pair is missing
         self._rest = self._rest[len(whole) :]
         try:
-            said = json_io.replace_surrogates(json.loads(f'"{whole}"', strict=False))
-        except ValueError:  # an escape that JSON does not know
-            said = whole
-        self._said.append(said)
-        return said
+            text = json_io.replace_surrogates(json.loads(f'"{whole}"', strict=False))
+        except ValueError:  # an escape that JSON does not define
+            text = whole
+        self._decoded.append(text)
+        return text
 
     def whole(self) -> str:
-        """The whole input: of arguments cut short what was said of it, of others that hold none the arguments themselves."""
+        """Return the whole input: the decoded part if the arguments were cut off, the arguments themselves if they contain no input."""
         arguments = "".join(self._arguments)
         try:
             read = json.loads(arguments, strict=False)
         except (ValueError, RecursionError):
-            return "".join(self._said) if self._opened else arguments
+            return "".join(self._decoded) if self._opened else arguments
         text = read.get("input") if isinstance(read, dict) else None
         return json_io.replace_surrogates(text) if isinstance(text, str) else arguments
 
 
 class ToolName(msgspec.Struct, frozen=True):
-    """How the harness calls a tool that the model knows by its flat name."""
+    """The client's name of a tool that the model knows by its flat name."""
 
     name: str
     namespace: str | None = None
@@ -142,7 +136,13 @@ class ToolName(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The tools of a request: as chat functions in order, the harness's names by flat name, the types left out."""
+    """The tools of a request.
+
+    Attributes:
+        functions: chat functions, in order.
+        names: flat name → the client's name.
+        hosted: types of tools that were left out.
+    """
 
     functions: list[dict[str, Any]] = []
     names: dict[str, ToolName] = {}
@@ -150,7 +150,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class ToolSelection(msgspec.Struct, frozen=True):
-    """What of an offer may be called: chat's tools and `tool_choice`; `None` where chat is to be told nothing."""
+    """The tools of an offer that may be called: chat's `tools` and `tool_choice`; `None` leaves the member out."""
 
     tools: list[dict[str, Any]] | None = None
     choice: str | dict[str, Any] | None = None
@@ -189,10 +189,10 @@ def read_tools(tools: list[Any]) -> Offer:
 
 
 def choose(offer: Offer, wanted: Any) -> ToolSelection:
-    """Read `tool_choice`. Of `allowed_tools` only those are shown to the model that it may call: chat has no other way.
+    """Read `tool_choice`. For `allowed_tools` only the allowed tools are offered to the model, because chat has no equivalent.
 
     Raises:
-        HarnessError: it is malformed, or names what is not on offer.
+        HarnessError: it is malformed, or names a tool that is not offered.
     """
     mode = wanted
     shown = offer.functions
@@ -210,13 +210,13 @@ def choose(offer: Offer, wanted: Any) -> ToolSelection:
         raise HarnessError("'tool_choice' must be 'auto', 'none', 'required' or an object", param="tool_choice")
     if not shown:
         if mode == "required":
-            raise HarnessError("'tool_choice' is 'required', but no tool is on offer that the model can call", param="tool_choice")
+            raise HarnessError("'tool_choice' is 'required', but no tool is offered that the model can call", param="tool_choice")
         return ToolSelection()
     return ToolSelection(shown, mode if mode != "auto" else None)
 
 
 def _chosen(offer: Offer, entry: Any) -> str:
-    """The flat name of a tool that is referred to."""
+    """Return the flat name of a tool reference."""
     kind = entry.get("type") if isinstance(entry, dict) else entry
     if not isinstance(entry, dict) or not isinstance(kind, str) or kind not in {"function", "custom"}:
         raise HarnessError(f"'tool_choice': tools of type {kind!r} cannot be chosen here", param="tool_choice")
@@ -255,19 +255,19 @@ def _function(name: str, tool: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 Item = tuple[bytes, Any]
-"""An item's JSON, `b""` where nobody keeps it, and the same decoded."""
+"""An item's JSON, `b""` if it is not stored, and its decoded form."""
 INLINE = "rst"
-"""What the id of a reasoning item begins with that stood in the text (`dialects.thinking`)."""
+"""Prefix of the id of a reasoning item whose thinking was in the text (`dialects.thinking`)."""
 _ITEM_ID = re.compile(r"(rs|rst|msg|fc|ctc)_([0-9a-f]{32})_\d+")
 
 
-def item_id(prefix: str, handle: str, place: int) -> str:
-    """Name an output item: its kind's prefix, the call's handle, its place in the output."""
-    return f"{prefix}_{handle}_{place}"
+def item_id(prefix: str, handle: str, index: int) -> str:
+    """Make the id of an output item: the prefix of its kind, the call's handle, its index in the output."""
+    return f"{prefix}_{handle}_{index}"
 
 
 def handle_of(item: Mapping[str, Any]) -> str:
-    """Find our handle in an item; `""` if it has none."""
+    """Find the handle in an item; `""` if it has none."""
     sealed, _ = read_signature(item.get("encrypted_content"))
     ours = None if sealed else own_id(item)
     return ours[2] if ours is not None else sealed
@@ -280,5 +280,5 @@ def own_id(item: Mapping[str, Any]) -> re.Match[str] | None:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Name a function of a namespace as the model is shown it (as vLLM 0.32 does)."""
+    """Make the flat name of a function in a namespace, as vLLM 0.32 does."""
     return f"{namespace}__{name}" if namespace else name
