@@ -90,7 +90,7 @@ class _Session:
 
 
 class MemoryStore:
-    """Sessions in this process's memory. They are lost when the process ends.
+    """Sessions in this process's memory. They are lost when the process ends. `Store` documents the methods.
 
     Args:
         ttl_seconds: delete a session that has not been used for this long.
@@ -112,23 +112,21 @@ class MemoryStore:
         self._engines: dict[tuple[str, str], EngineEntry] = {}
 
     async def open(self) -> None:
-        """See `Store.open`."""
+        pass
 
     async def close(self) -> None:
-        """See `Store.close`."""
+        pass
 
     async def ping(self) -> None:
-        """See `Store.ping`."""
+        pass
 
     async def secret(self, known: bytes = b"") -> bytes:
-        """See `Store.secret`."""
         self._secret = self._secret or known or secrets.token_bytes(32)
         return self._secret
 
     async def begin(
         self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", replica: str = "", join: Join = "never"
     ) -> BeginResult:
-        """See `Store.begin`."""
         held = self._sessions.get(session)
         if held is None:
             if session in self._tombstones:
@@ -151,7 +149,6 @@ class MemoryStore:
         return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, held.created)
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
-        """See `Store.mark_orphaned`."""
         held = self._use(session)
         if held is None or call not in held.calls:
             return False
@@ -160,27 +157,22 @@ class MemoryStore:
         return wanted
 
     async def mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
-        """See `Store.mark_wanted`."""
         held = self._use(session)
         if held is not None and call in held.calls:
             flag = {"given_up": True} if given_up else {"wanted": True}
             held.calls[call] = msgspec.structs.replace(held.calls[call], **flag)
 
     async def heartbeat(self, replica: str, seconds: float) -> None:
-        """See `Store.heartbeat`."""
         self._alive_until[replica] = time.monotonic() + seconds
 
     async def live_replicas(self, replicas: Sequence[str]) -> set[str]:
-        """See `Store.live_replicas`."""
         return {replica for replica in replicas if self._alive_until.get(replica, 0.0) > time.monotonic()}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
-        """See `Store.find`."""
         held = self._sessions.get(session)
         return [held.hits(key) if held else [] for key in keys]
 
     async def prefix(self, session: str, turn: str) -> Prefix:
-        """See `Store.prefix`."""
         held = self._sessions[session]
         line: dict[str, tuple[Turn, Tokens]] = {}
         at: str | None = turn
@@ -200,7 +192,6 @@ class MemoryStore:
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """See `Store.commit`."""
         held = self._use_epoch(session, epoch)
         for entry in entries:
             held.add(entry)
@@ -209,11 +200,9 @@ class MemoryStore:
         held.end(call, incidents)
 
     async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
-        """See `Store.settle`."""
         self._use_epoch(session, epoch).end(call, incidents)
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
-        """See `Store.add_incidents`."""
         held = self._use(session)
         if held is None:
             if session in self._tombstones:
@@ -222,14 +211,12 @@ class MemoryStore:
         held.incidents += incidents
 
     async def sessions(self) -> AsyncIterator[SessionInfo]:
-        """See `Store.sessions`."""
         for name in list(self._sessions):
             info = await self.session(name)
             if info is not None:
                 yield info
 
     async def session(self, session: str) -> SessionInfo | None:
-        """See `Store.session`."""
         held = self._sessions.get(session)
         if held is None:
             return None
@@ -237,29 +224,24 @@ class MemoryStore:
         return SessionInfo(session, held.created, held.used, held.sealed, len(held.turns), calls, incidents)
 
     async def turns(self, session: str) -> list[Turn]:
-        """See `Store.turns`."""
         held = self._sessions.get(session)
         return [held.turn(name) for name in held.turns] if held else []
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
-        """See `Store.tokens`."""
         held = self._sessions[session]
         return {turn: held.tokens[turn] for turn in turns}
 
     async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
-        """See `Store.contexts`."""
         held = self._sessions[session]
         return {turn: held.contexts[turn] for turn in turns}
 
     async def seal(self, session: str) -> bool:
-        """See `Store.seal`."""
         held = self._use(session)
         if held is not None:
             held.sealed = True
         return held is not None
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
-        """See `Store.delete`."""
         known = self._sessions.pop(session, None) is not None
         if reuse:
             self._tombstones.pop(session, None)
@@ -268,44 +250,35 @@ class MemoryStore:
         return known
 
     async def lift_tombstone(self, session: str) -> None:
-        """See `Store.lift_tombstone`."""
         self._tombstones.pop(session, None)
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
-        """See `Store.documents`."""
         held = self._sessions.get(session)
         return [held.documents.get(name) if held else None for name in names]
 
     async def delete_document(self, session: str, name: str) -> bool:
-        """See `Store.delete_document`."""
         held = self._sessions.get(session)
         return held is not None and held.documents.pop(name, None) is not None
 
     async def bind_key(self, key: str, binding: Binding) -> None:
-        """See `Store.bind_key`."""
         self._bindings[key] = binding
 
     async def binding_of_key(self, key: str) -> Binding | None:
-        """See `Store.binding_of_key`."""
         binding = self._bindings.get(key)
         if binding is not None:
             self._bindings[key] = binding
         return binding
 
     async def unbind_key(self, key: str) -> bool:
-        """See `Store.unbind_key`."""
         return self._bindings.pop(key, None) is not None
 
     async def put_engine(self, entry: EngineEntry) -> None:
-        """See `Store.put_engine`."""
         self._engines[entry.url, entry.replica] = entry
 
     async def drop_engine(self, url: str, replica: str = "") -> None:
-        """See `Store.drop_engine`."""
         self._engines.pop((url, replica), None)
 
     async def engines(self) -> list[EngineEntry]:
-        """See `Store.engines`."""
         return list(self._engines.values())
 
     def _check_capacity(self) -> None:

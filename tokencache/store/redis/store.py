@@ -50,7 +50,7 @@ HASHES = {
 
 
 class RedisStore:
-    """Sessions in Redis 6.2 or newer, or Valkey; one server, Sentinels or a cluster.
+    """Sessions in Redis 6.2 or newer, or Valkey: one server, Sentinels or a cluster. `Store` documents the methods.
 
     Args:
         url: see `tokencache.store.redis.url`.
@@ -95,18 +95,15 @@ class RedisStore:
         )
 
     async def open(self) -> None:
-        """See `Store.open`."""
         await self.ping()
         await self._capacity.open()
 
     async def close(self) -> None:
-        """See `Store.close`."""
         await self._capacity.close()
         await self._client.close()
         await self._backend.close()
 
     async def ping(self) -> None:
-        """See `Store.ping`."""
         held = await self._client.call("ping", lambda _: self._send(scripts.CHECK_SCHEMA, [self._keys.schema], str(SCHEMA)))
         if held != str(SCHEMA).encode():
             raise StoreError(
@@ -115,7 +112,6 @@ class RedisStore:
             )
 
     async def secret(self, known: bytes = b"") -> bytes:
-        """See `Store.secret`."""
         made = known or secrets.token_bytes(32)
         held: bytes = await self._client.call("secret", lambda _: self._send(scripts.SET_ONCE, [self._keys.secret], made))
         return held
@@ -123,7 +119,6 @@ class RedisStore:
     async def begin(
         self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", replica: str = "", join: Join = "never"
     ) -> BeginResult:
-        """See `Store.begin`."""
         args: list[Argument] = [
             self._ttl,
             secrets.token_hex(8),
@@ -145,33 +140,27 @@ class RedisStore:
             return fields.unpack_begun(reply, len(keys))
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
-        """See `Store.mark_orphaned`."""
         return bool(await self._script("mark_orphaned", scripts.MARK_ORPHANED, [self._keys.session(session)], self._ttl, text(call)))
 
     async def mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
-        """See `Store.mark_wanted`."""
         flag = fields.GIVEN_UP if given_up else fields.WANTED
         await self._script("mark_wanted", scripts.MARK_WANTED, [self._keys.session(session)], self._ttl, text(call), flag)
 
     async def heartbeat(self, replica: str, seconds: float) -> None:
-        """See `Store.heartbeat`."""
         await self._command("heartbeat", "SET", self._keys.replica(replica), b"1", "PX", max(1, int(seconds * 1000)))
 
     async def live_replicas(self, replicas: Sequence[str]) -> set[str]:
-        """See `Store.live_replicas`."""
         if not replicas:
             return set()
         held = await self._command("live_replicas", "MGET", *map(self._keys.replica, replicas))
         return {replica for replica, heartbeat in zip(replicas, held, strict=True) if heartbeat is not None}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
-        """See `Store.find`."""
         reply = await self._script("find", scripts.FIND, [self._keys.session(session)], *pack_keys(keys))
         with decoding(session):
             return fields.unpack_hits(reply, len(keys))
 
     async def prefix(self, session: str, turn: str) -> Prefix:
-        """See `Store.prefix`."""
         reply = await self._script("prefix", scripts.PREFIX, [self._keys.session(session)], turn_field(turn))
         with decoding(session):
             return fields.unpack_prefix(turn, reply)
@@ -186,18 +175,15 @@ class RedisStore:
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """See `Store.commit`."""
         stored = chain.from_iterable((document_field(name), data) for name, data in documents.items())
         sampled = sum(entry.turn.completion_tokens for entry in entries)
         packed = [sampled, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *stored]
         await self._end("commit", session, epoch, call, [*packed, *map(pack, incidents)])
 
     async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
-        """See `Store.settle`."""
         await self._end("settle", session, epoch, call, [0, 0, 0, *map(pack, incidents)])
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
-        """See `Store.add_incidents`."""
         head: list[Argument] = [self._ttl, secrets.token_hex(8)]
         tail: list[Argument] = [secrets.token_hex(4), *map(pack, incidents)]
         await self._client.call(
@@ -205,7 +191,6 @@ class RedisStore:
         )
 
     async def sessions(self) -> AsyncIterator[SessionInfo]:
-        """See `Store.sessions`."""
         seen: set[bytes] = set()  # SCAN may return a key twice
         for run in await self._client.call("sessions", lambda _: self._backend.primaries()):
             cursor = 0
@@ -221,7 +206,6 @@ class RedisStore:
                     break
 
     async def session(self, session: str) -> SessionInfo | None:
-        """See `Store.session`."""
         reply = await self._script("session", scripts.SESSION, [self._keys.session(session)])
         if not reply:
             return None
@@ -231,13 +215,11 @@ class RedisStore:
             return SessionInfo(session, float(created), float(used), sealed is not None, int(turns or 0), open_calls, found)
 
     async def turns(self, session: str) -> list[Turn]:
-        """See `Store.turns`."""
         reply = await self._script("turns", scripts.TURNS, [self._keys.session(session)])
         with decoding(session):
             return [unpack(head[1:], Turn) for head in reply]
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
-        """See `Store.tokens`."""
         reply = await self._script("tokens", scripts.TOKENS, [self._keys.session(session)], *map(turn_field, turns))
         if len(reply) < 2 * len(turns):
             raise KeyError(turns[len(reply) // 2])
@@ -245,61 +227,49 @@ class RedisStore:
             return {turn: unpack_tokens(reply[2 * n], reply[2 * n + 1]).tokens for n, turn in enumerate(turns)}
 
     async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
-        """See `Store.contexts`."""
         reply = await self._script("contexts", scripts.CONTEXTS, [self._keys.session(session)], *map(turn_field, turns))
         if len(reply) < len(turns):
             raise KeyError(turns[len(reply)])
         return dict(zip(turns, reply, strict=True))
 
     async def seal(self, session: str) -> bool:
-        """See `Store.seal`."""
         return bool(await self._script("seal", scripts.SEAL, [self._keys.session(session)], self._ttl))
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
-        """See `Store.delete`."""
         tombstone = 0 if reuse else self._tombstone
         return bool(await self._script("delete", scripts.DELETE, [self._keys.session(session)], tombstone, repeatable=False))
 
     async def lift_tombstone(self, session: str) -> None:
-        """See `Store.lift_tombstone`."""
         await self._script("lift_tombstone", scripts.LIFT_TOMBSTONE, [self._keys.session(session)])
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
-        """See `Store.documents`."""
         if not names:
             return []
         reply = await self._script("documents", scripts.DOCUMENTS, [self._keys.session(session)], *map(document_field, names))
         return list(reply) or [None] * len(names)
 
     async def delete_document(self, session: str, name: str) -> bool:
-        """See `Store.delete_document`."""
         keys = [self._keys.session(session)]
         return bool(await self._script("delete_document", scripts.DELETE_DOCUMENT, keys, document_field(name), repeatable=False))
 
     async def bind_key(self, key: str, binding: Binding) -> None:
-        """See `Store.bind_key`."""
         await self._command("bind_key", "SET", self._keys.binding(key), pack(binding), "PX", self._ttl)
 
     async def binding_of_key(self, key: str) -> Binding | None:
-        """See `Store.binding_of_key`."""
         held = await self._command("binding_of_key", "GETEX", self._keys.binding(key), "PX", self._ttl)
         with decoding(key):
             return None if held is None else unpack(held, Binding)
 
     async def unbind_key(self, key: str) -> bool:
-        """See `Store.unbind_key`."""
         return bool(await self._command("unbind_key", "UNLINK", self._keys.binding(key), repeatable=False))
 
     async def put_engine(self, entry: EngineEntry) -> None:
-        """See `Store.put_engine`."""
         await self._command("put_engine", "HSET", self._keys.engines, fields.engine_field(entry.url, entry.replica), pack(entry))
 
     async def drop_engine(self, url: str, replica: str = "") -> None:
-        """See `Store.drop_engine`."""
         await self._command("drop_engine", "HDEL", self._keys.engines, fields.engine_field(url, replica))
 
     async def engines(self) -> list[EngineEntry]:
-        """See `Store.engines`."""
         held = await self._command("engines", "HVALS", self._keys.engines)
         with decoding("engines"):
             return [unpack(entry, EngineEntry) for entry in held]
