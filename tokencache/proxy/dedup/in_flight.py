@@ -29,21 +29,14 @@ from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import Turn
-from tokencache.errors import EngineError, HarnessError
+from tokencache.errors import TokencacheError
 from tokencache.proxy.call import CallAttempt, CallRequest, Opening, Services
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
-from tokencache.proxy.dedup.replay import can_be_replayed, claim, is_due, refused_second_sample, send_again, whole_reply_of
+from tokencache.proxy.dedup.replay import claim, is_due, refused_second_sample, send_again, whole_reply_of
 from tokencache.proxy.engine_retry import MAX_RESAMPLES, pause_before_resample
 from tokencache.proxy.ledger import SampledCounter
-from tokencache.store.base import (
-    Join,
-    OpenCall,
-    SessionDeletedError,
-    SessionGoneError,
-    SessionSealedError,
-    StoreError,
-    StoreFullError,
-)
+from tokencache.proxy.response import Response
+from tokencache.store.base import Join, OpenCall, SessionGoneError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +44,9 @@ HEARTBEAT_SECONDS, LIVE_SECONDS = 3.0, 10.0
 """How often a replica writes its heartbeat, and for how long that is valid."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two looks at a call that another replica serves."""
-
-_EXPECTED = (EngineError, HarnessError, SessionDeletedError, SessionSealedError, StoreError, StoreFullError)
-"""Errors for which a client would get an answer."""
+_NOT_RECORDED = ("prompt_logprobs", "echo", "return_weight_versions", "return_prompt_text")
+"""Members of a request that ask for something which is not recorded with a turn."""
+_OFF = frozenset({b"null", b"false"})
 _Task = asyncio.Task[web.StreamResponse | Opening | None]
 
 
@@ -87,7 +80,7 @@ class CallsInFlight:
         Raises:
             EngineError: and what else `CallAttempt.open` and `CallAttempt.run` raise.
         """
-        replayable = bool(fingerprint.digest) and can_be_replayed(asked.response)
+        replayable = bool(fingerprint.digest) and _can_be_replayed(asked.response)
         join: Join = fingerprint.join if replayable else "never"
         resamples = 0
         while True:
@@ -308,5 +301,12 @@ class CallsInFlight:
 async def _log_failure(task: _Task) -> None:
     """Wait for a task that has no client any more, and log an unexpected failure; its call is recorded either way."""
     await asyncio.wait({task})
-    if not task.cancelled() and (why := task.exception()) is not None and not isinstance(why, _EXPECTED):
+    if not task.cancelled() and (why := task.exception()) is not None and not isinstance(why, TokencacheError):
         log.error("a call without a client failed", exc_info=why)
+
+
+def _can_be_replayed(response: Response) -> bool:
+    """Whether everything that the client asks for is recorded with a turn."""
+    chat = response.chat
+    more = any(bytes(chat.fields[name]) not in _OFF for name in _NOT_RECORDED if name in chat.fields)
+    return not (chat.shows_ids or chat.shows_logprobs or response.exchange.token_ids or more)

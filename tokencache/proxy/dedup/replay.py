@@ -24,15 +24,6 @@ from tokencache.proxy.response import Response
 from tokencache.store.base import Store, StoreError
 
 _NOT_WHOLE = frozenset({ABORTED, BROKE, DROPPED, TurnMark.ENGINE_ERROR})
-_NOT_RECORDED = ("prompt_logprobs", "echo", "return_weight_versions", "return_prompt_text")
-_OFF = frozenset({b"null", b"false"})
-
-
-def can_be_replayed(response: Response) -> bool:
-    """Whether everything that the client asks for is recorded with a turn."""
-    chat = response.chat
-    more = any(bytes(chat.fields[name]) not in _OFF for name in _NOT_RECORDED if name in chat.fields)
-    return not (chat.shows_ids or chat.shows_logprobs or response.exchange.token_ids or more)
 
 
 def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
