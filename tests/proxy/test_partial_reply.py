@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokencache.core import ids
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import DeliveredPrefix
-from tokencache.proxy.partial_reply import kept
+from tokencache.proxy.partial_reply import delivered_tokens
 
 TURN = Turn(id="t", call="c", match="root")
 STOP = 999
@@ -20,7 +20,7 @@ async def told(pieces, text, first, begun, after):
         return b"".join(pieces[n] if n != STOP else b"<stop>" for n in ids.unpack(packed)).decode(errors="replace")
 
     completion = ids.pack(n if piece != b"<stop>" else STOP for n, piece in enumerate(pieces))
-    return await kept(DeliveredPrefix(TURN, text, first, begun, after, ()), completion, {STOP}, read)
+    return await delivered_tokens(DeliveredPrefix(TURN, text, first, begun, after, ()), completion, {STOP}, read)
 
 
 THOUGHT = [b"<think>", b"hm", b"</think>"]

@@ -1,8 +1,9 @@
-"""Interrupts: how many tokens of an aborted turn spell what its harness had heard.
+"""Finds how many tokens of an interrupted reply its client had received.
 
-The core says which characters came back (`core.interrupt`). That a token ends where they end is proven with the engine's
-own `/detokenize`: the tokens up to there, read as text, are the tokens before the text, and then the text, and nothing
-else. Where a character, or a piece of text that a parser held back, ends within a token, there is no such place.
+A client that leaves within a reply later sends back the text that it has. The core finds which characters these are
+(`core.verdict.DeliveredPrefix`). That a token ends where they end is proven with the engine's own `/detokenize`: the tokens up to there
+read as the tokens before the text, followed by the text. There is no such token if a character, or a piece of text that a parser held
+back, ends within one.
 """
 
 from collections.abc import Awaitable, Callable
@@ -11,21 +12,25 @@ from collections.abc import Set as AbstractSet
 from tokencache.core import ids
 from tokencache.core.verdict import DeliveredPrefix
 
-Read = Callable[[bytes], Awaitable[str]]
-
 HELD_BACK = 4
-"""So many tokens a parser may have held back when the last text was delivered."""
+"""Tokens that a parser may have held back when the last text was delivered."""
 _AROUND = 3
-"""So many tokens around the place that lengths point to are looked at: a piece of a character may read as more than the whole."""
+"""Tokens tried on each side of the place that the lengths point to: part of a character may read as more characters than the whole."""
 
 
-async def kept(heard: DeliveredPrefix, completion: bytes, stop_ids: AbstractSet[int], read: Read) -> int | None:
-    """Find how many tokens of a packed completion the harness has heard; `None` if that cannot be proven.
+async def delivered_tokens(
+    delivered: DeliveredPrefix, completion: bytes, stop_ids: AbstractSet[int], read: Callable[[bytes], Awaitable[str]]
+) -> int | None:
+    """Return how many tokens of a completion were delivered; `None` if that cannot be proven.
 
-    `read` reads packed ids as text. A stop id right behind a text that was heard to its end belongs to it.
+    Args:
+        delivered: the text that came back, and where it can be.
+        completion: packed ids.
+        stop_ids: the model's stop ids. One that directly follows a text which was delivered to its end belongs to it.
+        read: reads packed ids as text.
 
     Raises:
-        RenderError: the engine cannot say.
+        RenderError: the engine cannot read its ids.
     """
     known: dict[int, str] = {}
 
@@ -34,25 +39,25 @@ async def kept(heard: DeliveredPrefix, completion: bytes, stop_ids: AbstractSet[
             known[n] = await read(ids.head(completion, n)) if n else ""
         return known[n]
 
-    async def begins(said: str) -> bool:
-        """Whether a token begins where the text does, if this is all that was said up to its end.
+    async def starts_at_token(whole: str) -> bool:
+        """Whether a token starts where the text starts, if `whole` is the text of all tokens up to its end.
 
-        So many tokens may have come in the event in which it began that not each of them can be tried: where the text
-        before it has the right length is found by halving.
+        The event with its start may hold too many tokens to try each, so the place where the text before it has the right length is found
+        by bisection.
         """
-        before = len(said) - len(heard.text)
-        low, high = heard.first, heard.begun
+        before = len(whole) - len(delivered.text)
+        low, high = delivered.first, delivered.begun
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if len(await text(middle)) < before else (low, middle)
-        near = range(max(heard.first, low - _AROUND), min(heard.begun, low + _AROUND + 1))
-        return any([await text(first) == said[:before] for first in near])
+        near = range(max(delivered.first, low - _AROUND), min(delivered.begun, low + _AROUND + 1))
+        return any([await text(first) == whole[:before] for first in near])
 
     found: dict[str, int] = {}
-    for n in range(heard.after, max(heard.first, heard.after - HELD_BACK - 1), -1):
-        said = await text(n)
-        if said not in found and said.endswith(heard.text) and await begins(said):
-            found[said] = n
+    for n in range(delivered.after, max(delivered.first, delivered.after - HELD_BACK - 1), -1):
+        whole = await text(n)
+        if whole not in found and whole.endswith(delivered.text) and await starts_at_token(whole):
+            found[whole] = n
     if len(found) != 1:
         return None
     (n,) = found.values()

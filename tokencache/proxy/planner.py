@@ -331,7 +331,9 @@ class _Planning:
         prefix = (await self._prefixes.get(self._session, turn.id)).prefix.ids
         completion = ids.tail(prefix, turn.prompt_tokens)
         model = self._model
-        n = await partial_reply.kept(delivered, completion, model.stop_ids, lambda packed: model.renderer.read(self._call.model, packed))
+        n = await partial_reply.delivered_tokens(
+            delivered, completion, model.stop_ids, lambda packed: model.renderer.read(self._call.model, packed)
+        )
         return ids.head(prefix, turn.prompt_tokens + n) if n is not None else None
 
     async def _without(self, turn: Turn, known: _Known) -> Match:

@@ -1,14 +1,13 @@
-"""Intake: a request's body, as far as it is taken in.
+"""Reads the body of a request, and refuses one that would cost the other calls too much.
 
-A body is refused, in words, that is
+A body is refused, with a message that says why, if it
 
-    too slow            slower than `PACE` bytes a second after `PATIENCE` seconds, or it would hold memory and a socket for ever (408);
-                        only time spent waiting for the sender counts, never what an engine takes to read
-    compressed          a few kilobytes can hold gigabytes, and no harness is known to send one to an engine that would take it (415)
-    too many values     every call of every session waits while one body is read. Bytes cost little, values do: a million messages take
-                        longer to read than the longest history that a model can take has (413)
-
-and one that is larger than `--max-body` (413).
+- arrives too slowly (408): below `MIN_RATE` bytes a second after `GRACE_SECONDS`. It would hold memory and a socket for ever. Only time
+  spent waiting for the client counts, not time that an engine takes to read;
+- is compressed (415): a few kilobytes can hold gigabytes, and no harness is known to send a compressed body that an engine would accept;
+- has too many values (413): all calls wait while one body is parsed. Bytes cost little, values do: a million messages take longer to
+  parse than the longest history that fits a model;
+- is larger than `--max-body` (413).
 """
 
 import asyncio
@@ -21,24 +20,25 @@ from aiohttp.client_exceptions import ClientPayloadError
 
 from tokencache.errors import HarnessError
 
-PATIENCE, PACE = 60.0, 500
-"""Seconds that a sender may be silent at least; bytes that it has to send for each second more."""
+GRACE_SECONDS, MIN_RATE = 60.0, 500
+"""Seconds for which a client may send nothing; bytes that it must send for each further second."""
 MOST_OBJECTS, MOST_VALUES = 100_000, 1_000_000
 """JSON objects, and values in lists and objects. A turn of an agent with one tool call is about eight objects."""
 _SMALL = 3 * MOST_OBJECTS
-"""Bytes; a shorter body cannot have that many: an object is two, and something between it and the next."""
+"""Bytes. A shorter body cannot have that many objects: each takes two bytes, and one before the next."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""A text, or the rest where one has no end: it must never be looked for again from its middle."""
-_AT_ONCE = 2000
+"""A string, or the rest of the body if a string has no end: the search must never start again within one."""
+_BETWEEN_PAUSES = 2000
+"""Strings that are skipped before other calls get their turn."""
 _TOO_SLOW, _TOO_LARGE, _UNSUPPORTED = 408, 413, 415
 
 
 KEPT = web.RequestKey("kept", bytes)
-"""The body of a request that was read before its session was known; it takes the place of what came over the connection."""
+"""The body of a request that was read before its session was known. It is used instead of the one on the connection."""
 
 
 async def body_of(request: web.Request) -> bytes:
-    """Read the whole body of a request that we read ourselves.
+    """Read the whole body of a request.
 
     Raises:
         HarnessError: it is refused.
@@ -48,7 +48,7 @@ async def body_of(request: web.Request) -> bytes:
         return request[KEPT]
     coding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if coding not in {"identity", ""}:
-        raise HarnessError(f"the request's body is compressed ({coding[:40]}): send it as it is", status=_UNSUPPORTED)
+        raise HarnessError(f"the request's body is compressed ({coding[:40]}): send it uncompressed", status=_UNSUPPORTED)
     try:
         body = await _whole(request)
     except (web.RequestPayloadError, ClientPayloadError) as why:
@@ -58,10 +58,10 @@ async def body_of(request: web.Request) -> bytes:
 
 
 async def _whole(request: web.Request) -> bytes:
-    """Not by `request.read()`: it copies a body twice."""
+    """Read a body; `request.read()` would copy it twice."""
     content, most = request.content, request.client_max_size
     if content.is_eof():
-        body = content.read_nowait()  # mostly one chunk, and no copy
+        body = content.read_nowait()  # usually one chunk, and no copy
     else:
         chunks = []
         async with aclosing(arriving(request)) as coming:
@@ -76,10 +76,10 @@ async def _whole(request: web.Request) -> bytes:
 
 
 async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
-    """Give out a body as it comes, for who passes it on.
+    """Yield a body as it arrives.
 
     Raises:
-        HarnessError: it comes too slowly.
+        HarnessError: it arrives too slowly.
     """
     loop, content, waited = asyncio.get_running_loop(), request.content, 0.0
     while True:
@@ -96,31 +96,31 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
 
 
 def _allowed(received: int) -> float:
-    return PATIENCE + received / PACE
+    return GRACE_SECONDS + received / MIN_RATE
 
 
 def _slow(received: int) -> HarnessError:
-    return HarnessError(f"the request's body comes too slowly: {received} bytes until now", status=_TOO_SLOW)
+    return HarnessError(f"the request's body arrives too slowly: {received} bytes so far", status=_TOO_SLOW)
 
 
 async def check_values(body: bytes) -> None:
-    """Refuse JSON of too many values. One that may have them is counted a piece at a time, so that others get their turn.
+    """Refuse JSON with too many values. A body that may have them is counted in pieces, so that other calls get their turn.
 
     Raises:
-        HarnessError: it has.
+        HarnessError: it has too many.
     """
     if len(body) < _SMALL:
         return
     if body.count(b"{") <= MOST_OBJECTS and (len(body) <= MOST_VALUES or body.count(b",") + body.count(b"[") <= MOST_VALUES):
         return
     objects = values = at = 0
-    for place, text in enumerate(_STRING.finditer(body)):  # what stands in a text is no structure
+    for place, text in enumerate(_STRING.finditer(body)):  # brackets and commas within a string do not count
         objects += body.count(b"{", at, text.start())
         values += body.count(b",", at, text.start()) + body.count(b"[", at, text.start())
         at = text.end()
         if objects > MOST_OBJECTS or values > MOST_VALUES:
             break
-        if place % _AT_ONCE == 0:
+        if place % _BETWEEN_PAUSES == 0:
             await asyncio.sleep(0)
     objects += body.count(b"{", at)
     values += body.count(b",", at) + body.count(b"[", at)

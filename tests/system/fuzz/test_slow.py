@@ -9,14 +9,14 @@ import pytest
 from tests.proxy.kit import proxied
 from tests.proxy.raw import read_message
 from tests.system.fuzz.kit import ASK, PATIENCE, Strict, answers, request
-from tokencache.proxy import request_body as intake
+from tokencache.proxy import request_body
 from tokencache.server import http_guard
 
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
     monkeypatch.setattr(http_guard, "HEAD_SECONDS", 0.05)
-    monkeypatch.setattr(intake, "PATIENCE", 0.05)
+    monkeypatch.setattr(request_body, "GRACE_SECONDS", 0.05)
 
 
 async def connected(url):
