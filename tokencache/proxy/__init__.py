@@ -1,24 +1,24 @@
-"""Serves model calls: finds the session, plans the exact prompt, sends it to an engine, records the turn, and answers the client.
+"""Serves the requests of sessions: plans exact prompts, sends them to an engine, returns the replies, and records the turns.
 
-A call passes these modules in this order:
+In the order of a call:
 
-===================  ==============================================================================================
 `sessions`           finds the session that a request belongs to
-`endpoints`          serves the requests of sessions, by route
-`request_body`       reads a request's body, within limits
-`harness_profile`    knows which rules apply to a harness, and its names for models
-`dedup/`             makes each call once, although clients retry
-`call`               runs one call, as a state machine with one table of transitions
-`planner`            makes the exact prompt, or says why the engine must render
-`client_ids`         checks token ids that a client sends back
-`partial_reply`      finds how much of an interrupted reply its client had received
-`prefix_cache`       keeps recent prefixes in memory
-`engine_retry`       lets a call wait while no engine takes it
+`harness_profile`    knows the harnesses: which rules apply to each, and which model names it uses
+`request_body`       reads a request's body within its limits
+`endpoints`          the routes within a session: model calls, token counts, lists of models
+`dedup`              makes a call once although its client retries it
+`call`               one model call as a state machine
+`planner`            plans the exact prompt: prefix and tail, or the engine's own rendering and why
+`prefix_cache`       the ids of recent turns in memory
+`client_ids`         token ids that clients send back
+`partial_reply`      how much of an aborted reply the client received
+`engine_retry`       tries other engines, or waits for one
 `response`           sends the reply to the client
-`generated_replies`  writes the replies that no engine made
-`recorder`           makes turns of a reply
-`routed_experts`     keeps routed experts in files
-`ledger`             writes to the store, and keeps what could not be written
-`passthrough`        passes all other requests on, byte for byte
-===================  ==============================================================================================
+`generated_replies`  replies without an engine: for a used-up budget, and for a prompt that is too long
+`recorder`           makes turns from a reply
+`routed_experts`     writes routed experts to files
+`ledger`             begins and ends calls in the store, also when the store fails
+`passthrough`        passes on every other request byte for byte
+
+A request without a session goes to `passthrough`, unchanged.
 """
