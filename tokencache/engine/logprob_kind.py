@@ -54,22 +54,6 @@ class _Token(msgspec.Struct):
     top_logprobs: list[_Alternative] = []
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Body(msgspec.Struct):
-    choices: list[_Choice] = []
-
-
-_BODY = msgspec.json.Decoder(_Body)
-
-
 async def find_logprob_kind(ask: AskChat, model: str, messages: Raw, tokens: tuple[int, int]) -> Finding:
     """Identify an engine's log probabilities; `tokens` are two ids of its vocabulary, of any meaning."""
     values = []
@@ -93,11 +77,11 @@ async def _under_mask(ask: AskChat, model: str, messages: Raw, token: int) -> _T
         "return_token_ids": True,
     }
     try:
-        choice = _BODY.decode((await ask(body)).body).choices[0]
-    except (EngineError, ValueError, IndexError):
+        choice = (await ask(body)).json()["choices"][0]
+        found = msgspec.convert(choice["logprobs"]["content"][0], _Token)
+    except (EngineError, ValueError, LookupError, TypeError):
         return None
-    content = choice.logprobs.content if choice.logprobs is not None else None
-    return content[0] if choice.token_ids == [token] and content else None  # an ignored mask proves nothing
+    return found if choice.get("token_ids") == [token] else None  # an ignored mask proves nothing
 
 
 def judge(values: "list[_Token]") -> Finding:

@@ -127,19 +127,11 @@ class ProbeRequests:
         self.unanswered: EngineError | None = None
 
     async def get(self, path: str) -> EngineResponse:
-        """Get and read the complete answer.
-
-        Raises:
-            EngineError: a request was not answered.
-        """
+        """See `Upstream.get`."""
         return await self._answered(partial(self._upstream.get, path))
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
-        """Post JSON and read the complete answer.
-
-        Raises:
-            EngineError: a request was not answered.
-        """
+        """See `Upstream.post`."""
         return await self._answered(partial(self._upstream.post, path, body, headers))
 
     async def _answered(self, send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:
