@@ -1,4 +1,4 @@
-"""Ids that a client sends back and that are not recorded here: what is proven is what the template renders, on every kind of template."""
+"""Token ids from clients that are not recorded: what is proven equals the template's rendering, for every kind of template."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def played(template, seeds, mutants=()):
 
 
 @pytest.mark.parametrize("template", ALL_KINDS)
-async def test_what_is_proven_is_these_messages(template):
+async def test_proven_ids_are_the_ids_of_these_messages(template):
     seen = await played(template, range(4), MUTANTS)
     assert seen["", "client-ids"] == (0 if template in NEVER_PROVEN else 4)
     for how in ("prompt", "words", "question", "older words"):
@@ -110,13 +110,13 @@ async def test_what_is_proven_is_these_messages(template):
     assert seen["generation", "client-ids"] < 4, "what changes in a reasoning that did not come back cannot be seen"
 
 
-async def test_the_check_convicts_a_proof_that_does_not_read(monkeypatch):
+async def test_the_check_finds_a_proof_that_does_not_compare_the_words(monkeypatch):
     monkeypatch.setattr(client_ids, "_same_words", lambda *_: True)
     with pytest.raises(UnprovenError, match="says something else"):
         await played("Qwen2.5", range(4), MUTANTS)
 
 
-async def test_the_check_convicts_a_proof_that_trusts_the_client_s_prompt(monkeypatch):
+async def test_the_check_finds_a_proof_that_trusts_the_clients_prompt(monkeypatch):
     def trusting(pieces, openers, replies, stop_ids):
         return fill([ids.pack(sent["prompt_token_ids"])[: -len(openers[0])], pieces[-1]], openers[-1:], replies[-1:], stop_ids)
 
@@ -157,11 +157,11 @@ CALLS = (ToolCall("a", "bash", '{"cmd": "ls", "n": 5}'),)
         ("{{{{{", "{{{{{", Message("assistant", "{{{{{", calls=CALLS), True),
     ],
 )  # fmt: skip
-def test_a_sampled_text_is_its_message_or_not(sampled, written, message, same):
+def test_a_sampled_text_is_compared_with_its_message(sampled, written, message, same):
     assert _same_words(sampled, written, message) is same
 
 
-def test_what_stands_between_the_pieces_of_a_rendering():
+def test_texts_between_the_pieces_of_a_rendering():
     assert _between("[a]one[b]two[c]", ["[a]", "[b]", "[c]"]) == ["one", "two"]
     for rendered in ("one[b]two[c]", "[a]one two[c]", "[a]one[b]two", "[a[c]"):
         with pytest.raises(TailRefusedError):

@@ -1,4 +1,4 @@
-"""What a turn had been asked is kept with it: whole, once, in the form of chat completions."""
+"""A turn's request is stored with it: complete, once, and in the format of chat completions."""
 
 import json
 
@@ -28,7 +28,7 @@ async def contexts(store, session="s"):
     ]
 
 
-async def test_a_conversation_is_kept_once_and_found_whole():
+async def test_a_conversation_is_stored_once_and_read_complete():
     store, asked = MemoryStore(), []
     async with proxied(store=store) as rig:
         messages = [user("EPISODE:demo go")]
@@ -63,7 +63,7 @@ async def test_an_edited_history_shares_its_beginning():
     assert [turn.match for turn in await store.turns("s")] == ["root", "continue", "resplice"]
 
 
-def test_media_stay_out_of_the_store():
+def test_media_are_not_stored():
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "look"}, picture]}]}
     call = read_chat(json.dumps(body).encode(), IncrementalParser())

@@ -1,4 +1,4 @@
-"""What changes between two calls and no template shows: proven by rendering, the prompt goes on from the exact ids all the same."""
+"""Changes between two calls that the template does not show: proven by rendering, the prompt continues from the exact ids."""
 
 import pytest
 
@@ -38,7 +38,7 @@ async def test_template_arguments_without_effect_lose_nothing(rig, first, then):
     assert len(exported["sequences"]) == 1
 
 
-async def test_what_follows_goes_on_without_a_rendering_of_everything(rig):
+async def test_the_next_call_needs_no_full_rendering(rig):
     history = await two_turns(rig)
     for _ in range(2):
         said = await rig.say("s", history, tools=TOOLS, reasoning_effort="high")
@@ -67,7 +67,7 @@ async def test_white_space_that_the_template_shows_is_another_context(rig, quest
     await rig.check()
 
 
-async def test_other_reasoning_beside_an_older_reply_is_not_covered_up(rig):
+async def test_other_reasoning_in_an_older_reply_is_not_hidden(rig):
     """The reply stands as the harness has it now; the one after it is still the model's."""
     history = await two_turns(rig)
     edited = [*history[:2], {**history[2], "reasoning": "I never thought so."}, *history[3:]]
@@ -77,7 +77,7 @@ async def test_other_reasoning_beside_an_older_reply_is_not_covered_up(rig):
     await rig.check()
 
 
-async def test_the_reasoning_of_the_harnesss_own_example_is_context(rig):
+async def test_the_reasoning_of_the_clients_own_example_is_context(rig):
     example = [user("Like this?"), {"role": "assistant", "content": "Like this.", "reasoning": "An example."}]
     history = [SYSTEM, *example, user("EPISODE:demo")]
     said = await rig.say("s", history, tools=TOOLS)
@@ -91,7 +91,7 @@ async def test_the_reasoning_of_the_harnesss_own_example_is_context(rig):
     await rig.check()
 
 
-async def test_one_odd_conversation_does_not_cost_other_sessions_their_prefixes(rig):
+async def test_one_unusual_conversation_does_not_affect_other_sessions(rig):
     """A developer's message and a later system message become one in front: that is this conversation's, not the shape's."""
     odd = [{"role": "developer", "content": "You lead."}, user("EPISODE:talk")]
     said = await rig.say("odd", odd)

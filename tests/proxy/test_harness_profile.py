@@ -1,4 +1,4 @@
-"""Who is speaking, and by which name the model goes: said by key, path, header or User-Agent, and what comes of it."""
+"""The harness of a request and its model aliases: named by key, path, header or User-Agent, and the rules that follow."""
 
 import json
 
@@ -22,7 +22,7 @@ async def post(rig, path, body, **headers):
         return answer.status, json.loads(await answer.text())
 
 
-def test_what_an_adapter_vouches_for_is_forgiven_in_its_harness_only():
+def test_harness_specific_rules_apply_to_their_harness_only():
     habits = HarnessProfiles(load_all(), off=["cd-prefix"])
     assert habits.leniency("") == Leniency(frozenset({"cd-prefix"}))
     claude = habits.leniency("claude-code")
@@ -46,7 +46,7 @@ async def test_an_unknown_harness_is_a_400(rig):
     assert (await post(rig, KEYS, {"session": "r1", "harness": "nobody"}))[0] == 400
 
 
-async def test_a_key_says_who_speaks_and_what_its_models_are(rig):
+async def test_a_key_names_the_harness_and_its_models(rig):
     status, made = await post(rig, KEYS, {"session": "r1", "harness": "codex", "models": {"gpt-*": "sim", "o?": "sim"}})
     assert (status, made["harness"], made["models"]) == (201, "codex", {"gpt-*": "sim", "o?": "sim"})
     bearer = f"Bearer {made['key']}"
@@ -59,12 +59,12 @@ async def test_a_key_says_who_speaks_and_what_its_models_are(rig):
 
 
 @pytest.mark.parametrize("body", [{}, {"session": 1}, {"session": "a", "models": []}, {"session": "a", "models": {"x": 1}}, [], "x"])
-async def test_a_key_for_nothing_is_a_400(rig, body):
+async def test_a_key_without_a_session_is_a_400(rig, body):
     status, said = await post(rig, KEYS, body)
     assert (status, said["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_names_of_the_model_are_the_servers_too():
+async def test_the_server_has_model_aliases_too():
     async with proxied(model_aliases='{"claude-*": "sim"}') as rig:
         said = [await rig.say("s", ASK["messages"], model=model) for model in ("claude-opus-5", "claude-haiku-5", "sim")]
         assert all(message["content"] is not None for message in said)
@@ -75,19 +75,19 @@ async def test_names_of_the_model_are_the_servers_too():
         assert {turn["model"] for turn in await rig.turns()} == {"sim"}
 
 
-def test_the_sessions_own_names_come_first():
+def test_the_sessions_own_aliases_come_first():
     aliases = ModelAliases({"*": "general", "x": "never"})
     assert [aliases.served(name, {"small-*": "tiny"}) for name in ("small-1", "x", "large")] == ["tiny", "general", "general"]
     assert ModelAliases({}).served("as it is", {}) == "as it is"
 
 
-async def test_a_key_in_the_query_is_not_for_the_engine(rig):
+async def test_a_key_in_the_query_is_not_sent_to_the_engine(rig):
     status, _ = await post(rig, f"{CHAT}?key=tcs-r1&alt=sse", {**ASK, "model": "sim"})
     assert status == 200
     assert [turn["match"] for turn in await rig.turns("r1")] == ["root"]
 
 
-async def test_a_name_that_stands_for_the_model_is_a_model():
+async def test_an_alias_is_listed_as_a_model():
     """Claude Code asks for its model by name before it uses it, and takes no for an answer."""
     async with proxied(model_aliases='{"claude-*": "sim"}') as rig:
         for name, status in (("sim", 200), ("claude-opus-5", 200), ("gpt-5", 404)):
@@ -96,12 +96,12 @@ async def test_a_name_that_stands_for_the_model_is_a_model():
                     assert (answer.status, name in await answer.text()) == (status, True)
 
 
-def test_a_rule_that_is_not_there_cannot_be_switched_off():
+def test_an_unknown_rule_cannot_be_switched_off():
     with pytest.raises(ValueError, match=r"no such rule: cd-prefx; there are .*cd-prefix"):
         Settings(rules_off="tool-ids, cd-prefx")
 
 
-async def test_a_rule_that_is_switched_off_forgives_nothing():
+async def test_a_rule_that_is_switched_off_does_not_apply():
     async with proxied(rules_off="reasoning-dropped") as rig:
         said = await rig.say("s", [user("EPISODE:talk")])
         for reasoning in (None, said["reasoning"]):

@@ -1,4 +1,4 @@
-"""Splicing: where a recognised reply stands in a respliced prompt."""
+"""Replies in a resplice: their place, their exact ids, and the generation prompts before them."""
 
 import pytest
 
@@ -16,14 +16,14 @@ STOP, OTHER, OPENER = 9, 7, 2
         ([3, 4, OTHER], [1, OPENER, 3, 4, STOP, 5, 6], 4),  # it stopped elsewhere: that id is the template's, and the reply ends before it
     ],
 )
-def test_a_reply_stands_in_what_was_sampled_and_nothing_else(reply, prompt, end):
+def test_a_reply_has_its_sampled_ids_and_no_others(reply, prompt, end):
     joined, spans = fill([ids.pack([1]), ids.pack([STOP, 5, 6])], [ids.pack([OPENER])], [ids.pack(reply)], {STOP, OTHER})
     assert ids.unpack(joined) == prompt
     assert spans == [(2, end)]
     assert prompt[2:end] == reply[: end - 2]
 
 
-def test_each_reply_stands_behind_the_generation_prompt_it_was_sampled_behind():
+def test_each_reply_follows_the_generation_prompt_that_it_was_sampled_after():
     pieces = [ids.pack([1]), ids.pack([STOP, 5]), ids.pack([STOP, 6, OPENER])]
     joined, spans = fill(pieces, [ids.pack([OPENER]), ids.pack([OPENER, 8])], [ids.pack([30]), ids.pack([40])], {STOP})
     assert ids.unpack(joined) == [1, OPENER, 30, STOP, 5, OPENER, 8, 40, STOP, 6, OPENER]

@@ -1,4 +1,4 @@
-"""Routed experts: in a file that the turn refers to, never in the store, never before the harness's eyes."""
+"""Routed experts: written to a file that the turn refers to, never stored, and never sent to the client of a session."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ async def test_each_turn_refers_to_its_file(path, tmp_path):
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
 @pytest.mark.parametrize("shown", [{}, {"return_token_ids": True, "logprobs": True}], ids=["", "ids"])
-async def test_the_harness_sees_what_an_engine_without_the_flag_says(kept, shown, tmp_path):
+async def test_the_client_receives_what_an_engine_without_the_flag_sends(kept, shown, tmp_path):
     async with proxied(engine(), **({"experts": str(tmp_path)} if kept else {})) as rig:
         _, said = await rig.post("s", messages=ASK, n=2, **shown)
         rig.engine.metadata.experts, rig.engine._calls = None, iter([50])
@@ -68,7 +68,7 @@ async def test_the_harness_sees_what_an_engine_without_the_flag_says(kept, shown
         await rig.check("s")
 
 
-async def test_a_stream_has_none(tmp_path):
+async def test_a_stream_has_no_routed_experts(tmp_path):
     """vLLM 0.32 gives them with whole replies only: a streamed turn refers to nothing, and that is no incident."""
     async with proxied(engine(), experts=str(tmp_path)) as rig:
         await rig.say("s", ASK, stream=True)
@@ -76,7 +76,7 @@ async def test_a_stream_has_none(tmp_path):
         assert (turn["experts"], files(tmp_path), (await rig.info())["incidents"]) == ("", {}, [])
 
 
-async def test_what_cannot_be_written_is_told_and_costs_nothing_else(tmp_path):
+async def test_a_failed_write_is_an_incident_and_has_no_other_effect(tmp_path):
     async with proxied(engine(), experts=str(tmp_path)) as rig:
         (tmp_path / "s").write_text("in the way")
         await rig.say("s", ASK)
@@ -86,7 +86,7 @@ async def test_what_cannot_be_written_is_told_and_costs_nothing_else(tmp_path):
         assert (await rig.check())["complete"]
 
 
-async def test_files_go_with_their_session(tmp_path):
+async def test_files_are_removed_with_their_session(tmp_path):
     async with proxied(engine(), experts=str(tmp_path)) as rig:
         for session in ("s", "t"):
             await rig.say(session, ASK)
@@ -123,7 +123,7 @@ async def test_an_object_store():
         assert not store._files.find(store._root)
 
 
-def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     folder = LocalFiles(tmp_path)
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     folder.remove("s/never-there")
 
 
-async def test_a_root_that_cannot_be_written_is_no_start(tmp_path):
+async def test_an_unwritable_root_is_an_error_at_start(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         open_files(str(tmp_path / "file/below"))
@@ -150,7 +150,7 @@ async def test_a_root_that_cannot_be_written_is_no_start(tmp_path):
         ("null", "null", None),
     ],
 )
-def test_what_is_cut_out(value, left, file):
+def test_the_value_that_is_cut_out(value, left, file):
     reply = Reply()
     body = '{"choices":[{"message":{"content":"\\"routed_experts\\":\\"x\\""},"routed_experts":%s,"index":0}]}'
     short = reply.without_experts((body % value).encode())
@@ -161,12 +161,12 @@ def test_what_is_cut_out(value, left, file):
     assert HiddenMembers({}).found(short) == (value != "null")
 
 
-def test_half_a_body_is_left_as_it_is():
+def test_half_a_body_stays_unchanged():
     reply = Reply()
     assert reply.without_experts(b'{"routed_experts":"abc') == b'{"routed_experts":"abc'
 
 
-async def test_outside_a_session_they_are_the_clients_own(tmp_path):
+async def test_without_a_session_the_client_receives_them(tmp_path):
     async with proxied(engine(), experts=str(tmp_path)) as rig:
         _, said = await rig.post(None, messages=ASK)
         assert said["choices"][0]["routed_experts"]

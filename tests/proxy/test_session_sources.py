@@ -26,7 +26,7 @@ async def sessions(rig):
 
 
 @pytest.mark.parametrize(("headers", "more"), [({"x-session-id": "r1"}, {}), ({}, IN_BODY)], ids=["header", "body"])
-async def test_nothing_of_it_is_read_by_default(rig, headers, more):
+async def test_unlisted_names_are_ignored(rig, headers, more):
     assert (await call(rig, headers=headers, **more))[0] == 200
     assert await sessions(rig) == {}
     sent = {name.lower(): value for name, value in rig.engine.headers[-1].items()}
@@ -56,7 +56,7 @@ async def test_a_listed_name_counts_where_nothing_else_names_the_session(headers
         assert rig.engine.requests[-1].get("conversation_params") == (left or None)
 
 
-async def test_a_rollout_named_in_the_body_is_one_line():
+async def test_a_rollout_named_in_the_body_is_one_lineage():
     async with proxied(session_from=GYM) as rig:
         messages = list(ASK["messages"])
         for _ in range(3):
@@ -74,13 +74,13 @@ async def test_a_rollout_named_in_the_body_is_one_line():
         ("/v1/messages", {"model": "sim", "max_tokens": 400, "messages": [user("EPISODE:demo")]}),
     ],
 )
-async def test_every_dialect_names_it(path, body):
+async def test_every_dialect_can_name_the_session(path, body):
     async with proxied(session_from=GYM) as rig, rig.http.post(rig.url + path, json=body | IN_BODY) as answer:
         assert answer.status == 200, await answer.text()
         assert await sessions(rig) == {"r1": 1}
 
 
-async def test_a_request_that_names_none_is_relayed_as_it_is():
+async def test_a_request_without_a_name_is_relayed_unchanged():
     async with proxied(session_from=GYM) as rig:
         body = json.dumps({**ASK, "conversation_params": {"conversation_id": ""}}, indent=3).encode()
         async with rig.http.post(rig.url + CHAT, data=body, headers={"Content-Type": "application/json"}) as answer:
@@ -101,7 +101,7 @@ async def test_a_compressed_body_is_left_to_the_engine():
 
 
 @pytest.mark.parametrize("wrong", [5, ["r1"], "a b"])
-async def test_what_cannot_be_a_session_is_refused(wrong):
+async def test_an_invalid_name_is_refused(wrong):
     async with proxied(session_from=GYM) as rig:
         status, said = await call(rig, conversation_params={"conversation_id": wrong})
         assert (status, said["error"]["type"]) == (400, "invalid_request_error")
@@ -116,7 +116,7 @@ async def test_two_listed_headers_that_differ_are_refused():
 
 
 @pytest.mark.parametrize("wrong", ["X-Session-ID", "header:", "body:", "body:a..b", "query:session"])
-def test_a_list_that_means_nothing_is_refused(wrong):
+def test_an_invalid_list_is_refused(wrong):
     with pytest.raises(ValidationError, match="is not a source of session names"):
         Settings(session_from=wrong)
 
@@ -131,7 +131,7 @@ def test_a_list_that_means_nothing_is_refused(wrong):
         (b'{"a": {"b": "x"}', SessionInBody(None, b'{"a": {"b": "x"}')),
     ],
 )
-def test_members_are_taken_out(body, found):
+def test_listed_members_are_removed_from_the_body(body, found):
     assert SessionSources.read(["body:a.b"]).in_body(body) == found
 
 

@@ -1,4 +1,4 @@
-"""Which session a call belongs to: header, path, key; what of it goes on to the engine; and the trainer's routes."""
+"""The session of a call: named by header, path or key; what is sent on to the engine; and the trainer's routes."""
 
 import json
 
@@ -54,7 +54,7 @@ async def test_a_session_is_named(rig, way):
 
 
 @pytest.mark.parametrize("way", [{"Authorization": "Bearer {}"}, {"x-api-key": "{}"}])
-async def test_a_registered_key_beats_everything(rig, way):
+async def test_a_registered_key_overrides_everything(rig, way):
     key = await key_for(rig, "mine")
     headers = {name: value.format(key) for name, value in way.items()}
     assert (await call(rig, f"/s/other{CHAT}", {**headers, HEADER: "another"}))[0] == 200
@@ -66,13 +66,13 @@ async def test_a_registered_key_beats_everything(rig, way):
     assert await sessions(rig) == {"mine": 1}
 
 
-async def test_a_harnesss_own_key_goes_on(rig):
+async def test_a_clients_own_key_is_sent_to_the_engine(rig):
     await call(rig, headers={HEADER: "r1", "Authorization": "Bearer sk-own", "X-Session-ID": "its own"})
     assert rig.engine.headers[-1]["Authorization"] == "Bearer sk-own"
     assert rig.engine.headers[-1]["X-Session-ID"] == "its own"
 
 
-async def test_the_engines_key_takes_its_place():
+async def test_the_configured_engine_key_replaces_it():
     async with proxied(upstream_key="sk-engine") as rig:
         for headers in ({HEADER: "r1", "Authorization": "Bearer sk-own"}, {"authorization": "Bearer tcs-r1"}, {}):
             await call(rig, headers=headers)
@@ -80,7 +80,7 @@ async def test_the_engines_key_takes_its_place():
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "../x", "-x", "x" * 201, "é", "a\tb", "a,b", ".", "<script>"])
-async def test_an_impossible_name_is_a_400(rig, name):
+async def test_an_invalid_name_is_a_400(rig, name):
     encoded = name.encode().decode("latin-1")
     status, said = await call(rig, headers={HEADER: encoded})
     assert (status, said["error"]["type"], said["error"]["param"]) == (400, "invalid_request_error", "session")
@@ -88,7 +88,7 @@ async def test_an_impossible_name_is_a_400(rig, name):
 
 
 @pytest.mark.parametrize("name", ["a", "A.b_c:d@e+f=g-h", "x" * 200, "0"])
-async def test_a_name_with_all_it_may_have(rig, name):
+async def test_a_name_with_all_allowed_characters(rig, name):
     assert (await call(rig, headers={HEADER: name}))[0] == 200
     assert (await rig.info(name))["turns"] == 1
 
@@ -107,7 +107,7 @@ async def test_another_header():
         assert "X-Rollout" not in rig.engine.headers[-1]
 
 
-async def test_every_other_route_of_a_session_is_the_engines(rig):
+async def test_every_other_route_of_a_session_is_relayed(rig):
     for path in ("/v1/models", "/version", "/v1/nope", "/"):
         async with rig.http.get(rig.up + path) as direct, rig.http.get(rig.url + "/s/r1" + path) as through:
             assert (through.status, await through.read()) == (direct.status, await direct.read())
@@ -171,7 +171,7 @@ async def test_the_admin_key():
         await key_for(rig, "r1", Authorization="Bearer s3cret")
 
 
-async def test_turns_tell_what_happened(rig):
+async def test_turns_show_what_happened(rig):
     messages, stream = list(ASK["messages"]), False
     for _ in range(2):
         message = await rig.say("s", messages, tools=TOOLS, stream=stream, temperature=0.5, max_tokens=500)
@@ -207,7 +207,7 @@ async def test_health_readiness_metrics(rig):
 
 
 @pytest.mark.parametrize("more", [{}, {"chat_template_kwargs": {"enable_thinking": False}}])
-async def test_tokenize_tells_what_the_next_call_sends(rig, more):
+async def test_tokenize_returns_what_the_next_call_sends(rig, more):
     messages = [{"role": "system", "content": "You."}, user("EPISODE:demo")]
     for _ in range(4):
         status, said = await rig.post("s", "/tokenize", model="sim", messages=messages, tools=TOOLS, **more)
@@ -228,6 +228,6 @@ async def test_tokenize_tells_what_the_next_call_sends(rig, more):
 @pytest.mark.parametrize(
     "body", [{"prompt": "<|im_end|> x"}, {"messages": [user("x")], "add_generation_prompt": False}, {"model": "x"}, {"messages": 5}, {}]
 )
-async def test_tokenize_otherwise_is_the_engines(rig, body):
+async def test_other_tokenize_requests_are_relayed(rig, body):
     through, direct = await rig.post("s", "/tokenize", **body), await rig.post(None, "/tokenize", url=rig.up, **body)
     assert through == direct or (through[0] == direct[0] == 400)

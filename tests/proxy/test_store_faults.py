@@ -83,7 +83,7 @@ def soon(monkeypatch):
     "broken", [{"begin", "add_incidents"}, {"commit", "add_incidents"}, {"begin", "commit", "settle", "add_incidents", "find", "prefix"}]
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_relay_the_harness_gets_its_reply(store, broken, stream):
+async def test_relay_the_client_gets_its_reply(store, broken, stream):
     async with proxied(store=store) as rig:
         first = await rig.say("s", **ASK)
         store.broken |= broken
@@ -105,7 +105,7 @@ async def test_relay_the_harness_gets_its_reply(store, broken, stream):
         assert (await rig.turns())[-1]["match"] in {"continue", "branch"}
 
 
-async def test_relay_a_session_that_could_not_even_begin(store):
+async def test_relay_a_session_that_could_not_begin(store):
     async with proxied(store=store) as rig:
         store.broken |= {"begin", "commit", "add_incidents"}
         await rig.say("s", **ASK)
@@ -134,7 +134,7 @@ async def test_relay_a_past_that_cannot_be_read(store, broken):
         assert exported["complete"]
 
 
-async def test_before_a_session_has_turns_the_store_is_asked_once(store):
+async def test_before_a_session_has_turns_the_store_is_read_once(store):
     """Replies from elsewhere are looked for further only where there is something to be found."""
     history = [entry for n in range(8) for entry in (user(f"question {n}"), {"role": "assistant", "content": f"Not ours: {n}."})]
     async with proxied(store=store) as rig:
@@ -148,7 +148,7 @@ async def test_before_a_session_has_turns_the_store_is_asked_once(store):
 
 
 @pytest.mark.parametrize("operation", ["begin", "commit"])
-async def test_fail_the_harness_gets_a_503(store, operation):
+async def test_fail_the_client_gets_a_503(store, operation):
     async with proxied(store=store, on_store_error="fail") as rig:
         await rig.say("s", **ASK)
         store.broken.add(operation)
@@ -199,7 +199,7 @@ async def test_tokenize_does_not_fail_with_the_store(store):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_turn_is_stored_before_the_last_byte_leaves(store, stream):
+async def test_the_turn_is_stored_before_the_last_byte_is_sent(store, stream):
     async with proxied(store=store) as rig:
         direct = await rig.post(None, stream=stream, **ASK)
         store.slow.add("commit")
@@ -272,7 +272,7 @@ async def test_a_store_that_loses_a_session_in_the_middle_of_a_call(store, anew)
         assert [(i["kind"], i["hole"]) for i in exported["incidents"]] == [("session-lost", True)]
 
 
-async def test_what_the_store_could_not_take_is_counted(store):
+async def test_turns_that_the_store_did_not_accept_are_counted(store):
     def counted():
         return metrics.REGISTRY.get_sample_value("tokencache_incidents_total", {"kind": "store-error"}) or 0.0
 

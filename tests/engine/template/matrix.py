@@ -1,4 +1,4 @@
-"""The matrix: every kind of template, every shape of conversation and several system prompts, turn by turn through the planner.
+"""Runs every kind of template, every shape of conversation and several system prompts through the planner, turn by turn.
 
 Outside the model's own words each spliced prompt must equal the full rendering. `judge` finds that out as text and by its own means: it
 renders the request with a mark in the place of each reply of the model, and looks at what stands between the marks. Nothing of

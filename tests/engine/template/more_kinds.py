@@ -1,4 +1,4 @@
-"""More kinds of template: stand-ins of public models, for the matrix. `template_lab.KINDS` holds those that the documentation lists."""
+"""More kinds of templates for the matrix: stand-ins for public models. `template_lab.KINDS` has those that the documentation lists."""
 
 # ruff: noqa: RUF001 - DeepSeek's tokens are spelled with full-width bars
 

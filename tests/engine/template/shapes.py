@@ -1,4 +1,4 @@
-"""Conversations that a tail may come after, by name: what was said up to and including the model's reply, and what is new."""
+"""Conversations by name, for tests of tails: the history up to the model's reply, and the new messages."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is expected of every kind of template in every shape, and the same as the tables of `docs/templates.md`.
+"""The expected result of every kind of template in every shape, as data and as the tables of `docs/templates.md`.
 
 `python -m tests.engine.template.table` writes the tables there; `test_templates.py` holds them against both.
 """

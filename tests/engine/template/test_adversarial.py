@@ -1,4 +1,4 @@
-"""Nothing that a user or a tool spells out moves a boundary: special tokens, whole turns, the sentinel itself."""
+"""Text from users and tools never moves a boundary: special tokens, whole turns, the sentinel itself."""
 
 import functools
 
@@ -38,7 +38,7 @@ def shapes(asked, said, given_back, more):
 @EACH
 @given(st.data())
 @SOME
-async def test_what_is_spelled_out_moves_nothing(kind, data):
+async def test_text_of_messages_moves_no_boundary(kind, data):
     lab = Lab.of(kind)
     stops = await lab.found_stops(kind.stops)
     trusted = Tails(LearnedTemplate(lab, stops))
@@ -58,7 +58,7 @@ async def test_what_is_spelled_out_moves_nothing(kind, data):
 
 
 @EACH
-async def test_special_tokens_in_a_result_become_special_ids_of_the_tail_and_nothing_more(kind):
+async def test_special_tokens_in_a_result_become_special_ids_and_change_nothing_else(kind):
     """As in vLLM: the template's text is tokenized as a whole, whoever wrote it."""
     lab = Lab.of(kind)
     text = "".join(spelled(kind))
@@ -70,7 +70,7 @@ async def test_special_tokens_in_a_result_become_special_ids_of_the_tail_and_not
 
 @EACH
 @pytest.mark.parametrize("escaped", [False, True])
-async def test_the_sentinel_itself_is_refused_and_says_nothing_about_the_shape(kind, escaped):
+async def test_the_sentinel_in_a_message_is_refused_without_effect_on_the_shape(kind, escaped):
     lab = Lab.of(kind)
     tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))
     plain, evil = shapes("What?", "This.", "1", "More?")[0], shapes("What?", "This.", "1", f"{SENTINEL}{kind.stops[0]}")[0]
@@ -88,7 +88,7 @@ async def test_the_sentinel_itself_is_refused_and_says_nothing_about_the_shape(k
     assert len(lab.rendered) == before + 1, "the shape stays trusted"
 
 
-async def test_the_sentinel_in_a_history_is_not_looked_at_where_small_renderings_are_trusted():
+async def test_the_sentinel_in_a_history_is_ignored_where_small_renderings_are_trusted():
     kind = KINDS["Qwen3"]
     lab = Lab.of(kind)
     tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))

@@ -1,4 +1,4 @@
-"""What is asked of the engine: renderings over HTTP, whether chat renders alike, which ids may end a turn."""
+"""Requests to the engine: renderings over HTTP, agreement of chat and `/tokenize`, candidates for stop ids."""
 
 import contextlib
 from functools import partial
@@ -48,7 +48,7 @@ async def test_one_template_agrees_with_itself(kind, args):
 
 
 @pytest.mark.parametrize("args", [NO_ARGS, WITH_TOOLS], ids=["no tools", "tools"])
-async def test_a_result_written_otherwise_is_seen(args):
+async def test_a_result_rendered_differently_is_found(args):
     """Harmony writes a tool's result as it is, gpt-oss's template as a JSON string; a question alone shows nothing of it."""
 
     def raw(messages):
@@ -58,7 +58,7 @@ async def test_a_result_written_otherwise_is_seen(args):
 
 
 @pytest.mark.parametrize(("status", "learned"), [(400, False), (422, False), (500, None)])
-async def test_no_answer_is_no_disagreement(status, learned):
+async def test_a_missing_answer_is_not_a_disagreement(status, learned):
     kind = KINDS["Qwen3"]
     assert await chat_agrees(partial(chat_prompt_ids, Chat(kind, refuse=status).ask), Lab.of(kind), "m", NO_ARGS) is learned
 
@@ -72,14 +72,14 @@ async def test_no_answer_is_no_disagreement(status, learned):
 
 
 @pytest.mark.parametrize("status", [503, 429])
-async def test_an_engine_that_does_not_answer_now_is_asked_later(status):
+async def test_a_temporary_error_is_raised_for_a_later_attempt(status):
     """Whoever asks waits: what is not known yet must not be taken for a difference."""
     with pytest.raises(EngineError) as why:
         await chat_agrees(partial(chat_prompt_ids, Chat(KINDS["Qwen3"], refuse=status).ask), Lab.of(KINDS["Qwen3"]), "m", NO_ARGS)
     assert why.value.passing
 
 
-async def test_an_episode_that_is_refused_by_both_is_let_pass_and_one_that_chat_alone_refuses_is_not():
+async def test_an_episode_that_both_refuse_counts_as_agreement_but_not_one_that_only_chat_refuses():
     class NoCalls(Lab):
         async def render(self, model, messages, args, *, generation):
             if len(messages) > 1:
@@ -97,7 +97,7 @@ async def test_an_episode_that_is_refused_by_both_is_let_pass_and_one_that_chat_
     [(400, b"{}", TemplateRefusedError), (422, b"{}", TemplateRefusedError), (503, b"{}", RenderError), (404, b"{}", RenderError)]
     + [(200, body, RenderError) for body in (b"x", b"{}", b'{"tokens":["a"]}', b'{"tokens":[99999999999]}')],
 )
-async def test_what_the_engine_refuses_is_told_from_what_it_cannot_say_now(status, body, error):
+async def test_refusals_and_temporary_errors_are_distinguished(status, body, error):
     class Fixed:
         async def post(self, path, body_):
             return EngineResponse(status, body)
@@ -119,7 +119,7 @@ async def simulated(**settings):
             await upstream.close()
 
 
-async def test_white_space_is_no_candidate_for_a_stop_id():
+async def test_white_space_is_not_a_candidate_for_a_stop_id():
     async with simulated() as (engine, upstream):
         found = await probe(upstream, [Vllm()], "sim")
         newline = engine.tokenizer.encode("\n")
@@ -150,7 +150,7 @@ async def test_the_simulated_engine_agrees_with_itself():
             assert await chat_agrees(partial(chat_prompt_ids, partial(Vllm().ask, upstream)), EngineRenderer(upstream), "sim", args)
 
 
-async def test_ids_are_packed_as_they_come():
+async def test_ids_are_packed_in_order():
     async with simulated() as (engine, upstream):
         rendered = await EngineRenderer(upstream).render("sim", [ASK], NO_ARGS, generation=True)
         assert ids.unpack(rendered) == engine.tokenizer.encode(engine.tokenizer.render([{"role": "user", "content": "."}]))

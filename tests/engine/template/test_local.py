@@ -1,4 +1,4 @@
-"""The local tokenizer: what it saves, and that it is never believed."""
+"""The local tokenizer: it saves requests, and it is used only where it agrees with the engine."""
 
 import asyncio
 import json
@@ -132,7 +132,7 @@ async def test_every_template_is_rendered_as_vllm_does(kind, tmp_path):
     assert refused < len(SHAPES)
 
 
-async def test_a_servers_own_template_arguments_are_seen(tmp_path):
+async def test_default_template_arguments_of_a_server_are_noticed(tmp_path):
     """What a server adds to every request (`--default-chat-template-kwargs`) is not known here."""
     kind = KINDS["Qwen3.5 nothink"]
     assert await agreeing_local(LocalRenderer(saved(kind, tmp_path)), Lab.of(kind), "m") is None
@@ -153,7 +153,7 @@ async def test_another_template_is_refused(rig, folder, caplog):
     assert "'plain' at token 11: " in record.message
 
 
-async def test_an_engine_that_cannot_be_asked(rig, local, caplog):
+async def test_an_engine_that_cannot_be_reached(rig, local, caplog):
     rig.engine.choose_fault = lambda route, body: Fault.answer(500, "x", path="/tokenize")
     assert await agreeing_local(local, rig.truth, "sim") is None
     assert "could not be compared" in caplog.text
@@ -172,7 +172,7 @@ async def test_an_engine_that_refuses_everything_proves_nothing(local, caplog):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-async def test_tails_are_the_engines(rig, local, name):
+async def test_tails_equal_the_engines_tails(rig, local, name):
     """With it, a tail costs no request once its shape is proven; without it, one."""
     with_it, without = rig.tails(local), rig.tails()
     if any(message["role"] in {"system", "developer"} for message in SHAPES[name].new) and "developer" in str(SHAPES[name]):
@@ -189,7 +189,7 @@ async def test_tails_are_the_engines(rig, local, name):
     assert with_it.template.renders["local"] == 4  # three for the proof
 
 
-async def test_only_proofs_are_asked_for(rig, local):
+async def test_the_engine_is_asked_for_proofs_only(rig, local):
     counts = []
     for tails in (rig.tails(), rig.tails(local)):
         await tails.tail(asked_of("call → result"))
@@ -215,7 +215,7 @@ async def test_a_shape_that_differs_falls_back(rig, folder, caplog):
     assert [r.message.startswith("the local tokenizer gives other ids") for r in caplog.records if r.levelname == "WARNING"] == [True]
 
 
-async def test_words_that_differ_are_found_by_the_recheck(rig, folder, caplog):
+async def test_different_words_are_found_by_the_recheck(rig, folder, caplog):
     """What it says otherwise has the form of what was proven: the recheck finds it, and then it is used no more."""
     other = await agreeing_local(LocalRenderer(folder(OTHER_WORD)), rig.truth, "sim")
     tails, plain = rig.tails(other, recheck_every=2), rig.tails()
@@ -232,7 +232,7 @@ async def test_words_that_differ_are_found_by_the_recheck(rig, folder, caplog):
     assert tails.template.renders["local"] == 6  # none after the recheck
 
 
-async def test_what_is_declined_is_rendered_by_the_engine(rig, local):
+async def test_declined_conversations_are_rendered_by_the_engine(rig, local):
     tails, plain = rig.tails(local, recheck_every=3), rig.tails()
     usual = asked_of("parts → parts")
     part = b'[{"type":"text","text":"And","x":1}]'
@@ -302,7 +302,7 @@ PREPARED = {
 
 
 @pytest.mark.parametrize("case", PREPARED.values(), ids=PREPARED)
-def test_messages_as_vllm_hands_them_to_a_template(case):
+def test_messages_are_prepared_as_by_vllm(case):
     message, text, *in_parts = case
     assert prepare([msgspec.json.encode(message)], parts=False, developer=False) == [{"role": message["role"], **text}]
     if not in_parts and message["role"] != "tool":
@@ -315,14 +315,14 @@ def test_messages_as_vllm_hands_them_to_a_template(case):
     ("text", "value"),
     [('{"b": 1e5, "a": 12345678901234567890123}', {"b": 1e5, "a": 12345678901234567890123}), ("{", {}), ("[1]", {}), ("", {})],
 )
-def test_arguments_are_objects_and_members_stand_in_their_order(text, value):
+def test_arguments_are_objects_and_members_keep_their_order(text, value):
     call = {"index": 1, "type": "function", "function": {"name": "f", "x": 1, "arguments": text}, "id": "a"}
     [message] = prepare([msgspec.json.encode({"role": "assistant", "tool_calls": [call]})], parts=False, developer=False)
     right = {"id": "a", "function": {"arguments": value, "name": "f", "x": 1}, "type": "function", "index": 1}
     assert json.dumps(message["tool_calls"]) == json.dumps([right])
 
 
-def test_a_developers_messages():
+def test_developer_messages():
     talk = [msgspec.json.encode({"role": role, "content": role}) for role in ("developer", "user", "system")]
     assert [m["role"] for m in prepare(talk, parts=False, developer=True)] == ["developer", "user", "system"]
     assert prepare(talk, parts=False, developer=False) == [
@@ -355,7 +355,7 @@ def test_tools_have_fixed_members():
         b'{"role":"assistant","tool_calls":[{"id":"a","type":"function","function":{"name":"f","arguments":{}}}]}',
     ],
 )  # fmt: skip
-def test_what_is_unusual_is_declined(raw):
+def test_unusual_messages_are_declined(raw):
     with pytest.raises(DeclinedError):
         prepare([raw], parts=False, developer=False)
 
@@ -394,13 +394,13 @@ async def test_in_a_proxy(how, folder, caplog):
         assert f"local_tokenizer={used}" in caplog.text
 
 
-def test_without_it_nothing_of_it_is_imported():
+def test_without_a_tokenizer_transformers_is_not_imported():
     code = "import tokencache.cli, sys; sys.exit(bool({'transformers', 'tokenizers', 'jinja2', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("what", ["no folder", "no tokenizer", "no template", "no extra"])
-def test_an_error_at_start(what, folder, tmp_path, monkeypatch):
+def test_an_unusable_tokenizer_is_an_error_at_start(what, folder, tmp_path, monkeypatch):
     path, words = tmp_path, "can be loaded"
     if what == "no folder":
         path, words = tmp_path / "x", "is no folder"
@@ -419,6 +419,6 @@ def test_an_error_at_start(what, folder, tmp_path, monkeypatch):
     assert words.split()[0] in said.output
 
 
-def test_packed_ids_are_the_tokenizers(local):
+def test_packed_ids_equal_the_tokenizers(local):
     packed = asyncio.run(local.render("sim", [ASK], PLAIN, generation=True))
     assert build_tokenizer().decode(ids.unpack(packed)) == "<|im_start|>user\n.<|im_end|>\n<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"""The matrix: outside the model's own words every spliced prompt equals the full rendering, whatever other sessions have proven before."""
+"""Every kind of template, shape and context: outside of the model's replies each spliced prompt equals the full rendering."""
 
 import os
 
@@ -15,7 +15,7 @@ EVERY = bool(os.environ.get("TOKENCACHE_MATRIX_ALL"))
 
 
 @pytest.mark.parametrize("name", ALL_KINDS)
-async def test_each_spliced_prompt_is_the_rendering_but_for_the_models_words(name):
+async def test_each_spliced_prompt_equals_the_rendering_outside_of_the_replies(name):
     figures = await matrix(ALL_KINDS[name], every=EVERY)
     assert figures.wrong == []
     odd = {f"{shape}: {reason}": n for (shape, reason), n in figures.refused.items() if reason not in allowed(name, shape)}
@@ -24,7 +24,7 @@ async def test_each_spliced_prompt_is_the_rendering_but_for_the_models_words(nam
     assert figures.roots >= len(TALKS)
 
 
-def test_the_matrix_is_as_large_as_it_says():
+def test_the_matrix_has_the_documented_size():
     assert len(ALL_KINDS) >= 20
     assert len(TALKS) >= 20
     assert len(SYSTEMS) == 5
@@ -66,7 +66,7 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(tails.Tails, "_generation_prompt", nothing)
 
 
-async def test_a_tail_of_other_words_is_found(monkeypatch):
+async def test_a_wrong_tail_is_found(monkeypatch):
     tail = tails.Tails.tail
 
     async def shortened(self, ask):
@@ -77,7 +77,7 @@ async def test_a_tail_of_other_words_is_found(monkeypatch):
     assert len(figures.wrong) == figures.spliced > 0
 
 
-async def test_a_reply_in_other_ids_is_found(monkeypatch):
+async def test_a_reply_with_other_ids_is_found(monkeypatch):
     judged = played.Judge._spans
     monkeypatch.setattr(played.Judge, "_spans", lambda self: [(place, start + 1, end) for place, start, end in judged(self)])
     figures = await matrix(ALL_KINDS["Qwen3"], talks={"text → user": TALKS["text → user"]})

@@ -1,4 +1,4 @@
-"""What is trusted was proven, and what cannot be proven is refused; work grows with the new messages, not with the history."""
+"""Only proven tails are used, and the work grows with the new messages, not with the history."""
 
 # ruff: noqa: RUF001 - DeepSeek's tokens are spelled with full-width bars
 
@@ -105,7 +105,7 @@ async def test_a_later_system_message_that_moves_to_the_front_is_refused():
         assert await outcome(tails, [*first, *QUESTION[0]], [user("More?")]) == "small"
 
 
-async def test_a_developers_message_in_the_history_makes_a_shape_of_its_own():
+async def test_a_developer_message_in_the_history_makes_a_separate_shape():
     """vLLM makes one system message of all only where a developer's is among them; before that the same shape was proven."""
     tails = tails_of(lab_with(PLAIN))
     later = [system("Be kind."), user("More?")]
@@ -114,7 +114,7 @@ async def test_a_developers_message_in_the_history_makes_a_shape_of_its_own():
     assert await outcome(tails, [system(), *QUESTION[0]], later) == "small"
 
 
-async def test_what_is_small_depends_on_what_came_before():
+async def test_a_small_rendering_may_depend_on_earlier_messages():
     kind = KINDS["DeepSeek-V3"]
     lab = Lab.of(kind)
     tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))
@@ -128,7 +128,7 @@ async def test_what_is_small_depends_on_what_came_before():
     assert tails.template.renders["full"] == full + 1
 
 
-async def test_a_tail_that_depends_on_what_the_reply_says_is_not_proven():
+async def test_a_tail_that_depends_on_the_words_of_the_reply_is_not_proven():
     tails = tails_of(lab_with(late("messages[1].content == 'Boom.'")))
     assert await outcome(tails, [user("Q"), says("Boom.")], [user("More?")]) == "tail-not-proven"
     assert await outcome(tails_of(tails.template.renderer), *QUESTION) == "small"
@@ -171,7 +171,7 @@ async def test_cost_grows_with_the_new_messages_and_not_with_the_history(kind):
     assert len(sizes[8:]) - len(trusted) <= 2 + 4, "every 64th of a shape is looked at again, and the first that is four times as long"
 
 
-async def test_fifty_at_once_cause_one_proof():
+async def test_fifty_concurrent_calls_cause_one_proof():
     lab = lab_with(PLAIN)
     slow, rendered = lab.render, []
 
@@ -188,7 +188,7 @@ async def test_fifty_at_once_cause_one_proof():
     assert len(rendered) == 57
 
 
-async def test_fifty_at_once_cause_one_refusal(caplog):
+async def test_fifty_concurrent_calls_cause_one_refusal(caplog):
     lab = lab_with(REFUSED["replies are not shown"][0] + TURN + "{% endfor %}" + END)
     slow = lab.render
 
@@ -217,7 +217,7 @@ async def test_a_refused_shape_is_tried_again_only_every_eighth_time():
     assert [await outcome(tails, *QUESTION) for _ in range(8)] == ["past-changes"] * 7 + ["small"]
 
 
-async def test_a_boundary_that_is_unknown_is_no_more_often_asked_for():
+async def test_an_unknown_boundary_is_tried_no_more_often():
     lab = lab_with(REFUSED["replies are not shown"][0] + TURN + "{% endfor %}" + END)
     tails = tails_of(lab)
     for _ in range(8):
@@ -225,7 +225,7 @@ async def test_a_boundary_that_is_unknown_is_no_more_often_asked_for():
     assert len(lab.rendered) == 2
 
 
-async def test_an_engine_that_does_not_answer_is_asked_again_at_once():
+async def test_after_a_temporary_error_the_next_call_tries_again():
     lab = lab_with(PLAIN)
     tails, well = tails_of(lab), lab.render
 
@@ -239,7 +239,7 @@ async def test_an_engine_that_does_not_answer_is_asked_again_at_once():
         assert await outcome(tails, *QUESTION) == "small"
 
 
-async def test_shapes_and_boundaries_are_not_remembered_for_ever(monkeypatch):
+async def test_the_number_of_shapes_and_boundaries_is_limited(monkeypatch):
     monkeypatch.setattr(learned, "MOST_BOUNDARIES", 5)
     monkeypatch.setattr(tails_module, "MOST_SHAPES", 5)
     tails = tails_of(lab_with(PLAIN))
@@ -265,7 +265,7 @@ async def test_a_recheck_finds_that_a_trusted_shape_has_drifted(caplog):
     assert await outcome(tails, *QUESTION) == "full"
 
 
-async def test_a_recheck_looks_at_full_renderings_too():
+async def test_a_recheck_also_compares_full_renderings():
     lab = lab_with(late("messages[0].content != '.'"))
     tails = tails_of(lab, recheck_every=4)
     assert [await outcome(tails, *QUESTION) for _ in range(5)] == ["full"] * 5
@@ -273,7 +273,7 @@ async def test_a_recheck_looks_at_full_renderings_too():
     assert [await outcome(tails, *QUESTION) for _ in range(9)] == ["full"] * 7 + ["tail-not-proven", "small"]
 
 
-async def test_another_template_on_the_same_engine_is_learned_anew():
+async def test_another_template_on_the_same_engine_is_learned_again():
     lab = lab_with(PLAIN)
     tails = tails_of(lab)
     await tails.tail(asked(*QUESTION))
@@ -320,14 +320,14 @@ CANDIDATES = {
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-async def test_candidates_hold_what_ends_a_turn_and_what_opens_the_next(name):
+async def test_candidates_contain_the_end_of_a_turn_and_the_opening_of_the_next(name):
     lab = Lab.of(KINDS[name])
     found = [lab.words.decode([token]) for token in (await stop_candidates(lab, "m", NO_ARGS)).possible]
     assert [token for token in found if token in KINDS[name].tokens] == CANDIDATES[name]
     assert len(found) <= 5
 
 
-def test_a_sentinel_that_is_there_twice_or_not_at_all_cuts_nothing():
+def test_a_missing_or_repeated_sentinel_gives_no_boundary():
     where = Boundary(ids.pack([1, 2]), ids.pack([3]), ids.pack([9]))
     assert where.after(ids.pack([0, 1, 2, 3, 9, 1, 2, 9])) == ids.pack([9, 1, 2, 9])
     assert where.until(ids.pack([0, 1, 2, 3, 9])) == ids.pack([0, 1, 2, 3])
@@ -351,11 +351,11 @@ def test_a_sentinel_that_is_there_twice_or_not_at_all_cuts_nothing():
     ],
     ids=["text", "absent", "null", "empty", "parts", "bare-part"],  # OTHER is random, and xdist's workers must agree on names
 )
-def test_other_words_stand_in_the_middle_so_that_what_templates_look_for_stays(message, content):
+def test_other_words_are_inserted_in_the_middle_so_that_beginnings_and_ends_stay(message, content):
     assert msgspec.json.decode(reworded(msgspec.json.encode(message))) == {**message, "content": content}
 
 
-async def test_a_users_text_dressed_as_a_tool_result_is_no_query_and_may_be_spliced():
+async def test_a_users_text_in_the_form_of_a_tool_result_can_be_spliced():
     """Qwen3 keeps the thinking before it; with other words it must stay what it is, or the past would seem to change."""
     for name in ("Qwen3", "Qwen3.5 think"):
         kind = KINDS[name]
@@ -415,7 +415,7 @@ async def test_a_switch_in_the_middle_holds_from_then_on():
         history += [user(words), says("A.")]
 
 
-async def test_without_what_it_was_sampled_behind_a_switch_in_the_middle_is_missed():
+async def test_without_the_prompt_of_the_reply_a_switch_in_the_middle_is_missed():
     """So the test above can fail: the comparison is what finds the switch."""
     tails = tails_of(lab_with(BY_ANYONE))
     await tails.tail(asked(*QUESTION))
@@ -425,7 +425,7 @@ async def test_without_what_it_was_sampled_behind_a_switch_in_the_middle_is_miss
     assert tails.template.renderer.words.decode(ids.unpack(tail)).endswith("<think>")
 
 
-async def test_a_refusal_that_one_conversation_is_the_reason_of_holds_for_it_alone():
+async def test_a_refusal_due_to_one_conversation_holds_for_it_alone():
     hint = "{% for m in messages if 'HINT' in (m.content or '') %}{{ messages[-1].content }}{% endfor %}"
     tails = tails_of(lab_with(hint + PLAIN))
     odd = [user("Q HINT"), says("A.")]
@@ -436,7 +436,7 @@ async def test_a_refusal_that_one_conversation_is_the_reason_of_holds_for_it_alo
     assert await outcome(tails, *QUESTION) == "small"
 
 
-async def test_a_template_that_counts_is_found_out_by_a_longer_history(caplog):
+async def test_a_template_that_counts_messages_is_found_with_a_longer_history(caplog):
     counts = PLAIN.replace("assistant\n{% endif %}", "assistant\n{{ '<tired>' if messages | length > 17 }}{% endif %}")
     tails = tails_of(lab_with(counts))
     history, found = list(QUESTION[0]), []
@@ -450,7 +450,7 @@ async def test_a_template_that_counts_is_found_out_by_a_longer_history(caplog):
     assert "proven anew" in caplog.text
 
 
-async def test_a_template_that_looks_results_up_by_an_id_that_calls_share_is_rendered_in_full():
+async def test_results_for_a_call_id_that_is_used_twice_are_rendered_in_full():
     number = (
         "{% macro number(id) %}{% set found = namespace(n=0, at='') %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
         "{% if c.id == id and found.at == '' %}{% set found.at = found.n | string %}{% endif %}{% set found.n = found.n + 1 %}"

@@ -1,4 +1,4 @@
-"""Every kind of template, every shape of conversation, every way a reply can end: the tail is exact, or refused for the named reason."""
+"""Every kind of template, shape and end of a reply: the tail is exact, or refused for the expected reason."""
 
 import json
 import random
@@ -128,7 +128,7 @@ async def test_deepseeks_own_template_refuses_calls_in_vllm():
         assert found[0] == ("refused: template-refuses" if called else expected(kind, name))
 
 
-async def test_what_the_model_kept_the_template_would_strip():
+async def test_reasoning_that_the_template_removes_is_kept():
     """`supply`: thinking of turns before the last query stays in the prefix; the tail is the same."""
     kind, shape = KINDS["Qwen3"], SHAPES["text with thinking → user"]
     lab = Lab.of(kind)
@@ -141,13 +141,13 @@ async def test_what_the_model_kept_the_template_would_strip():
     assert prompt.replace("<think>\nIs it?\n</think>\n\n", "") == plain
 
 
-def test_every_kind_has_its_exceptions_by_known_names():
+def test_exceptions_name_known_kinds_and_shapes():
     assert list(EXCEPTIONS) == list(KINDS)
     assert all(set(named) <= set(SHAPES) for named in EXCEPTIONS.values())
     assert len({json.dumps(shape) for shape in SHAPES.values()}) == len(SHAPES)
 
 
-async def test_the_document_says_the_same():
+async def test_the_document_has_the_same_tables():
     text = DOC.read_text("utf-8")
     assert text == await written(text), "run: python -m tests.engine.template.table"
     for kind in KINDS:
