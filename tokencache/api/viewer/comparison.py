@@ -25,7 +25,6 @@ from tokencache.dialects.chat.vocabulary import UnreadableError, read_message
 MAX_REPLIES = 64
 """Replies of one history that are compared: the last ones."""
 
-_ALL_RULES = Leniency(harness_rules=frozenset(rule.name for rule in RULES.values()))
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 _DIFFABLE = 16_000_000
 """Product of the word counts of two texts up to which words are compared one by one, which takes about 10 ms."""
@@ -91,7 +90,7 @@ def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, by
         here = by or _in_place(reply, messages, earlier, lookup, contexts)
         source = here or _with_same_text(reply, earlier)
         served = source.served if source is not None else None
-        verdict = judge(served, reply.message, _ALL_RULES) if served is not None else Verdict("foreign")
+        verdict = _judge(served, reply.message) if served is not None else Verdict("foreign")
         found.append(
             ReplyComparison(
                 at=reply.at,
@@ -104,6 +103,11 @@ def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, by
             )
         )
     return found
+
+
+def _judge(served: Message, echoed: Message) -> Verdict:
+    """Compare a reply with what was served, with all rules allowed."""
+    return judge(served, echoed, Leniency(harness_rules=frozenset(RULES)))
 
 
 def _messages(turn: str, lookup: Mapping[str, Turn], contexts: Mapping[str, bytes]) -> list[Message | None]:
@@ -129,7 +133,7 @@ def _relied(turn: Turn, parent: Turn | None, replies: Sequence[_Reply], lookup: 
         source = lookup.get(anchor.turn)
         while left and source is not None:
             reply = left.pop()
-            if judge(source.served, reply.message, _ALL_RULES).kind != "foreign":
+            if _judge(source.served, reply.message).kind != "foreign":
                 relied[reply.at] = source
                 break
     return relied
@@ -140,16 +144,11 @@ def _in_place(
 ) -> Turn | None:
     """Find the recorded turn that answered exactly the messages before this reply; of several, the most similar one."""
     before = [_digest(message) for message in messages[: reply.at]]
-    best: tuple[int, Turn] | None = None
-    for one in earlier:
-        if one.messages != reply.at:
-            continue
-        if [_digest(message) for message in _messages(one.id, lookup, contexts)] != before:
-            continue
-        rank = _RANK[judge(one.served, reply.message, _ALL_RULES).kind]
-        if best is None or rank < best[0]:
-            best = (rank, one)
-    return best[1] if best else None
+
+    def answered_it(one: Turn) -> bool:
+        return one.messages == reply.at and [_digest(message) for message in _messages(one.id, lookup, contexts)] == before
+
+    return min(filter(answered_it, earlier), key=lambda one: _RANK[_judge(one.served, reply.message).kind], default=None)
 
 
 def _with_same_text(reply: _Reply, earlier: Sequence[Turn]) -> Turn | None:
