@@ -82,7 +82,7 @@ class _Error(msgspec.Struct):
 
 
 class _PlainChoice(msgspec.Struct):
-    """A choice of a plain chunk (`dialects.chat.plain`)."""
+    """A choice of a plain chunk, as `hide_tokens` finds them. Reading it as a `_Choice` takes twice as long (1.9 µs, not 0.9)."""
 
     delta: ReplyMessage
     token_ids: list[int]
@@ -210,7 +210,7 @@ class Reply:
         return self._choices
 
     def add_later(self, data: bytes) -> None:
-        """Add the JSON of a plain chunk (`dialects.chat.plain`), which is parsed when `choices` is read next."""
+        """Add the JSON of a plain chunk (`dialects.completion_reader.hide_tokens`), which is parsed when `choices` is read next."""
         self._deferred.append(data)
         if len(self._deferred) >= _AT_ONCE:
             self._read_deferred()
