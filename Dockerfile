@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 
-# The proxy, without what built it: one stage makes the wheel and installs it into a virtual environment, the other one is Python
-# and that environment. It runs as nobody in particular, writes no file, and may have a read-only root.
+# The image of the proxy. One stage builds the wheel and installs it into a virtual environment; the other one has Python and that
+# environment only. It runs as an unprivileged user, writes no file, and works with a read-only root.
 #
 #     docker build --tag tokencache .
 #     docker run --read-only --publish 8100:8100 --env TOKENCACHE_UPSTREAM=http://engine:8000 --env TOKENCACHE_ADMIN_KEY tokencache
@@ -29,8 +29,8 @@ LABEL org.opencontainers.image.title="tokencache" \
 RUN python -m pip uninstall --yes --quiet setuptools wheel pip
 COPY --from=build /opt/tokencache /opt/tokencache
 COPY --chmod=755 deploy/health.py /usr/local/bin/tokencache-health
-# Bytecode is compiled when the package is installed, and written by nobody later. A container's loopback is of no use to others.
-# (The linter takes every name that begins with TOKEN for a secret.)
+# Bytecode is compiled at installation, and never written later. Nothing outside can reach a container's loopback, so listen on all.
+# (The linter takes every name that starts with TOKEN for a secret.)
 # hadolint ignore=DL3064
 ENV PATH=/opt/tokencache/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -40,7 +40,7 @@ ENV PATH=/opt/tokencache/bin:${PATH} \
 USER 65532:65532
 WORKDIR /
 EXPOSE 8100
-# Alive, not ready: what replaces an unhealthy container must not do so because an engine is being restarted.
+# Alive, not ready: a restart of the engine must not replace the container.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 CMD ["tokencache-health", "/healthz"]
 ENTRYPOINT ["tokencache"]
 CMD ["serve"]
