@@ -1,22 +1,18 @@
-"""Dialects: one codec per wire format that harnesses speak. The route selects the codec (`registry`).
+"""Dialects: one package for each wire format that clients use. Start with `base`, which defines what a dialect provides.
 
-What a codec is, and what it may not know, is said in `dialect`. A harness speaks one of these:
+`chat/`             OpenAI chat completions, which every other dialect is translated into; its clients get the engine's own bytes
+`anthropic/`        Anthropic Messages
+`responses/`        OpenAI Responses
+`gemini/`           Google's generateContent
+`text_completions`  text completions: relayed and recorded, never translated
+`probes`            requests that clients send before they call a model
 
-`chat/`        OpenAI chat completions, which everything else becomes; the harness sees the engine's own bytes
-`messages/`    Anthropic Messages
-`responses/`   OpenAI Responses
-`gemini/`      Google's generateContent
-`completions`  text completions: relayed and recorded, never translated
-`probes`       what harnesses ask before they call a model
+Each package has the same four modules: `routes` (routes, credentials, models), `request` (→ chat), `reply` (chat →) and `vocabulary`.
 
-A package that translates has a `codec` (routes, models, errors), a `request` or its parts (→ chat) and a `reply` (chat →).
-What they share:
-
-`lenient`      JSON as strangers write it
-`body`         a request's members, raw, where most of it is passed on as it came
-`gym`          token ids on messages, as NeMo Gym has them
-`heard`        what is read of a chat completion or a chunk of one
-`places`       places in a request, as errors name them
-`encoder`    speakers that show the engine's own bytes
-`sse`          server-sent events
+`registry`           lists the dialects; finds the dialect and the API keys of a request
+`completion_reader`  parses chat completions and their chunks
+`json_io`            reads clients' JSON
+`sse`                server-sent events
+`thinking`           thinking that is inline in a reply's text
+`gym`, `gym_request` NeMo Gym: token ids on messages, and requests as its model server sends them
 """

@@ -1,15 +1,15 @@
-"""Gym: token ids on messages, as NeMo Gym's model server says them, and as its agents send them back.
+"""Token ids on messages, as NeMo Gym's model server writes them and its agents send them back.
 
     {"role": "assistant", "content": "…", "prompt_token_ids": […], "generation_token_ids": […], "generation_log_probs": […]}
 
-Gym carries ids from turn to turn on the messages themselves: its model server puts all three members, or none, on the message
-of a chat completion, and on the last output item of a response; agents send them back with the history, and NeMo RL reads them
-out of the finished rollout. With `--return-token-id-information` replies are said so here, too. A streamed reply has them on the
-delta with which its choice is finished, and on the last item.
+Gym carries ids from turn to turn on the messages: its model server puts all three members, or none, on the message of a chat completion and
+on the last output item of a response. Agents send them back with the history, and NeMo RL reads them from the finished rollout. With
+`--return-token-id-information` the proxy writes replies like this, too. In a stream they are on the delta that finishes its choice, and on
+the last item.
 
-What comes back is taken out of every request before anybody reads it: nothing that is sent, hashed or kept differs, but for white
-space, between an agent that sends the members back and one that drops them. The ids are evidence of which recorded turn is meant, and
-are compared with what was recorded (`proxy.client_ids.compare`). Where nothing was, they are used if they are proven (`proxy.client_ids`).
+They are removed from every request before it is parsed: an agent that sends them back and one that drops them get the same prompts, hashes
+and records, apart from white space. The ids are evidence of the recorded turn that is meant, and are compared with the record
+(`proxy.client_ids`). Ids that were never recorded are used only if they are proven.
 
 Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `_validate_atomic_token_metadata`),
 `nemo_gym/responses_converter.py` (the item that carries them), `responses_api_models/vllm_model/app.py` (the message);
@@ -32,9 +32,9 @@ PREFIX = "required_prefix_token_ids"
 """The ids with which a request requires its prompt to begin (NVIDIA-NeMo/Gym #1545; nemo-gym 0.7.0, `supply_prefix_token_ids`)."""
 
 TAKEN = frozenset({PROMPT, GENERATION, LOG_PROBS, "routed_experts"})
-"""The members that are taken out of what comes back."""
+"""The members that are removed from messages that come back."""
 _MARK = b'_token_ids"'
-"""In the names of both members with ids. No string in JSON can spell it: its quote would be escaped."""
+"""Part of the names of both members with ids. It cannot occur within a JSON string, where its quote would be escaped."""
 _GENERATED = b'"generation_token_ids"'
 _BLANK = b" \t\r\n"
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
@@ -66,38 +66,38 @@ class _Choice(Protocol):
 
 
 def take_out(raw: bytes) -> tuple[bytes, ReturnedIdFragments | None]:
-    """Take token ids out of a message or an item.
+    """Remove token ids from a message or an item.
 
     Returns:
-        Its JSON, the very bytes where there was nothing to take out; and what came back, `None` if no ids did.
+        Its JSON, the same object if nothing was removed; and the ids, `None` if none came back.
     """
     if _MARK not in raw:
         return raw, None
     try:
         fields = fields_of(raw)
-    except HarnessError:  # no message at all: for who reads it to say
+    except HarnessError:  # not a message: its parser reports that
         return raw, None
     taken = {name: bytes(fields.pop(name)) for name in TAKEN if name in fields}
     if not taken:
-        return raw, None  # they stand deeper: in arguments, or in what a tool said
-    told = any(taken.get(name, _NULL) != _NULL for name in (PROMPT, GENERATION))
-    echo = ReturnedIdFragments(_fragment(taken.get(PROMPT)), _fragment(taken.get(GENERATION))) if told else None
+        return raw, None  # they are nested: in arguments, or in the result of a tool
+    returned = any(taken.get(name, _NULL) != _NULL for name in (PROMPT, GENERATION))
+    echo = ReturnedIdFragments(_fragment(taken.get(PROMPT)), _fragment(taken.get(GENERATION))) if returned else None
     return _ENCODER.encode(fields), echo
 
 
 def carries(body: bytes) -> bool:
-    """Whether a message in a body came back with ids that were generated, as far as can be seen without reading it."""
+    """Whether a message in a body may have generated ids; does not parse the body."""
     return _GENERATED in body
 
 
 def take_prefix(fields: dict[str, Raw]) -> bytes:
-    """Take the ids with which the prompt is to begin out of a request's members, in place.
+    """Remove the ids with which the prompt has to begin from a request's members, in place.
 
     Returns:
-        Packed ids; none where nothing is required (`null`, an empty list, or no such member).
+        Packed ids; empty if none are required (`null`, an empty list, or no such member).
 
     Raises:
-        HarnessError: they are no list of token ids.
+        HarnessError: the member is not a list of token ids.
     """
     raw = bytes(fields.pop(PREFIX, _NULL))
     try:
@@ -112,24 +112,24 @@ def prefix_of(body: bytes) -> bytes:
 
 
 def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dict[int, ReturnedIdFragments]]:
-    """Take token ids out of the entries from `start` on.
+    """Remove token ids from the entries from `start` on.
 
     Returns:
-        All entries, the very ones where there was nothing to take out; and what came back, by place.
+        All entries, the same object if nothing was removed; and the ids that came back, by index.
     """
     bare, echoes = list[bytes](), dict[int, ReturnedIdFragments]()
-    for place, entry in enumerate(entries[start:], start):
+    for index, entry in enumerate(entries[start:], start):
         left, echo = take_out(entry)
         if left is not entry:
             bare = bare or list(entries)
-            bare[place] = left
+            bare[index] = left
         if echo is not None:
-            echoes[place] = echo
+            echoes[index] = echo
     return bare or entries, echoes
 
 
 def _fragment(raw: bytes | None) -> bytes:
-    """A raw JSON list as a fragment; what is no list as it is, which no ids equal."""
+    """Return a raw JSON list as a fragment; anything else unchanged, which equals no ids."""
     if raw is None:
         return b""
     packed = raw.translate(None, _BLANK)
@@ -137,37 +137,39 @@ def _fragment(raw: bytes | None) -> bytes:
 
 
 def with_tokens(data: bytes, prompt: bytes, choices: Mapping[int, _Choice]) -> bytes:
-    """Say the ids of every choice that this completion, or chunk of one, finishes.
+    """Add the ids of every choice that this completion, or chunk of one, finishes.
 
-    `prompt` is the raw JSON list of the prompt's ids, `b""` if the engine did not say them; `choices` is what was collected up to
-    here. A choice whose ids or log probabilities are not all known has none of the members.
+    Args:
+        data: the completion's JSON.
+        prompt: the raw JSON list of the prompt's ids, `b""` if the engine did not send them.
+        choices: what was collected so far. A choice whose ids or log probabilities are not all known gets none of the members.
 
     Returns:
-        The JSON, the very bytes where nothing is finished or known.
+        The JSON, the same object if nothing was added.
     """
     if b'"finish_reason"' not in data:
         return data
     try:
         fields = _FIELDS.decode(data)
         listed = _CHOICES.decode(fields["choices"])
-        said = [_say(choice, prompt, choices) for choice in listed]
+        added = [_add_ids(choice, prompt, choices) for choice in listed]
     except (ValueError, KeyError, RecursionError):
-        return data  # no completion: an error, say
-    if not any(said):
+        return data  # not a completion; an error, for example
+    if not any(added):
         return data
     fields["choices"] = Raw(_ENCODER.encode(listed))
     return _ENCODER.encode(fields)
 
 
-def _say(choice: dict[str, Raw], prompt: bytes, choices: Mapping[int, _Choice]) -> bool:
-    """Put a choice's ids on its message or delta, if it is finished and they are known."""
+def _add_ids(choice: dict[str, Raw], prompt: bytes, choices: Mapping[int, _Choice]) -> bool:
+    """Put a choice's ids on its message or delta if it is finished and they are known."""
     if bytes(choice.get("finish_reason", _NULL)) == _NULL:
         return False
     known = choices.get(_INDEX.decode(choice.get("index", b"0")))
-    place = "message" if "message" in choice else "delta"
+    part = "message" if "message" in choice else "delta"
     own = (known.prompt if known is not None else b"") or prompt
-    if known is None or not own or place not in choice or len(known.logprobs) != len(known.ids):
+    if known is None or not own or part not in choice or len(known.logprobs) != len(known.ids):
         return False
     tokens = {PROMPT: Raw(own), GENERATION: Raw(_ENCODER.encode(known.ids)), LOG_PROBS: Raw(_ENCODER.encode(known.logprobs))}
-    choice[place] = Raw(_ENCODER.encode({**_FIELDS.decode(choice[place]), **tokens}))
+    choice[part] = Raw(_ENCODER.encode({**_FIELDS.decode(choice[part]), **tokens}))
     return True

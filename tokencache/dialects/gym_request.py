@@ -1,7 +1,7 @@
-"""Requests as NeMo Gym's model server sends them to vLLM.
+"""Rewrites requests as NeMo Gym's model server does before it sends them to vLLM.
 
-With `--return-token-id-information` the proxy takes the place of Gym's `vllm_model` server. A model must then get the prompt that it gets
-from Gym's own server, so the proxy changes the same members of a request:
+With `--return-token-id-information` the proxy replaces Gym's `vllm_model` server. A model then has to get the same prompt as from Gym's
+server, so the proxy changes the same members of a request. Without that option requests stay unchanged.
 
 =====================================  ====================================================================================
 `strict` of a function                 left out; vLLM would constrain sampling by a grammar, and some templates render it
@@ -11,11 +11,9 @@ from Gym's own server, so the proxy changes the same members of a request:
 `metadata.audio_data`                  a data URI: an `audio_url` part before the content of the last user message
 `<think>…</think>`                     at the beginning of an assistant's text: the message's `reasoning`
 members that Gym does not know         left out of a streamed request; Gym refuses (422) any other request that has them, and here they pass
-`instructions` (Responses)             one system message with all system and developer messages that follow it directly; a streamed
+`instructions` (Responses)             one system message with all system and developer messages that follow directly; a streamed
                                        request needs no `instructions` for that
 =====================================  ====================================================================================
-
-Nobody else's requests are changed.
 
 Source: nemo-gym 0.7.0, `responses_api_models/vllm_model/app.py` (`_preprocess_chat_completion_create_params`), `nemo_gym/chat_streaming.py`
 (`sanitize_streaming_chat_body`), `nemo_gym/responses_streaming.py` (`sanitize_streaming_responses_body`),
@@ -56,7 +54,7 @@ _RESPONSES_MEMBERS = frozenset({
 
 _STREAM = frozenset({"stream", "stream_options"})
 _OWN = _STREAM | {PREFIX}
-"""What the proxy reads itself."""
+"""Members that the proxy reads itself."""
 _AUDIO = ("audio_data", "audio_path", "audio_paths")
 _THINK = re.compile(r"(\s*)<think>(.*?)</think>", re.DOTALL)
 _SYSTEM = frozenset({"system", "developer"})
@@ -77,7 +75,7 @@ def chat_members(fields: Fields) -> Fields:
 
 
 def translated_members(fields: Fields) -> Fields:
-    """Return the members of a chat request that a codec has written, for the engine.
+    """Return the members of a translated chat request for the engine.
 
     Raises:
         HarnessError: `metadata` cannot be read.
@@ -132,8 +130,8 @@ def _system_text(item: Any) -> str | None:
 def with_reasoning(raw: bytes) -> bytes:
     """Make the inline thinking at the beginning of an assistant's text (a raw chat message) its `reasoning`.
 
-    Gym does so with blocks anywhere in a text. Here a text with another block behind the first one stays as it is, and so does one of
-    several parts: the model may have sampled it, and then the reply must be recognised.
+    Gym does this with blocks anywhere in a text. Here, a text with another block after the first one stays unchanged, and so does a text of
+    several parts: the model may have sampled it, and then the reply has to be recognized.
     """
     if (b"<think>" not in raw and b"\\u003c" not in raw) or b"assistant" not in raw:
         return raw
@@ -143,15 +141,14 @@ def with_reasoning(raw: bytes) -> bytes:
         return raw
     if not isinstance(message, dict) or message.get("role") != "assistant" or message.get("reasoning") or message.get("reasoning_content"):
         return raw
-    place = message
-    name = "content"
+    owner, name = message, "content"
     if isinstance(message.get("content"), list) and len(message["content"]) == 1 and isinstance(message["content"][0], dict):
-        place, name = message["content"][0], "text"
-    text: str = place[name] if isinstance(place.get(name), str) else ""
+        owner, name = message["content"][0], "text"
+    text: str = owner[name] if isinstance(owner.get(name), str) else ""
     found = _THINK.match(text)
     if found is None or _THINK.match(text, found.end()):
         return raw
-    place[name] = found[1] + text[found.end() :]
+    owner[name] = found[1] + text[found.end() :]
     return _ENCODER.encode({**message, "reasoning": found[2]})
 
 
@@ -171,27 +168,27 @@ def with_audio(body: bytes) -> bytes:
     audio = metadata["audio_data"] if named == ["audio_data"] else None
     if not isinstance(audio, str):
         raise HarnessError(
-            f"'metadata.{named[-1]}' is not supported: the proxy reads no files; send one 'metadata.audio_data', a data URI",
+            f"'metadata.{named[-1]}' is not supported: the proxy does not read files; send one 'metadata.audio_data', a data URI",
             param=f"metadata.{named[-1]}",
         )
     del metadata["audio_data"]
     try:
         messages = [msgspec.json.decode(raw) for raw in entries_of(fields.get("messages", _NULL))]
     except (ValueError, RecursionError):
-        return body  # whoever reads the messages says what is wrong
+        return body  # the parser of the messages reports the error
     part = {"type": "audio_url", "audio_url": {"url": audio}}
     last = next((message for message in reversed(messages) if isinstance(message, dict) and message.get("role") == "user"), None)
     if last is None:
         messages.append({"role": "user", "content": [part]})
     else:
         content = last.get("content")
-        said = [{"type": "text", "text": content}] if isinstance(content, str) else content if isinstance(content, list) else []
-        last["content"] = [part, *said]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content if isinstance(content, list) else []
+        last["content"] = [part, *parts]
     return _ENCODER.encode({**fields, "messages": messages, "metadata": metadata})
 
 
 def _from_metadata(fields: Fields) -> Fields:
-    """Take the members for the engine out of `metadata`."""
+    """Move the members for the engine out of `metadata`."""
     if "metadata" not in fields:
         return dict(fields)
     metadata = member(fields, "metadata", (dict,), {})
@@ -213,7 +210,7 @@ def _members_in(metadata: dict[str, Any], name: str) -> Fields:
 
 
 def _without_strict(tools: Raw) -> Raw:
-    """Leave `strict` out of the functions of a raw list of tools; what cannot be read stays as it is, for the engine to refuse."""
+    """Remove `strict` from the functions of a raw list of tools; what cannot be parsed stays unchanged, and the engine refuses it."""
     try:
         listed = msgspec.json.decode(tools, type=list[Fields])
         for tool in listed:

@@ -1,14 +1,14 @@
-"""Probes: what harnesses ask before they call a model, and what stock vLLM would not answer, or not as they need it.
+"""Answers requests that clients send before they call a model, and that stock vLLM would not answer, or not as they need it.
 
 ==============================  ===================================================================================
-`HEAD /`, `/v1`, `/v1/models`   is anybody there? Yes. vLLM 0.32 refuses the method or knows no such route; a `GET` there is its own
-                                to answer, and is relayed. (`/api/hello`, too: Claude Code)
-`GET|HEAD /v1/models/<id>`      OpenAI's `models.retrieve`, which vLLM 0.32 has not; Hermes reads `max_model_len` there
-`/api/show`, `/api/tags`, …     is this Ollama, LM Studio, llama.cpp? No, 404 as vLLM says it, whatever the engine would:
-                                Hermes (0.19, `agent/model_metadata.py`) then asks `/version` and takes it for vLLM
+`HEAD /`, `/v1`, `/v1/models`   200: the server is alive. vLLM 0.32 refuses the method or has no such route; a `GET` is relayed.
+                                (Also `/api/hello`: Claude Code)
+`GET|HEAD /v1/models/<id>`      OpenAI's `models.retrieve`, which vLLM 0.32 lacks; Hermes reads `max_model_len` there
+`/api/show`, `/api/tags`, …     404 in vLLM's form, whatever the engine would answer: the server is not Ollama, LM Studio or
+                                llama.cpp. Hermes (0.19, `agent/model_metadata.py`) then asks `/version` and takes it for vLLM
 ==============================  ===================================================================================
 
-`/health` and `/version` are the engine's own, and relayed.
+`/health` and `/version` are relayed.
 """
 
 import re
@@ -18,55 +18,50 @@ from urllib.parse import unquote
 
 import msgspec
 
-from tokencache.dialects.base import AUTHORIZATION, DialectRequest, DirectReply, ParsedRequest, ServedModel
+from tokencache.dialects.base import DialectRequest, DirectReply, ParsedRequest, ServedModel
+from tokencache.dialects.chat.routes import ChatDialect
 from tokencache.errors import HarnessError
 
 _ALIVE = frozenset({"/", "/v1", "/v1/", "/v1/models", "/api/hello"})
 _MODEL = re.compile(r"/v1/models/(.+)")
 _OTHERS = frozenset({"/api/show", "/api/tags", "/api/version", "/api/ps", "/api/v1/models", "/api/v0/models", "/props", "/v1/props"})
-"""Routes of other servers, whose answer a harness would take for those servers' own."""
+"""Routes of other servers: an answer other than 404 would identify the proxy as one of them."""
 _NOT_FOUND = 404
 
 
-class ProbeDialect:
-    """See `dialect.Dialect`."""
+class ProbeDialect(ChatDialect):
+    """Requests that any client may send, answered without a model call; credentials and errors are those of chat completions."""
 
     name = "probe"
-    credential_headers: tuple[str, ...] = (AUTHORIZATION,)
-    credential_parameters: tuple[str, ...] = ()
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
-        """See `Dialect.speaks`."""
+        """See `TranslatedDialect.matches`."""
         del headers
         if path in _OTHERS:
             return True
         return (method == "HEAD" and path in _ALIVE) or (method in {"GET", "HEAD"} and _MODEL.fullmatch(path) is not None)
 
-    async def parse(self, asked: DialectRequest) -> ParsedRequest:
-        """See `Dialect.read`.
+    async def parse(self, request: DialectRequest) -> ParsedRequest:
+        """See `TranslatedDialect.parse`.
 
         Raises:
             HarnessError: 404, no such model.
-            EngineError: which models are served cannot be found out.
+            EngineError: the served models are unknown.
         """
-        if asked.path in _OTHERS:
+        if request.path in _OTHERS:
             return DirectReply(body=b'{"detail":"Not Found"}', status=_NOT_FOUND)
-        wanted = _MODEL.fullmatch(asked.path)
+        wanted = _MODEL.fullmatch(request.path)
         if wanted is None:
             return DirectReply(body=b"{}")
         name = unquote(wanted[1])
-        for model in await asked.served():
+        for model in await request.served():
             if model.name == name:
                 return DirectReply(body=msgspec.json.encode(_card(model)))
         raise HarnessError(f"The model `{name}` does not exist.", status=_NOT_FOUND, param="model", kind="NotFoundError")
 
-    def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
-        """See `Dialect.error`: OpenAI's, as vLLM writes it."""
-        return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
-
 
 def model_list(models: Iterable[ServedModel]) -> bytes:
-    """The answer to `GET /v1/models`, for an engine that has no such route."""
+    """Write the answer to `GET /v1/models`, for an engine without that route."""
     return msgspec.json.encode({"object": "list", "data": [_card(model) for model in models]})
 
 

@@ -1,18 +1,18 @@
 """Text completions (`/v1/completions`): relayed in their own format, and recorded.
 
-Nothing is translated and nothing spliced: the prompt is a text, or ids that the harness itself supplies. Only ids and log
-probabilities are asked for besides, and taken out again from what the harness sees. A request may hold several prompts;
-choice `i` then answers prompt `i // n` (vLLM 0.32, `completion/serving.py`), and each choice says its own prompt's ids.
+Nothing is translated or spliced: the prompt is a text, or ids from the client. The proxy also asks for ids and log probabilities, and
+removes them from what the client gets. A request may have several prompts; choice `i` then answers prompt `i // n` (vLLM 0.32,
+`completion/serving.py`), and each choice has its own prompt's ids.
 
-What could not be recorded truthfully is not touched at all and leaves a hole (`CompletionCall.unrecorded`):
+A request that cannot be recorded truthfully is passed on unchanged and leaves a hole (`TextCompletionCall.unrecorded`):
 
-* `echo`: the ids of the prompt are echoed as text only while no ids are asked for, and the log probabilities of both are
-  one list; asking would change what the harness gets (vLLM 0.32, `needs_detokenization`);
-* `use_beam_search`: what comes out was chosen, not sampled;
-* `prompt_embeds`: the prompt is no tokens.
+* `echo`: the prompt is echoed as text only if no ids are asked for, and the log probabilities of both are one list, so asking would
+  change the reply (vLLM 0.32, `needs_detokenization`);
+* `use_beam_search`: the reply was selected, not sampled;
+* `prompt_embeds`: the prompt has no tokens.
 
-`suffix` (which vLLM 0.32 takes for models that fill in), `best_of` (which it ignores) and `prompt_logprobs` change nothing of
-that: the ids that come back say what the prompt was.
+`suffix` (which vLLM 0.32 accepts for models that fill in), `best_of` (which it ignores) and `prompt_logprobs` do not matter: the ids
+that come back tell the prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ _NULL, _TRUE, _ZERO = Raw(b"null"), Raw(b"true"), Raw(b"0")
 
 
 class TextCompletionCall(msgspec.Struct, frozen=True):
-    """A text completion's request.
+    """A request for text completions.
 
     Attributes:
         fields: the members of the body, raw.
-        choices: how many choices its reply has: `n` for each prompt.
-        shows_ids, shows_logprobs: what the harness asked to see.
+        choices: the number of choices in its reply, `n` for each prompt.
+        shows_ids, shows_logprobs: what the client asked to get.
         unrecorded: why its reply cannot be recorded, or `""`.
     """
 
@@ -54,7 +54,7 @@ class TextCompletionCall(msgspec.Struct, frozen=True):
     unrecorded: str = ""
 
     def as_chat(self) -> ChatCall:
-        """Say what a record needs to know of this call as of one in chat: a history that is not matched."""
+        """Return what the recorder needs of this call as a chat call, with a history that is not matched."""
         return ChatCall(
             fields=self.fields,
             raw_messages=[],
@@ -71,7 +71,7 @@ class TextCompletionCall(msgspec.Struct, frozen=True):
         )
 
     def for_engine(self) -> bytes:
-        """Write the request for the engine: with ids and log probabilities asked for, unless that would change the reply."""
+        """Write the request for the engine; it asks for ids and log probabilities unless that would change the reply."""
         if self.unrecorded:
             return _ENCODER.encode(self.fields)
         asked = {"return_token_ids": _TRUE, "return_weight_versions": _TRUE}
@@ -81,10 +81,10 @@ class TextCompletionCall(msgspec.Struct, frozen=True):
 
 
 def read(body: bytes, *, served: Callable[[str], str] = str) -> TextCompletionCall:
-    """Read a request's body; `served` says which model is meant by the name that the harness gives it.
+    """Parse a request's body; `served` maps the client's model name to a served model.
 
     Raises:
-        HarnessError: it is no JSON object, or a member that matters here has the wrong type.
+        HarnessError: it is not a JSON object, or a member that is used here has the wrong type.
     """
     fields = fields_of(body)
     model = resolve_model(fields, served)
@@ -101,16 +101,16 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> TextCompletionCa
         stream=member(fields, "stream", (bool,), False),
         choices=member(fields, "n", (int,), 1) * (len(prompts) if several else 1),
         shows_ids=member(fields, "return_token_ids", (bool,), False),
-        shows_logprobs=member(fields, "logprobs", (int, bool), None) is not None,  # what is no number, the engine refuses
-        unrecorded=next((name for name, there in causes.items() if there), ""),
+        shows_logprobs=member(fields, "logprobs", (int, bool), None) is not None,  # the engine refuses what is not a number
+        unrecorded=next((name for name, present in causes.items() if present), ""),
     )
 
 
 def write_text_completion(
     *, call: str, created: float, model: str, choices: Sequence[WrittenChoice], prompt_tokens: int, completion_tokens: int
 ) -> bytes:
-    """Write a text completion (JSON) of our own, as vLLM 0.32 writes one; as `whole.write_completion` writes a chat's."""
-    said = [
+    """Write a whole text completion (JSON) with the members that vLLM 0.32 writes; arguments as for `chat.reply.write_completion`."""
+    written = [
         {
             "index": one.position,
             "text": one.message.content or "",
@@ -121,14 +121,14 @@ def write_text_completion(
         for one in choices
     ]
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens, "completion_tokens": completion_tokens}
-    whole = {"id": f"cmpl-{call}", "object": "text_completion", "created": int(created), "model": model, "choices": said, "usage": usage}
+    whole = {"id": f"cmpl-{call}", "object": "text_completion", "created": int(created), "model": model, "choices": written, "usage": usage}
     return _ENCODER.encode(whole)
 
 
 class TextReplyEncoder(PassthroughEncoder):
-    """The encoder of text completions: shows the engine's own bytes, with what was not asked for set back to `null`.
+    """Passes the engine's own bytes on, with members that the client did not ask for set to `null`.
 
-    Unlike chat's, no chunk exists only for its ids: vLLM sends one for every step either way (0.32).
+    Unlike chat's, no chunk exists only for its ids: vLLM sends one for every step anyway (0.32).
     """
 
     def __init__(self, call: TextCompletionCall) -> None:
@@ -137,7 +137,7 @@ class TextReplyEncoder(PassthroughEncoder):
         self._extras = HiddenMembers(call.fields)
 
     def whole(self, data: bytes) -> bytes:
-        """See `ReplyEncoder.whole`; what cannot be read is passed on as it is."""
+        """See `ReplyEncoder.whole`; what cannot be parsed is passed on."""
         return self._present(data)
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:

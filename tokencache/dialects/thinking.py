@@ -1,16 +1,15 @@
-r"""Inline thinking: `<think>…</think>` at the beginning of a reply's text.
+r"""Splits inline thinking, `<think>…</think>` at the beginning of a reply's text, and puts it back.
 
-An engine without a reasoning parser, and NeMo Gym's model server, leave the model's thinking in the text. Dialects that have a place of
-their own for thinking say it there (`Thinking`), as Gym's server does for Responses. The record keeps the engine's text. When the thinking
-comes back, it is put into the text again (`folded`), so that the engine is sent, and the record is compared with, what the engine wrote.
+An engine without a reasoning parser, and NeMo Gym's model server, leave the model's thinking in the text. Dialects with a field for
+thinking return it there (`Thinking`), as Gym's server does for Responses. The record keeps the engine's text. When the thinking comes
+back, it is put into the text again (`folded`), so the engine gets, and the record is compared with, what the engine wrote.
 
     <think>\nHm.\n</think>\n\nYes.      thinking "\nHm.\n", text "\n\nYes."
-    <think>\nHm                        thinking "\nHm": the reply was cut short
+    <think>\nHm                        thinking "\nHm": the reply was cut off
 
-Only the opaque member that a dialect makes its client send back can tell that the thinking stood in the text. It holds the call's handle
-followed by a mark (`signed`, `read_signature`); thinking that comes back without it is `reasoning`, as from every other engine.
-
-Chat completions are shown as the engine writes them.
+Only the opaque member that a dialect makes its client echo tells that the thinking was in the text. It has the call's handle and then a
+mark (`signed`, `read_signature`). Thinking that comes back without it is `reasoning`, as from every other engine. Chat completions are
+passed on as the engine writes them.
 
 Source: nemo-gym 0.7.0, `nemo_gym/responses_converter.py` (`THINK_TAG_PATTERN`): it finds blocks anywhere in a text, and only closed ones.
 """
@@ -24,7 +23,7 @@ from tokencache.dialects.base import HANDLE
 from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, read_completion
 
 Mark = Literal["", "inln", "open"]
-"""Where a reply's thinking stood: not in its text; in a closed block; in a block that was not closed. Valid base64 behind a handle."""
+"""Where a reply's thinking was: not in its text, in a closed block, or in an unclosed block. Valid base64 after a handle."""
 NOT_IN_TEXT: Mark = ""
 CLOSED: Mark = "inln"
 UNCLOSED: Mark = "open"
@@ -35,55 +34,55 @@ _SIGNATURE = re.compile(rf"({HANDLE.pattern})(inln|open)?")
 
 
 class Thinking:
-    """Reads the chunks of one reply, or its whole body, and splits inline thinking from the text of the first choice.
+    """Parses the chunks of one reply, or its whole body, and splits inline thinking from the text of the first choice.
 
     Attributes:
-        mark: where the thinking stood, as far as the reply was read.
-        settled: the rest of the text cannot be thinking, so its chunks need not be read.
+        mark: where the thinking was, as far as the reply is parsed.
+        settled: the rest of the text cannot be thinking, so its chunks need not be parsed.
     """
 
     def __init__(self) -> None:
         self.mark = NOT_IN_TEXT
         self.settled = False
-        self._held = ""  # text that may be the beginning of a tag
+        self._pending = ""  # text that may be the beginning of a tag
 
     def read(self, data: bytes) -> CompletionChunk | None:
-        """Read a completion or a chunk (`completion_reader.read_completion`), with its inline thinking as `reasoning`."""
-        heard = read_completion(data)
-        choice = heard.choice if heard is not None else None
+        """Parse a completion or a chunk (`completion_reader.read_completion`), with its inline thinking as `reasoning`."""
+        completion = read_completion(data)
+        choice = completion.choice if completion is not None else None
         if choice is not None and not self.settled:
             self._split(choice)
-        return heard
+        return completion
 
     def _split(self, choice: ChoicePart) -> None:
-        said = choice.reply
+        reply = choice.reply
         over = choice.message is not None or choice.finish_reason is not None
-        if said.thought and not self.mark:  # the engine has a reasoning parser
+        if reply.thought and not self.mark:  # the engine has a reasoning parser
             self.settled = True
-            thought, text = "", self._held + (said.content or "")
+            thought, text = "", self._pending + (reply.content or "")
         else:
-            thought, text = self.feed(said.content or "", over=over or bool(said.tool_calls))
-        said.content, said.reasoning = text, said.thought + thought
+            thought, text = self.feed(reply.content or "", over=over or bool(reply.tool_calls))
+        reply.content, reply.reasoning = text, reply.thought + thought
         if choice.delta is None and choice.message is None:
-            choice.delta = said
+            choice.delta = reply
 
     def feed(self, piece: str, *, over: bool) -> tuple[str, str]:
-        """Split the next piece of the text into thinking and text. `over`: no text follows in which a tag could continue."""
-        held, self._held = self._held + piece, ""
+        """Split the next piece of the text into thinking and text; `over`: no text follows that could continue a tag."""
+        pending, self._pending = self._pending + piece, ""
         if not self.mark:
-            if not over and len(held) < len(_OPENING) and _OPENING.startswith(held):
-                self._held = held
+            if not over and len(pending) < len(_OPENING) and _OPENING.startswith(pending):
+                self._pending = pending
                 return "", ""
-            if not held.startswith(_OPENING):
+            if not pending.startswith(_OPENING):
                 self.settled = True
-                return "", held
-            self.mark, held = UNCLOSED, held[len(_OPENING) :]
-        thought, closing, text = held.partition(_CLOSING)
+                return "", pending
+            self.mark, pending = UNCLOSED, pending[len(_OPENING) :]
+        thought, closing, text = pending.partition(_CLOSING)
         if closing:
             self.mark, self.settled = CLOSED, True
             return thought, text
         kept = 0 if over else _unfinished(thought)
-        self._held = thought[len(thought) - kept :]
+        self._pending = thought[len(thought) - kept :]
         return thought[: len(thought) - kept], ""
 
 
@@ -93,17 +92,17 @@ def split_text(text: str) -> tuple[str, str]:
 
 
 def _unfinished(text: str) -> int:
-    """How many characters at the end of a text may be the beginning of a closing tag."""
+    """Return how many characters at the end of a text may be the beginning of a closing tag."""
     return next((size for size in range(min(len(_CLOSING) - 1, len(text)), 0, -1) if _CLOSING.startswith(text[-size:])), 0)
 
 
 def signed(handle: str, mark: Mark) -> str:
-    """Write an opaque member: a handle, and where the reply's thinking stood."""
+    """Write an opaque member: a handle, and where the reply's thinking was."""
     return handle + mark
 
 
 def read_signature(value: Any) -> tuple[str, Mark]:
-    """Read an opaque member that came back: its handle, `""` if it is none of ours, and where that reply's thinking stood."""
+    """Read an opaque member that came back: its handle, `""` if it has none, and where that reply's thinking was."""
     found = _SIGNATURE.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return "", NOT_IN_TEXT
@@ -111,7 +110,7 @@ def read_signature(value: Any) -> tuple[str, Mark]:
 
 
 def in_text(raw: bytes) -> bytes:
-    """Write a raw chat message with its `reasoning` in its text, as NeMo Gym's server reads it (it refuses that member)."""
+    """Move the `reasoning` of a raw chat message into its text, for NeMo Gym's server, which refuses that member."""
     if b'"reasoning"' not in raw:
         return raw
     message = msgspec.json.decode(raw)
@@ -128,7 +127,7 @@ def in_text(raw: bytes) -> bytes:
 
 
 def folded(message: dict[str, Any], mark: Mark) -> dict[str, Any]:
-    """Put the `reasoning` of an assistant's message into its text again, if it stood there. The content is a text, or missing."""
+    """Put the `reasoning` of an assistant message back into its text if it was there; the content is a string or missing."""
     if not mark or "reasoning" not in message:
         return message
     closing = _CLOSING if mark == CLOSED else ""
