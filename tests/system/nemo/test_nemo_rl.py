@@ -268,8 +268,8 @@ async def shortened(worker, body, right):
     ("otherwise", "told"),
     [
         (forgetful, "used other ids than were sent"),
-        (at_the_wrong_end_of_turn, "another tail behind them"),
-        (with_another_tail, "another tail behind them"),
+        (at_the_wrong_end_of_turn, "another tail after them"),
+        (with_another_tail, "another tail after them"),
         (shortened, "cut the prompt"),
     ],
 )
