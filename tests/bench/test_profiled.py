@@ -21,7 +21,7 @@ from bench.report import profile
         (["asyncio/runners.py", "aiohttp/web_protocol.py", "aiohttp/http_writer.py"], SERVER),
         (["tokencache/proxy/call.py", "tokencache/engine/upstream.py", "aiohttp/client.py", "yarl/_url.py"], CLIENT),
         (["aiohttp/web_protocol.py", "tokencache/proxy/endpoints.py"], REST),
-        (["tokencache/proxy/endpoints.py", "tokencache/dialects/chat/call.py"], READING),
+        (["tokencache/proxy/endpoints.py", "tokencache/dialects/chat/request.py"], READING),
         (["tokencache/proxy/call.py", "tokencache/core/match.py", "contextlib.py"], PLANNING),
         (["tokencache/proxy/recorder.py", "tokencache/core/ids.py"], RECORDING),
         (["tokencache/engine/drivers/vllm.py", "tokencache/core/ids.py"], SENDING),
@@ -36,7 +36,7 @@ def test_shares_follow_from_the_raw_lines_of_py_spy():
     found = shares(
         [
             "<module> (tokencache:6);run (uvloop/__init__.py:92);Runner.run (asyncio/runners.py:118) 6\n",
-            "run (uvloop/__init__.py:92);impl.<locals>.<listcomp> (tokencache/dialects/chat/call.py:16) 3\n",
+            "run (uvloop/__init__.py:92);impl.<locals>.<listcomp> (tokencache/dialects/chat/request.py:16) 3\n",
             "run (uvloop/__init__.py:92);f (tokencache/core/chain.py:1) 1\n",
         ]
     )

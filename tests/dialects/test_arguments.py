@@ -57,7 +57,7 @@ async def test_responses(given):
 
 
 @pytest.mark.parametrize("given", TEXTS.values(), ids=TEXTS)
-async def test_messages_that_were_no_object_when_the_model_said_them(given):
+async def test_wrapped_messages_arguments_are_unwrapped(given):
     """They come back wrapped, and are unwrapped to the letter."""
     wrapped = {"type": "tool_use", "id": "c", "name": "f", "input": {"__unparsed_arguments": given}}
     assert called(await messages.chat_of(messages=[{"role": "assistant", "content": [wrapped]}])) == given

@@ -1,4 +1,4 @@
-"""What is heard of an engine, and of its refusals."""
+"""Parsing completions, chunks and errors of an engine."""
 
 import json
 
@@ -22,7 +22,7 @@ def test_faults(error, fault):
     assert read_completion(json.dumps({"error": error}).encode()).fault == fault
 
 
-def test_calls_have_a_number_even_if_the_engine_gives_none():
+def test_calls_without_an_index_are_numbered():
     calls = [{"id": "a", "function": {"name": "f"}}, {"index": 7}, {"function": None}]
     said = read_completion(json.dumps({"choices": [{"index": 1}, {"index": 0, "message": {"tool_calls": calls}}]}).encode()).choice.reply
     assert [(n, call.name, call.arguments) for n, call in said.calls()] == [(0, "f", ""), (7, "", ""), (2, "", "")]
@@ -44,5 +44,5 @@ def test_what_cannot_be_read(data):
         (b"\xff", ("\ufffd", "upstream_error", None)),
     ],
 )
-def test_a_refusal_is_taken_apart(body, said):
+def test_parsing_an_engine_error(body, said):
     assert parse_engine_error(502, body) == said

@@ -1,4 +1,4 @@
-"""Probes: which are answered here, which are left to the engine, and what they are told."""
+"""Probes: which ones the proxy answers, which ones it relays, and with what."""
 
 import asyncio
 import json
@@ -38,12 +38,12 @@ def ask(path, method="GET"):
         ("DELETE", "/v1/models/m", False),
     ],
 )
-def test_what_is_answered_here(method, path, ours):
+def test_which_probes_the_proxy_answers(method, path, ours):
     found = dialect_of(method, path, {})
     assert (found is not None and found.name == "probe") is ours
 
 
-def test_models_asked_for_by_other_clients_are_theirs():
+def test_model_lists_belong_to_the_client_s_dialect():
     assert dialect_of("GET", "/v1/models/m", {"anthropic-version": "2023-06-01"}).name == "messages"
     assert dialect_of("GET", "/v1/models/m", {"x-goog-api-key": "k"}).name == "gemini"
 

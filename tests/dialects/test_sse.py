@@ -1,4 +1,4 @@
-"""Events cut out of a stream, and their data: the quick way says what the slow one does."""
+"""Splitting a stream into events, and their data: the fast path equals the slow one."""
 
 import re
 
@@ -18,6 +18,6 @@ def test_events_end_at_the_first_blank_line(pieces):
 
 
 @given(st.lists(st.sampled_from(["data: ", "data:", "x", " ", ": note", "\n", "\r", "\n\n"]), max_size=8).map("".join).map(str.encode))
-def test_data_is_what_its_lines_say(event):
+def test_data_lines_are_joined(event):
     said = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
     assert data_of(event) == (b"\n".join(said) if said else None)

@@ -1,4 +1,4 @@
-"""Thinking within a text: parted for the dialects that have a place for it, and put together again as the engine wrote it."""
+"""Inline thinking: split off for dialects that have a field for it, and put back as the engine wrote it."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.dialects.test_unread import ENCODERS, HANDLE, chunk, responses, written
+from tests.dialects.test_chunk_unparsed import ENCODERS, HANDLE, chunk, responses, written
 from tokencache.core.messages import Message, digest
 from tokencache.core.verdict import judge
 from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
@@ -57,7 +57,7 @@ def parted(hear, chunks):
         ("", ("", ""), NOT_IN_TEXT),
     ],
 )
-def test_where_it_is_parted(content, expected, mark):
+def test_where_thinking_ends(content, expected, mark):
     thinking = Thinking()
     assert parted(thinking.read, [completion(content)]) == expected
     assert thinking.mark == mark
@@ -65,7 +65,7 @@ def test_where_it_is_parted(content, expected, mark):
 
 @given(content=contents | thinking_contents, places=st.lists(st.integers(0, 60), max_size=6), calls=st.booleans())
 @example(content="<think>Hm.</think>Yes", places=[3, 9, 12], calls=True)
-def test_a_stream_is_parted_like_the_whole(content, places, calls):
+def test_a_stream_is_split_like_the_whole_reply(content, places, calls):
     whole, streamed = Thinking(), Thinking()
     pieces = [written(chunk({"content": piece})) for piece in cut(content, places)]
     ending = [written(chunk({"content": None, "tool_calls": [{"index": 0, **CALL}]}))] if calls else []
@@ -77,7 +77,7 @@ def test_a_stream_is_parted_like_the_whole(content, places, calls):
 
 
 @given(content=contents | thinking_contents)
-def test_it_is_put_together_as_it_was(content):
+def test_thinking_is_put_back_as_it_was(content):
     thinking = Thinking()
     thought, text = parted(thinking.read, [completion(content)])
     message = {"role": "assistant", "content": text, **({"reasoning": thought} if thought else {})}
@@ -85,7 +85,7 @@ def test_it_is_put_together_as_it_was(content):
     assert told == content if thought or not thinking.mark else content == f"<think>{'</think>' if thinking.mark == CLOSED else ''}{told}"
 
 
-def test_an_engine_with_a_reasoning_parser_says_what_it_says():
+def test_reasoning_of_an_engine_with_a_parser_is_unchanged():
     thinking = Thinking()
     assert parted(thinking.read, [completion("<think>x</think>Yes.", reasoning="Hm.")]) == ("Hm.", "<think>x</think>Yes.")
     assert thinking.mark == NOT_IN_TEXT
@@ -155,7 +155,7 @@ DIALECTS = {
 @pytest.mark.parametrize("calls", [False, True], ids=["words", "calls"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 @given(thought=contents.filter(lambda text: text and "</think>" not in text), text=contents)
-def test_a_client_that_sends_back_what_it_got_sends_what_the_engine_wrote(dialect, calls, thought, text):
+def test_an_echoed_reply_equals_the_engine_s_text(dialect, calls, thought, text):
     content = f"<think>{thought}</think>{text}"
     kinds, message, handle = DIALECTS[dialect](content, calls=calls, finish="stop")
     if text or calls or dialect != "responses":  # there an id alone says where the thinking stood: see `test_cut_off_in_its_thinking`
@@ -167,7 +167,7 @@ def test_a_client_that_sends_back_what_it_got_sends_what_the_engine_wrote(dialec
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @given(thought=contents.filter(lambda text: text and "</think>" not in text))
-def test_cut_off_in_its_thinking(dialect, thought):
+def test_a_reply_cut_off_while_thinking(dialect, thought):
     content = f"<think>{thought}"
     kinds, message, handle = DIALECTS[dialect](content, calls=False, finish="length")
     assert message["content"] == content
@@ -177,7 +177,7 @@ def test_cut_off_in_its_thinking(dialect, thought):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @given(text=contents.filter(lambda text: text and not text.startswith("<think>")))
-def test_a_text_without_is_as_it_was(dialect, text):
+def test_text_without_thinking_is_unchanged(dialect, text):
     kinds, message, _ = DIALECTS[dialect](text, calls=False, finish="stop")
     assert message == {"role": "assistant", "content": text}
     assert kinds == ["text"]
@@ -185,7 +185,7 @@ def test_a_text_without_is_as_it_was(dialect, text):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @given(thought=contents.filter(lambda text: text and "</think>" not in text), text=contents.filter(str.strip))
-def test_what_comes_back_is_the_model_s_turn(dialect, thought, text):
+def test_an_echoed_reply_is_recognized(dialect, thought, text):
     """Whether thinking comes back with its mark, without it, or not at all."""
     content = f"<think>{thought}</think>{text}"
     served = Message("assistant", content)
@@ -201,7 +201,7 @@ def test_what_comes_back_is_the_model_s_turn(dialect, thought, text):
 
 @pytest.mark.parametrize("dialect", ENCODERS)
 @pytest.mark.parametrize("begins", [["<think>", "Hm", "</thi", "nk>", "Yes"], ["<think>Hm</think>Yes"]])
-def test_behind_the_thinking_a_text_is_passed_on_unread(dialect, begins):
+def test_text_after_the_thinking_is_passed_on_unparsed(dialect, begins):
     encoder = ENCODERS[dialect]()
     for piece in begins:
         data = written(chunk({"content": piece}))

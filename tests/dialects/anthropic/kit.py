@@ -1,4 +1,4 @@
-"""What the tests of the Messages codec share: asking it, and chat replies to be said again."""
+"""Helpers for the tests of the Anthropic dialect: parse requests, encode chat replies."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Messages replies: chunk sequences and their exact events, whole answers, and what comes back of both in the next turn."""
+"""Anthropic replies: exact events for sequences of chunks, whole replies, and what comes back of both in the next turn."""
 
 import json
 
@@ -184,7 +184,7 @@ def test_a_stream(name):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_each_chunk_is_said_when_it_comes(name):
+def test_each_chunk_is_sent_at_once(name):
     """What was said up to any chunk is the beginning of the whole; nothing that a chunk brought is held back."""
     chunks, _ = STREAMS[name]
     whole, words = streamed(chunks), ""
@@ -238,7 +238,7 @@ def message_of(said):
 
 
 @pytest.mark.parametrize("name", WHOLES)
-def test_a_whole_answer_is_what_its_stream_accumulates_to(name):
+def test_a_whole_reply_equals_its_accumulated_stream(name):
     chunks, _ = STREAMS[name]
     last = next(choice for data in reversed(chunks) for choice in json.loads(data)["choices"])
     details = {"cached_tokens": 8} if name == "cached" else {}
@@ -266,7 +266,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize("said", SERVED)
-async def test_what_comes_back_is_what_was_said(said):
+async def test_an_echoed_whole_reply_equals_the_original(said):
     """Whole answers, sent back as they are: the same digest as the engine's message, whatever its arguments are."""
     served = message_of(said)
     answer = json.loads(AnthropicReplyEncoder("m", HANDLE).whole(completion(served)))
@@ -276,7 +276,7 @@ async def test_what_comes_back_is_what_was_said(said):
 
 
 @pytest.mark.parametrize("name", [n for n in STREAMS if not n.endswith("within a call")])
-async def test_what_comes_back_of_a_stream_is_what_was_said(name):
+async def test_an_echoed_stream_equals_the_original(name):
     chunks, _ = STREAMS[name]
     choices = [choice["delta"] for data in chunks for choice in json.loads(data)["choices"] if choice["index"] == 0]
     calls = {}
@@ -288,7 +288,7 @@ async def test_what_comes_back_of_a_stream_is_what_was_said(name):
     assert digests((await chat_of(messages=[{"role": "assistant", "content": back}]))["messages"]) == digests([served])
 
 
-def test_nothing_of_the_engine_shows():
+def test_engine_members_are_hidden():
     for out in (streamed(STREAMS["thinking, text, call"][0]), AnthropicReplyEncoder("m", HANDLE).whole(completion({"content": "a"}))):
         for word in (b"token_ids", b"logprobs", b"chatcmpl", b'"engine"'):
             assert word not in out
@@ -303,7 +303,7 @@ def test_an_engines_error_ends_the_stream(before):
     assert events(streamed([*before, error, chunk({"content": "b"})]))[-1] == FAILURE
 
 
-def test_an_error_of_ours_within_a_stream():
+def test_an_error_of_the_proxy_within_a_stream():
     encoder = AnthropicReplyEncoder("m", HANDLE)
     said = events(encoder.error(503, "the store failed"))
     assert said == [{"type": "error", "error": {"type": "overloaded_error", "message": "the store failed"}}]
@@ -315,12 +315,12 @@ def test_a_stream_without_an_end_is_an_error():
 
 
 @pytest.mark.parametrize("data", [b"", b"oops", b"[]", b"{}", b'{"choices":5}', b'{"choices":[{"delta":5}]}', b"[" * 9000])
-def test_what_is_no_chunk_says_nothing(data):
+def test_what_is_not_a_chunk_is_dropped(data):
     kinds = {event["type"] for event in events(streamed([data], done=False))}
     assert kinds <= {"message_start", "ping"}
     assert AnthropicReplyEncoder("m", HANDLE).whole(data) == data
 
 
-def test_silence_is_a_ping():
+def test_keep_alive_is_a_ping():
     assert events(AnthropicReplyEncoder("m", HANDLE).keep_alive()) == [PING]
     assert AnthropicReplyEncoder("m", HANDLE).documents() == {}

@@ -1,4 +1,4 @@
-"""Messages requests in chat: one table of conversations, held against the same conversation in the chat dialect; then the other members."""
+"""Anthropic requests: a table of conversations, compared with the same conversation in chat; then the other members."""
 
 import json
 
@@ -141,15 +141,15 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-async def test_a_conversation_is_the_same_in_both_dialects(name):
+async def test_a_conversation_is_equal_in_both_dialects(name):
     system, messages, expected = CONVERSATIONS[name]
     got = (await chat_of(messages=messages, **({} if system is None else {"system": system})))["messages"]
     assert got == expected
     assert digests(got) == digests(expected)
 
 
-async def test_messages_come_first_and_grow_at_the_end():
-    """So a body is read from where the session's last one ended (`dialects.chat.growth`)."""
+async def test_messages_come_first_for_incremental_parsing():
+    """So a body is read from where the session's last one ended (`dialects.chat.incremental`)."""
     first = (await read({"stream": True, "max_tokens": 1, "model": "m", "messages": [user(text("a", **MARK))]})).body
     later = (await read({"model": "m", "max_tokens": 2, "messages": [user(text("a")), said(text("b")), user(text("c", **MARK))]})).body
     head = first[: first.index(b"]")]
@@ -187,7 +187,7 @@ async def test_messages_come_first_and_grow_at_the_end():
         ([said(text("a")), said(text("b")), HI, said({"type": "thinking", "thinking": "", "signature": OTHER})], {3: OTHER}),
     ],
 )
-async def test_handles_are_found_where_they_came_back(blocks, handles):
+async def test_handles_are_found_by_index(blocks, handles):
     spoken = await read({"model": "m", "max_tokens": 9, "messages": [HI, *blocks]})
     assert isinstance(spoken, ModelCall)
     assert dict(spoken.handles) == handles
@@ -207,7 +207,7 @@ async def test_handles_are_found_where_they_came_back(blocks, handles):
         ({"messages": [HI], "system": "x-anthropic-billing-header: a"}, ("billing-line",)),
     ],
 )
-async def test_what_is_left_out_is_named(members, left_out):
+async def test_rules_for_left_out_parts_are_named(members, left_out):
     assert (await read({"model": "m", "max_tokens": 9, **members})).left_out == left_out
 
 
@@ -267,7 +267,7 @@ async def test_members(given, expected):
     assert await chat_of(messages=[HI], **given) == {"messages": [HI], "model": "m", **expected}
 
 
-async def test_a_count_asks_about_the_same_prompt():
+async def test_a_count_has_the_same_prompt():
     asked = {"model": "m", "messages": [HI], "system": "s", "tools": [TOOL], "thinking": {"type": "disabled"}}
     counting = await read(asked, path="/v1/messages/count_tokens")
     assert isinstance(counting, TokenCount)
@@ -333,7 +333,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-async def test_what_cannot_be_said_is_refused_by_name(message):
+async def test_unsupported_members_are_refused_by_name(message):
     with pytest.raises(HarnessError) as refused:
         await chat_of(**{"messages": [HI], **REFUSED[message]})
     assert str(refused.value) == message

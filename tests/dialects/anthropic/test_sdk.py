@@ -1,4 +1,4 @@
-"""The official SDK reads what the Messages codec says: accumulated from a stream, cut anywhere, and whole."""
+"""The official SDK reads what the Anthropic dialect writes: whole, and streams cut anywhere."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Plain chunks: passed on unread as they would be if they were read, and read later as they would have been at once."""
+"""Plain chunks: passed on without parsing they equal parsed ones, and parsed later they give the same reply."""
 
 import json
 
@@ -53,13 +53,13 @@ def gathered(reply):
 
 
 @given(chunks, st.booleans())
-def test_shown_as_if_it_had_been_read(made, ascii_only):
+def test_passed_on_as_if_it_had_been_parsed(made, ascii_only):
     data = written(made, ascii_only=ascii_only)
     assert hide_tokens(event_of(data)) == as_if_read(data)
 
 
 @given(st.lists(st.tuples(chunks, st.booleans()), max_size=80))
-def test_read_later_as_it_would_have_been_at_once(told):
+def test_parsing_later_equals_parsing_at_once(told):
     at_once, later = Reply(3), Reply(3)
     for made, waits in told:
         data = written(made)
@@ -89,17 +89,17 @@ NOT_PLAIN = {
 
 
 @pytest.mark.parametrize("made", NOT_PLAIN.values(), ids=NOT_PLAIN)
-def test_what_says_more_is_read(made):
+def test_other_chunks_are_parsed(made):
     assert hide_tokens(event_of(written(made))) is None
 
 
 @pytest.mark.parametrize("event", [b"data: [DONE]\n\n", b": ping\n\n", b"", b'event: x\ndata: {"id":"a"}\n\n', event_of(b"{")])
-def test_what_is_no_chunk_is_read(event):
+def test_what_is_not_a_chunk_is_parsed(event):
     assert hide_tokens(event) is None
 
 
 @pytest.mark.parametrize("between", [b"\n\n", b"\r\r", b"\n", b"\\\n\n"])
-def test_what_is_found_is_one_event(between):
+def test_a_match_is_one_event(between):
     """What the network brings is looked at before anybody cut it into events: a line break is never within a text."""
     event = event_of(written(chunk({"content": "x"})))
     assert hide_tokens(event) is not None
@@ -108,7 +108,7 @@ def test_what_is_found_is_one_event(between):
     assert hide_tokens(event[:-1]) is None
 
 
-def test_what_turns_out_to_be_no_json_is_counted():
+def test_unreadable_chunks_are_counted():
     """The expression looks for members, not whether a text's bytes are UTF-8 or its escapes are known."""
     good, bad = written(chunk({"content": "x"})), written(chunk({"content": "x"})).replace(b'"x"', b'"\xff\\q"')
     reply = Reply()

@@ -1,4 +1,4 @@
-"""What the tests of the Gemini dialect share: requests asked without a proxy, and replies put together as harnesses do."""
+"""Helpers for the tests of the Gemini dialect: parse requests, collect replies as clients do."""
 
 import asyncio
 import json

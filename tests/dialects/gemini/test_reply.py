@@ -1,4 +1,4 @@
-"""Gemini's replies: chat chunks → responses, whole and streamed alike; what harnesses echo is the message that was served."""
+"""Gemini replies: chat chunks → responses, whole and streamed; what clients send back is the message that they got."""
 
 import json
 
@@ -139,7 +139,7 @@ def parts_of(responses):
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_a_stream_says_what_the_whole_reply_says(name):
+def test_a_stream_equals_the_whole_reply(name):
     deltas, message, finish, parts, reason = REPLIES[name]
     responses = said(feed(encoder(), chunks(*deltas, finish=finish)))
     whole = json.loads(encoder().whole(json.dumps(completion(message, finish)).encode()))
@@ -176,7 +176,7 @@ ECHOED = [name for name, case in REPLIES.items() if case[4] != "MALFORMED_FUNCTI
 
 
 @pytest.mark.parametrize("name", ECHOED)
-def test_the_echo_is_the_message_that_was_served(name):
+def test_an_echoed_reply_is_the_served_message(name):
     deltas, message, finish, parts, _ = REPLIES[name]
     hi = {"role": "user", "parts": [{"text": "hi"}]}
     as_chunks = [response["candidates"][0]["content"] for response in said(feed(encoder(), chunks(*deltas, finish=finish)))]
@@ -190,7 +190,7 @@ def parts_of_contents(contents):
     return [part for content in contents for part in content["parts"]]
 
 
-def test_events_as_they_come():
+def test_events_of_a_stream():
     speaks = encoder()
     deltas = [{"reasoning": "h"}, {}, {"content": "a"}, calls(tool(0, "c", "f")), calls(tool(0, arguments="{}")), {"content": "b"}]
     left = [
@@ -211,7 +211,7 @@ def test_events_as_they_come():
     assert speaks.end() == b""
 
 
-def test_without_a_count_the_reason_leaves_at_the_end():
+def test_without_usage_the_reason_is_sent_at_the_end():
     speaks = encoder()
     for chunk in chunks({"content": "x"})[:-1]:
         speaks.chunk(b"", json.dumps(chunk).encode(), 3)
@@ -232,7 +232,7 @@ SAID_ERROR = {"error": {"code": 500, "message": "Internal server error", "status
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_an_error_within_a_stream_is_the_last_word(before):
+def test_an_error_ends_the_stream(before):
     listed = [json.dumps(chunk).encode() for chunk in chunks({"content": "x"}, {"content": "y"})[:before]]
     for sse in (True, False):
         speaks = encoder(sse=sse)
@@ -243,18 +243,18 @@ def test_an_error_within_a_stream_is_the_last_word(before):
 
 
 @pytest.mark.parametrize("error", [b'{"error": "gone"}', b'{"error": {}}', b'{"error": {"code": "x", "message": 1}}'])
-def test_odd_errors_are_said_too(error):
+def test_unusual_errors(error):
     (response,) = said(encoder().chunk(b"", error, 0))
     assert response["error"]["code"] == 500
 
 
 @pytest.mark.parametrize("data", [b"", b"oops", b"[]", b'{"choices":5}', b"[" * 9000])
-def test_what_is_no_chunk_says_nothing(data):
+def test_what_is_not_a_chunk_is_dropped(data):
     assert encoder().chunk(b"", data, 0) == b""
     assert encoder().whole(data) == data
 
 
-def test_our_own_failure_ends_the_stream():
+def test_an_error_of_the_proxy_ends_the_stream():
     assert said(encoder().error(503, "the store failed")) == [
         {"error": {"code": 503, "message": "the store failed", "status": "UNAVAILABLE"}}
     ]
@@ -269,7 +269,7 @@ def test_an_empty_array_is_one():
     assert encoder().end() == b""
 
 
-def test_the_speaker_is_made_as_the_request_asks():
+def test_the_encoder_follows_the_request():
     body = {"contents": [{"parts": [{"text": "hi"}]}], "generationConfig": {"thinkingConfig": {"includeThoughts": True}}}
     listed = chunks({"reasoning": "h"}, {"content": "x"})
     spoken = feed(read(body, STREAM, query={"alt": "sse"}).encoder, listed)
@@ -293,7 +293,7 @@ PIECES = st.lists(
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(PIECES, st.data())
-def test_any_stream_cut_anywhere_says_the_same_turn(pieces, data):
+def test_any_stream_cut_anywhere_gives_the_same_turn(pieces, data):
     """Calls are numbered and cut as vLLM does it; what is echoed is the message that the engine said."""
     deltas, message, count = [], {"content": "", "tool_calls": []}, 0
     for piece in pieces:

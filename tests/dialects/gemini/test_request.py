@@ -1,4 +1,4 @@
-"""Gemini's requests: one table of conversations said in Gemini and in chat, and everything that is refused."""
+"""Gemini requests: a table of conversations in Gemini and in chat, and everything that is refused."""
 
 import contextlib
 import json
@@ -176,7 +176,7 @@ def test_the_system_instruction(instruction, content):
     assert chat_of([HI], systemInstruction={"parts": []})["messages"] == [HI_CHAT]
 
 
-def test_handles_are_found_and_foreign_signatures_passed_over():
+def test_handles_are_found_and_other_signatures_ignored():
     signed = {**call(call_id="c1"), "thoughtSignature": HANDLE}
     other = "f" * 32
     said = [
@@ -217,7 +217,7 @@ def test_the_body_begins_with_its_messages_and_streams_count():
     ("path", "name"),
     [("/v1beta/models/Qwen/Q:generateContent", "Qwen/Q"), ("/v1/models/Qwen%2FQ%3A8b%3agenerateContent", "Qwen/Q:8b")],
 )
-def test_the_model_is_named_by_the_path(path, name):
+def test_the_model_s_name_is_in_the_path(path, name):
     assert GeminiDialect().matches("POST", path, {})
     assert json.loads(read({"contents": [HI]}, path).body)["model"] == name
 
@@ -254,7 +254,7 @@ def test_thoughts_are_recorded_as_shown_where_they_are():
     assert chat_of([HI])["include_reasoning"] is False
 
 
-def test_what_changes_nothing_is_left_out():
+def test_members_without_effect_are_left_out():
     plain = chat_of([HI])
     assert chat_of([HI], safetySettings=[{"category": "X"}], labels={"a": "b"}, tools=[], toolConfig={}, cachedContent="") == plain
 
@@ -395,7 +395,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("body", "why"), REFUSED)
-def test_what_cannot_be_is_refused_by_name(body, why):
+def test_what_is_unsupported_is_refused_by_name(body, why):
     with pytest.raises(HarnessError) as refused:
         read(body)
     assert why in str(refused.value)
@@ -457,11 +457,11 @@ def test_models():
         ("DELETE", "/v1beta/models/m", {}, False),
     ],
 )
-def test_which_requests_are_its_own(method, path, headers, ours):
+def test_which_requests_it_matches(method, path, headers, ours):
     assert GeminiDialect().matches(method, path, headers) is ours
 
 
-def test_errors_are_said_in_its_words():
+def test_the_shape_of_errors():
     said = json.loads(GeminiDialect().error(400, "no", "invalid_request_error", "contents"))
     assert said == {"error": {"code": 400, "message": "no", "status": "INVALID_ARGUMENT"}}
     assert json.loads(GeminiDialect().error(418, "x", "y"))["error"]["status"] == "INVALID_ARGUMENT"
@@ -486,7 +486,7 @@ MORE = st.dictionaries(NAMES, JSON, max_size=5)
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(MORE | st.builds(lambda contents, more: {**more, "contents": contents}, CONTENTS, MORE))
-def test_whatever_comes_is_read_or_refused(body):
+def test_any_request_is_parsed_or_refused(body):
     for method in ("generateContent", "countTokens"):
         with contextlib.suppress(HarnessError):
             json.loads(read(body, f"/v1beta/models/m:{method}").body)

@@ -1,4 +1,4 @@
-"""What the tests of the Responses codec share: asking it, with documents kept as a store would, and chat replies to be said again."""
+"""Helpers for the tests of the Responses dialect: parse requests, with documents stored in memory, and encode chat replies."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Replies: chat said again as a response, whole or in events; what a harness echoes of it is what the engine said."""
+"""Responses: chat replies as a response, whole or in events; what a client sends back is what the engine wrote."""
 
 import json
 
@@ -43,7 +43,7 @@ def echo(item):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", REPLIES)
-async def test_what_was_said_comes_back(case, stream):
+async def test_an_echoed_response_equals_the_reply(case, stream):
     reply, session = REPLIES[case], Session()
     response = await session.respond(reply, stream=stream, input=[USER], tools=TOOLS, include=["reasoning.encrypted_content"])
     Response.model_validate(response, strict=True)
@@ -65,7 +65,7 @@ async def test_what_was_said_comes_back(case, stream):
 @pytest.mark.parametrize("finish", [None, "length", "content_filter", "abort"])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("case", REPLIES)
-async def test_a_stream_adds_up_to_the_whole(case, size, finish):
+async def test_a_stream_accumulates_to_the_whole(case, size, finish):
     reply = REPLIES[case]
     whole = json.loads((await Session().spoken(input="x", tools=TOOLS)).encoder.whole(completion(reply, finish)))
     spoken = await Session().spoken(input="x", tools=TOOLS, stream=True)
@@ -149,7 +149,7 @@ async def test_the_events_of_a_reply():
     }
 
 
-async def test_each_chunk_is_said_at_once():
+async def test_each_chunk_is_sent_at_once():
     encoder = (await Session().spoken(input="x", stream=True)).encoder
     for data, last in [
         (chunk({"role": "assistant", "content": ""}), "response.in_progress"),
@@ -218,7 +218,7 @@ async def test_a_custom_tools_input_however_broken(arguments, shown, size):
         assert await accumulated(told) == [shown]
 
 
-async def test_members_are_shown_again():
+async def test_members_are_repeated():
     members = {
         "instructions": "S",
         "metadata": {"a": "b"},
@@ -268,7 +268,7 @@ async def test_an_error_within_a_stream(how, sent):
     assert encoder.documents() == {}
 
 
-async def test_a_failure_after_the_end_is_still_said():
+async def test_a_failure_after_the_end_is_still_sent():
     encoder = (await Session().spoken(input="x", stream=True)).encoder
     told = said(encoder, chunks({"content": "x"}))
     late = encoder.error(503, "the store failed").decode()
@@ -284,7 +284,7 @@ async def test_a_whole_reply_that_cannot_be_read():
         assert response["status"] == "failed"
 
 
-def test_keep_alive_is_no_event():
+def test_keep_alive_is_a_comment():
     assert events(b"") == []
 
 

@@ -140,7 +140,7 @@ async def test_items_are_messages(case):
         assert [c["id"] for c in read.get("tool_calls", ())] == [c["id"] for c in meant.get("tool_calls", ())]
 
 
-async def test_handles_are_reported_where_they_came_back():
+async def test_handles_are_reported_by_index():
     items = [
         USER,
         thought("a", encrypted_content=OURS),
@@ -289,7 +289,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("members", "param"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-async def test_what_cannot_be_served_is_named(members, param):
+async def test_unsupported_requests_are_refused_by_name(members, param):
     with pytest.raises(HarnessError) as refused:
         await Session().spoken(**members)
     assert refused.value.status == 400
@@ -308,12 +308,12 @@ async def test_what_cannot_be_served_is_named(members, param):
         b'{"input":"x","metadata":{"a":' + b'{"a":' * 2000,
     ],
 )
-async def test_no_json(body):
+async def test_bodies_that_are_not_json(body):
     with pytest.raises(HarnessError):
         await Session().ask(body)
 
 
-async def test_odd_text_is_read():
+async def test_lone_surrogates_are_read():
     spoken = await Session().ask(b'{"model":"m","instructions":"i \\ud800","input":[{"role":"user","content":"a \\ud83d"}],"store":true}')
     call_read = read_chat(spoken.body, IncrementalParser())
     assert [json.loads(raw)["content"] for raw in call_read.raw_messages] == ["i \ufffd", "a \ufffd"]
@@ -372,7 +372,7 @@ def test_errors_in_openais_shape():
         ("POST", "/v1/chat/completions", False),
     ],
 )
-def test_what_it_speaks(method, path, ours):
+def test_which_requests_it_matches(method, path, ours):
     assert DIALECT.matches(method, path, {}) is ours
 
 
@@ -412,7 +412,7 @@ MOSTLY = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(["input", "tools", "tool_choice", "text", "reasoning", "include", "instructions", "store"]), MOSTLY))
-async def test_whatever_comes_is_read_or_refused(members):
+async def test_any_request_is_parsed_or_refused(members):
     meant = None
     with contextlib.suppress(HarnessError):
         meant = await Session().ask(json.dumps({"model": "m", **members}).encode())
@@ -432,14 +432,14 @@ async def test_whatever_comes_is_read_or_refused(members):
         {"type": "allowed_tools", "mode": "auto", "tools": [{"type": {}}]},
     ],
 )
-async def test_a_choice_of_no_kind_is_refused(choice):
+async def test_an_unknown_choice_is_refused(choice):
     tools = [{"type": "function", "name": "bash", "parameters": {}}]
     with pytest.raises(HarnessError, match="tool_choice"):
         await Session().ask({"model": "m", "input": "x", "tools": tools, "tool_choice": choice})
 
 
 @pytest.mark.parametrize("odd", [{}, [], 1, "none"])
-async def test_odd_values_where_only_few_mean_anything(odd):
+async def test_unusual_values(odd):
     items = [{**USER, "content": [{**IMAGE, "detail": odd}]}, {**SAID, "status": odd}]
     chat_request = await Session().chat(input=items)
     assert chat_request["messages"][0]["content"] == [{"type": "image_url", "image_url": {"url": IMAGE["image_url"]}}]

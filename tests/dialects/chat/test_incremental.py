@@ -1,4 +1,4 @@
-"""A body read from where the last one ended is the body read whole, whatever a harness writes."""
+"""Parsing a body incrementally gives the same result as parsing it whole."""
 
 import json
 
@@ -46,7 +46,7 @@ def _seen(body: bytes, bodies: IncrementalParser, session: str):
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.lists(st.tuples(LEADING, st.lists(ENTRY, max_size=3), CUT, BEHIND, st.booleans(), st.integers(0, 3)), min_size=2, max_size=6))
-def test_reading_on_is_reading_whole(steps):
+def test_incremental_parsing_equals_parsing_the_whole(steps):
     bodies, history = IncrementalParser(), []
     leading, comma, space = steps[0][0], steps[0][2], steps[0][4]
     for other_leading, new, other_comma, behind, other_space, deed in steps:
@@ -59,7 +59,7 @@ def test_reading_on_is_reading_whole(steps):
         assert _seen(body, bodies, "s") == _seen(body, IncrementalParser(), "")
 
 
-def test_only_what_is_new_is_read(monkeypatch):
+def test_only_new_messages_are_parsed(monkeypatch):
     bodies = IncrementalParser()
     entries = [json.dumps({"role": "user", "content": f"{i}"}) for i in range(50)]
     read_chat(_body('"model":"m",', entries, ",", "", space=False), bodies, "s")
@@ -91,7 +91,7 @@ def test_long_histories_take_little_memory(monkeypatch):
     assert read == [b'{"role":"user","content":"go"}'] * 50
 
 
-def test_a_head_of_other_bytes_is_read_whole():
+def test_a_changed_head_is_parsed_whole():
     bodies, said = IncrementalParser(), '{"role":"user","content":"%s"}'
     read_chat(_body("", [said % "one", said % "two"], ",", "", space=False), bodies, "s")
     call = read_chat(_body("", [said % "eno", said % "two", said % "go"], ",", "", space=False), bodies, "s")

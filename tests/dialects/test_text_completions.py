@@ -1,4 +1,4 @@
-"""Text completions: what is asked of the engine, what of its reply is shown, and what is recorded."""
+"""Text completions: the engine's request, the client's reply, and the record."""
 
 import contextlib
 import io
@@ -57,7 +57,7 @@ def test_how_many_choices_a_request_has(prompt, n, choices):
     assert call(prompt=prompt, n=n).choices == choices
 
 
-def test_the_engine_is_asked_for_ids_and_log_probabilities():
+def test_the_request_asks_for_ids_and_log_probabilities():
     asked = json.loads(call(prompt="a", top_p=0.5, extra={"x": 1}).for_engine())
     assert asked == {"model": "m", "prompt": "a", "top_p": 0.5, "extra": {"x": 1}, **ASKED, "logprobs": 0}
     assert json.loads(call(prompt="a", logprobs=3).for_engine())["logprobs"] == 3
@@ -67,7 +67,7 @@ def test_the_engine_is_asked_for_ids_and_log_probabilities():
 @pytest.mark.parametrize(
     ("more", "why"), [({"echo": True}, "echo"), ({"use_beam_search": True}, "beam-search"), ({"prompt_embeds": "x"}, "prompt-embeds")]
 )
-def test_what_cannot_be_recorded_is_not_touched(more, why):
+def test_a_request_that_cannot_be_recorded_is_unchanged(more, why):
     body = {"model": "m", "prompt": "a", **more}
     read = text_completions.read(compact(body))
     assert read.unrecorded == why
@@ -76,7 +76,7 @@ def test_what_cannot_be_recorded_is_not_touched(more, why):
     assert TextReplyEncoder(read).chunk(event_of(data), data, 2) == event_of(data)
 
 
-def test_what_was_not_asked_for_is_set_back_to_null():
+def test_members_not_asked_for_become_null():
     encoder = TextReplyEncoder(call(prompt=["a", "b"], stream=True))
     for full, plain in zip(STREAM, PLAIN, strict=True):
         assert encoder.chunk(b"", compact(full), 2) == event_of(compact(plain))
@@ -91,7 +91,7 @@ def test_what_was_not_asked_for_is_set_back_to_null():
         ({"logprobs": 2, "return_token_ids": True}, {"token_ids", "prompt_token_ids", "logprobs"}),
     ],
 )
-def test_what_was_asked_for_is_shown(asked, kept):
+def test_members_asked_for_are_passed_on(asked, kept):
     shown = json.loads(TextReplyEncoder(call(prompt="a", **asked)).whole(compact(STREAM[0])))["choices"][0]
     for name in ("token_ids", "prompt_token_ids", "logprobs"):
         assert shown[name] == (STREAM[0]["choices"][0][name] if name in kept else None)
@@ -139,7 +139,7 @@ async def answered(body, call=None):
 
 
 @pytest.mark.parametrize("body", BODIES)
-async def test_the_harness_sees_the_bytes_of_a_direct_call(body):
+async def test_the_client_gets_the_bytes_of_a_direct_call(body):
     assert await answered(body, text_completions.read(compact({"max_tokens": 20, **body}))) == await answered(body)
 
 
@@ -194,6 +194,6 @@ def test_bad_requests(body):
         st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=3)),
     )
 )
-def test_whatever_comes_is_read_or_refused(body):
+def test_any_request_is_parsed_or_refused(body):
     with contextlib.suppress(HarnessError):
         json.loads(text_completions.read(json.dumps(body).encode()).for_engine())

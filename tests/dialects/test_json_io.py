@@ -1,4 +1,4 @@
-"""JSON of strangers: what strict readers refuse and harnesses and models write all the same."""
+"""Lenient JSON: what strict readers refuse and clients and models write; positions in error messages."""
 
 import json
 
@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokencache.dialects import json_io
+from tokencache.dialects.json_io import bracketed, dotted
 from tokencache.errors import HarnessError
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=5)
@@ -49,7 +50,7 @@ NONE = [b"", b"{", b"{} {}", b"NaN", b'{"a": -Infinity}', b"[1e999]", b"\xff", b
 
 
 @pytest.mark.parametrize("text", NONE, ids=lambda text: text[:12].decode(errors="replace"))
-def test_what_is_none(text):
+def test_what_is_not_json(text):
     with pytest.raises((ValueError, RecursionError)):
         json_io.read(text)
     with pytest.raises(HarnessError) as refused:
@@ -63,3 +64,22 @@ def test_what_is_too_deep_to_write():
         deep = [deep]
     with pytest.raises(HarnessError, match="nested too deeply"):
         json_io.write(deep)
+
+
+DEEP = ((((("messages", 3), "content"), 0), "source"), "data")
+
+
+@pytest.mark.parametrize(
+    ("place", "dots", "brackets"),
+    [
+        ("", "", ""),
+        (("", "model"), "model", "model"),
+        ("thinking.enabled", "thinking.enabled", "thinking.enabled"),
+        (("tool_choice.tool", "name"), "tool_choice.tool.name", "tool_choice.tool.name"),
+        (DEEP, "messages.3.content.0.source.data", "messages[3].content[0].source.data"),
+        ((((("", "a"), 0), 1), "2"), "a.0.1.2", "a[0][1].2"),
+    ],
+)
+def test_how_positions_are_written(place, dots, brackets):
+    assert dotted(place) == dots
+    assert bracketed(place) == brackets

@@ -1,4 +1,4 @@
-"""Streams that are translated: a piece of text that is passed on unread is said just as if its chunk had been read."""
+"""Translated streams: a chunk encoded without parsing gives the same events as the parsed chunk."""
 
 import json
 
@@ -70,25 +70,25 @@ def written(value, *, ascii_only=False):
 
 @pytest.mark.parametrize("dialect", ENCODERS)
 @given(told=st.lists(st.tuples(chunks, st.booleans()), max_size=30))
-def test_said_as_if_it_had_been_read(dialect, told):
+def test_encoded_as_if_it_had_been_parsed(dialect, told):
     read, unread = ENCODERS[dialect](), ENCODERS[dialect]()
-    said_read, said_unread = [], []
+    parsed_out, unparsed_out = [], []
     first, last = written(chunk({"role": "assistant", "content": ""})), written(chunk({}, finish="stop"))
-    for encoder, said in ((read, said_read), (unread, said_unread)):
+    for encoder, said in ((read, parsed_out), (unread, unparsed_out)):
         said.append(encoder.chunk(event_of(first), first, 3))
     for made, ascii_only in told:
         data = written(made, ascii_only=ascii_only)
-        said_read.append(read.chunk(event_of(data), data, 3))
+        parsed_out.append(read.chunk(event_of(data), data, 3))
         passed = unread.chunk_unparsed(event_of(data))
-        said_unread.append(unread.chunk(event_of(data), data, 3) if passed is None else passed)
-    for encoder, said in ((read, said_read), (unread, said_unread)):
+        unparsed_out.append(unread.chunk(event_of(data), data, 3) if passed is None else passed)
+    for encoder, said in ((read, parsed_out), (unread, unparsed_out)):
         said += [encoder.chunk(event_of(last), last, 3), encoder.end()]
-    assert said_unread == said_read
+    assert unparsed_out == parsed_out
 
 
 @pytest.mark.parametrize("dialect", ENCODERS)
 @pytest.mark.parametrize("begins", [{"content": "a"}, begun(0, "f")], ids=["text", "call"])
-def test_what_goes_on_is_not_read(dialect, begins):
+def test_a_piece_of_an_open_block_is_not_parsed(dialect, begins):
     """The point of it: nearly all of a stream takes this way."""
     encoder = ENCODERS[dialect]()
     data = written(chunk(begins))
@@ -99,13 +99,13 @@ def test_what_goes_on_is_not_read(dialect, begins):
 
 @pytest.mark.parametrize("dialect", ENCODERS)
 @pytest.mark.parametrize("text", [b'"\xff"', b'"\\q"', b'"\\ud800"', b'"\n"'], ids=["bytes", "escape", "half a character", "control"])
-def test_a_text_that_is_no_json_is_read(dialect, text):
+def test_text_that_is_not_json_is_parsed(dialect, text):
     encoder = ENCODERS[dialect]()
     data = written(chunk({"content": "a"}))
     encoder.chunk(event_of(data), data, 3)
     assert encoder.chunk_unparsed(event_of(data.replace(b'"a"', text))) is None
 
 
-def test_a_piece_of_another_choice_is_none_of_this_reply():
+def test_a_piece_of_another_choice_is_ignored():
     assert text_piece(event_of(written(chunk({"content": "a"})))) == (b"content", 0, "a")
     assert text_piece(event_of(written(chunk({"content": "a"}, index=1)))) is None

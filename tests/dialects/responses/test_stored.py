@@ -1,4 +1,4 @@
-"""Responses are found again by their ids, and what is kept grows with what is new."""
+"""Stored responses are found by id, and storage grows only with what is new."""
 
 import json
 
@@ -39,7 +39,7 @@ async def test_a_chain_is_the_conversation_sent_whole(stream):
 
 
 @pytest.mark.parametrize("chained", [False, True])
-async def test_what_is_kept_grows_with_what_is_new(chained):
+async def test_storage_grows_with_what_is_new(chained):
     """Neither way of going on writes again what was written, nor more the longer the session is."""
     session, items, costs, response = Session(), [USER], [], None
     for turn in range(100):
@@ -58,7 +58,7 @@ async def test_what_is_kept_grows_with_what_is_new(chained):
     assert digests(json.loads(follow.body)["messages"][:-1]) == digests((await Session().chat(input=items[:-1]))["messages"])
 
 
-async def test_an_edited_history_is_kept_whole():
+async def test_an_edited_history_is_stored_whole():
     session = Session()
     first = await session.respond(REPLY, input=[USER])
     edited = [{"role": "user", "content": "edited"}, *first["output"], *result(first)]
@@ -68,7 +68,7 @@ async def test_an_edited_history_is_kept_whole():
     assert [message["role"] for message in follow["messages"]] == ["user", "assistant", "tool", "assistant"]
 
 
-async def test_branches_share_what_they_have_in_common():
+async def test_branches_share_documents():
     session = Session()
     first = await session.respond(REPLY, input="hi")
     left = await session.respond({"content": "left"}, input=result(first, "L"), previous_response_id=first["id"])
@@ -79,7 +79,7 @@ async def test_branches_share_what_they_have_in_common():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_response_is_got_and_deleted(stream):
+async def test_reading_and_deleting_a_response(stream):
     session = Session()
     made = await session.respond(REPLY, stream=stream, input="hi", instructions="S \ud800", tools=[FUNCTION], metadata={"a": "b"})
     got = await session.get(f"/{made['id']}")
@@ -102,7 +102,7 @@ async def test_a_response_is_got_and_deleted(stream):
     assert len((await session.chat(input="x", previous_response_id=later["id"]))["messages"]) == 5
 
 
-async def test_nothing_is_kept_unasked():
+async def test_nothing_is_stored_without_store():
     session = Session()
     made = await session.respond(REPLY, input="hi", store=False)
     assert session.kept == {}
@@ -110,7 +110,7 @@ async def test_nothing_is_kept_unasked():
     assert made["store"] is False
 
 
-async def test_references_are_the_items_they_name():
+async def test_references_become_the_items():
     session = Session()
     made = await session.respond(REPLY, input=[USER])
     references = [{"type": "item_reference", "id": item["id"]} for item in made["output"]]
@@ -150,13 +150,13 @@ async def test_pages_of_input_items():
         ("GET", "/resp_1/input_items", 404),
     ],
 )
-async def test_other_questions(method, path, status):
+async def test_other_routes(method, path, status):
     with pytest.raises(HarnessError) as refused:
         await Session().ask(path=path, method=method)
     assert refused.value.status == status
 
 
-async def test_no_events_are_kept():
+async def test_events_are_not_stored():
     with pytest.raises(HarnessError) as refused:
         await Session().get("/resp_1", stream="true")
     assert refused.value.param == "stream"

@@ -1,4 +1,4 @@
-"""Raw messages that are written anew keep what an engine reads in them."""
+"""Rewritten raw messages keep what an engine reads from them."""
 
 import json
 
@@ -103,7 +103,7 @@ def test_a_message_without_calls_stays_as_it_is(raw):
     assert with_stand_ins(raw) == raw
 
 
-def test_a_call_with_odd_arguments_sends_its_messages_as_the_harness_wrote_them():
+def test_a_call_with_malformed_arguments_keeps_other_messages():
     fine = entry('"{\\"a\\": NaN}"')
     body = b'{"model":"m","messages":[%s,%s]}'
     call = read_chat(body % (fine, fine), IncrementalParser())
@@ -169,6 +169,6 @@ def test_other_messages_stay_as_they_are(raw):
     assert with_reasoning(raw) == raw
 
 
-def test_a_message_that_is_no_json_is_unreadable():
+def test_a_message_that_is_not_json_is_unreadable():
     with pytest.raises(msgspec.DecodeError):
         MessageReader().read(entry('{"a": NaN}'))

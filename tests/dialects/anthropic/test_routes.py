@@ -1,4 +1,4 @@
-"""The Messages codec: what it takes for its own, models, errors, and bodies of any kind."""
+"""The Anthropic dialect: which requests it matches, models, errors, and bodies of any kind."""
 
 import json
 
@@ -35,7 +35,7 @@ SERVED = (ServedModel("sim", 4096), ServedModel("org/model v2"))
         ("POST", "/v1/chat/completions", THEIRS, False),
     ],
 )
-def test_its_routes(method, path, headers, ours):
+def test_which_requests_it_matches(method, path, headers, ours):
     assert DIALECT.matches(method, path, headers) is ours
 
 
@@ -60,7 +60,7 @@ async def test_one_model(path):
     assert ModelInfo.model_validate(json.loads(answer.body)).id in {"sim", "org/model v2"}
 
 
-async def test_a_model_that_is_not_there():
+async def test_an_unknown_model():
     with pytest.raises(HarnessError, match="model: claude-opus-4-1") as missing:
         await read(path="/v1/models/claude-opus-4-1", method="GET", served=SERVED)
     assert missing.value.status == 404
@@ -103,7 +103,7 @@ def test_errors(status, kind):
         ("temperature must be non-negative, got -1.0.", "temperature must be non-negative, got -1.0."),
     ],
 )
-def test_a_prompt_that_is_too_long_is_told_as_anthropic_tells_it(said, shown):
+def test_a_prompt_that_is_too_long_has_anthropic_s_message(said, shown):
     assert json.loads(DIALECT.error(400, said, "BadRequestError"))["error"]["message"] == shown
 
 
@@ -123,7 +123,7 @@ def test_a_prompt_that_is_too_long_is_told_as_anthropic_tells_it(said, shown):
         b'{"a":' + b"9" * 6000 + b"}",
     ],
 )
-async def test_bodies_that_are_none(body):
+async def test_bodies_that_are_not_objects(body):
     with pytest.raises(HarnessError) as refused:
         await read(body)
     assert refused.value.status == 400
