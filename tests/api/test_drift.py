@@ -47,9 +47,9 @@ async def test_the_sites_are_where_the_engines_own_rendering_differs():
         (sequence,) = (await rig.get(ALL))["sequences"]
         for turn, messages in zip(sequence["turns"], asked, strict=True):
             prompt, drift = sequence["token_ids"][: turn["completion"][0]], turn["drift"]
-            told = plain_rendering(prompt, [Site(**{**site, "rendered": tuple(site["rendered"])}) for site in drift["sites"]])
-            assert told == await rendered(rig, messages, tools=TOOLS)
-            assert drift["rendered"] == len(told)
+            response = plain_rendering(prompt, [Site(**{**site, "rendered": tuple(site["rendered"])}) for site in drift["sites"]])
+            assert response == await rendered(rig, messages, tools=TOOLS)
+            assert drift["rendered"] == len(response)
             assert drift["tokens"] == sum(site["end"] - site["start"] for site in drift["sites"])
         await rig.check()
 
@@ -120,8 +120,8 @@ async def test_a_prompt_rendered_by_the_engine_costs_no_request():
     async with proxied() as rig:
         await rig.say("s", [user("EPISODE:talk")])
         before = len(rig.engine.tokenizations)
-        told = await rig.get(DRIFT)
-        assert [(one["tokens"], one["at"], one["sites"]) for one in told["turns"].values()] == [(0, None, [])]
+        response = await rig.get(DRIFT)
+        assert [(one["tokens"], one["at"], one["sites"]) for one in response["turns"].values()] == [(0, None, [])]
         assert len(rig.engine.tokenizations) == before
 
 
@@ -154,8 +154,8 @@ async def test_an_engine_that_does_not_answer_is_a_reason_not_an_error(monkeypat
     async with proxied() as rig:
         await talk(rig, [user("EPISODE:talk")], turns=2)
         rig.engine.choose_fault = lambda route, _: fault if route == fault.path else None
-        told = await rig.get(DRIFT)
-        assert (len(told["turns"]), list(told["unmeasured"].values())) == (1, [reason])
+        response = await rig.get(DRIFT)
+        assert (len(response["turns"]), list(response["unmeasured"].values())) == (1, [reason])
         exported = await rig.exported()
         assert exported["complete"]
         assert exported["figures"]["drift"]["unmeasured"] == {reason: 1}
@@ -194,8 +194,8 @@ async def test_a_call_with_broken_arguments_is_measured():
     broken = '<think>\n\n</think>\n\n<tool_call>\n{"name": "bash", "arguments": {"cmd": "ls'
     async with proxied(SimulatedEngine(episodes={"broken": [broken, *EPISODES["talk"]]})) as rig:
         await talk(rig, [user("EPISODE:broken")], turns=2, tools=TOOLS)
-        told = await rig.get(DRIFT)
-        assert not told["unmeasured"]
+        response = await rig.get(DRIFT)
+        assert not response["unmeasured"]
 
 
 async def test_an_unknown_mode_is_refused_with_the_known_ones():

@@ -151,4 +151,4 @@ async def test_an_export_over_http_is_the_same_and_no_process_is_left_when_the_p
 
 def children():
     """The processes that this one started and that still run."""
-    return {pid for told in Path("/proc/self/task").glob("*/children") for pid in told.read_text().split()}
+    return {pid for listing in Path("/proc/self/task").glob("*/children") for pid in listing.read_text().split()}

@@ -54,23 +54,23 @@ def figures_of(*paths):
 
 
 def test_a_row_for_each_harness_and_model_and_one_for_all(exports):
-    told = figures_of(exports / "all")
-    assert [(row["harness"], row["model"], row["sessions"], row["measured"], row["drifted"]) for row in told["rates"]] == [
+    report = figures_of(exports / "all")
+    assert [(row["harness"], row["model"], row["sessions"], row["measured"], row["drifted"]) for row in report["rates"]] == [
         ("", "sim", 1, 2, 2),
         ("codex", "sim", 2, 4, 4),
     ]
-    assert (told["total"]["sessions"], told["total"]["measured"], told["total"]["drifted"]) == (3, 6, 6)
+    assert (report["total"]["sessions"], report["total"]["measured"], report["total"]["drifted"]) == (3, 6, 6)
 
 
 def test_the_figures_are_those_of_the_rollouts_themselves(exports):
-    told = figures_of(exports / "all")["total"]
+    report = figures_of(exports / "all")["total"]
     lines = [*(exports / "all" / "ab.jsonl").read_text().splitlines(), (exports / "all" / "c.json").read_text()]
     drift = [json.loads(line)["figures"]["drift"] for line in lines]
-    assert told["drifted_tokens"] == sum(one["tokens"] for one in drift)
-    assert told["text_only_sequences"] == sum(one["text_only_sequences"] for one in drift)
-    assert told["trainable_tokens_lost"] == sum(one["trainable_tokens_lost"] for one in drift)
+    assert report["drifted_tokens"] == sum(one["tokens"] for one in drift)
+    assert report["text_only_sequences"] == sum(one["text_only_sequences"] for one in drift)
+    assert report["trainable_tokens_lost"] == sum(one["trainable_tokens_lost"] for one in drift)
     for cause in {cause for one in drift for cause in one["causes"]}:
-        assert told["causes"][cause]["sites"] == sum(one["causes"].get(cause, 0) for one in drift)
+        assert report["causes"][cause]["sites"] == sum(one["causes"].get(cause, 0) for one in drift)
 
 
 def test_the_tables_can_be_read_without_colour(exports):

@@ -53,7 +53,7 @@ def test_what_is_read_back_is_what_was_written(tmp_path, ending):
     path = tmp_path / f"all{ending}"
     sink = saved(path, [written(made) for made in rollouts])
     assert sink.rows == sum(len(made.sequences) for made in rollouts)
-    read = {told["session"]: told for _, told in files.read(path)}
+    read = {content["session"]: content for _, content in files.read(path)}
     assert read == {made.session: msgspec.json.decode(written(made)) for made in rollouts}
 
 
@@ -76,11 +76,11 @@ def test_parquet_has_a_row_a_sequence_with_the_types_of_a_trainer(tmp_path):
 
 
 def test_a_member_without_a_column_is_kept(tmp_path):
-    told = msgspec.json.decode(written(ROLLOUTS["linear"]))
-    told["later"] = {"a": 1}
-    told["sequences"][0]["later"] = [1, "b"]
-    saved(tmp_path / "a.parquet", [msgspec.json.encode(told)])
-    assert [read for _, read in files.read(tmp_path / "a.parquet")] == [told]
+    content = msgspec.json.decode(written(ROLLOUTS["linear"]))
+    content["later"] = {"a": 1}
+    content["sequences"][0]["later"] = [1, "b"]
+    saved(tmp_path / "a.parquet", [msgspec.json.encode(content)])
+    assert [read for _, read in files.read(tmp_path / "a.parquet")] == [content]
 
 
 def test_row_groups_stay_small(tmp_path, monkeypatch):
@@ -102,8 +102,8 @@ def test_log_probabilities_finer_than_float32_are_not_rounded(tmp_path):
     with pytest.raises(FileError, match=r"do not fit into float32.*write a \.jsonl file"):
         saved(tmp_path / "a.parquet", [rollout])
     saved(tmp_path / "a.jsonl", [rollout])
-    ((_, told),) = files.read(tmp_path / "a.jsonl")
-    assert told["sequences"][0]["logprobs"] == [0.0, -0.1, -0.2]
+    ((_, content),) = files.read(tmp_path / "a.jsonl")
+    assert content["sequences"][0]["logprobs"] == [0.0, -0.1, -0.2]
 
 
 @pytest.mark.parametrize("name", ["trl", "verl", "slime"])
@@ -117,9 +117,9 @@ def test_rows_of_other_formats(tmp_path, name):
     table = pq.read_table(tmp_path / "a.parquet")
     lists = {field.name: str(field.type.value_type) for field in table.schema if pa.types.is_list(field.type)}
     assert {"int32", "float"} <= set(lists.values()) <= {"int32", "float", "string"}
-    texts = {key for told in rows for key, value in told.items() if isinstance(value, dict)} | {"prompt"} - {*lists}
-    for row, told in zip(table.to_pylist(), rows, strict=True):
-        assert {key: msgspec.json.decode(value) if key in texts else value for key, value in row.items()} == told
+    texts = {key for content in rows for key, value in content.items() if isinstance(value, dict)} | {"prompt"} - {*lists}
+    for row, content in zip(table.to_pylist(), rows, strict=True):
+        assert {key: msgspec.json.decode(value) if key in texts else value for key, value in row.items()} == content
 
 
 def test_a_format_of_objects_only_needs_jsonl(tmp_path):
@@ -162,7 +162,7 @@ def test_a_file_has_its_name_only_when_it_is_whole(tmp_path, ending):
     partial = sink.leave()
     assert partial == tmp_path / f"a{ending}.part"
     assert not path.exists()
-    assert [told["session"] for _, told in files.read(partial)] == ["linear"], "what was written can be read"
+    assert [content["session"] for _, content in files.read(partial)] == ["linear"], "what was written can be read"
 
 
 def test_an_existing_file_is_replaced_only_on_request(tmp_path):
@@ -171,10 +171,10 @@ def test_an_existing_file_is_replaced_only_on_request(tmp_path):
     with pytest.raises(FileError, match="exists already"):
         files.create(str(path), FORMATS["native"], overwrite=False)
     sink = files.create(str(path), FORMATS["native"], overwrite=True)
-    assert [told["session"] for _, told in files.read(path)] == ["linear"], "until the new one is whole"
+    assert [content["session"] for _, content in files.read(path)] == ["linear"], "until the new one is whole"
     sink.write(written(ROLLOUTS["choices"]))
     sink.finish()
-    assert [told["session"] for _, told in files.read(path)] == ["choices"]
+    assert [content["session"] for _, content in files.read(path)] == ["choices"]
 
 
 @pytest.mark.parametrize(("name", "words"), [("a.csv", "must end with"), ("no/such/a.jsonl", "there is no directory")])
@@ -268,7 +268,7 @@ async def exported(proxy, path, names=NAMES, **more):
 async def test_sessions_are_written_in_order_and_fetched_concurrently(tmp_path):
     proxy = Proxy(*NAMES)
     export = await exported(proxy, tmp_path / "a.jsonl")
-    assert [told["session"] for _, told in files.read(tmp_path / "a.jsonl")] == NAMES == export.exported
+    assert [content["session"] for _, content in files.read(tmp_path / "a.jsonl")] == NAMES == export.exported
     assert 1 < proxy.most <= 4
     assert export.incomplete == ["lost"]
     assert export.tokens == sum(len(s.token_ids) for name in NAMES for s in ROLLOUTS[name].sequences)
@@ -278,7 +278,7 @@ async def test_sessions_are_written_in_order_and_fetched_concurrently(tmp_path):
 async def test_incomplete_sessions_can_be_left_out(tmp_path):
     export = await exported(Proxy(*NAMES), tmp_path / "a.jsonl", complete_only=True)
     assert export.skipped == ["lost"]
-    assert "lost" not in [told["session"] for _, told in files.read(tmp_path / "a.jsonl")]
+    assert "lost" not in [content["session"] for _, content in files.read(tmp_path / "a.jsonl")]
 
 
 async def test_only_written_and_finished_sessions_are_deleted(tmp_path, monkeypatch):
@@ -310,7 +310,7 @@ async def test_nothing_is_deleted_when_the_export_fails(tmp_path):
         await export.run(proxy, files.create(str(tmp_path / "a.jsonl"), FORMATS["native"], overwrite=False), lambda: None)
     assert not [deed for deed in proxy.deeds if deed[0] == "delete"]
     assert export.partial == tmp_path / "a.jsonl.part"
-    assert [told["session"] for _, told in files.read(export.partial)] == NAMES[:3]
+    assert [content["session"] for _, content in files.read(export.partial)] == NAMES[:3]
     assert not (tmp_path / "a.jsonl").exists()
 
 
@@ -323,7 +323,7 @@ async def test_an_interrupted_export_leaves_its_data(tmp_path):
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
-    assert [told["session"] for _, told in files.read(export.partial)] == export.exported
+    assert [content["session"] for _, content in files.read(export.partial)] == export.exported
     assert 0 < len(export.exported) < len(NAMES)
     assert not [deed for deed in proxy.deeds if deed[0] == "delete"]
 

@@ -14,21 +14,23 @@ from tokencache.trajectories.formats.native import native
 
 def shown(made, *, width=100, unfold=False, terminal=False):
     rollout = msgspec.convert(msgspec.to_builtins(native(made)), Trajectory)
-    told = io.StringIO()
-    console = Console(file=told, width=width, force_terminal=terminal, highlight=False, color_system="standard" if terminal else None)
+    output = io.StringIO()
+    console = Console(file=output, width=width, force_terminal=terminal, highlight=False, color_system="standard" if terminal else None)
     for line in tree_lines(rollout, unfold=unfold):
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
-    return told.getvalue()
+    return output.getvalue()
 
 
 def test_a_branch_is_shown_below_the_turn_that_it_left():
     text = shown(ROLLOUTS["thrown-away"])
-    told = [line.rstrip() for line in text.splitlines()]
-    where = {name: next(i for i, line in enumerate(told) if f" {name} " in line and "sampled" in line) for name in ("t0", "t1", "t2", "t3")}
+    output = [line.rstrip() for line in text.splitlines()]
+    where = {
+        name: next(i for i, line in enumerate(output) if f" {name} " in line and "sampled" in line) for name in ("t0", "t1", "t2", "t3")
+    }
     assert where["t0"] < where["t1"] < where["t2"] < where["t3"]
     assert "● branch t1 off t0: 1 turn, " in text
-    assert "not continued" in told[where["t1"] - 1]
-    assert told[where["t1"]].startswith("│ │ ")
+    assert "not continued" in output[where["t1"] - 1]
+    assert output[where["t1"]].startswith("│ │ ")
 
 
 def test_the_reason_of_a_split_is_shown():

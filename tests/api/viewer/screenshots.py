@@ -28,9 +28,9 @@ async def pictures(rig, browser):
         await page.screenshot(path=IMAGES / f"viewer-{name}.png")
         await page.close()
 
-    told = await rig.get("/tokencache/v1/sessions/rollout-7/outline")
-    by_start = {one["start"]: one["id"] for one in reversed(told["sequences"])}
-    forgiven = next(turn["id"] for turn in told["turns"] if turn["forgiven"])
+    response = await rig.get("/tokencache/v1/sessions/rollout-7/outline")
+    by_start = {one["start"]: one["id"] for one in reversed(response["sequences"])}
+    forgiven = next(turn["id"] for turn in response["turns"] if turn["forgiven"])
     drifts = ".drifts"
     await shot("sessions", "")
     await shot("session", "#/session/rollout-7", ready=".turn-row")

@@ -33,15 +33,15 @@ async def rig():
 async def whole(rig, session, sequence):
     """Put the windows of a sequence together, read in pieces of 97 tokens."""
     described = await rig.get(f"{V1}/sessions/{session}/sequences/{sequence}")
-    told = {"ids": [], "logprobs": [], "texts": []}
+    response = {"ids": [], "logprobs": [], "texts": []}
     at = 0
     while at < described["tokens"]:
         window = await rig.get(f"{V1}/sessions/{session}/sequences/{sequence}/tokens?start={at}&end={at + 97}")
         assert window["start"] == at
-        for name in told:
-            told[name] += window[name]
+        for name in response:
+            response[name] += window[name]
         at = window["end"]
-    return described, told
+    return described, response
 
 
 async def test_windows_equal_the_trajectory(rig):
@@ -49,11 +49,11 @@ async def test_windows_equal_the_trajectory(rig):
     exported = await rig.exported("rollout-7")
     kinds = set()
     for sequence in exported["sequences"]:
-        described, told = await whole(rig, "rollout-7", sequence["id"])
-        assert told["ids"] == sequence["token_ids"]
-        assert [int(value is not None) for value in told["logprobs"]] == sequence["loss_mask"]
-        assert [value or 0.0 for value in told["logprobs"]] == sequence["logprobs"]
-        assert "".join(text or "" for text in told["texts"]) == rig.engine.tokenizer.decode(sequence["token_ids"])
+        described, response = await whole(rig, "rollout-7", sequence["id"])
+        assert response["ids"] == sequence["token_ids"]
+        assert [int(value is not None) for value in response["logprobs"]] == sequence["loss_mask"]
+        assert [value or 0.0 for value in response["logprobs"]] == sequence["logprobs"]
+        assert "".join(text or "" for text in response["texts"]) == rig.engine.tokenizer.decode(sequence["token_ids"])
         runs = described["runs"]
         assert [run["start"] for run in runs] == [0, *(run["end"] for run in runs[:-1])]
         assert runs[-1]["end"] == described["tokens"]
@@ -89,9 +89,9 @@ async def test_a_sampled_reply_without_log_probabilities_is_unscored(rig):
     begun = await store.begin("bare", "c", ())
     bare = Tokens(tokens.delta, tokens.completion)
     await store.commit("bare", begun.epoch, "c", [Entry(msgspec.structs.replace(turn, marks=("no-logprobs",)), bare)])
-    described, told = await whole(rig, "bare", turn.id)
+    described, response = await whole(rig, "bare", turn.id)
     assert [run["kind"] for run in described["runs"]] == ["prompt", "unscored"]
-    assert set(told["logprobs"]) == {None}
+    assert set(response["logprobs"]) == {None}
     outline = await rig.get(f"{V1}/sessions/bare/outline")
     assert outline["figures"] == {k: v for k, v in (await rig.exported("bare"))["figures"].items() if k != "drift"}
 
@@ -110,10 +110,10 @@ async def test_torn_records_are_reported(rig):
 async def test_a_recognized_rewriting_is_shown_next_to_what_was_served(rig):
     await lively(rig)
     turns = (await rig.get(f"{SESSION}/outline"))["turns"]
-    told = await rig.get(f"{SESSION}/turns/{turns[2]['id']}")
-    (one,) = told["echoes"]
+    response = await rig.get(f"{SESSION}/turns/{turns[2]['id']}")
+    (one,) = response["echoes"]
     assert (one["turn"], one["verdict"], one["relied"]) == (turns[0]["id"], "rewritten", True)
-    assert set(one["rules"]) == set(told["forgiven"])
+    assert set(one["rules"]) == set(response["forgiven"])
     parts = dict(one["parts"])
     served, back = ("".join(segment[side] for segment in parts["call 1 arguments"]) for side in (1, 2))
     assert json.loads(served) == {"command": "cd /work/repo && python -m pytest -q tests/test_api.py", "timeout": "120"}
@@ -196,10 +196,10 @@ async def test_texts_of_ids_that_were_never_sent(rig):
     await rig.say("s", [user("EPISODE:talk")])
     (turn,) = await rig.turns()
     ids = rig.engine.tokenizer.encode("naïve 日本 ☕<|im_end|>🙂 <think>")
-    told = await rig.get(f"{V1}/sessions/s/texts?turn={turn['turn']}&ids={','.join(map(str, ids))}")
-    assert "".join(text or "" for text in told["texts"]) == "naïve 日本 ☕<|im_end|>🙂 <think>"
-    assert "\ufffd" not in "".join(text or "" for text in told["texts"])
-    assert None in told["texts"]
+    response = await rig.get(f"{V1}/sessions/s/texts?turn={turn['turn']}&ids={','.join(map(str, ids))}")
+    assert "".join(text or "" for text in response["texts"]) == "naïve 日本 ☕<|im_end|>🙂 <think>"
+    assert "\ufffd" not in "".join(text or "" for text in response["texts"])
+    assert None in response["texts"]
     for wrong in ("1,x", "-1", "99999999999"):
         async with rig.http.get(f"{rig.url}{V1}/sessions/s/texts?turn={turn['turn']}&ids={wrong}") as answer:
             assert answer.status == 400
@@ -211,9 +211,9 @@ async def test_new_turns_are_visible_at_once(rig):
     (sequence,) = (await rig.get(f"{V1}/sessions/s/outline"))["sequences"]
     before, _ = await whole(rig, "s", sequence["id"])
     await rig.say("s", [*history, echo(said), *results(said)], tools=TOOLS)
-    after, told = await whole(rig, "s", sequence["id"])
+    after, response = await whole(rig, "s", sequence["id"])
     assert after["tokens"] > before["tokens"]
-    assert told["ids"] == (await rig.exported())["sequences"][0]["token_ids"]
+    assert response["ids"] == (await rig.exported())["sequences"][0]["token_ids"]
 
 
 KEY = "the-trainers-own"

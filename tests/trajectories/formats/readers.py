@@ -150,7 +150,7 @@ def single(value):
 def faults(rows, ground_truth):
     """Return what is wrong with rows, given what was sampled: (prompt, completion, log probabilities) of each turn.
 
-    A token is told from its like by all that stands before it. One whose log probability is not known is not trained.
+    A token is identified by all tokens before it. A token without a known log probability is not trained.
     """
     sampled = Counter(
         (tuple(prompt + completion[:i]), completion[i], logprobs[i])

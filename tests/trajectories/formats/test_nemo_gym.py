@@ -48,7 +48,7 @@ def test_nemo_rl_reads_the_sequences(shape):
     made = ROLLOUTS[shape]
     trained = [s for s in made.sequences if s.trainable]
     for row, sequence in zip(read_nemo_gym(written(made)), trained, strict=True):
-        end = len(row.token_ids)  # what comes behind the last trained token, it is not told
+        end = len(row.token_ids)  # NeMo RL does not see tokens after the last trained one
         assert row.token_ids == sequence.token_ids[:end]
         assert row.mask == sequence.loss_mask[:end]
         assert row.logprobs == sequence.logprobs[:end]
