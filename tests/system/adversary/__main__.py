@@ -1,4 +1,4 @@
-"""`python -m tests.system.adversary --turns 100000 --seed 1`: run the adversary, and print what it saw."""
+"""`python -m tests.system.adversary --turns 100000 --seed 1`: run the adversary, and print its counts and findings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.system.adversary.run import replay, run
 
 
 def main() -> int:
-    """Run, print, and return 1 if anything was seen that must never be."""
+    """Run, print, and return 1 if there is a violation."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.adversary", description=__doc__)
     parser.add_argument("--turns", type=int, default=10_000, help="how many calls, about")
     parser.add_argument("--seed", type=int, default=1)

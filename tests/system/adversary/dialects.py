@@ -1,4 +1,4 @@
-"""The same conversation in each of the four dialects: requests written, answers read, as a client of that dialect would.
+"""Writes requests and reads answers in each of the four dialects, as a client of that dialect would.
 
 Entries are kept in chat form. A dialect's entry is one chat message, and the other way round: what its codec would join to one
 message (replies right behind each other, texts that vanish because they are empty) `presentable` keeps apart or leaves out.
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 DIALECTS = ("chat", "messages", "responses", "gemini")
 FORMS = frozenset({"trimmed", "padded", "rewritten JSON", "silent"})
-"""The harmless writings that every dialect can say."""
+"""The harmless forms that every dialect can write."""
 UNPARSED = "__unparsed_arguments"
 BETWEEN: Message = {"role": "user", "content": "Go on."}
 
 
 def presentable(dialect: str, entries: Sequence[Entry]) -> list[Entry]:
-    """The entries, so that this dialect can say each of them as one."""
+    """The entries in a form that this dialect can write as one message each."""
     if dialect == "chat":
         return list(entries)
     out: list[Entry] = []
@@ -58,7 +58,7 @@ def _thought(message: Message) -> str:
 
 
 def _calls(message: Message) -> list[tuple[str, str, Any]]:
-    """The calls of a reply: id, name, and the value of the arguments; what is no object is wrapped."""
+    """The calls of a reply: id, name, and the value of the arguments; a value that is not an object is wrapped."""
     out = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
@@ -72,12 +72,12 @@ def _calls(message: Message) -> list[tuple[str, str, Any]]:
 
 
 def sayable(dialect: str, message: Message) -> bool:
-    """Whether a dialect has a way to write this very reply: arguments that are no object go through chat and Responses only."""
+    """Whether a dialect has a way to write this very reply: only chat and Responses can write arguments that are not an object."""
     return dialect in {"chat", "responses"} or not any(UNPARSED in value for _, _, value in _calls(message))
 
 
 def _chat_call(name: str, function: str, value: Any) -> Message:
-    """A call in chat, of arguments that came as a value."""
+    """A call in chat format, from arguments as a value."""
     wrapped = isinstance(value, dict) and list(value) == [UNPARSED]
     arguments = value[UNPARSED] if wrapped else value if isinstance(value, str) else json.dumps(value)
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}

@@ -1,7 +1,7 @@
-"""Random agent sessions: what harnesses do to their histories, and what an adversary would do.
+"""Runs random agent sessions: what clients do to their histories, and what an adversary would do.
 
-A session is a handful of conversations that go on, fork, roll back, are compacted and edited in turn, one call at a time. Of every
-entry it is known whether the model said it (`observed.Entry`).
+A session is a handful of conversations that continue, fork, roll back, are compacted and edited, one call at a time. Every entry
+records whether the model sampled it (`observed.Entry`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ MOST_ENTRIES, MOST_THREADS = 18, 5
 
 @dataclass(eq=False)
 class Thread:
-    """One conversation: its history, how it asks, and how it writes down what it was served."""
+    """One conversation: its history, its arguments, and how it writes the replies that it received."""
 
     entries: list[Entry]
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -96,36 +96,36 @@ class Thread:
 
     @property
     def scope(self) -> str:
-        """What decides about a prompt besides the messages."""
+        """What a prompt depends on besides the messages."""
         return json.dumps([self.tools, self.kwargs], sort_keys=True)
 
 
 class Session:
-    """One session of a random harness, in one dialect."""
+    """One session of a random client, in one dialect."""
 
     def __init__(self, stack: Stack, number: int, rng: random.Random, tally: Tally, dialect: str = "chat") -> None:
         self.stack, self.number, self.rng, self.dialect = stack, number, rng, dialect
         self.names = [f"session-{number}"]
-        """What it is called, and was: a store that is lost is played by a new name."""
+        """Its names, the current one last: a lost store is simulated with a new name."""
         self.oracle = Oracle(stack, number, tally)
         self.tally = tally
         self.leniency = Leniency(
             off=frozenset({rng.choice(["whitespace", "reasoning-dropped", "tool-ids"])} if rng.random() < 0.05 else ())
         )
-        self.pool = rng.sample(TEXTS, 4)  # few words in a session: many replies say the same
+        self.pool = rng.sample(TEXTS, 4)  # few words in a session, so that many replies are equal
         self.makes = "nine" if stack.kind.style == "mistral" else rng.choice(["random", "random", "toolu", "colliding", "counted"])
         self.odd = rng.random() < 0.3
         self.thinks = stack.kind.style in {"hermes", "xml", "glm", "harmony"} and rng.random() < 0.7
         self.carries = dialect == "chat" and number % 4 == 0
-        """Whether it sends token ids back on the replies, as agents of NeMo Gym's do."""
+        """Whether it sends token ids back on the replies, as NeMo Gym's agents do."""
         self.forms = [name for name in HARMLESS if dialect == "chat" or name in dialects.FORMS]
         self.fresh = 0
         self.threads = [self.new_thread()]
         self.trace: list[str] = []
-        """What was done and sent, call by call: to be read where something was found."""
+        """What was done and sent, call by call, to explain a finding."""
 
     async def run(self, calls: int) -> None:
-        """Make so many calls."""
+        """Make this many calls."""
         deeds = self._deeds()
         names, weights = list(deeds), [weight for _, weight in deeds.values()]
         asked = 0
@@ -182,7 +182,7 @@ class Session:
             "sibling": (self.sibling, 0.8),
         }
 
-    # asking
+    # calls
 
     async def ask(self, thread: Thread) -> None:
         """Call the model with a thread's history, and add the reply to it."""
@@ -206,17 +206,17 @@ class Session:
         entry = Entry(served, number, handle=handle)
         for habit in thread.habits:
             entry = replace(entry, message=HARMLESS[habit](entry.message, self.rng))
-        self.tally.counts["served otherwise"] += not says(entry.message, said)  # what the dialect cannot say
+        self.tally.counts["served otherwise"] += not says(entry.message, said)  # the dialect cannot write it
         thread.entries.append(entry)
 
     def carrying(self, entries: list[Entry]) -> list[Entry]:
-        """The entries as they are sent: with the token ids that came with each reply, whatever became of its words since."""
+        """The entries as they are sent: with the token ids of each reply, even if its words were changed."""
         if not self.carries:
             return entries
         return [entry if entry.turn is None else replace(entry, message={**entry.message, **self.ids_of(entry.turn)}) for entry in entries]
 
     def ids_of(self, turn: int) -> dict[str, list[int]]:
-        """The members with token ids of a turn's message; of every sixteenth turn they are somebody else's."""
+        """The members with token ids of a turn's message; every sixteenth turn has those of another turn."""
         said = self.oracle.turns[turn]
         prompt = [said.prompt[0] + 1, *said.prompt[1:]] if turn % 16 == 15 else said.prompt
         return {"prompt_token_ids": prompt, "generation_token_ids": said.completion}
@@ -233,13 +233,13 @@ class Session:
         self.trace.append(f"    → turn {len(self.oracle.turns)}: {said} {called.refused}")
 
     def restart(self, thread: Thread) -> Thread:
-        """Begin anew: a history is long, or the engine or the proxy refuses it."""
+        """Start a new history: the old one is long, or the engine or the proxy refuses it."""
         new = self.new_thread()
         self.threads = [new if one is thread else one for one in self.threads]
         return new
 
     def ready(self, thread: Thread) -> None:
-        """Let the history end with something to answer."""
+        """Add a message that the model can answer."""
         last = thread.entries[-1]
         if not last.is_reply:
             return
@@ -251,7 +251,7 @@ class Session:
             thread.entries.append(self.user())
 
     def invent(self) -> Message:
-        """What the model says next: few words, so that much of it was said before."""
+        """The model's next reply: few words, so that many replies are equal."""
         rng = self.rng
         said: Message = {"role": "assistant", "content": rng.choice(self.pool)}
         if self.thinks and rng.random() < 0.7:
@@ -267,7 +267,7 @@ class Session:
         if rng.random() < 0.04:
             said["finish_reason"] = "length"
         if self.dialect != "chat" and not said.get("tool_calls") and not said["content"]:
-            said["content"] = "OK"  # elsewhere silence cannot be sent back
+            said["content"] = "OK"  # the other dialects cannot send an empty reply back
         return said
 
     def name_call(self, i: int) -> str:
@@ -290,7 +290,7 @@ class Session:
         habits = rng.sample(self.forms, rng.choice([0, 0, 1, 1, 2]))
         return Thread([*entries, self.user()], kwargs, rng.randrange(len(TOOLS)), tuple(habits))
 
-    # what harnesses do
+    # what clients do
 
     def add(self, thread: Thread) -> Thread:
         if len(self.threads) >= MOST_THREADS:
@@ -299,14 +299,14 @@ class Session:
         return thread
 
     def replies(self, thread: Thread, *, own: bool = False) -> list[int]:
-        """The places of replies of the model's; with `own`, of the harness's own as well."""
+        """The places of the model's replies; with `own`, of the client's own assistant messages as well."""
         return [i for i, entry in enumerate(thread.entries) if entry.is_reply and (own or entry.turn is not None)]
 
     def others(self, thread: Thread) -> list[int]:
         return [i for i, entry in enumerate(thread.entries) if not entry.is_reply]
 
     def retry(self, thread: Thread) -> Thread | None:
-        """Ask the same again, in place of the last reply or beside it."""
+        """Send the same request again, to replace the last reply or in a second thread."""
         if not thread.entries[-1].is_reply:
             return None
         again = thread.copy()
@@ -350,7 +350,7 @@ class Session:
         thread.entries[place] = replace(entry, message={**entry.message, "content": content})
 
     def edit(self, thread: Thread, place: int, message: Message) -> None:
-        """Put other words in the place of an entry; with other ids it need not be recognised, whatever it says."""
+        """Replace the words of an entry; with other ids it need not be recognised."""
         entry = thread.entries[place]
         same_ids = call_ids(message) == call_ids(entry.message)
         thread.entries[place] = replace(entry, message=message, owed=entry.owed and same_ids)
@@ -383,7 +383,7 @@ class Session:
         return self.rng.choice([text[:at] + letter + text[at:], text[:at] + letter + text[at + 1 :], text[:at] + text[at + 1 :]])
 
     def answer(self, thread: Thread, place: int, names: dict[str, str]) -> None:
-        """Let the results behind a reply answer calls by other names."""
+        """Change the call ids in the results after a reply."""
         for i in range(place + 1, len(thread.entries)):
             message = thread.entries[i].message
             if message["role"] == "assistant":
@@ -398,7 +398,7 @@ class Session:
         return message
 
     def few_shot(self, thread: Thread) -> Thread | None:
-        """Put an exchange that never was in front, in a new conversation or in this one."""
+        """Insert an invented exchange at the beginning, in a new conversation or in this one."""
         if self.rng.random() < 0.7:
             thread = self.add(self.new_thread())
         at = thread.entries[0].message["role"] == "system"
@@ -406,12 +406,12 @@ class Session:
         return thread
 
     def own_words(self, thread: Thread) -> None:
-        """Say something in the model's name."""
+        """Add an assistant message that the model did not sample."""
         self.ready(thread)
         thread.entries += [Entry(self.own_reply()), self.user()]
 
     def own_reasoning(self, thread: Thread) -> None:
-        """Change the reasoning that was put into the model's mouth."""
+        """Change the reasoning of an assistant message that the model did not sample."""
         places = [i for i in self.replies(thread, own=True) if thread.entries[i].turn is None]
         if places:
             place = self.rng.choice(places)
@@ -428,7 +428,7 @@ class Session:
             self.say(thread, place, self.rng.choice([f"{text}\n", f" {text}", text.strip(), f"{text}\u00a0"]))
 
     def context_parts(self, thread: Thread) -> None:
-        """Write an entry that is not the model's in parts, or no longer."""
+        """Write an entry that is not the model's in parts, or as a string again."""
         place = self.rng.choice(self.others(thread))
         text = text_of(thread.entries[place].message)
         parted = isinstance(thread.entries[place].message["content"], list)
@@ -436,7 +436,7 @@ class Session:
         self.say(thread, place, text if parted else [{"type": "text", "text": piece} for piece in pieces])
 
     def other_writing(self, thread: Thread) -> None:
-        """Write replies otherwise, in ways that are forgiven."""
+        """Write replies in another form that the rules normalise."""
         form = HARMLESS[self.rng.choice(self.forms)]
         chance = self.rng.choice([0.4, 1.0])
         for place in self.replies(thread, own=True):
@@ -454,7 +454,7 @@ class Session:
             self.edit(thread, place, {**message, "reasoning": self.rng.choice([self.nudged(was), *THOUGHTS])})
 
     def other_ids(self, thread: Thread) -> None:
-        """Rename all calls and what answers them: only unsafe characters, or altogether."""
+        """Rename all calls and the results that answer them: unsafe characters only, or the whole id."""
         sanitise = self.rng.random() < 0.6
         for place in self.replies(thread, own=True):
             message = thread.entries[place].message
@@ -468,7 +468,7 @@ class Session:
                 self.answer(thread, place, names)
 
     def switch(self, thread: Thread) -> None:
-        """Ask with other template arguments, or for other thinking in words."""
+        """Change the template arguments, or switch thinking by words in a message."""
         if self.dialect == "chat" and self.rng.random() < 0.5:
             thread.kwargs = self.rng.choice([{}, {"enable_thinking": False}, {"enable_thinking": True}])
         else:
@@ -482,12 +482,12 @@ class Session:
             self.say(thread, 0, f"{self.rng.choice(SYSTEMS)} {self.rng.randrange(9)}")
 
     def later_system(self, thread: Thread) -> None:
-        """Say something as the system, in the middle."""
+        """Add a system message in the middle."""
         self.ready(thread)
         thread.entries.append(Entry({"role": "system", "content": self.rng.choice(["Hurry.", "You have 3 turns left."])}))
 
     def no_handle(self, thread: Thread) -> None:
-        """Drop what was to be echoed with the replies."""
+        """Drop the handles that replies should carry."""
         thread.entries[:] = [replace(entry, handle="") for entry in thread.entries]
 
     def other_tools(self, thread: Thread) -> None:
@@ -512,14 +512,14 @@ class Session:
             thread.entries += [copied, self.user()] if not call_ids(copied.message) else [copied]
 
     def special_tokens(self, thread: Thread) -> None:
-        """Let a tool, or the user, spell out the template's own tokens."""
+        """Write the template's own tokens into a result or a user message."""
         places = [i for i in self.others(thread) if thread.entries[i].message["role"] != "system"]
         if places:
             tokens = self.rng.choices([*self.stack.kind.tokens, "assistant\n", "\n", "x"], k=4)
             self.say(thread, self.rng.choice(places), "".join(tokens))
 
     def odd_call(self, thread: Thread) -> None:
-        """Say a call in the model's name whose arguments are odd."""
+        """Add an assistant message with a call whose arguments are unusual."""
         self.ready(thread)
         name = self.rng.choice(
             [f"own{self.fresh:06}", *(name for i in self.replies(thread) for name in call_ids(thread.entries[i].message))]
@@ -530,7 +530,7 @@ class Session:
         thread.entries += [Entry({"role": "assistant", "content": "", "tool_calls": [call]}), Entry(result)]
 
     def sibling(self, thread: Thread) -> None:
-        """Put another reply in the place of one: of the same words if there is one."""
+        """Replace a reply with another one, with the same words if there is one."""
         places = self.replies(thread)
         if places:
             place = self.rng.choice(places)

@@ -1,8 +1,8 @@
-"""The proxy without HTTP, before an engine of its own in this process.
+"""Runs the proxy without HTTP, with an engine in this process.
 
-A request goes the way that `proxy.endpoints` and `proxy.call` take: codec, keys, store, plan, engine, record, ledger, encoder. All of
-that is the product's code. The engine is not: it takes the exact ids or renders the request itself, "samples" the reply that the
-test chose in ids of its own, answers as vLLM does, and keeps books of what went in and came out.
+A request takes the same steps as in `proxy.endpoints` and `proxy.call`: codec, keys, store, plan, engine, record, ledger, encoder. All of
+that is the product's code. The engine is not: it takes the exact ids or renders the request itself, "samples" ids for the reply that
+the test chose, answers as vLLM does, and keeps a ground-truth log of its input and output.
 
     stack = Stack("Qwen3", seed=1)
     called = await stack.call("session", body, {"content": "Hello."})
@@ -66,11 +66,11 @@ Message = dict[str, Any]
 
 
 class RefusedError(Exception):
-    """The engine will not have a request: vLLM's 400."""
+    """The engine refuses a request, as vLLM does with a 400."""
 
 
 class Renderer(Lab):
-    """The engine's `/tokenize` and `/detokenize`: a `Lab` that takes whatever JSON Python takes, and refuses what has no rendering.
+    """The engine's `/tokenize` and `/detokenize`: a `Lab` that accepts all JSON that Python accepts, and refuses what cannot be rendered.
 
     Templates run without jinja's sandbox, which takes half of the time: these are ours.
     """
@@ -91,7 +91,7 @@ class Renderer(Lab):
             raise TemplateRefusedError(str(why)) from why
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize; what stands between two added tokens is tokenized by itself, and remembered: histories repeat."""
+        """Tokenize. Each text between two added tokens is tokenized separately and remembered, because histories repeat."""
         return [token for piece in _between(self.words).split(text) if piece for token in _piece(self.words, piece)]
 
     async def read(self, model: str, packed: bytes) -> str:
@@ -125,7 +125,7 @@ def _unboxed(template: str) -> jinja2.Template:
 
 @functools.lru_cache(maxsize=64)
 def _between(words: Vocabulary) -> re.Pattern[str]:
-    """The added tokens, which are found in a text before anything else."""
+    """A pattern of the added tokens, which are matched before other text."""
     added = sorted((token.content for token in words.backend.get_added_tokens_decoder().values()), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, added))})")
 
@@ -137,7 +137,7 @@ def _piece(words: Vocabulary, text: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=20_000)
 def _read(raw: bytes) -> Message:
-    """A message's JSON, read as Python reads it; nobody changes what comes of it."""
+    """A message's JSON as Python reads it; callers must not change the result."""
     return json.loads(raw)
 
 
@@ -149,7 +149,7 @@ def _with_reasoning(message: Message) -> Message:
 
 @dataclass
 class Called:
-    """One call: how it was planned, what the engine used and sampled, what was recorded, what the harness was served.
+    """One call: its plan, what the engine used and sampled, what was recorded, what the client received.
 
     Of a call that the engine refuses (`refused`), nothing was sampled. `handle` is what the reply carries to be echoed.
     """
@@ -172,7 +172,7 @@ class Called:
         return [_read(bytes(raw)) for raw in self.call.raw_messages]
 
     def text(self, messages: Sequence[Message] | None = None, *, generation: bool = True) -> str:
-        """The prompt that the engine renders for this request, or for other messages in their place."""
+        """The prompt that the engine renders for this request, or for other messages."""
         tools, kwargs = _arguments(self.call.fields)
         return self.renderer.prompt(self.messages if messages is None else messages, tools, kwargs, generation=generation)
 
@@ -184,7 +184,7 @@ class Called:
 
 @dataclass
 class Entry:
-    """What the engine keeps of one generation."""
+    """One generation in the engine's ground-truth log."""
 
     session: str
     prompt: list[int]
@@ -193,7 +193,7 @@ class Entry:
 
 
 class Engine:
-    """An engine: renders, samples what it is told to, keeps books. `rng` chooses ids and log probabilities."""
+    """An engine that renders, samples the given reply, and keeps a ground-truth log. `rng` chooses ids and log probabilities."""
 
     def __init__(self, kind: Kind, renderer: Renderer, rng: random.Random) -> None:
         self.kind, self.renderer, self._rng = kind, renderer, rng
@@ -219,7 +219,7 @@ class Engine:
         return _completion(entry, reply, len(self.ground_truth)), entry
 
     def _sample(self, prompt: str, reply: Message) -> list[int]:
-        """Ids that say the reply in the model's own format, behind this prompt, and then stop."""
+        """Ids of the reply in the model's own format after this prompt, and a stop id."""
         said = {**reply, "tool_calls": [_sayable(call) for call in reply.get("tool_calls") or ()]}
         text = speech(self.kind, said, prompt).encode("utf-8", "replace").decode()
         stop = [] if reply.get("finish_reason") == "length" else [self.renderer.words.id_of(own_stop(self.kind, said))]
@@ -227,7 +227,7 @@ class Engine:
 
 
 class Stack:
-    """One proxy before one engine; `template` is a name in `more_kinds.ALL_KINDS`.
+    """One proxy with one engine; `template` is a name in `more_kinds.ALL_KINDS`.
 
     With `whole`, it is the real template from the shared folder instead of the stand-in. `seed` decides how replies are spelled in ids.
     """
@@ -246,7 +246,7 @@ class Stack:
         self._calls = 0
 
     async def model(self, name: str = "") -> Any:
-        """The model as `Engine.model` gives it, found out by the product's own probe for stop ids."""
+        """The model as `Engine.model` returns it, with the stop ids that the product's own probe finds."""
         del name
         if self._model is None:
             stop_ids = await self.renderer.found_stops(self.kind.stops)
@@ -274,7 +274,7 @@ class Stack:
     async def call(
         self, session: str, body: bytes, reply: Message, *, dialect: str = "chat", leniency: Leniency = LENIENT, handle: str = ""
     ) -> Called:
-        """Serve one call, to which the model will say `reply` (an assistant's message as vLLM would parse it).
+        """Serve one call, which the model answers with `reply` (an assistant's message as vLLM would parse it).
 
         Raises:
             HarnessError: the request cannot be read.
@@ -308,7 +308,7 @@ class Stack:
         return called
 
     async def forget(self, session: str) -> None:
-        """Forget a session, and what the engine's books say of it."""
+        """Delete a session, and its part of the engine's ground-truth log."""
         await self.ledger.delete(session, reuse=True)
         self.engine.ground_truth = [entry for entry in self.engine.ground_truth if entry.session != session]
 
@@ -349,13 +349,13 @@ _USER: Message = {"role": "user", "content": "What?"}
 
 
 def _sent(call: ChatCall) -> dict[str, Any]:
-    """The members of the request as they come to the engine, read as Python reads JSON."""
+    """The members of the request that the engine receives, as Python reads JSON."""
     wanted = ("messages", "tools", *_RENDERED)
     return {name: json.loads(bytes(call.fields[name])) for name in wanted if name in call.fields}
 
 
 def _arguments(fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The tools and the template's arguments that a request's members come to, in vLLM."""
+    """The tools and template arguments that vLLM takes from a request's members."""
     read = {name: json.loads(bytes(raw)) if isinstance(raw, msgspec.Raw) else raw for name, raw in fields.items() if name != "messages"}
     kwargs = dict(read.get("chat_template_kwargs") or {})
     if read.get("documents") is not None:
@@ -367,7 +367,7 @@ def _arguments(fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _sayable(call: Message) -> Message:
-    """A call of which `speech` can write the arguments: what is no object is said as the value of a member."""
+    """A call whose arguments `speech` can write: a value that is not an object becomes the value of a member."""
     arguments = call["function"]["arguments"]
     try:
         said = json.loads(arguments)

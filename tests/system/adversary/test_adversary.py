@@ -1,4 +1,4 @@
-"""The adversary finds nothing in the product, and finds what is put into it.
+"""The adversary finds nothing in the product, and finds each fault that is injected.
 
 `python -m tests.system.adversary --turns 1000000 --processes 2` is the long run.
 """
@@ -34,14 +34,14 @@ CALL = {"id": "functions.bash:0", "type": "function", "function": {"name": "bash
 
 
 @pytest.mark.parametrize("template", ALL_KINDS)
-def test_nothing_that_must_never_be_is_seen(template):
+def test_there_is_no_violation(template):
     tally = run(FEW // 2, SEED, templates=[template])
     assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])
     assert tally.counts["turns"] > FEW / 3
     assert {"root", "continue", "branch", "resplice"} <= set(tally.matches)
 
 
-def test_what_is_owed_is_supplied():
+def test_replies_that_can_be_identified_are_supplied():
     tally = run(4 * FEW, SEED, templates=USUAL)
     assert tally.counts["owed"] > FEW
     assert tally.counts["missed"] <= tally.counts["owed"] / 200, "\n".join([tally.table(), *tally.shown(5, misses=True)])
@@ -56,35 +56,35 @@ def test_a_session_is_replayed_as_it_was():
     assert last.counts["owed"] <= whole.counts["owed"]
 
 
-# --- the oracle convicts -----------------------------------------------------------------------------------------------------
+# --- the oracle finds injected faults -----------------------------------------------------------------------------------------------------
 
 
-def convicts(kind, turns=FEW):
-    """Whether the adversary finds something of this kind in what the product has become."""
+def finds(kind, turns=FEW):
+    """Whether the adversary finds a violation of this kind in the changed product."""
     return any(run(turns, seed, templates=USUAL).counts[kind] for seed in range(8))
 
 
-def test_it_convicts_a_verdict_that_takes_any_reasoning(monkeypatch):
+def test_it_finds_a_verdict_that_accepts_any_reasoning(monkeypatch):
     monkeypatch.setattr(verdict, "_judge_reasoning", lambda *_: set())
-    assert convicts("false")
+    assert finds("false")
 
 
-def test_it_convicts_a_verdict_that_takes_any_arguments(monkeypatch):
+def test_it_finds_a_verdict_that_accepts_any_arguments(monkeypatch):
     monkeypatch.setattr(verdict, "_judge_call", lambda *_: ("args-json",))
-    assert convicts("false")
+    assert finds("false")
 
 
-def test_it_convicts_a_matcher_that_guesses(monkeypatch):
+def test_it_finds_a_matcher_that_guesses(monkeypatch):
     monkeypatch.setattr(match, "_interchangeable", lambda *_, **__: True)
-    assert convicts("false")
+    assert finds("false")
 
 
-def test_it_convicts_a_matcher_to_which_words_are_evidence(monkeypatch):
+def test_it_finds_a_matcher_that_takes_words_for_evidence(monkeypatch):
     monkeypatch.setattr(match._Finder, "_evident", lambda _, __, genuine: genuine)
-    assert convicts("false")
+    assert finds("false")
 
 
-def test_it_convicts_a_matcher_to_which_token_ids_make_up_for_words(monkeypatch):
+def test_it_finds_a_matcher_that_accepts_other_words_with_the_right_ids(monkeypatch):
     in_place = match._Finder.in_place
 
     def trusting(self, i):
@@ -93,25 +93,25 @@ def test_it_convicts_a_matcher_to_which_token_ids_make_up_for_words(monkeypatch)
         return match._Found(named[0], verdict.Verdict("same")) if named else in_place(self, i)
 
     monkeypatch.setattr(match._Finder, "in_place", trusting)
-    assert convicts("false")
+    assert finds("false")
 
 
-def test_it_convicts_a_planner_that_takes_a_client_s_word_for_its_ids(monkeypatch):
+def test_it_finds_a_planner_that_trusts_a_clients_ids(monkeypatch):
     monkeypatch.setattr(client_ids, "_same_words", lambda *_: True)
-    assert convicts("false", 4 * FEW)
+    assert finds("false", 4 * FEW)
 
 
-def test_it_convicts_a_matcher_that_does_not_judge_older_replies(monkeypatch):
+def test_it_finds_a_matcher_that_does_not_judge_older_replies(monkeypatch):
     monkeypatch.setattr(match._Finder, "was_judged", lambda *_: True)
-    assert convicts("false")
+    assert finds("false")
 
 
-def test_it_convicts_a_reader_that_forgives_white_space_in_the_context(monkeypatch):
+def test_it_finds_a_reader_that_ignores_white_space_in_the_context(monkeypatch):
     monkeypatch.setattr(vocabulary, "exact_digest_of_json", lambda entry: digest(vocabulary.read_message(entry)))
-    assert convicts("unfaithful")
+    assert finds("unfaithful")
 
 
-def test_it_convicts_a_planner_that_loses_a_token(monkeypatch):
+def test_it_finds_a_planner_that_loses_a_token(monkeypatch):
     whole = Tails.tail
 
     async def shorter(self, ask):
@@ -119,20 +119,20 @@ def test_it_convicts_a_planner_that_loses_a_token(monkeypatch):
         return ids.head(tail, 2) + ids.tail(tail, 3)
 
     monkeypatch.setattr(Tails, "tail", shorter)
-    assert convicts("unfaithful")
+    assert finds("unfaithful")
 
 
-def test_it_convicts_a_recorder_that_drops_turns(monkeypatch):
+def test_it_finds_a_recorder_that_drops_turns(monkeypatch):
     record, rng = Outcome.record, random.Random(3)
 
     def careless(self, prefixes):
         return record(self, prefixes) if rng.random() > 0.02 else Recorded([], [], [])
 
     monkeypatch.setattr(Outcome, "record", careless)
-    assert convicts("lost")
+    assert finds("lost")
 
 
-def test_it_convicts_a_ledger_that_records_twice(monkeypatch):
+def test_it_finds_a_ledger_that_records_twice(monkeypatch):
     end = Ledger.end
 
     async def twice(self, begun, outcome, recorded, documents):
@@ -141,16 +141,16 @@ def test_it_convicts_a_ledger_that_records_twice(monkeypatch):
         await end(self, begun, outcome, Recorded([*recorded.entries, *again], recorded.prefixes * 2, []), documents)
 
     monkeypatch.setattr(Ledger, "end", twice)
-    assert convicts("trained twice")
+    assert finds("trained twice")
 
 
-def test_it_convicts_a_recorder_that_shifts_log_probabilities(monkeypatch):
+def test_it_finds_a_recorder_that_shifts_log_probabilities(monkeypatch):
     pack = ids.pack_logprobs
     monkeypatch.setattr(ids, "pack_logprobs", lambda values: pack([*values[1:], *values[:1]]))
-    assert convicts("broken")
+    assert finds("broken")
 
 
-def test_it_counts_what_a_matcher_that_knows_nothing_misses(monkeypatch):
+def test_it_counts_the_misses_of_a_matcher_without_records(monkeypatch):
     monkeypatch.setattr(planning, "match", lambda *_, **__: match.Match("plain", "unrecognised-reply"))
     monkeypatch.setattr(client_ids.ReturnedIds, "last", -1)  # no ids came back
     counts = run(FEW, SEED, templates=USUAL).counts
@@ -180,7 +180,7 @@ async def test_the_stack_serves_a_conversation_in_every_dialect(dialect):
     assert not called.incidents
 
 
-async def test_the_stack_says_why_an_engine_refuses():
+async def test_the_stack_reports_why_an_engine_refuses():
     called = await Stack().call(
         "s", json.dumps({"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}).encode(), {"content": "a"}
     )
@@ -189,7 +189,7 @@ async def test_the_stack_says_why_an_engine_refuses():
 
 
 @pytest.mark.parametrize("template", ALL_KINDS)
-def test_a_text_is_tokenized_piecewise_as_it_is_whole(template):
+def test_a_text_is_tokenized_the_same_piecewise_and_whole(template):
     stack, rng = Stack(template), random.Random(5)
     pieces = [*stack.kind.tokens, "a b", " x\n", "\n\n", "naïve é☕", "</", "<|im_", '{"a": 5}', "  "]
     for _ in range(50):
@@ -201,7 +201,7 @@ def test_a_text_is_tokenized_piecewise_as_it_is_whole(template):
 def test_the_head_of_replies_is_found(template):
     stack = Stack(template)
     found, prompt = reading_of(stack), stack.renderer.prompt([ASK], None, {})
-    none = {"Mistral-7B v0.3", "Mistral Small 3.1", "Hunyuan-A13B"}  # they put nothing before a reply
+    none = {"Mistral-7B v0.3", "Mistral Small 3.1", "Hunyuan-A13B"}  # they write nothing before a reply
     assert bool(found.head) == (template not in none)
     assert prompt.rindex(found.head) > prompt.index(ASK["content"])
 
@@ -227,7 +227,7 @@ def test_arguments_are_compared_by_value(one, other, same):
 
 
 @pytest.mark.parametrize("form", HARMLESS)
-def test_a_harmless_writing_says_the_same(form):
+def test_a_harmless_form_has_the_same_meaning(form):
     rng = random.Random(7)
     reply = {"role": "assistant", "content": " naïve\n", "reasoning": "hm", "tool_calls": [CALL]}
     for _ in range(20):

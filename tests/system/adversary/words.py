@@ -1,6 +1,6 @@
-"""What a message says, however it is written; and the harmless ways to write it otherwise.
+"""Compares messages in normalised form, and rewrites them in harmless ways.
 
-Written from docs/rules.md, not from the product's code, so that it can be wrong only in its own way.
+Written from docs/rules.md, not from the product's code, so that the two do not share mistakes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def stripped(text: str) -> str:
 
 
 def text_of(message: Message) -> str:
-    """The text as it stands: parts are joined with newlines, no text is empty."""
+    """The text of a message: parts are joined with newlines, a missing text is empty."""
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
@@ -44,7 +44,7 @@ def _parted(message: Message) -> tuple[str, str]:
 
 
 def arguments_of(text: Any) -> str:
-    """The value of a call's arguments: equal for all writings of one value; what is no JSON is only itself."""
+    """The value of a call's arguments: equal for all forms of one value; text that is not JSON equals only itself."""
     if not isinstance(text, str):
         text = json.dumps(text)
     if not stripped(text):
@@ -63,7 +63,7 @@ def _number(written: str) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """A value with its texts told apart from the numbers, which are texts by now."""
+    """A value whose texts are marked, because its numbers have become texts."""
     if isinstance(value, str):
         return value if value.startswith("\0number ") else "text " + _LONE.sub("\ufffd", value)
     if isinstance(value, list):
@@ -72,7 +72,7 @@ def _clean(value: Any) -> Any:
 
 
 def meaning(message: Message) -> tuple[Any, ...]:
-    """Who says what; of a reply without its reasoning, and without the ids of its calls."""
+    """A message's role and words; for a reply without its reasoning, and without the ids of its calls."""
     role = "system" if message["role"] == "developer" else message["role"]
     if role != "assistant":
         return role, stripped(text_of(message)), message.get("name") if role != "tool" else None
@@ -81,13 +81,13 @@ def meaning(message: Message) -> tuple[Any, ...]:
 
 
 def thoughts(message: Message) -> set[str]:
-    """The reasoning of a reply, wherever it stands."""
+    """The reasoning of a reply, in its own member or in the text."""
     member = message.get("reasoning") or message.get("reasoning_content") or ""
     return {stripped(member), _parted(message)[0]} - {""}
 
 
 def says(message: Message, reply: Message) -> bool:
-    """Whether a message says what a reply said, and thinks nothing that the reply did not."""
+    """Whether a message has the words of a reply, and no other reasoning."""
     return meaning(message) == meaning(reply) and thoughts(message) <= thoughts(reply)
 
 
@@ -97,11 +97,11 @@ def call_ids(message: Message) -> tuple[str, ...]:
 
 
 def safe(name: str) -> str:
-    """An id as harnesses write it that allow few characters."""
+    """An id as written by clients that allow few characters."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)
 
 
-# --- other writings ------------------------------------------------------------------------------------------------------
+# --- other forms ------------------------------------------------------------------------------------------------------
 
 
 def trimmed(message: Message, _: random.Random) -> Message:
@@ -127,7 +127,7 @@ def in_parts(message: Message, _: random.Random) -> Message:
 
 
 def rewritten_json(message: Message, rng: random.Random) -> Message:
-    """The arguments written anew, as JavaScript, Python or a pretty-printer would."""
+    """The arguments serialised again, as JavaScript, Python or a pretty-printer would."""
 
     def one(call: Message) -> Message:
         arguments = call["function"]["arguments"]
@@ -176,4 +176,4 @@ HARMLESS: dict[str, Callable[[Message, random.Random], Message]] = {
     "renamed member": renamed_member,
     "inline": inline,
 }
-"""What a canonical rule of docs/rules.md forgives: done to a reply, it is the same reply."""
+"""Changes that a canonical rule of docs/rules.md normalises: the reply stays the same."""
