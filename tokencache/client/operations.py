@@ -270,7 +270,7 @@ def _delete(path: str, params: dict[str, str] | None = None) -> Steps[None]:
 def _send(request: Request) -> Steps[tuple[ServerResponse, int]]:
     """Send a request until there is a response. Returns the response and the number of attempts."""
     response, attempts = (yield request), 1
-    for pause in itertools.islice(delays(0.1, 1.6, factor=4.0), _RETRIES if request.repeatable else 0):
+    for pause in itertools.islice(delays(0.1, 1.5, factor=4.0), _RETRIES if request.repeatable else 0):
         if response.status not in {0, _UNAVAILABLE}:
             break
         yield Pause(pause)
