@@ -25,7 +25,7 @@ PREFIX = "TOKENCACHE_"
 
 
 class SettingsError(ValueError):
-    """Settings are wrong. Each line names an option, an environment variable or a key of the file, and says what to write."""
+    """Settings are wrong. Each line names an option, an environment variable or a key of the file, and what to write."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shown:
     """How `tokencache serve --help` shows a setting.
 
     Attributes:
-        value: stands for the value.
+        value: placeholder of the value.
         basic: whether most users need this setting.
     """
 
@@ -163,7 +163,7 @@ class Settings(BaseSettings):
         60.0,
         ge=0,
         allow_inf_nan=False,
-        description="How long calls in flight may take to finish after the proxy is told to stop. Then they are cut off.",
+        description="How long calls in flight may take to finish after the proxy is told to stop. Then they are cancelled.",
     )
     session_header: Annotated[str, Shown("HEADER")] = Field("X-Tokencache-Session", description="Request header that names the session.")
     session_from: Annotated[Names, Shown("SOURCE")] = Field(
@@ -240,8 +240,8 @@ class Settings(BaseSettings):
             raise SettingsError(f"--config: {file} cannot be read as TOML: {why}") from None
         unknown = {name: process.extractOne(name, list(cls.model_fields))[0] for name in found if name not in cls.model_fields}
         if unknown:
-            told = [f"{name!r} in {file} is not a setting. Did you mean {nearest!r}?" for name, nearest in unknown.items()]
-            raise SettingsError("\n".join(told))
+            lines = [f"{name!r} in {file} is not a setting. Did you mean {nearest!r}?" for name, nearest in unknown.items()]
+            raise SettingsError("\n".join(lines))
         return found
 
     @property

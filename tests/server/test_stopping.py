@@ -1,4 +1,4 @@
-"""The server is told to stop: what is under way ends well, or is cut in time; and what is still owed is said."""
+"""Stopping the server: requests in progress finish or are cancelled in time, and unsaved incidents are written or logged."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ ASK = {"model": "sim", "messages": [user("EPISODE:talk")]}
 
 
 class Rack:
-    """An engine and a proxy before it whose end a test decides: `end` leaves the server's context, and waits for nothing."""
+    """An engine and a proxy that a test can stop: `end` leaves the server's context without waiting."""
 
     def __init__(self, store=None, **settings):
         self.engine = SimulatedEngine(episodes=EPISODES, seed=7)
@@ -63,7 +63,7 @@ class Rack:
             await self._serving
 
     async def asked(self):
-        """A call that the engine hangs on."""
+        """Start a call that never ends."""
         self.engine.faults.append(Fault.hang())
         call = asyncio.create_task(self.http.post(CHAT, json=ASK))
         await until(self.under_way, SECONDS)
@@ -73,7 +73,7 @@ class Rack:
         return not self.engine.faults  # it was taken
 
     async def closed(self):
-        """Whether nobody listens any more."""
+        """Return whether the port is closed."""
         try:
             async with aiohttp.ClientSession(self.url) as other, other.get("/healthz"):
                 return False
@@ -81,7 +81,7 @@ class Rack:
             return True
 
 
-async def test_who_is_connected_is_answered_and_sent_elsewhere():
+async def test_open_connections_get_a_last_response():
     async with Rack(quiet=SECONDS) as rack:
         async with rack.http.get("/healthz") as answer:
             assert "close" not in answer.headers.get("Connection", "")
@@ -95,7 +95,7 @@ async def test_who_is_connected_is_answered_and_sent_elsewhere():
 
 
 @pytest.mark.parametrize("how", ["time", "again"])
-async def test_what_does_not_end_is_cut_and_its_session_says_so(how):
+async def test_calls_that_do_not_end_are_cancelled_and_recorded(how):
     async with Rack(drain=0.05 if how == "time" else SECONDS) as rack:
         call = await rack.asked()
         rack.end()
@@ -112,7 +112,7 @@ async def test_what_does_not_end_is_cut_and_its_session_says_so(how):
 
 
 class Away(MemoryStore):
-    """A store that can be gone."""
+    """A store that can fail."""
 
     gone = False
     tried = 0
@@ -131,7 +131,7 @@ class Away(MemoryStore):
             raise StoreError("no connection")
 
 
-async def test_what_is_owed_is_written_if_the_store_comes_back_in_time():
+async def test_unsaved_incidents_are_written_if_the_store_is_back_in_time():
     store = Away()
     async with Rack(store) as rack:
         store.gone = True
@@ -151,7 +151,7 @@ async def test_what_is_owed_is_written_if_the_store_comes_back_in_time():
     assert [incident.kind for incident in info.incidents] == ["store-error"]
 
 
-async def test_what_cannot_be_written_is_named(caplog):
+async def test_incidents_that_cannot_be_written_are_logged(caplog):
     store = Away()
     async with Rack(store, drain=0.05) as rack:
         store.gone = True
@@ -167,7 +167,7 @@ async def test_what_cannot_be_written_is_named(caplog):
     assert "so its `complete` flag may be WRONG" in named[0]
 
 
-async def test_one_process_told_twice_ends_at_once():
+async def test_a_second_signal_stops_one_process_at_once():
     engine = SimulatedEngine(episodes=EPISODES, seed=7)
     async with engine.serve() as up, served("--port", "0", "--upstream", up) as proxy:
         (url,) = await proxy.said(r"listens on (\S+) for")

@@ -36,7 +36,7 @@ def redis():
 
 @contextlib.asynccontextmanager
 async def two_workers(redis, *options, token_delay=0.0):
-    """Two workers before an engine; yields what serves, the engine, the URL and the workers' process ids."""
+    """Two workers in front of an engine. Yields the server, the engine, the URL and the workers' process ids."""
     engine = SimulatedEngine(episodes=REPLIES, seed=3, token_delay=token_delay)
     async with engine.serve() as up, served(*TWO, "--upstream", up, "--store", redis, *options) as proxy:
         (port,) = await proxy.said(r"2 workers share 127\.0\.0\.1 port (\d+)")
@@ -45,19 +45,19 @@ async def two_workers(redis, *options, token_delay=0.0):
 
 
 def pids(proxy):
-    """Process ids of the workers, each place's last one."""
+    """Process ids by worker number, the last ones."""
     return dict(re.findall(r"worker (\d) serves, process (\d+)", proxy.log))
 
 
 def folder_of(process):
-    """Where a worker keeps its metrics."""
+    """The folder of a worker's metrics."""
     variables = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
     return next(said.partition("=")[2] for said in variables if said.startswith("PROMETHEUS_MULTIPROC_DIR="))
 
 
 @contextlib.asynccontextmanager
 async def asking(url):
-    """A client whose every call is a connection of its own."""
+    """A client with a new connection for every call."""
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as http:
         yield http
 
@@ -70,7 +70,7 @@ async def ask(http, session, **more):
 
 
 async def figures(http):
-    """What `/metrics` says: name and labels → value."""
+    """Metrics: name and labels → value."""
     async with http.get("/metrics") as answer:
         assert answer.status == 200
         lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
@@ -81,14 +81,14 @@ ANSWERED = 'tokencache_calls_total{dialect="chat",outcome="answered"}'
 
 
 async def begun(http, session):
-    """A stream of which something has come."""
+    """A stream that has begun."""
     body = {"model": "sim", "messages": [user("EPISODE:talk")], "stream": True}
     answer = await http.post(CHAT, json=body, headers={HEADER: session})
     return answer, await answer.content.readuntil(b"\n\n")
 
 
 async def rest(answer, beginning):
-    """The finish reason that a stream came to; `None` if it was cut off."""
+    """The finish reason of a stream; `None` if it ended early."""
     try:
         text = beginning + await answer.read()
     except (aiohttp.ClientError, ConnectionError):
@@ -101,7 +101,7 @@ async def rest(answer, beginning):
     return [choice["finish_reason"] for event in data[:-1] for choice in json.loads(event)["choices"]][-1]
 
 
-async def test_any_worker_serves_any_call_and_tells_of_all(redis):
+async def test_any_worker_serves_any_call_and_reports_all_metrics(redis):
     async with two_workers(redis, "--log-level", "debug") as (proxy, _, url, processes), asking(url) as http:
         await asyncio.gather(*[ask(http, f"sum-{n}") for n in range(60)])
         await proxy.said(r"\[\d+\] tokencache\S*: session sum-\d+ turn", 60)
@@ -120,7 +120,7 @@ async def test_any_worker_serves_any_call_and_tells_of_all(redis):
             assert [turn["match"] for turn in (await answer.json())["turns"]] == ["root", "root"], said
 
 
-async def test_an_engine_that_is_added_serves_on_all_workers(redis):
+async def test_an_added_engine_serves_all_workers(redis):
     engine = SimulatedEngine(episodes=REPLIES, seed=3)
     async with engine.serve() as up, served(*TWO, "--store", redis) as proxy:
         (port,) = await proxy.said(r"2 workers share 127\.0\.0\.1 port (\d+)")
@@ -138,7 +138,7 @@ async def test_an_engine_that_is_added_serves_on_all_workers(redis):
             await proxy.said(r"engine \S+: removed", 2)
 
 
-async def test_a_worker_is_killed_the_others_go_on_and_it_comes_back(redis):
+async def test_a_killed_worker_is_restarted_while_others_go_on(redis):
     async with two_workers(redis, token_delay=0.15) as (proxy, engine, url, processes), asking(url) as http:
         streams = await asyncio.gather(*[begun(http, f"kill-{n}") for n in range(24)])
         assert (await figures(http))["tokencache_calls_in_flight"] == 24
@@ -159,7 +159,7 @@ async def test_a_worker_is_killed_the_others_go_on_and_it_comes_back(redis):
         assert (await figures(http))[ANSWERED] == told[ANSWERED] + 40
 
 
-async def test_told_to_stop_all_finish_what_they_do(redis):
+async def test_a_signal_lets_all_workers_finish(redis):
     async with two_workers(redis, token_delay=0.05) as (proxy, _, url, _workers), asking(url) as http:
         streams = await asyncio.gather(*[begun(http, f"stop-{n}") for n in range(12)])
         proxy.signal(signal.SIGTERM)
@@ -170,7 +170,7 @@ async def test_told_to_stop_all_finish_what_they_do(redis):
         assert "are cancelled" not in proxy.log
 
 
-async def test_told_again_all_end_at_once(redis):
+async def test_a_second_signal_stops_all_workers_at_once(redis):
     async with two_workers(redis, token_delay=60) as (proxy, engine, url, _workers), asking(url) as http:
         engine.token_delay = 60  # what has begun will not end
         calls = [asyncio.create_task(ask(http, f"again-{n}", stream=True)) for n in range(6)]
@@ -200,7 +200,7 @@ async def test_workers_do_not_outlive_their_supervisor(redis):
             await ask(http, "too-late")
 
 
-async def test_a_store_that_is_not_there_is_said():
+async def test_a_missing_store_is_an_error():
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         async with served(*TWO, "--store", f"redis://127.0.0.1:{nobody.getsockname()[1]}/0", "--store-timeout", "1") as proxy:
@@ -209,8 +209,8 @@ async def test_a_store_that_is_not_there_is_said():
     assert "Traceback" not in proxy.log
 
 
-async def test_a_port_that_is_taken_is_said(redis):
-    """Also by others who would share it: theirs is another engine."""
+async def test_a_port_in_use_is_an_error(redis):
+    """Also if another proxy that shares its port uses it."""
     async with two_workers(redis) as (_, _, url, _workers):
         port = url.rpartition(":")[2]
         async with served("--workers", "2", "--port", port, "--store", redis) as second:
@@ -225,8 +225,8 @@ def test_sessions_in_memory_are_not_shared():
     assert Settings(workers=1).workers == 1
 
 
-def test_metrics_need_a_place_that_can_be_written_to(monkeypatch, tmp_path):
-    """Memory first; a read-only root is no hindrance where /dev/shm is."""
+def test_metrics_need_a_writable_folder(monkeypatch, tmp_path):
+    """Memory is preferred, so a read-only root works."""
     monkeypatch.setattr(workers, "_SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "shm").mkdir()

@@ -1,4 +1,4 @@
-"""The stores to test: memory, Redis as fakeredis speaks it, and a real Redis server in a process of its own."""
+"""The stores to test: memory, Redis on fakeredis, and Redis on a real server."""
 
 import fakeredis
 import pytest
@@ -18,7 +18,7 @@ def redis_server():
 
 @pytest.fixture(scope="session")
 def fake_store():
-    """Makes stores over fakeredis; those over one `FakeServer` share it."""
+    """Makes stores on fakeredis. Stores on one `FakeServer` share its data."""
 
     def make(server=None):
         client = fakeredis.FakeAsyncRedis(server=server or fakeredis.FakeServer())

@@ -1,4 +1,4 @@
-"""What a store may hold and for how long: bounds, times to live, a server that drops sessions, data of another version."""
+"""Limits of a store: sizes, times to live, servers that evict sessions, and data of another version."""
 
 import logging
 
@@ -29,7 +29,7 @@ async def redis(server):
 
 @pytest.fixture
 async def opened(server):
-    """Opens stores over the server, which look for room when they are told to."""
+    """Opens stores on the server that check the capacity only on request."""
     made = []
 
     async def make(**settings):
@@ -44,14 +44,14 @@ async def opened(server):
 
 
 async def look(store):
-    """What the background does every second."""
+    """Check the capacity, as the background task does every second."""
     if isinstance(store, RedisStore):
         store._capacity._count_at = 0.0  # sessions were counted long ago
         await store._capacity.check()
 
 
 async def fill(redis, megabytes):
-    """Use memory, by small values: a large one is in the buffers, too."""
+    """Use memory with small values: a large one is also in the buffers."""
     for n in range(2 * megabytes):
         await redis.set(f"else {n}", b"x" * (MEGABYTE // 2))
 
@@ -64,7 +64,7 @@ async def is_full(store, session, match):
 
 
 async def keeps_the_bound(store, match):
-    """At the bound only sessions that are there go on; a session that goes makes room, a tombstone takes none."""
+    """At the limit only existing sessions go on. A deleted session frees capacity, and a tombstone uses none."""
     epoch = await record(store, "a", build("a"))
     await record(store, "b", build("a"))
     await look(store)
@@ -79,11 +79,11 @@ async def keeps_the_bound(store, match):
     assert (await store.begin("c", "k", [])).calls == 1
 
 
-async def test_sessions_in_memory_are_bounded():
+async def test_sessions_in_memory_are_limited():
     await keeps_the_bound(MemoryStore(max_sessions=2), "there are 2 sessions, and --max-sessions is 2")
 
 
-async def test_bytes_in_memory_are_bounded():
+async def test_bytes_in_memory_are_limited():
     store = MemoryStore(max_bytes=3000)
     await record(store, "a", build("a", tail=range(500)))
     assert (await store.begin("b", "k", [])).calls == 1
@@ -94,7 +94,7 @@ async def test_bytes_in_memory_are_bounded():
 
 
 @pytest.mark.redis
-async def test_sessions_in_redis_are_bounded(opened, redis):
+async def test_sessions_in_redis_are_limited(opened, redis):
     store = await opened(max_sessions=2)
     for n in range(10):
         await store.bind_key(f"h{n}", Binding("s"))  # other keys than sessions do not count
@@ -102,7 +102,7 @@ async def test_sessions_in_redis_are_bounded(opened, redis):
 
 
 @pytest.mark.redis
-async def test_bytes_in_redis_are_bounded(opened, redis):
+async def test_bytes_in_redis_are_limited(opened, redis):
     store = await opened(max_bytes=30 * MEGABYTE)
     await record(store, "a", build("a"))
     await fill(redis, 30)
@@ -129,7 +129,7 @@ async def test_new_sessions_are_refused_before_redis_refuses_old_ones(opened, re
 
 
 @pytest.mark.redis
-async def test_the_background_looks_by_itself(opened, redis):
+async def test_the_background_task_checks_by_itself(opened, redis):
     store = await opened(max_bytes=30 * MEGABYTE)
     await fill(redis, 30)
 
@@ -144,7 +144,7 @@ async def test_the_background_looks_by_itself(opened, redis):
 
 @pytest.mark.redis
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
-async def test_a_server_that_drops_sessions_is_refused(opened, redis, policy, caplog):
+async def test_a_server_that_evicts_is_refused(opened, redis, policy, caplog):
     await redis.config_set("maxmemory-policy", policy)
     await opened()  # without a maxmemory it drops nothing
     assert caplog.text == ""
@@ -158,7 +158,7 @@ async def test_a_server_that_drops_sessions_is_refused(opened, redis, policy, ca
 
 
 @pytest.mark.redis
-async def test_a_policy_that_changes_is_said_once(opened, redis, caplog):
+async def test_a_changed_policy_is_logged_once(opened, redis, caplog):
     store = await opened()
     await redis.config_set("maxmemory", 100 * MEGABYTE)
     await redis.config_set("maxmemory-policy", "allkeys-lfu")
@@ -168,8 +168,8 @@ async def test_a_policy_that_changes_is_said_once(opened, redis, caplog):
 
 
 @pytest.mark.redis
-async def test_data_of_a_newer_version_are_not_touched(opened, redis):
-    """A release is rolled back: what the newer one wrote is left to it, and a proxy that runs says so."""
+async def test_data_of_a_newer_version_is_not_touched(opened, redis):
+    """After a rollback the data of the newer release stays unchanged, and a running proxy reports it."""
     store = await opened()
     assert await redis.get("tokencache:schema") == b"1"
     await redis.set("tokencache:schema", "2")
@@ -184,7 +184,7 @@ async def test_data_of_a_newer_version_are_not_touched(opened, redis):
     assert await redis.get("tokencache:schema") == b"1"
 
 
-async def test_time_passes_in_memory(monkeypatch):
+async def test_times_to_live_in_memory(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     store = MemoryStore(ttl_seconds=100, tombstone_seconds=10)

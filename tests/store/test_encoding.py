@@ -1,4 +1,4 @@
-"""The bytes in Redis outlive a release: what one wrote the next must read."""
+"""The bytes in Redis outlive a release: the next release must read what one wrote."""
 
 import pytest
 
@@ -39,14 +39,14 @@ def test_tokens_of_earlier_releases_are_read():
     assert unpack_tokens(written, b"f") == Piece("a", 2, 3, 1, Tokens(b"1234", b"5678", b"f"))
 
 
-@pytest.mark.parametrize("rubbish", [b"", b"z", b"m", b"j", b"zzzz", b"x123", b"m\xc1", b"m\x81\xa4kind\x01", pack(TURN)[:-10]])
-def test_rubbish_is_refused(rubbish):
+@pytest.mark.parametrize("data", [b"", b"z", b"m", b"j", b"zzzz", b"x123", b"m\xc1", b"m\x81\xa4kind\x01", pack(TURN)[:-10]])
+def test_invalid_bytes_are_refused(data):
     with pytest.raises(ValueError, match=r"unreadable|Expecting|invalid"):
-        unpack(rubbish, Turn)
+        unpack(data, Turn)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 17, 20])
-def test_tokens_cut_off_are_refused(cut):
+def test_incomplete_tokens_are_refused(cut):
     whole = pack_tokens(Turn(id="b", call="k", match="root", base="base", prompt_tokens=1), Tokens(b"1234", b""))
     with pytest.raises(ValueError, match=r"incomplete|missing"):
         unpack_tokens(whole[:cut])

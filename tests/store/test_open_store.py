@@ -1,4 +1,4 @@
-"""Which URL makes which store."""
+"""URLs and the stores that they select."""
 
 import pytest
 
@@ -60,14 +60,14 @@ def test_other_urls(url):
         "redis+cluster://:hunter2@127.0.0.1?such=thing",
     ],
 )
-def test_an_unreadable_url_keeps_its_password(url):
+def test_an_error_of_a_url_contains_no_password(url):
     with pytest.raises(ValueError, match=r"; use .*redis://") as error:
         open_store(url)
     assert "hun" not in str(error.value)
     assert error.value.__cause__ is None
 
 
-def test_what_a_url_says():
+def test_parts_of_a_url():
     read = read_url("rediss+sentinel://me:s%40crt@h1,h2:1/my%20master/2?sentinel_password=p%40p&ssl_ca_certs=/ca.pem")
     assert (read.kind, read.tls, read.hosts, read.service) == ("sentinel", True, (("h1", 26379), ("h2", 1)), "my master")
     assert read.options == {"username": "me", "password": "s@crt", "db": 2, "ssl_ca_certs": "/ca.pem"}

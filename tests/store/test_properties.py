@@ -1,4 +1,4 @@
-"""Whatever tree of turns is written, Redis gives back what memory gives back."""
+"""For random turns and operations, Redis returns what the memory store returns."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ KEYS = st.lists(st.one_of(st.sampled_from([b"c1", b"c2", b"r1", b"r2"]), st.bina
 
 @st.composite
 def trees(draw):
-    """Entries, each on top of nothing, of one before it (continued), or of the first tokens of one before it."""
+    """Entries without a base, or that continue an earlier one, or that share its first tokens."""
     built = []
     for n in range(draw(st.integers(1, 8))):
         base = draw(st.sampled_from([None, *built]))
@@ -78,17 +78,17 @@ STEPS = st.one_of(
 )
 
 
-async def step(store, lives, what, session, *rest):
-    """Do one thing, and tell all that can be seen of it, but times and lives."""
+async def step(store, epochs, what, session, *rest):
+    """Run one operation. Returns its result without times and epochs."""
     try:
         match what:
             case "begin":
                 call, fingerprint, join = rest
                 begun = await store.begin(session, call, [b"c1"], fingerprint=fingerprint, replica=f"r {call}", join=join)
-                lives[session, call] = begun.epoch
+                epochs[session, call] = begun.epoch
                 return replace(begun, epoch="", created=0.0, duplicate=begun.duplicate and replace(begun.duplicate, since=0.0))
             case "commit" | "settle":
-                epoch, entry = lives.get((session, rest[0]), "none"), build("a", keys=(b"c1",)).entry
+                epoch, entry = epochs.get((session, rest[0]), "none"), build("a", keys=(b"c1",)).entry
                 return await (store.commit(session, epoch, rest[0], [entry]) if what == "commit" else store.settle(session, epoch, rest[0]))
             case "reuse":
                 return await store.delete(session, reuse=True)
@@ -105,24 +105,24 @@ async def state(store, session):
     return info and (info.sealed, info.turns, info.incidents, [replace(call, since=0.0) for call in info.open_calls])
 
 
-async def live(stores, steps):
-    """The same steps on memory, and on the other stores in turns, which are clients of one database: all see the same."""
-    memory, lives, other_lives = MemoryStore(), {}, {}
+async def run_steps(stores, steps):
+    """Run the same operations on the memory store and, in turns, on clients of one database. All results must be equal."""
+    memory, epochs, other_epochs = MemoryStore(), {}, {}
     for session in ("s", "t"):
         await stores[0].delete(session, reuse=True)
     for n, one in enumerate(steps):
-        assert await step(stores[n % len(stores)], other_lives, *one) == await step(memory, lives, *one), one
+        assert await step(stores[n % len(stores)], other_epochs, *one) == await step(memory, epochs, *one), one
         for session in ("s", "t"):
             assert await state(stores[-1 - n % len(stores)], session) == await state(memory, session), one
 
 
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)
 @given(steps=st.lists(STEPS, max_size=25))
-def test_lives_in_fakeredis_are_as_in_memory(fake_store, steps):
+def test_operations_on_fakeredis_are_as_in_memory(fake_store, steps):
     async def run():
         server = fakeredis.FakeServer()
         stores = [fake_store(server), fake_store(server)]
-        await live(stores, steps)
+        await run_steps(stores, steps)
         for store in stores:
             await store.close()
 
@@ -132,10 +132,10 @@ def test_lives_in_fakeredis_are_as_in_memory(fake_store, steps):
 @pytest.mark.redis
 @settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=st.lists(STEPS, max_size=40))
-def test_lives_in_redis_are_as_in_memory(redis_server, steps):
+def test_operations_on_redis_are_as_in_memory(redis_server, steps):
     async def run():
         stores = [RedisStore(redis_server.url, prefix="lives") for _ in range(2)]
-        await live(stores, steps)
+        await run_steps(stores, steps)
         for store in stores:
             await store.close()
 
@@ -144,7 +144,7 @@ def test_lives_in_redis_are_as_in_memory(redis_server, steps):
 
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)
 @given(built=trees())
-def test_fakeredis_is_as_memory(fake_store, built):
+def test_turns_in_fakeredis_are_as_in_memory(fake_store, built):
     async def run():
         store = fake_store()
         await compare(store, built)
@@ -156,7 +156,7 @@ def test_fakeredis_is_as_memory(fake_store, built):
 @pytest.mark.redis
 @settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(built=trees())
-def test_redis_is_as_memory(redis_server, built):
+def test_turns_in_redis_are_as_in_memory(redis_server, built):
     async def run():
         store = RedisStore(redis_server.url, prefix="properties")
         await store.open()

@@ -1,4 +1,4 @@
-"""What is Redis's own: round trips, time to live, atomic scripts, sending twice, and what is said when something is wrong."""
+"""The Redis store: round trips, times to live, atomic scripts, retries, and error messages."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ async def store(redis_server, redis):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Counts what goes over the wire."""
+    """Records the commands that are sent."""
     counted = []
     send = AbstractConnection.send_packed_command
 
@@ -121,7 +121,7 @@ async def test_a_session_is_one_key_that_use_renews(store, redis):
     assert 60_000 < await redis.pttl("tokencache:{new}") <= WEEK
 
 
-async def test_a_bound_key_lives_as_long_as_it_is_used(store, redis):
+async def test_use_renews_a_binding(store, redis):
     await store.bind_key("h", Binding("s"))
     assert 60_000 < await redis.pttl("tokencache:key:h") <= WEEK
     await redis.pexpire("tokencache:key:h", 60_000)
@@ -129,7 +129,7 @@ async def test_a_bound_key_lives_as_long_as_it_is_used(store, redis):
     assert 60_000 < await redis.pttl("tokencache:key:h") <= WEEK
 
 
-async def test_all_but_what_a_deployment_shares_expires(store, redis):
+async def test_everything_expires_except_shared_keys(store, redis):
     await store.secret()
     await store.heartbeat("r", 60)
     await record(store, "gone", build("a"))
@@ -141,7 +141,7 @@ async def test_all_but_what_a_deployment_shares_expires(store, redis):
     assert 0 < await redis.pttl("tokencache:{gone}") <= 3_600_000
 
 
-async def test_a_tombstone_stands_for_its_time(store, redis):
+async def test_a_tombstone_expires(store, redis):
     await record(store, "s", build("a"))
     await store.delete("s")
     with pytest.raises(SessionDeletedError):
@@ -150,7 +150,7 @@ async def test_a_tombstone_stands_for_its_time(store, redis):
     assert (await store.begin("s", "k", [])).calls == 1
 
 
-async def test_a_call_that_outlives_its_session_writes_nothing(store, redis):
+async def test_a_call_of_an_ended_epoch_writes_nothing(store, redis):
     begun = await store.begin("s", "k", [])
     await redis.pexpireat("tokencache:{s}", 1)
     with pytest.raises(SessionGoneError):
@@ -169,7 +169,7 @@ async def test_ttl_and_prefix_are_settings(redis_server, redis):
     await other.close()
 
 
-async def test_many_sessions_are_listed_page_by_page(store, redis):
+async def test_many_sessions_are_listed_in_pages(store, redis):
     pipeline = redis.pipeline(transaction=False)
     for n in range(3000):
         pipeline.set(f"somebody-else:{{{n}}}", "x")
@@ -178,7 +178,7 @@ async def test_many_sessions_are_listed_page_by_page(store, redis):
     assert sorted([info.id async for info in store.sessions()]) == sorted(f"s{n}" for n in range(300))
 
 
-async def test_more_calls_at_once_than_connections(store):
+async def test_more_concurrent_calls_than_connections(store):
     begun = await asyncio.gather(*(store.begin("s", f"k{n}", [b"c"]) for n in range(300)))
     assert len({one.epoch for one in begun}) == 1
     assert len((await store.session("s")).open_calls) == 300
@@ -186,7 +186,7 @@ async def test_more_calls_at_once_than_connections(store):
 
 @pytest.fixture
 def loses_replies(store, monkeypatch):
-    """The first reply of every operation is lost: it was done, and nobody knows."""
+    """Loses the first reply of every operation, after it was done."""
     send = store._send
     lost = set()
 
@@ -201,7 +201,7 @@ def loses_replies(store, monkeypatch):
     return lost
 
 
-async def test_what_was_done_and_not_answered_is_done_once(store, loses_replies):
+async def test_an_operation_whose_reply_was_lost_is_done_once(store, loses_replies):
     begun = await store.begin("s", "k", [], fingerprint=b"same", join="any")
     assert (begun.duplicate, begun.calls) == (None, 1)
     assert (await store.begin("s", "k2", [], fingerprint=b"same", join="any")).duplicate.call == "k"
@@ -218,7 +218,7 @@ async def test_what_was_done_and_not_answered_is_done_once(store, loses_replies)
 
 
 async def test_a_deletion_is_not_sent_twice(store, loses_replies):
-    """What it would say the second time is not so: that there was no such session."""
+    """The second reply would be wrong: that there was no such session."""
     await store.add_incidents("s", [])
     with pytest.raises(StoreError, match=r"delete: Connection closed"):
         await store.delete("s")
@@ -232,7 +232,7 @@ async def test_a_broken_connection_is_replaced(store, redis):
     assert [turn.id for turn in await store.turns("s")] == ["a"]
 
 
-async def test_a_call_given_up_does_not_leave_its_reply_to_the_next(store):
+async def test_a_cancelled_operation_does_not_leave_its_reply_to_the_next(store):
     for n in range(50):
         task = asyncio.create_task(store.begin(f"gone{n}", "k", []))
         for _ in range(n % 10):
@@ -276,8 +276,8 @@ async def test_a_full_server_refuses_whole_commits(store, redis):
     assert [turn.id for turn in await store.turns("s")] == ["a", "b", "c"]
 
 
-async def test_a_server_that_is_a_replica_for_a_moment_costs_nothing(store, redis, redis_server, monkeypatch):
-    """As in a failover: what it refuses is asked again, and done when there is a primary."""
+async def test_a_server_that_is_a_replica_for_a_moment_has_no_effect(store, redis, redis_server, monkeypatch):
+    """As in a failover: refused operations are retried, and succeed when there is a primary."""
     begun = await store.begin("s", "k", [])
     refused, run = asyncio.Event(), store._backend.run
     seen = []
@@ -305,7 +305,7 @@ async def test_a_server_that_is_a_replica_for_a_moment_costs_nothing(store, redi
     assert (info.turns, [call.call for call in info.open_calls]) == (1, ["k2"])
 
 
-async def test_a_server_that_stays_a_replica_is_no_store(redis, redis_server):
+async def test_a_server_that_stays_a_replica_is_refused(redis, redis_server):
     store = RedisStore(redis_server.url, timeout_seconds=0.3)
     await redis.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
     try:
@@ -316,7 +316,7 @@ async def test_a_server_that_stays_a_replica_is_no_store(redis, redis_server):
         await store.close()
 
 
-async def test_a_password_is_never_said():
+async def test_errors_contain_no_password():
     with RealRedis("--requirepass", "open sesame") as server:
         place = f"127.0.0.1:{server.port}/0"
         right = RedisStore(f"redis://:open%20sesame@{place}")
@@ -334,7 +334,7 @@ async def test_a_password_is_never_said():
             await store.close()
 
 
-async def test_what_others_wrote_over_is_torn_not_believed(store, redis):
+async def test_overwritten_data_is_reported_as_damaged(store, redis):
     await record(store, "s", build("a", keys=(b"c1",)))
     await redis.hset("tokencache:{s}", mapping={"H1": b"+zrubbish", "T1": b"short", "I1": b"m\xc1", "incidents": 1})
     for reading in (store.find("s", [b"c1"]), store.turns("s"), store.prefix("s", "a"), store.tokens("s", ["a"]), store.session("s")):
@@ -346,7 +346,7 @@ async def test_what_others_wrote_over_is_torn_not_believed(store, redis):
             await reading
 
 
-async def test_sealed_and_gone_are_no_store_errors(store):
+async def test_sealed_and_gone_are_not_store_errors(store):
     begun = await store.begin("s", "k", [])
     await store.seal("s")
     with pytest.raises(SessionSealedError):

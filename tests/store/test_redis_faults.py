@@ -1,4 +1,4 @@
-"""A server that dies, hangs or comes back empty: a `StoreError` in time, and nothing worse."""
+"""Servers that die, hang or restart empty cause a `StoreError` in time, and nothing worse."""
 
 import asyncio
 
@@ -60,7 +60,7 @@ def operations(store, epoch):
 
 
 async def all_fail(store, epoch):
-    """The first takes all its time; then it is known, and the others are told at once, however long they may take."""
+    """The first operation uses all its time. Then the store knows that the server hangs, and the others fail at once."""
     async with asyncio.timeout(LIMIT):
         store._client.timeout = 0.3
         with pytest.raises(StoreError, match="redis: ping: no answer within"):
@@ -73,11 +73,11 @@ async def all_fail(store, epoch):
 
 
 async def answers_again(store):
-    """Wait until the store has seen that its server is back, without being asked for anything."""
+    """Wait until the store has noticed on its own that its server is back."""
     await asyncio.wait_for(store._client._probe, LIMIT)
 
 
-async def test_a_killed_server_and_its_empty_successor(server, store):
+async def test_a_killed_server_restarts_empty(server, store):
     epoch = await record(store, "s", build("a"))
     server.kill()
     await all_fail(store, epoch)
@@ -93,8 +93,8 @@ async def test_a_killed_server_and_its_empty_successor(server, store):
         assert [turn.id for turn in await store.turns("s")] == ["a"]
 
 
-async def test_a_server_that_is_back_in_time_costs_nothing(store, server):
-    """Whatever is asked while it restarts is done when it is up: also what may not be done twice."""
+async def test_a_server_that_is_back_in_time_has_no_effect(store, server):
+    """Operations during a restart are done when the server is up, also those that must not be done twice."""
     epoch = await record(store, "s", build("a"))
     server.kill()
     fingerprint = {name: asyncio.create_task(operation()) for name, operation in operations(store, epoch).items() if name != "sessions"}
@@ -106,8 +106,8 @@ async def test_a_server_that_is_back_in_time_costs_nothing(store, server):
     assert {type(done[name]) for name in ("commit", "settle")} == {SessionGoneError}  # nothing was saved
 
 
-async def test_a_server_that_loads_its_data_is_waited_for(server):
-    """LOADING: it is there, and answers nothing yet."""
+async def test_operations_wait_for_a_server_that_loads_its_data(server):
+    """LOADING: the server accepts connections, but no commands yet."""
     store = RedisStore(server.url, timeout_seconds=LIMIT)
     await store.open()
     refused = []
@@ -125,8 +125,8 @@ async def test_a_server_that_loads_its_data_is_waited_for(server):
     await store.close()
 
 
-async def test_a_probe_that_is_refused_was_answered(server):
-    """Whatever a server says, it is there: what is asked next learns what it refuses."""
+async def test_a_refused_probe_counts_as_a_reply(server):
+    """A server that refuses is up. The next operation gets its refusal."""
     store = RedisStore(server.url, timeout_seconds=0.3)
     await store.open()
     server.pause()
@@ -146,8 +146,8 @@ async def test_a_probe_that_is_refused_was_answered(server):
     await store.close()
 
 
-async def test_one_slow_operation_is_not_a_server_that_hangs(server, store):
-    """A long script takes all its time; others are answered before and after, and nobody is turned away."""
+async def test_one_slow_operation_does_not_mean_that_the_server_hangs(server, store):
+    """A slow operation uses all its time; others get replies before and after, and none fails."""
     slow = store._client.call("slow", lambda _: asyncio.sleep(LIMIT))
     store._client.timeout = 0.5
     waiting = asyncio.create_task(slow)
@@ -183,7 +183,7 @@ async def test_a_server_that_hangs(server, store):
         assert [hit.turn.id for hit in (await store.find("s", [b"c1"]))[0]] == ["a"]
 
 
-async def test_a_store_that_is_not_there():
+async def test_a_missing_server():
     server = RealRedis()
     with server:
         url = server.url
@@ -193,7 +193,7 @@ async def test_a_store_that_is_not_there():
     await store.close()
 
 
-async def test_a_server_that_speaks_something_else():
+async def test_a_server_with_another_protocol():
     async def answer(reader, writer):
         await reader.read(10)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -207,8 +207,8 @@ async def test_a_server_that_speaks_something_else():
         await store.close()
 
 
-async def test_many_at_once_wait_for_their_turn_and_not_for_the_server(server):
-    """They have fewer connections than they are, and each a time limit far below what all of them take together."""
+async def test_waiting_for_a_connection_does_not_count_as_time(server):
+    """There are fewer connections than operations, and each has a time limit far below the time that all take together."""
     store = RedisStore(server.url, timeout_seconds=LIMIT)
     await store.open()
     client = store._client
@@ -222,8 +222,8 @@ async def test_many_at_once_wait_for_their_turn_and_not_for_the_server(server):
     await store.close()
 
 
-async def test_who_stands_in_line_is_told_when_the_server_falls_silent(server, store):
-    """The first waits out its time; who waits behind it does not wait out another one."""
+async def test_queued_operations_fail_when_the_server_stops_responding(server, store):
+    """The first uses all its time; those that wait after it fail at once."""
     store._client.timeout, store._client._queue = 0.3, asyncio.Semaphore(1)
     server.pause()
     try:

@@ -1,4 +1,4 @@
-"""What a session costs in Redis: measured on a real server, with records as the proxy writes them."""
+"""Memory of a session in Redis: measured on a real server, with records as the proxy writes them."""
 
 import json
 import random
@@ -21,12 +21,12 @@ TEXT = "".join(topics[name] for name in sorted(topics))
 
 
 def prose(rng: random.Random) -> int:
-    """Where 800 characters begin, as 200 tokens are."""
+    """A start for 800 characters, which are 200 tokens."""
     return rng.randrange(len(TEXT) - 800)
 
 
 def served(rng: random.Random) -> Message:
-    """A little prose, and a call with a file's worth of arguments."""
+    """Some prose, and a call with the content of a file as arguments."""
     at = prose(rng)
     arguments = json.dumps({"command": TEXT[at + 300 : at + 800], "timeout": rng.randrange(1000)})
     return Message("assistant", TEXT[at : at + 300], calls=(ToolCall(f"call_{rng.randbytes(12).hex()}", "bash", arguments),))
@@ -74,7 +74,7 @@ def line(rng: random.Random):
         yield Entry(turn, Tokens(tail, completion, ids.pack_logprobs(logprobs)), keys, pack_context(heard, turn.served))
 
 
-async def test_what_a_token_costs(redis_server):
+async def test_bytes_of_a_token(redis_server):
     store = RedisStore(redis_server.url)
     await store.open()
     entries = list(line(random.Random(1)))

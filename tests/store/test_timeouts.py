@@ -1,4 +1,4 @@
-"""A time limit is for the server: a process that is behind itself must not take it for dead."""
+"""Timeouts are for the server: a late process must not report it as unresponsive."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ async def rounds(n):
         await asyncio.sleep(0)
 
 
-async def test_what_never_comes_is_not_waited_for():
+async def test_an_endless_wait_times_out():
     timeouts = LoopTimeouts()
     with pytest.raises(TimeoutError):
         async with timeouts.limit(LIMIT):
@@ -38,8 +38,8 @@ async def test_each_has_its_own_limit():
     assert ended == ["short", "long"]
 
 
-async def test_a_loop_that_is_behind_does_not_use_up_the_limit():
-    """Each round of the loop takes longer than the whole limit; what needs three of them is in time."""
+async def test_a_late_event_loop_does_not_use_up_the_limit():
+    """Each round of the loop takes longer than the limit, but work of three rounds is in time."""
     timeouts, over = LoopTimeouts(), False
 
     async def busy():
@@ -56,7 +56,7 @@ async def test_a_loop_that_is_behind_does_not_use_up_the_limit():
     assert time.monotonic() - began > LIMIT
 
 
-async def test_an_error_in_the_context_stays_what_it_is():
+async def test_an_error_in_the_context_is_raised_unchanged():
     with pytest.raises(ValueError, match="ours"):
         async with LoopTimeouts().limit(LIMIT):
             raise ValueError("ours")

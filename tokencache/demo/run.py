@@ -36,7 +36,7 @@ _SETTINGS: dict[str, Any] = {
     "admin_key": None,
     "on_store_error": "fail",
 }
-"""Settings of the demo's proxy, whatever the environment says: it is private."""
+"""Settings of the demo's private proxy. They override environment variables."""
 
 _AT_ONCE = 8
 """Concurrent rollouts."""
@@ -89,7 +89,7 @@ class _Demo:
         async with serving(settings, MemoryStore()) as (url, proxy):
             with _progress(console) as progress:
                 await self._run("directly", progress, self._direct)
-                await self._run("through tokencache", progress, lambda n, tell: self._proxied(url, settings.session_header, n, tell))
+                await self._run("through tokencache", progress, lambda n, advance: self._proxied(url, settings.session_header, n, advance))
             level = (await proxy.engine.model(stage.model)).capability
             async with aiohttp.ClientSession() as client:
                 exports = [await _export(client, url, name) for name in self._names]
@@ -130,14 +130,14 @@ class _Demo:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _direct(self, n: int, tell: Callable[[], None]) -> None:
+    async def _direct(self, n: int, advance: Callable[[], None]) -> None:
         body = {**self._stage.sampling, **self._stage.body}
-        await self._harness(self._stage.url, {"X-Session-ID": f"direct-{self._names[n]}"}, body, n, tell)
+        await self._harness(self._stage.url, {"X-Session-ID": f"direct-{self._names[n]}"}, body, n, advance)
 
-    async def _proxied(self, url: str, header: str, n: int, tell: Callable[[], None]) -> None:
-        await self._harness(url, {header: self._names[n]}, dict(self._stage.sampling), n, tell)
+    async def _proxied(self, url: str, header: str, n: int, advance: Callable[[], None]) -> None:
+        await self._harness(url, {header: self._names[n]}, dict(self._stage.sampling), n, advance)
 
-    async def _harness(self, url: str, headers: dict[str, str], body: dict[str, Any], n: int, tell: Callable[[], None]) -> None:
+    async def _harness(self, url: str, headers: dict[str, str], body: dict[str, Any], n: int, advance: Callable[[], None]) -> None:
         harness = ScriptedHarness(
             f"{url}/v1",
             headers=headers,
@@ -145,7 +145,7 @@ class _Demo:
             tools=episodes.TOOLS,
             streaming=n % 2 == 1,
             extra=body,
-            on_turn=tell,
+            on_turn=advance,
         )
         await harness.run(episodes.task(n), self._turns)
 

@@ -61,17 +61,17 @@ async def check_round_trip(store: Store) -> None:
 
 async def check_unusual_values(store: Store) -> None:
     """A turn can contain every value of JSON: lone surrogates, large integers, any text."""
-    session = name_of("odd")
+    session = name_of("unusual")
     sampling = {"seed": 2**80, "stop": ["\ud800", "\x00"], "x": [1e308, -(2**63), {"": [True, None]}], "": "\U0001f600"}
-    odd = Turn(id="t\r\n☕{}", call="k", match="root", served=Message("assistant", "\udfff" + "text " * 100), sampling=sampling)
+    unusual = Turn(id="t\r\n☕{}", call="k", match="root", served=Message("assistant", "\udfff" + "text " * 100), sampling=sampling)
     plain = Turn(id="", call="k", match="root", served=Message("assistant", ""))
     epoch = (await store.begin(session, "k", [])).epoch
     detail = "\ud800" + "x" * 5000
-    entries = [Entry(odd, Tokens(b"", b""), (b"c",)), Entry(plain, Tokens(b"", b""))]
-    await store.commit(session, epoch, "k", entries, [Incident("odd", detail)])
-    same(await store.turns(session), [odd, plain], "turns")
-    same([hit.turn for hit in (await store.find(session, [b"c"]))[0]], [odd], "the turn found")
-    same((await info_of(store, session)).incidents, (Incident("odd", detail),), "incidents")
+    entries = [Entry(unusual, Tokens(b"", b""), (b"c",)), Entry(plain, Tokens(b"", b""))]
+    await store.commit(session, epoch, "k", entries, [Incident("unusual", detail)])
+    same(await store.turns(session), [unusual, plain], "turns")
+    same([hit.turn for hit in (await store.find(session, [b"c"]))[0]], [unusual], "the turn found")
+    same((await info_of(store, session)).incidents, (Incident("unusual", detail),), "incidents")
 
 
 async def check_binary(store: Store) -> None:

@@ -43,16 +43,16 @@ async def check_begin(store: Store) -> None:
 
 async def check_open_calls(store: Store) -> None:
     """A call is open from `begin` to `commit` or `settle`, and only once even if it began twice."""
-    session, odd = name_of("calls"), "call \r\n00012}\x00☕"
+    session, unusual = name_of("calls"), "call \r\n00012}\x00☕"
     epoch = (await store.begin(session, "k1", [])).epoch
-    await store.begin(session, odd, [])
+    await store.begin(session, unusual, [])
     await store.begin(session, "k3", [])
     await store.begin(session, "k1", [])
-    same(await open_calls(store, session), {"k1", odd, "k3"}, "open calls")
+    same(await open_calls(store, session), {"k1", unusual, "k3"}, "open calls")
     calls = (await info_of(store, session)).open_calls
     same(len(calls), 3, "number of open calls")
     true(all(isinstance(call, OpenCall) and call.since > 0 for call in calls), "time of each open call")
-    await store.commit(session, epoch, odd, [build("t1", call=odd).entry])
+    await store.commit(session, epoch, unusual, [build("t1", call=unusual).entry])
     same(await open_calls(store, session), {"k1", "k3"}, "after a commit")
     await store.settle(session, epoch, "k1")
     await store.settle(session, epoch, "never begun")
@@ -65,17 +65,17 @@ async def check_open_calls(store: Store) -> None:
 async def check_incidents(store: Store) -> None:
     """Incidents are read as they were written, in order, by whichever method. `add_incidents` creates a missing session."""
     session = name_of("incidents")
-    said = [Incident("store-error", "why", True, "k1", "t1", 1.5), Incident("x"), Incident("x"), Incident("naïve ☕", "\x00" * 300)]
-    await store.add_incidents(session, said[:2])
-    same((await info_of(store, session)).incidents, tuple(said[:2]), "incidents after add_incidents")
+    incidents = [Incident("store-error", "why", True, "k1", "t1", 1.5), Incident("x"), Incident("x"), Incident("naïve ☕", "\x00" * 300)]
+    await store.add_incidents(session, incidents[:2])
+    same((await info_of(store, session)).incidents, tuple(incidents[:2]), "incidents after add_incidents")
     same(await open_calls(store, session), set(), "open calls after add_incidents")
     epoch = (await store.begin(session, "k", [])).epoch
-    await store.settle(session, epoch, "k", said[2:3])
+    await store.settle(session, epoch, "k", incidents[2:3])
     await store.begin(session, "k", [])
-    await store.commit(session, epoch, "k", [build("a").entry], said[3:])
-    await store.add_incidents(session, said)
+    await store.commit(session, epoch, "k", [build("a").entry], incidents[3:])
+    await store.add_incidents(session, incidents)
     await store.add_incidents(session, [])
-    same((await info_of(store, session)).incidents, (*said, *said), "incidents in the end")
+    same((await info_of(store, session)).incidents, (*incidents, *incidents), "incidents in the end")
     empty = name_of("empty")
     await store.add_incidents(empty, [])
     same((await info_of(store, empty)).turns, 0, "turns of a session that an empty add_incidents created")
@@ -126,7 +126,7 @@ async def check_documents(store: Store) -> None:
 async def check_names(store: Store) -> None:
     """Sessions may have any name, do not mix, and are listed by their names."""
     mark = secrets.token_hex(4)
-    names = [form for odd in UNUSUAL_NAMES for form in (odd + mark, mark + odd)]
+    names = [form for unusual in UNUSUAL_NAMES for form in (unusual + mark, mark + unusual)]
     for n, name in enumerate(names):
         await record(store, name, build(f"t{n}", keys=(b"c",)))
     for n, name in enumerate(names):
