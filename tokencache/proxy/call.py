@@ -45,7 +45,7 @@ from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
-from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, is_overflow, overflow_reply
+from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, keys_wanted
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
@@ -481,7 +481,7 @@ class CallAttempt:
                 await self._compare_returned_ids()
             if answer.status != _OK:
                 return await self._pass_refusal(answer)
-            delivery = Delivery(self._response, self._reply, self, may_resample=self._may_resample)
+            delivery = Delivery(self._response, self._reply, self._driver, self, may_resample=self._may_resample)
             if answer.content_type == EVENT_STREAM:
                 return await self._pass_stream(answer, delivery)
             return await self._pass_whole(answer, delivery)
@@ -586,7 +586,7 @@ class CallAttempt:
             return answer
         # An engine that refuses has sampled nothing. It may refuse the ids, which are ours: send what the client wrote.
         words = await answer.read()
-        if self._exchange.token_ids and is_overflow(answer.status, words):
+        if self._exchange.token_ids and self._driver.is_overflow(answer.status, words):
             return answer  # a rendering of the history may be shorter, but its ids would not continue the rollout's
         answer.close()
         log.warning("session %s call %s: the engine refused the spliced prompt with %d", self._session, self.id, answer.status)
@@ -629,7 +629,7 @@ class CallAttempt:
         body = await self._read(answer)
         if body is None:
             return web.Response()
-        if self._exchange.token_ids and is_overflow(answer.status, body):
+        if self._exchange.token_ids and self._driver.is_overflow(answer.status, body):
             return await self._answer_overflow(answer.status, body)
         await self._settle(IncidentKind.ENGINE_REFUSED, f"{answer.status}: {body[:300].decode(errors='replace')}")
         if self._response.opened is not None:
@@ -653,7 +653,7 @@ class CallAttempt:
         no_text = ""
         if self._request.parse is not None:
             body, no_text, _ = await self._parse(self._request.parse(body), delivery)
-        body = delivery.take(body, self._driver)
+        body = delivery.take(body)
         if delivery.withheld == "aborted":
             await self._drop()
             return None
@@ -664,7 +664,7 @@ class CallAttempt:
         if self._reply.unreadable and self._exchange.refuse is not None:  # half a body cannot be translated
             await self._record()
             raise EngineError(_UNREADABLE)
-        as_stream = delivery.sends_as_stream(self._driver)
+        as_stream = delivery.sends_as_stream
         try:
             written = self._response.as_events(body, self._reply) if as_stream else self._response.as_body(body, self._reply)
         finally:  # what cannot be written for the client was sampled all the same
@@ -697,7 +697,7 @@ class CallAttempt:
             raise
 
     async def _write_parsed_turns(self, work: "asyncio.Future[ParsedCompletion]", delivery: Delivery) -> None:
-        delivery.take((await work).body, self._driver)
+        delivery.take((await work).body)
         self._outcome.broke, self._outcome.detail = ABORTED, CLIENT_LEFT
         await self._write_turns()
 

@@ -20,9 +20,6 @@ from tokencache.dialects.text_completions import write_text_completion
 
 LAST_WORDS = "The budget of this session is used up."
 OVERFLOW_DETAIL = "answered with an empty completion, finish reason 'length'"
-_REFUSED = 400
-_OVERFLOW_WORDS = (b"context length", b"max_tokens", b"maximum model length")
-"""The first two are those that Gym's server looks for; the last is vLLM's own check of ids (0.32, `v1/engine/input_processor.py`)."""
 
 
 def budget_reply(call: ChatCall, call_id: str) -> bytes:
@@ -32,12 +29,7 @@ def budget_reply(call: ChatCall, call_id: str) -> bytes:
     return write(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)
 
 
-def is_overflow(status: int, refusal: bytes) -> bool:
-    """Whether an engine's error says that the prompt leaves no room for a reply."""
-    return status == _REFUSED and any(words in refusal for words in _OVERFLOW_WORDS)
-
-
 def overflow_reply(call: ChatCall, call_id: str) -> bytes:
-    """Write the chat completion (JSON) that answers a prompt which is too long."""
+    """Write the chat completion (JSON) that answers a prompt which is too long (`Driver.is_overflow`)."""
     choices = repeated_choice(call.n, Message("assistant"), "length")
     return write_completion(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)

@@ -32,7 +32,6 @@ from tokencache.engine.drivers.base import Driver
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.net import end_to_end_headers
-from tokencache.proxy.generated_replies import is_overflow
 from tokencache.proxy.recorder import ABORTED, BROKE
 
 log = logging.getLogger(__name__)
@@ -273,8 +272,8 @@ class Delivery:
             again (`aborted`); or it is an error about a prompt that is too long, and the client receives an empty reply (`overflow`).
     """
 
-    def __init__(self, response: Response, reply: Reply, progress: Progress, *, may_resample: bool) -> None:
-        self._response, self._reply, self._progress = response, reply, progress
+    def __init__(self, response: Response, reply: Reply, driver: Driver, progress: Progress, *, may_resample: bool) -> None:
+        self._response, self._reply, self._driver, self._progress = response, reply, driver, progress
         self._chat, self._encoder, self._token_ids = response.chat, response.exchange.encoder, response.exchange.token_ids
         self._may_resample = may_resample
         self._as_is = response.exchange.refuse is None
@@ -291,17 +290,18 @@ class Delivery:
         """Whether the client has left, and with it the call."""
         return self._response.disconnected and not self._progress.orphaned
 
-    def sends_as_stream(self, driver: Driver) -> bool:
+    @property
+    def sends_as_stream(self) -> bool:
         """Whether a whole reply must be sent as a stream: the client asked for one, and the engine has none."""
-        return self._chat.stream and not driver.streams and self._chat.dialect != "completions" and not self._progress.orphaned
+        return self._chat.stream and not self._driver.streams and self._chat.dialect != "completions" and not self._progress.orphaned
 
-    def take(self, body: bytes, driver: Driver) -> bytes:
+    def take(self, body: bytes) -> bytes:
         """Read a whole reply.
 
         Returns:
             The parts that the client may see: without long arrays, unless it asked for them.
         """
-        body = driver.read(self._reply.without_experts(body))
+        body = self._driver.read(self._reply.without_experts(body))
         brief = self._reply.add(body, hide_logprobs=not self._chat.shows_logprobs)
         self._decide_whether_withheld()
         return body if self._chat.shows_ids else brief
@@ -404,7 +404,7 @@ class Delivery:
         if self._pending is not None:
             if self._reply.aborted and self._may_resample:
                 self.withheld = "aborted"
-            elif self._token_ids and is_overflow(self._reply.refusal, self._reply.error):
+            elif self._token_ids and self._driver.is_overflow(self._reply.refusal, self._reply.error):
                 self.withheld = "overflow"
 
     async def _break_silence(self, response: web.StreamResponse) -> None:

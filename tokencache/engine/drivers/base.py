@@ -31,7 +31,7 @@ from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPayload
 
 CHAT = "/v1/chat/completions"
-_OK = 200
+_OK, _REFUSED = 200, 400
 
 
 class LastReply(NamedTuple):
@@ -105,6 +105,8 @@ class Driver(ABC):
         sends_logprobs: whether a request must contain the log probabilities of that reply.
         pinned: sampling parameters that the engine requires whatever a harness requests. The trainer's own policy overrides them.
         refusal_hint: what to check if the engine refuses the driver's requests with a 500 that says nothing; `""` if there is no advice.
+        overflow_words: texts in a refusal (400) of a prompt that leaves no room for a reply. Of the defaults, NeMo Gym's server (0.7.0)
+            looks for the first two in vLLM's refusals; the last is vLLM's check of supplied ids (0.32, `v1/engine/input_processor.py`).
         renderer: renders conversations with an engine's chat template.
     """
 
@@ -115,6 +117,7 @@ class Driver(ABC):
     sends_logprobs: ClassVar[bool] = False
     pinned: Mapping[str, Any] = {}
     refusal_hint: ClassVar[str] = ""
+    overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")
     renderer: ClassVar[type[EngineRenderer]] = EngineRenderer
 
     @abstractmethod
@@ -138,6 +141,10 @@ class Driver(ABC):
     def read(self, body: bytes) -> bytes:
         """Move ids and log probabilities in the body of a whole reply to where vLLM has them; an unreadable body stays unchanged."""
         return body
+
+    def is_overflow(self, status: int, refusal: bytes) -> bool:
+        """Whether the engine refuses a prompt because it leaves no room for a reply."""
+        return status == _REFUSED and any(words in refusal for words in self.overflow_words)
 
     def cannot_supply(self, call: ChatCall, last_reply: LastReply) -> str:
         """Return the reason why a prompt with this last reply cannot be supplied to the engine; `""` if it can."""
