@@ -15,7 +15,7 @@ from tokencache.core.budget import Budget
         (Budget(tokens=10), (1, 9, 0), ""),
         (Budget(tokens=10), (1, 10, 0), "10 tokens (10 were sampled)"),
         (Budget(seconds=1.5), (1, 0, 1.4), ""),
-        (Budget(seconds=1.5), (1, 0, 1.5), "1.5 seconds (1.5 went by)"),
+        (Budget(seconds=1.5), (1, 0, 1.5), "1.5 seconds (1.5 have passed)"),
         (Budget(calls=1, tokens=1, seconds=1), (2, 2, 2), "1 calls"),
     ],
 )

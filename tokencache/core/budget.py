@@ -1,7 +1,7 @@
-"""Budgets: how much a session may use before its episode is ended.
+"""Limits how much a session may use before its episode ends.
 
-A limit is looked at when a call begins, and never within one: a call that was let in runs to its end, so a session may end
-above its limit by what the calls hold that were under way. A reply that is cut at the limit would be no sample of the policy any more.
+A limit is checked when a call begins, never during a call: a reply that is cut at the limit would not be a sample of the policy any more.
+So a session may exceed its limit by the calls that were in progress.
 """
 
 from typing import Annotated
@@ -13,7 +13,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Budget(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Limits of one session: calls, tokens that were sampled, seconds since it began; 0 is no limit, `None` says nothing of it."""
+    """Limits of one session: calls, sampled tokens, seconds since its first call. 0 means no limit, `None` that it is not set here."""
 
     calls: _Count | None = None
     tokens: _Count | None = None
@@ -24,19 +24,19 @@ class Budget(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         return bool(self.calls or self.tokens or self.seconds)
 
     def over(self, other: "Budget") -> "Budget":
-        """This budget, with the other's limits where it says nothing."""
+        """Return this budget, with the other's limits where it has none."""
         mine, others = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
         return Budget(**{name: limit if limit is not None else others[name] for name, limit in mine.items()})
 
     def spent(self, *, calls: int, tokens: int, seconds: float) -> str:
-        """Name what is used up, in words; `""` if another call may be made.
+        """Return what is used up, in words; `""` if another call is allowed.
 
-        `calls` counts the call that asks; `tokens` are those of the turns that are recorded by now.
+        `calls` includes the call in question; `tokens` are those of the recorded turns.
         """
         if self.calls and calls > self.calls:
             return f"{self.calls} calls"
         if self.tokens and tokens >= self.tokens:
             return f"{self.tokens} tokens ({tokens} were sampled)"
         if self.seconds and seconds >= self.seconds:
-            return f"{self.seconds:g} seconds ({seconds:.1f} went by)"
+            return f"{self.seconds:g} seconds ({seconds:.1f} have passed)"
         return ""

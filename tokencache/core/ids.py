@@ -1,16 +1,15 @@
 """Token ids as bytes.
 
-A prompt of 32,000 tokens as a list of Python ints costs a millisecond to build and half a megabyte to hold; as
-bytes it is one `memcpy`. So ids travel through the project in two shapes, and are a list only where somebody must
-look at single tokens:
+A prompt of 32,000 tokens as a list of Python ints takes a millisecond to build and half a megabyte of memory; as bytes it is one `memcpy`
+(docs/performance.md). So ids have two forms, and are a list only where single tokens are read:
 
-- *packed*: 4 bytes per token, int32, little endian. This is what is stored, compared, sliced and joined.
-- *fragment*: the inside of a JSON array, `b"1,2,3"`, without brackets. This is what is sent to an engine. That of a long
-  history is held in *pieces*: put one behind the other they are the fragment, so all but the first begin with a comma. What a
-  turn adds is a piece more, and the hundreds of kilobytes before it are copied nowhere but onto the wire.
+- *packed*: 4 bytes per token, int32, little endian. It is stored, compared, sliced and joined.
+- *fragment*: the inside of a JSON array, `b"1,2,3"`, without brackets. It is sent to an engine. The fragment of a long history is kept in
+  *pieces*, of which all but the first begin with a comma. A turn adds a piece, and the hundreds of kilobytes before it are copied only
+  when they are sent.
 
-Log probabilities are packed too: float32 where that loses nothing (vLLM's are float32 values), float64 otherwise, so
-that what is exported is to the last bit what the engine reported.
+Log probabilities are packed as float32 where that loses nothing (vLLM's are float32 values), else as float64. So exports have exactly the
+values that the engine reported.
 """
 
 import struct
@@ -22,8 +21,8 @@ import msgspec
 
 ID_BYTES = 4
 Pieces = tuple[bytes, ...]
-_MANY = 32
-"""Pieces that are put together before there are more: each turn adds two."""
+_MAX_PIECES = 32
+"""More pieces are joined to one; each turn adds two."""
 _JSON = msgspec.json.Encoder()
 
 
@@ -32,13 +31,13 @@ def pack(ids: Iterable[int]) -> bytes:
 
     Raises:
         OverflowError: an id does not fit in a signed 32-bit integer.
-        TypeError: an element is no integer.
+        TypeError: an element is not an integer.
     """
     listed = ids if isinstance(ids, list) else list(ids)
-    try:  # an array takes twice as long to fill
+    try:  # an array takes twice as long
         return struct.pack(f"<{len(listed)}i", *listed)
-    except struct.error as why:
-        raise (OverflowError if all(isinstance(i, int) for i in listed) else TypeError)(str(why)) from None
+    except struct.error as error:
+        raise (OverflowError if all(isinstance(i, int) for i in listed) else TypeError)(str(error)) from None
 
 
 def unpack(packed: bytes) -> list[int]:
@@ -66,29 +65,29 @@ def tail(packed: bytes, n: int) -> bytes:
 
 
 def fragment(packed: bytes) -> bytes:
-    """Write packed ids as the inside of a JSON array: `b"1,2,3"`, or `b""` for no ids."""
+    """Return packed ids as a fragment: `b"1,2,3"`, or `b""` for no ids."""
     return _JSON.encode(unpack(packed))[1:-1]
 
 
 def extended(pieces: Pieces, packed: bytes) -> Pieces:
-    """Put packed ids behind a fragment in pieces; `()` is that of no ids."""
+    """Append packed ids to a fragment in pieces; `()` is the fragment of no ids."""
     if not packed:
         return pieces
     if not pieces:
         return (fragment(packed),)
-    return (*(pieces if len(pieces) < _MANY else (b"".join(pieces),)), b"," + fragment(packed))
+    return (*(pieces if len(pieces) < _MAX_PIECES else (b"".join(pieces),)), b"," + fragment(packed))
 
 
 def find(haystack: bytes, needle: bytes) -> int:
-    """Find the first place, in tokens, where the packed ids `needle` stand within `haystack`; -1 if nowhere."""
+    """Return the first position, in tokens, of the packed ids `needle` in `haystack`; -1 if there is none."""
     at = haystack.find(needle)
-    while at != -1 and at % ID_BYTES:  # a match across token borders is no match
+    while at != -1 and at % ID_BYTES:  # ignore matches across token borders
         at = haystack.find(needle, at + 1)
     return at // ID_BYTES if at != -1 else -1
 
 
 def find_last(haystack: bytes, needle: bytes) -> int:
-    """Find the last place, in tokens, where the packed ids `needle` stand within `haystack`; -1 if nowhere."""
+    """Return the last position, in tokens, of the packed ids `needle` in `haystack`; -1 if there is none."""
     at = haystack.rfind(needle)
     while at != -1 and at % ID_BYTES:
         at = haystack.rfind(needle, 0, at + len(needle) - 1)
@@ -96,11 +95,11 @@ def find_last(haystack: bytes, needle: bytes) -> int:
 
 
 def common_head(a: bytes, b: bytes) -> int:
-    """Count the tokens that two packed sequences share at their beginning."""
+    """Count the tokens that two packed sequences have in common at their beginning."""
     if a == b:
         return count(a)
     low, high = 0, min(len(a), len(b)) // ID_BYTES
-    while low < high:  # bisection: every probe is one memcmp
+    while low < high:  # bisection: each step is one memcmp
         middle = (low + high + 1) // 2
         if a[: middle * ID_BYTES] == b[: middle * ID_BYTES]:
             low = middle
@@ -110,7 +109,7 @@ def common_head(a: bytes, b: bytes) -> int:
 
 
 def common_end(a: bytes, b: bytes) -> int:
-    """Count the tokens that two packed sequences share at their end."""
+    """Count the tokens that two packed sequences have in common at their end."""
     low, high = 0, min(len(a), len(b)) // ID_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -124,10 +123,10 @@ def common_end(a: bytes, b: bytes) -> int:
 def pack_logprobs(values: Sequence[float]) -> bytes:
     """Pack log probabilities without loss: float32 if every value is one, else float64.
 
-    The first byte says which: `f` or `d`. No values pack to no bytes.
+    The first byte is `f` or `d`. No values pack to no bytes.
 
     Raises:
-        TypeError: an element is no number.
+        TypeError: an element is not a number.
     """
     if not values:
         return b""

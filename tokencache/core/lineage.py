@@ -1,10 +1,9 @@
-"""Lineages: the turns of a session as sequences that a trainer can put into its loss.
+"""Turns the turns of a session into sequences that a trainer can use in its loss.
 
-The turns form a forest: a turn's parent is the turn whose prefix its prompt starts with. Of a turn's children one, its
-*heir*, continues its sequence: the one that the harness went on from (the deepest line; a complete reply before an
-aborted one; the first recorded). Every other child (a retry whose answer was thrown away, a parallel sub-agent, a
-rollback) starts a sequence of its own whose context repeats what went before with mask 0. So every sampled token is
-trained exactly once, whatever the shape of the tree, and nothing is merged by guess or dropped.
+The turns form a forest: a turn's parent is the turn whose prefix its prompt starts with. One child of a turn, its *main child*, continues
+its sequence: the one that the harness continued (the deepest line; a complete reply before an aborted one; the first recorded). Every
+other child (a retry whose answer was discarded, a parallel sub-agent, a rollback) starts a sequence of its own, whose context repeats what
+came before with mask 0. So every sampled token is trained exactly once, whatever the shape of the tree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from tokencache.core.turn import Tokens, Turn, TurnMark, extend_prefix, rebuild_
 
 
 class SequenceTurn(msgspec.Struct, frozen=True):
-    """A turn inside a sequence; `prompt` and `completion` are half-open ranges of the sequence's tokens."""
+    """A turn inside a sequence; `prompt` (what is new in it) and `completion` are half-open ranges of its tokens."""
 
     turn: Turn
     prompt: tuple[int, int]
@@ -24,17 +23,21 @@ class SequenceTurn(msgspec.Struct, frozen=True):
 
 
 class TokenSequence(msgspec.Struct, frozen=True):
-    """A line of turns, each extending the one before.
+    """A line of turns, each extending the one before, as one sequence of tokens.
 
-    `start` says how it begins and `reason` why; `parent` is the sequence it branched off, or took its context from. `root` is where
-    following parents ends: of several rollouts in one session, each has a root of its own.
-    `continued` says whether a later call went on from one of its turns, within it or in a branch; `tools` how many tools
-    its first call offered. So a title call is one that was not continued and had no tools, and a retry whose answer was
-    thrown away a branch that was not continued: who trains decides, here nothing is guessed.
+    A title call is not continued and has no tools; a retry whose answer was discarded is a branch that is not continued. Whether to train
+    on these is the trainer's decision.
 
-    `token_ids`, `loss_mask` and `logprobs` have one entry per token. A token with mask 1 was sampled by the policy in
-    this sequence and carries the natural logarithm of the probability it was sampled with; every other token has mask
-    0 and log probability 0.0.
+    Attributes:
+        id: the id of its first turn.
+        parent: the sequence that it branches off, or took its context from; `None` if there is none.
+        start: how it begins: `root`, `branch`, `resplice` or `plain`; `reason` says why.
+        token_ids, loss_mask, logprobs: one entry per token. A token with mask 1 was sampled by the policy in this sequence, and its entry
+            in `logprobs` is the natural logarithm of the probability that it was sampled with. Every other token has mask 0 and 0.0.
+        turns: its turns.
+        continued: a later call continues one of its turns, within it or in a branch.
+        tools: how many tools its first call offered.
+        root: the sequence at which following `parent` ends. If several rollouts share a session, each has its own root.
     """
 
     id: str
@@ -51,17 +54,17 @@ class TokenSequence(msgspec.Struct, frozen=True):
 
     @property
     def trainable(self) -> int:
-        """How many of its tokens have mask 1."""
+        """The number of tokens with mask 1."""
         return sum(self.loss_mask)
 
 
 def lineages(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Part the turns, given in the order they were recorded, into lines in which each continues the one before."""
-    heir = _heirs(turns)
+    """Split turns, in the order in which they were recorded, into lines in which each turn continues the one before."""
+    main_child = _main_children(turns)
     line_of: dict[str, list[Turn]] = {}
     found: list[list[Turn]] = []
     for turn in turns:
-        if turn.parent in line_of and heir[turn.parent] == turn.id:
+        if turn.parent in line_of and main_child[turn.parent] == turn.id:
             line = line_of[turn.parent]
             line.append(turn)
         else:
@@ -71,21 +74,21 @@ def lineages(turns: Sequence[Turn]) -> list[list[Turn]]:
     return found
 
 
-def _heirs(turns: Sequence[Turn]) -> dict[str, str]:
-    """Choose for each turn that has children the one that continues its line."""
+def _main_children(turns: Sequence[Turn]) -> dict[str, str]:
+    """Choose the main child of each turn that has children."""
     depth: dict[str, int] = {}
     best: dict[str, tuple[tuple[int, bool], str]] = {}
     for turn in reversed(turns):  # children are recorded after their parents
         depth[turn.id] = 1 + best[turn.id][0][0] if turn.id in best else 0
         if turn.parent is not None:
             rank = (depth[turn.id], TurnMark.ABORTED not in turn.marks)
-            if turn.parent not in best or rank >= best[turn.parent][0]:  # of equals, the first recorded comes last here
+            if turn.parent not in best or rank >= best[turn.parent][0]:  # if equal, take the first recorded, which comes last here
                 best[turn.parent] = (rank, turn.id)
     return {parent: child for parent, (_, child) in best.items()}
 
 
 def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[TokenSequence]:
-    """Build all sequences of a session from its turns, in the order they were recorded, and their tokens.
+    """Build all sequences of a session from its turns, in the order in which they were recorded, and their tokens.
 
     Raises:
         KeyError: tokens of a turn are missing.
@@ -113,9 +116,9 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
     spans = []
     for turn in line:
         sampled = lookup[turn.id][1]
-        if turn is not line[0]:  # its base is its parent, whose prefix is at hand
+        if turn is not line[0]:  # its base is its parent, whose prefix is `packed`
             at = turn.shared * ids.ID_BYTES
-            unshared = bytes(packed[at:])  # stored again with this turn: it must be the same again
+            unshared = bytes(packed[at:])  # stored again with this turn, so it must be the same
             extend_prefix(packed, turn, sampled)
             if not packed.startswith(unshared, at):
                 raise ValueError(f"turn {turn.id} does not extend turn {turn.parent}")

@@ -1,28 +1,26 @@
-"""Canonical messages: one conversation entry, whatever dialect it was spoken in and however it was written down.
+"""Messages in the form that all dialects are translated to, and their digests.
 
-A harness does not send back what it was served: text is trimmed, `null` becomes `""`, arguments are re-serialised,
-reasoning is left out or moved inline, ids are sanitised. Two entries that differ only so must have one digest. What
-is forgiven is this short list and nothing else; the names are those that `verdict` reports and metrics count:
+A harness does not send a reply back as it was served: text is trimmed, `null` becomes `""`, arguments are serialized again, reasoning is
+left out or moved into the text, ids are rewritten. All these variants of one reply must have one digest. `digest` treats as equal exactly
+what the canonical rules allow, under the names that `verdict` reports and metrics count:
 
 ==================  ================================================================================================
-`content-shape`     `null`, `""`, absent, an empty list and blank text are one; a list of text parts is its text
+`content-shape`     `null`, `""`, absent, an empty list and blank text are equal; a list of text parts equals its texts
                     joined with newlines (as vLLM joins them, `chat_utils.py`, 0.32)
-`whitespace`        white space (and U+FEFF) around a text; never inside it
+`whitespace`        whitespace (and U+FEFF) around a text is ignored, never inside it
 `args-json`         tool-call arguments are compared by value: key order, spacing, escapes, numbers as IEEE doubles
                     (every JavaScript client turns `10000.0` into `10000`), last duplicate key wins, `""` is `{}`
 `inline-think`      a leading `<think>…</think>` in an assistant's text is its reasoning
-`reasoning-dropped` reasoning is no part of an assistant's digest
-`tool-ids`          ids of tool calls are no part of a digest; a tool result answers the n-th call
-`members`           `cache_control`, `annotations` and other members beside text and calls of an assistant's message
-                    (nothing of them is kept, so this rule is never reported)
+`reasoning-dropped` reasoning is not a part of an assistant's digest
+`tool-ids`          ids of tool calls are not a part of a digest; a tool result answers the n-th call
+`members`           `cache_control`, `annotations` and other members of an assistant's message are ignored
+                    (they are not kept, so this rule is never reported)
 ==================  ================================================================================================
 
-What an entry says in its own bytes stays with it (`Message`), so that a digest that matched can be judged field by
-field afterwards: hash proposes, evidence disposes.
+`Message` keeps the fields as they were written, so that `verdict` can compare two messages whose digests are equal.
 
-These rules hold for replies of the model only. The harness's own words are context, and a template may show every
-difference in them. So a message has two digests: `digest` is equal for all writings of one reply, `exact_digest` only for what no
-template can tell apart.
+These rules hold for replies of the model only. The harness's own messages are context, and a template may show every difference in them.
+So a message has a second digest, `exact_digest`, which is equal only for what no template can tell apart.
 """
 
 import hashlib
@@ -37,17 +35,17 @@ BLANK = (
     "\ufeff \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006"
     "\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
 )
-"""What `str.strip()` removes, and U+FEFF, which JavaScript's `trim()` removes too."""
+"""The characters that `str.strip()` removes, and U+FEFF, which JavaScript's `trim()` removes too."""
 
 _INLINE_THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SORTED = msgspec.json.Encoder(order="sorted")
 _VERSION = b"tc1"
-_MOST_VALUES = 200_000
+_MAX_VALUES = 200_000
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call as it was written: `arguments` is the JSON text, valid or not."""
+    """A tool call as it was written; `arguments` is JSON text, valid or not."""
 
     id: str
     name: str
@@ -55,12 +53,17 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry of a conversation, with the words that stood in it.
+    """One entry of a conversation, with its fields as they were written.
 
-    `role` is `system` (also for `developer`), `user`, `assistant`, `tool` or what else the harness wrote. `content` is
-    the text, parts joined by newlines; `None` if there was none. `answers` is the id of the call that a tool result
-    answers. `name` is that of a participant (of a tool's or an assistant's message it is ignored: harnesses drop and add
-    it). `media` is the canonical JSON of parts that are no text.
+    Attributes:
+        role: `system` (also for `developer`), `user`, `assistant`, `tool`, or what else the harness wrote.
+        content: the text, parts joined by newlines; `None` if there was none.
+        reasoning: the reasoning, if it has a member of its own.
+        calls: the tool calls of an assistant's message.
+        answers: the id of the call that a tool result answers.
+        name: the name of a participant; ignored for tools and assistants, because harnesses drop and add it.
+        media: the canonical JSON of parts that are not text.
+        parts: the content was a list of parts.
     """
 
     role: str
@@ -74,17 +77,17 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """The text that counts: without surrounding white space and, for an assistant, without inline reasoning."""
+        """The text without surrounding whitespace and, for an assistant, without inline reasoning."""
         return split_think(self.content)[1] if self.role == "assistant" else (self.content or "").strip(BLANK)
 
     @property
     def thought(self) -> str:
-        """The reasoning, wherever it stood, without surrounding white space."""
+        """The reasoning, wherever it was written, without surrounding whitespace."""
         return (self.reasoning or "").strip(BLANK) or split_think(self.content)[0]
 
 
 def split_think(content: str | None) -> tuple[str, str]:
-    """Part a text into its leading inline reasoning and the rest, both stripped."""
+    """Split a text into its leading inline reasoning and the rest, both stripped."""
     text = content or ""
     inline = _INLINE_THINK.match(text) if "<think>" in text else None
     if inline is None:
@@ -93,43 +96,43 @@ def split_think(content: str | None) -> tuple[str, str]:
 
 
 def digest(message: Message) -> bytes:
-    """Digest one message: 16 bytes of its SHA-256, equal for all writings that the rules of this module call one.
+    """Digest one message: 16 bytes of its SHA-256, equal for all variants that the rules of this module treat as equal.
 
-    Fields are tagged and their lengths written, so that no two different entries spell the same bytes. A harness chooses what stands in
-    a message, so it must not be able to choose two with one digest: with a fast hash it could.
+    Fields are hashed with their tags and lengths, so that different messages never give the same bytes. A harness chooses the content of
+    messages, so it must not be able to find two with one digest: with a fast hash it could.
     """
     h = hashlib.sha256(_VERSION)
-    _put(h, b"role", message.role.encode("utf-8", "surrogatepass"))
-    _put(h, b"text", message.text.encode("utf-8", "surrogatepass"))
+    _add_field(h, b"role", message.role.encode("utf-8", "surrogatepass"))
+    _add_field(h, b"text", message.text.encode("utf-8", "surrogatepass"))
     if message.name and message.role not in {"tool", "assistant"}:
-        _put(h, b"who", message.name.encode("utf-8", "surrogatepass"))
+        _add_field(h, b"who", message.name.encode("utf-8", "surrogatepass"))
     for call in message.calls:
-        _put(h, b"name", call.name.encode("utf-8", "surrogatepass"))
-        _put(h, b"args", canonical_arguments(call.arguments))
+        _add_field(h, b"name", call.name.encode("utf-8", "surrogatepass"))
+        _add_field(h, b"args", canonical_arguments(call.arguments))
     if message.media:
-        _put(h, b"media", message.media)
+        _add_field(h, b"media", message.media)
     return h.digest()[:16]
 
 
 def exact_digest(message: Message) -> bytes:
-    """Digest one message as it is written: 16 bytes of its SHA-256. For messages that were not read from JSON (`exact_digest_of_json`)."""
+    """Digest one message as it is written: 16 bytes of its SHA-256. For messages read from JSON, see `exact_digest_of_json`."""
     return hashlib.sha256(_VERSION + msgspec.json.encode(message)).digest()[:16]
 
 
 def exact_digest_of_json(entry: dict[str, Any]) -> bytes:
     """Digest a decoded chat message as it is written: 16 bytes of its SHA-256.
 
-    Forgiven is only what vLLM 0.32 hides from every template: the order of members, `cache_control`, and a single text part
-    in place of a string. All else may be rendered: white space, the number of parts, names, ids, other members.
+    It ignores only what vLLM 0.32 hides from every template: the order of members, `cache_control`, and whether a text is a string or a
+    single text part. Everything else may be rendered: whitespace, the number of parts, names, ids, other members.
     """
-    shown = _unmarked(entry)
-    if isinstance(content := shown.get("content"), list):
+    visible = _unmarked(entry)
+    if isinstance(content := visible.get("content"), list):
         parts = [_unmarked(part) if isinstance(part, dict) else part for part in content]
-        shown["content"] = parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts
+        visible["content"] = parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts
     try:
-        written = _SORTED.encode(shown)
+        written = _SORTED.encode(visible)
     except UnicodeEncodeError:  # a lone surrogate
-        written = json.dumps(shown, sort_keys=True).encode()
+        written = json.dumps(visible, sort_keys=True).encode()
     return hashlib.sha256(_VERSION + written).digest()[:16]
 
 
@@ -141,21 +144,20 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
 
 
-def _put(h: "hashlib._Hash", tag: bytes, data: bytes) -> None:
+def _add_field(h: "hashlib._Hash", tag: bytes, data: bytes) -> None:
     h.update(b"%s:%d:" % (tag, len(data)))
     h.update(data)
 
 
 def canonical_arguments(arguments: str) -> bytes:
-    """Write tool-call arguments in the one form that all JSON texts of the same value share.
+    """Return tool-call arguments in the one form that all JSON texts of the same value share.
 
-    What is no JSON is kept as it stands, marked as such, so that it equals only itself; and so is what has more values than a model
-    could have written.
+    Text that is not JSON, or has more values than a model could have written, is marked and kept as it is: it equals only itself.
     """
     text = arguments.strip(BLANK)
     if not text:
         return b"{}"
-    if len(text) > _MOST_VALUES and text.count(",") + text.count("[") > _MOST_VALUES:
+    if len(text) > _MAX_VALUES and text.count(",") + text.count("[") > _MAX_VALUES:
         return b"\x00raw:" + arguments.encode("utf-8", "surrogatepass")
     try:
         return canonical_json(_loads(text))
@@ -164,7 +166,7 @@ def canonical_arguments(arguments: str) -> bytes:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Write a JSON value with sorted keys and every number as a double."""
+    """Encode a JSON value with sorted keys and every number as a double."""
     return _SORTED.encode(_canonical(value))
 
 
@@ -172,7 +174,7 @@ def _loads(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        # Lone surrogates and NaN: refused by msgspec, written by Python harnesses all the same.
+        # msgspec refuses lone surrogates and NaN, which Python harnesses write.
         return json.loads(text)
 
 
@@ -182,7 +184,7 @@ def _canonical(value: Any) -> Any:
             return value
         case str():
             text = _SURROGATE.sub("\ufffd", value)
-            return "\x00" + text if text.startswith("\x00") else text  # NUL marks the numbers that are no double
+            return "\x00" + text if text.startswith("\x00") else text  # NUL marks numbers that are not doubles
         case int() | float():
             return _double(value)
         case list():

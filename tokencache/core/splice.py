@@ -1,11 +1,13 @@
-"""Splice: prefix + tail = the prompt that is sent.
+"""Joins prefix and tail to the prompt that is sent.
 
-The stop id that ends a reply and the template's end of turn are *one* boundary. Where generation stopped at the very
-id with which the tail begins (`<|im_end|>`; for GLM the next message's opener), the tail goes on behind it. Where it
-was cut (`length`, a stop string, an abort) no stop id was sampled, and the tail supplies it. Where the model stopped
-at *another* stop id than the template wants there (GLM: it expected the user and gets a tool's result; gpt-oss:
-`<|return|>` sampled, `<|end|>` in a history), the ids of the history cannot stand as they are: a continuation is
-refused, and a resplice puts the template's id in place of the model's.
+The stop id at the end of a reply and the template's end of turn are *one* boundary:
+
+`shared-stop`  Generation stopped at the id with which the tail begins (`<|im_end|>`; for GLM the next message's opener). The tail continues
+               after it.
+`no-stop`      The reply was cut (`length`, a stop string, an abort), so no stop id was sampled. The tail supplies it.
+`other-stop`   The model stopped at another stop id than the template writes there (GLM: it expected the user and gets a tool result;
+               gpt-oss: `<|return|>` is sampled, `<|end|>` is in a history). The history cannot keep its ids: a resplice puts
+               the template's id in place of the model's.
 """
 
 from collections.abc import Sequence
@@ -16,10 +18,7 @@ from tokencache.core import ids
 
 
 class Junction(NamedTuple):
-    """How a reply and the tail behind it meet.
-
-    `drop`: tokens to take off the reply's end; `skip`: tokens of the tail that the reply already holds.
-    """
+    """How a reply and its tail meet: `drop` tokens to remove from the reply's end, `skip` tokens of the tail that the reply already has."""
 
     kind: str
     drop: int = 0
@@ -32,7 +31,7 @@ REPLACED = Junction("other-stop", drop=1)
 
 
 def junction(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Junction:
-    """Find how packed reply ids and packed tail ids meet; `stop_ids` are those the engine stops at."""
+    """Find how a reply and its tail (packed ids) meet; `stop_ids` are the ids at which the engine stops."""
     if not reply or not tail:
         return OPEN
     last = reply[-ids.ID_BYTES :]
@@ -42,7 +41,7 @@ def junction(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Junction:
 
 
 def join(prefix: bytes, tail: bytes, where: Junction) -> bytes:
-    """Join a prefix (packed) with the tail behind it (packed)."""
+    """Join a prefix and its tail (packed ids)."""
     kept = prefix[: len(prefix) - where.drop * ids.ID_BYTES]
     return kept + ids.tail(tail, where.skip)
 
@@ -50,12 +49,12 @@ def join(prefix: bytes, tail: bytes, where: Junction) -> bytes:
 def fill(
     pieces: Sequence[bytes], openers: Sequence[bytes], replies: Sequence[bytes], stop_ids: AbstractSet[int]
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Put replies, each behind its opener, between the pieces that were rendered around them; all are packed ids.
+    """Put replies, each after its opener, between the pieces that were rendered around them; all are packed ids.
 
-    A stop id that ends a reply and is not the template's is replaced: such a reply ends before it.
+    A stop id at the end of a reply that is not the template's is replaced; the reply's range ends before it.
 
     Returns:
-        The prompt, and for each reply the half-open range of tokens in which it stands.
+        The prompt, and for each reply its half-open range of tokens.
     """
     prompt, spans = pieces[0] + openers[0], []
     for reply, piece, opener in zip(replies, pieces[1:], (*openers[1:], b""), strict=True):

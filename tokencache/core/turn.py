@@ -1,8 +1,7 @@
-"""Turns: what is kept of one model call.
+"""Turns: the record of one model call.
 
-A turn is written once and never changed. Its tokens are kept as a *delta*: a prompt is the first `shared` tokens of
-another turn's prefix (`base`) and what came on top. A session of n turns over one growing history so costs its tokens
-once, not n times.
+A turn is written once and never changes. Its tokens are stored as a *delta*: a prompt is the first `shared` tokens of another turn's
+prefix (`base`) and the tokens after them. So a session of n turns over one growing history stores its tokens once, not n times.
 """
 
 from typing import Any, Literal
@@ -33,7 +32,7 @@ class TurnMark(Described):
 
 
 class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A recognised reply that stands, with its exact ids, inside a respliced prompt: whose, and where (in tokens).
+    """A recognized reply that keeps its exact ids inside a respliced prompt: its turn, and its half-open range of tokens.
 
     `place` is the index of its message in the request; -1 in records of versions before 0.2, which did not keep it.
     """
@@ -50,34 +49,32 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     Attributes:
         id: unique within the session.
         call: the HTTP call it came from; the choices of one call with n > 1 share it.
-        match: how the prompt came about; `reason` says why it is not `continue`, or what was noteworthy.
+        match: how the prompt was made; `reason` is a `reasons.Reason` or `""`.
         parent: the turn whose prefix this prompt starts with, token for token (`continue` and `branch` only).
         origin: the turn from which the context was taken when it is not the parent (`resplice`).
-        forgiven: names of the rules needed to recognise the replies in its history (`rules`).
+        applied_rules: names of the rules that were needed to recognize the replies in its history; stored as `forgiven`.
         base, shared: token storage: the prompt's first `shared` tokens are those of `base`'s prefix.
         prompt_tokens, completion_tokens: lengths, in tokens.
         prefix_hash, completion_hash: xxh3-128 of the packed ids; equal hashes mean interchangeable turns.
         logprobs_hash: xxh3-128 of the packed log probabilities (`Tokens.logprobs`); empty where there are none.
-        served: the message as the harness was given it.
-        place: the chain of the conversation that it answers: what had been said when it was sampled (16 bytes).
-        judged, foreign, before: hashes of the history that it answers, see `evidence`.
-        handle: what the harness was given to echo with it; `""` if nothing.
-        cuts: of an aborted turn, where the harness may have left (`interrupt`).
+        served: the message as the harness received it.
+        position_key: the chain of the conversation that it answers (16 bytes); stored as `place`.
+        judged, foreign, before: hashes of the history that it answers (`evidence`).
+        handle: the handle that was issued with it; `""` if none.
+        cuts: of an aborted turn, where the harness may have disconnected (`verdict.Cut`).
         stopped: the completion ends with a stop id, which is the template's end of turn or the next opener.
-        sampling: the request's sampling parameters as sent to the engine.
-        replaced: what the harness had asked for where the session's policy put something else: name → its value, `None` if
-            it had asked for nothing.
-        logprob_kind: what the engine's log probabilities are: `raw` (of the model's own distribution), `processed` (of the
-            distribution sampled from, after temperature, top-p and masks), or `""` where that is not known.
-        experts: where the experts that were routed to are kept; `""` if they are not.
-        harness: the adapter whose habits were forgiven; `""` if none.
-        context_base, context_shared: the messages of its request, stored as its tokens are: the first `context_shared` are
-            those of `context_base`'s request.
-        marks: what a trainer must know: `aborted` (the harness left), `engine-aborted`, `engine-disagrees`, `no-logprobs`,
-            `media`, `upstream-broke`, `second-sample` (the same call had been made and answered before), `unanswered` (who asked had
-            left before the reply was whole).
+        sampling: the sampling parameters that were sent to the engine.
+        replaced: sampling parameters that the session's policy replaced: name → the value that the harness requested, `None` if it
+            requested none.
+        logprob_kind: `raw` if the log probabilities are those of the model's own distribution, `processed` if they are those of the
+            distribution after temperature, top-p and masks, `""` if that is unknown.
+        experts: the file of routed experts; `""` if there is none.
+        harness: the adapter whose rules applied; `""` if none.
+        context_base, context_shared: its request's messages are stored like its tokens: the first `context_shared` are those of
+            `context_base`'s request.
+        marks: what a trainer must know (`TurnMark`).
         created: seconds since the epoch when the call began; `seconds`: how long it took.
-        versions: weight version spans as the engine gives them (vLLM 0.33 `weight_versions`).
+        versions: spans of weight versions as the engine reports them (vLLM 0.33 `weight_versions`).
     """
 
     id: str
@@ -135,7 +132,7 @@ class Tokens(msgspec.Struct, frozen=True):
 class Prefix(msgspec.Struct, frozen=True):
     """The exact ids of a history: a turn's prompt and completion, packed.
 
-    `completion` is how many tokens at its end the turn itself sampled.
+    `completion` is the number of tokens at its end that the turn itself sampled.
     """
 
     ids: bytes
@@ -153,15 +150,15 @@ def hash_ids(packed: bytes) -> bytes:
 
 
 def hash_logprobs(packed: bytes) -> bytes:
-    """Hash packed log probabilities: xxh3-128, 16 bytes; no bytes where there are none."""
+    """Hash packed log probabilities: xxh3-128, 16 bytes; no bytes if there are none."""
     return xxhash.xxh3_128_digest(packed) if packed else b""
 
 
 def extend_prefix(packed: bytearray, record: Turn, tokens: Tokens) -> None:
-    """Turn the packed prefix of a turn's base into the turn's own, in place.
+    """Extend the packed prefix of a turn's base to the turn's own, in place.
 
     Raises:
-        ValueError: prompt or completion have not the recorded length: the records are torn.
+        ValueError: prompt or completion do not have the recorded length: the records are torn.
     """
     del packed[record.shared * ids.ID_BYTES :]
     packed += tokens.delta
@@ -174,18 +171,18 @@ def extend_prefix(packed: bytearray, record: Turn, tokens: Tokens) -> None:
 
 
 def rebuild_prefix(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefix:
-    """Rebuild a turn's prefix from deltas; `lookup` holds the turn and all its bases.
+    """Rebuild a turn's prefix from deltas; `lookup` contains the turn and all its bases.
 
     Raises:
         KeyError: a base is missing.
-        ValueError: the rebuilt prompt has not the recorded length: the records are torn.
+        ValueError: the prompt does not have the recorded length: the records are torn.
     """
     line = []
     at: str | None = turn
     while at is not None:
         line.append(lookup[at])
         at = line[-1][0].base
-    packed = bytearray()  # grown in place: one copy of the tokens, however many turns they came in
+    packed = bytearray()  # extended in place: one copy of the tokens, however many turns they came in
     for record, tokens in reversed(line):
         extend_prefix(packed, record, tokens)
     return Prefix(bytes(packed), ids.count(line[0][1].completion))

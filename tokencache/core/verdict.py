@@ -1,25 +1,22 @@
-"""Verdicts: is the message that came back the one that was served?
+"""Compares a reply that came back with the one that was served.
 
-A key that matched (`match`) only says where to look. This module looks at the fields themselves: it names the rules
-that were needed (they are counted, and shown with the turn), and it refuses whatever no rule explains, above all *other
-reasoning* than the model's, on which a digest is silent, and other words beside an id of ours.
+A key that matched (`chain`) only says where to look. `judge` compares the fields: it names the rules that were needed, and refuses
+everything that no rule explains. Above all it refuses *other reasoning* than the model's, which a digest does not cover, and another text
+beside a call id that was issued here.
 
-=============  =====================================================================================================
-`same`         nothing differs that the model said
-`equivalent`   only canonical rules apart
-`rewritten`    a value differs, in a way that is known: supplied only if every rule is vouched for and none switched off
-`foreign`      no rule makes this of what the model said: it did not say this, whatever id stands beside it
-=============  =====================================================================================================
+=============  ==============================================================================================================
+`same`         nothing that the model wrote differs
+`equivalent`   only canonical rules were needed
+`rewritten`    a value differs in a known way: supplied only if each rule applies in the session
+`foreign`      no rule makes this of the served reply, so the model did not write it, whatever id is beside it
+=============  ==============================================================================================================
 
-Interrupts: a harness that left in mid-stream, and sends back what it had heard.
-
-What it had heard ends with an event of the stream. So of an aborted turn it is recorded after which events a text could
-have ended (`Cut`), and an echo is recognised if it is the text up to one of them, to the letter; where white space
-around it was lost, only if there is just one such place.
-
-That says which characters were heard, not which tokens: a parser holds text back, a character may be half of a token.
-Where the tokens end is to be proven by decoding them (`DeliveredPrefix` says between which bounds); the core cannot do that.
-A turn that had begun a call is never taken: nobody can say how much of it the harness kept.
+**Interrupted replies.** A harness that disconnects during a stream sends back what it received, which ends with an event. So an aborted
+turn records after which events its text could have ended (`Cut`), and an echo is recognized if it is the text up to one of them,
+character for character; if whitespace around it was lost, only if there is just one such cut. That says which characters were received,
+not which tokens: a parser holds text back, and a character may be a part of a token. `DeliveredPrefix` says between which bounds the
+tokens end; where exactly is proven by decoding them, which the core cannot do. An aborted turn with calls is never recognized, because
+nothing shows how much of a call the harness kept.
 """
 
 import re
@@ -31,17 +28,26 @@ from tokencache.core.messages import BLANK, Message, ToolCall, canonical_argumen
 from tokencache.core.rules import RULES, STRICT, Leniency, Rules, explain_call, rewritings
 from tokencache.core.turn import Turn
 
+INTERRUPTED = "interrupted"
+"""The rule by which a beginning of a reply is recognized."""
+
 _RANDOM = re.compile(r"[0-9A-Za-z]{8,}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
+Kind = Literal["same", "equivalent", "rewritten", "foreign"]
+
 
 class Verdict(NamedTuple):
-    """What an echoed reply is, and the rules that were needed, or would have been.
+    """The result of a comparison.
 
-    `ids_kept`: the ids of its calls are those issued (of a foreign reply: one is). `supplied`: it counts as the model's turn.
+    Attributes:
+        kind: see the module.
+        rules: the rules that were needed, or would have been.
+        ids_kept: the ids of the calls are those that were issued; for a foreign reply: at least one is.
+        supplied: the reply counts as the model's, so its exact tokens are supplied.
     """
 
-    kind: Literal["same", "equivalent", "rewritten", "foreign"]
+    kind: Kind
     rules: tuple[str, ...] = ()
     ids_kept: bool = True
     supplied: bool = True
@@ -53,17 +59,17 @@ def safe_id(name: str) -> str:
 
 
 def is_unique(name: str) -> bool:
-    """Whether a call's id looks drawn at random: others (`functions.bash:0`) count calls, and a harness may count the same way."""
+    """Whether a call's id looks random. Others (`functions.bash:0`) count calls, and a harness may count in the same way."""
     drawn = _RANDOM.search(name)
     return drawn is not None and any(map(str.isdigit, drawn[0]))
 
 
 def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
     """Compare an echoed assistant message with the one that was served, field by field."""
-    told = _tell(served, echoed, leniency)
-    if told is None:
+    explained = _explain_text(served, echoed, leniency)
+    if explained is None:
         return _foreign(served, echoed)
-    served, rules = told
+    served, rules = explained
     ids_kept = True
     for ours, theirs in zip(served.calls, echoed.calls, strict=True):
         if ours.arguments != theirs.arguments or ours.name != theirs.name:
@@ -72,43 +78,43 @@ def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verd
                 return _foreign(served, echoed)
             rules.update(needed)
         if ours.id != theirs.id:
-            if _same_make(ours.id, theirs.id):
+            if _same_scheme(ours.id, theirs.id):
                 return _foreign(served, echoed)
             rules.add("tool-ids")
             ids_kept = ids_kept and safe_id(ours.id) == theirs.id
-    thought = _judge_reasoning(served, echoed, leniency)
-    if thought is None:
+    reasoning = _judge_reasoning(served, echoed, leniency)
+    if reasoning is None:
         return Verdict("rewritten", ids_kept=ids_kept, supplied=False)
-    rules |= thought
+    rules |= reasoning
     rewritten = any(RULES[rule].verdict == "rewritten" for rule in rules)
-    supplied = all(map(leniency.allows, rules)) and (ids_kept or not rewritten)  # who changes values must keep the ids
-    kind: Literal["same", "equivalent", "rewritten"] = "rewritten" if rewritten or not supplied else "equivalent" if rules else "same"
+    supplied = all(map(leniency.allows, rules)) and (ids_kept or not rewritten)  # a harness that changes values must keep the ids
+    kind: Kind = "rewritten" if rewritten or not supplied else "equivalent" if rules else "same"
     return Verdict(kind, tuple(sorted(rules)), ids_kept, supplied)
 
 
-def _tell(served: Message, echoed: Message, leniency: Leniency) -> tuple[Message, set[str]] | None:
-    """Tell the reply as its text came back, with the rules for that; `None` if no rule makes this text of it."""
+def _explain_text(served: Message, echoed: Message, leniency: Leniency) -> tuple[Message, set[str]] | None:
+    """Return the served message with the text that came back, and the rules for that; `None` if no rule makes this text of it."""
     if served.media != echoed.media:
         return None
     if served.text == echoed.text and len(served.calls) == len(echoed.calls):
         return served, _judge_text(served, echoed)
-    ways = [(rules, told) for rules, told in rewritings(served) if told.text == echoed.text and len(told.calls) == len(echoed.calls)]
-    if not ways:
+    forms = [(rules, form) for rules, form in rewritings(served) if form.text == echoed.text and len(form.calls) == len(echoed.calls)]
+    if not forms:
         return None
-    rules = _preferred([rules for rules, _ in ways], leniency)
+    rules = _preferred([rules for rules, _ in forms], leniency)
     trimmed = {"whitespace"} if _edges(served.content) != _edges(echoed.content) else set()
-    return next(told for by, told in ways if by == rules), {*rules, *trimmed}
+    return next(form for by, form in forms if by == rules), {*rules, *trimmed}
 
 
 def _edges(content: str | None) -> tuple[str, str]:
-    """The white space around a text."""
+    """The whitespace around a text."""
     text = content or ""
     return text[: len(text) - len(text.lstrip(BLANK))], text[len(text.rstrip(BLANK)) :]
 
 
-def _preferred(ways: Sequence[Rules], leniency: Leniency) -> Rules:
-    """Of the sets of rules that explain something, the first that is allowed; else the first, to be named."""
-    return next((rules for rules in ways if all(map(leniency.allows, rules))), ways[0])
+def _preferred(explanations: Sequence[Rules], leniency: Leniency) -> Rules:
+    """The first explanation whose rules all apply; otherwise the first, so that it is named."""
+    return next((rules for rules in explanations if all(map(leniency.allows, rules))), explanations[0])
 
 
 def _foreign(served: Message, echoed: Message) -> Verdict:
@@ -116,8 +122,8 @@ def _foreign(served: Message, echoed: Message) -> Verdict:
     return Verdict("foreign", (), any(call.id in issued for call in echoed.calls), supplied=False)
 
 
-def _same_make(ours: str, theirs: str) -> bool:
-    """Whether another id looks issued where ours was: then the call is another one, not ours with its id rewritten."""
+def _same_scheme(ours: str, theirs: str) -> bool:
+    """Whether another id looks as if it was issued here too: then it belongs to another call, and is not ours rewritten."""
     one, other = _RANDOM.search(ours), _RANDOM.search(theirs)
     if one is None or other is None:
         return False
@@ -127,8 +133,8 @@ def _same_make(ours: str, theirs: str) -> bool:
 def _judge_call(ours: ToolCall, theirs: ToolCall, leniency: Leniency) -> Rules | None:
     if ours.name == theirs.name and canonical_arguments(ours.arguments) == canonical_arguments(theirs.arguments):
         return ("args-json",)
-    ways = explain_call(ours, theirs)
-    return _preferred(ways, leniency) if ways else None
+    explanations = explain_call(ours, theirs)
+    return _preferred(explanations, leniency) if explanations else None
 
 
 def _judge_text(served: Message, echoed: Message) -> set[str]:
@@ -144,32 +150,32 @@ def _judge_text(served: Message, echoed: Message) -> set[str]:
 
 
 def _judge_reasoning(served: Message, echoed: Message, leniency: Leniency) -> set[str] | None:
-    ours, theirs = _thoughts(served), _thoughts(echoed)
-    if any(thought and thought not in ours for thought in theirs):
+    ours, theirs = _reasonings(served), _reasonings(echoed)
+    if any(text and text not in ours for text in theirs):
         return None
     rules = set()
-    if any(thought and thought not in theirs for thought in ours):
+    if any(text and text not in theirs for text in ours):
         emptied = echoed.reasoning == "" and leniency.allows("reasoning-emptied")
         rules.add("reasoning-emptied" if emptied else "reasoning-dropped")
-    if any(thought and thought != mine for mine, thought in zip(ours, theirs, strict=True)):
+    if any(text and text != mine for mine, text in zip(ours, theirs, strict=True)):
         rules.add("inline-think")
     if None not in (echoed.reasoning, served.reasoning) and echoed.reasoning != served.reasoning and ours[0] == theirs[0]:
         rules.add("whitespace")
     return rules
 
 
-def _thoughts(message: Message) -> tuple[str, str]:
-    """The reasoning in its own member and that at the beginning of the text: a reply may hold both."""
+def _reasonings(message: Message) -> tuple[str, str]:
+    """The reasoning in its own member and that at the beginning of the text: a reply may have both."""
     return (message.reasoning or "").strip(BLANK), split_think(message.content)[0]
 
 
-INTERRUPTED = "interrupted"
+# Interrupted replies.
 
 
 class Cut(NamedTuple):
-    """An event after which a harness may have left.
+    """An event after which a harness may have disconnected.
 
-    `before` and `after` count the sampled tokens before and after it, `content` and `reasoning` the characters so far.
+    `before` and `after` count the sampled tokens before and after it, `content` and `reasoning` the characters up to it.
     """
 
     before: int
@@ -179,10 +185,10 @@ class Cut(NamedTuple):
 
 
 class DeliveredPrefix(NamedTuple):
-    """What a harness had heard of an aborted turn.
+    """The part of an aborted turn's reply that a harness received.
 
-    `text` is spelled by the tokens from some place between `first` (inclusive) and `begun` (exclusive) on, and they end
-    at `after` or a little before.
+    `text` is spelled by the tokens that start at some place from `first` (inclusive) to `begun` (exclusive); they end at `after` or a
+    little before. `rules` are the rules that were needed.
     """
 
     turn: Turn
@@ -205,15 +211,15 @@ def unpack_cuts(packed: bytes) -> list[Cut]:
 
 
 def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> DeliveredPrefix | None:
-    """Find up to where of an aborted turn a harness had heard; `None` if this is not what it said, or it is not certain.
+    """Find how much of an aborted turn's reply an echo is; `None` if it is not a beginning of it, or that is uncertain.
 
-    A text is the turn's `content` up to a cut, its reasoning whole or gone; without any text it is its reasoning.
+    The text is the turn's `content` up to a cut, with its reasoning whole or gone. Without any text it is its reasoning.
     """
     if not leniency.allows(INTERRUPTED):
         return None
-    said = _beginnings(turn, echoed)
+    beginnings = _beginnings(turn, echoed)
     member = "content" if echoed.text else "reasoning"
-    found = [both for both in said if getattr(both[1], member) == getattr(echoed, member)] or said
+    found = [both for both in beginnings if getattr(both[1], member) == getattr(echoed, member)] or beginnings
     if len(found) != 1:
         return None
     ((cut, message),) = found
@@ -226,17 +232,17 @@ def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> Deliver
 
 
 def may_be_delivered(turn: Turn, echoed: Message) -> bool:
-    """Whether an echo may be what was heard of an aborted turn, certain or not."""
+    """Whether an echo may be a beginning of an aborted turn's reply, certain or not."""
     return bool(_beginnings(turn, echoed))
 
 
 def _beginnings(turn: Turn, echoed: Message) -> list[tuple[Cut, Message]]:
-    """The beginnings of an aborted turn that an echo may be, white space aside."""
+    """The beginnings of an aborted turn's reply that an echo may be, apart from whitespace."""
     if turn.served.calls or echoed.calls or not (echoed.text or echoed.thought):
         return []
     cuts = [cut for cut in unpack_cuts(turn.cuts) if (cut.content if echoed.text else not cut.content and cut.reasoning)]
-    said = [(cut, _up_to(turn.served, cut)) for cut in cuts]
-    return [both for both in said if both[1].text == echoed.text and (echoed.text or both[1].thought == echoed.thought)]
+    beginnings = [(cut, _up_to(turn.served, cut)) for cut in cuts]
+    return [both for both in beginnings if both[1].text == echoed.text and (echoed.text or both[1].thought == echoed.thought)]
 
 
 def _up_to(served: Message, cut: Cut) -> Message:
