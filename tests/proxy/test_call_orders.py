@@ -16,7 +16,8 @@ import aiohttp
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, until, user
-from tokencache.proxy.call import TERMINAL, TRANSITIONS, CallAttempt, Event, State
+from tokencache.proxy.call import CallAttempt
+from tokencache.proxy.call_states import TERMINAL, TRANSITIONS, Event, State
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import Fault, SimulatedEngine

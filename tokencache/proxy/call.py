@@ -1,8 +1,6 @@
 """Runs one model call of a session as a state machine: open it in the store, plan, send, deliver, record.
 
-`TRANSITIONS` lists every legal transition. The usual path is
-
-    NEW → OPENING → OPEN → SAMPLING → STREAMING (or not) → STORING → STORED
+`call_states` has the table of all legal transitions.
 
 The turn is stored before the last byte of the reply leaves. So a client that has seen the end of a reply can send its next call to any
 replica of the proxy.
@@ -10,10 +8,6 @@ replica of the proxy.
 A client that disconnects cancels its call (`CallAttempt.cancel`). While the store is being written to, the cancellation is deferred until
 the store has answered: otherwise it would be unknown what is stored. (A shielded task of its own for each write does the same, and costs
 about 50 µs per call.) A call of which the client has received nothing may instead go on as an *orphaned generation* (`dedup.in_flight`).
-
-An illegal transition raises `IllegalTransitionError`, in production as in tests. It can only come from a mistake in this package, so
-nothing is known about what would be recorded. The call is then closed in the store like after any other internal error: without a turn,
-and with the incident `internal-error`, so that the trainer does not take the session for complete.
 """
 
 import asyncio
@@ -21,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from enum import StrEnum
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -43,6 +36,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
+from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
@@ -59,144 +53,6 @@ _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _REFUSED = frozenset({400, 422})
 _ENDED_EARLY = "the engine's stream ended before the reply did"
 _UNREADABLE = "the engine's reply cannot be read"
-
-
-class State(StrEnum):
-    """The state of one model call."""
-
-    NEW = "new"
-    """The store was not asked yet."""
-    OPENING = "opening"
-    """The store is opening the call."""
-    OPENING_CANCELLED = "opening, cancelled"
-    """The same, and the client has left: the call is closed as soon as the store has answered."""
-    OPEN = "open"
-    """Open in the store. Its prompt is being planned; no engine has it."""
-    QUEUED = "queued"
-    """No engine took it. It waits to be planned and sent again."""
-    SAMPLING = "sampling"
-    """An engine may be sampling. The client has received nothing of the reply."""
-    STREAMING = "streaming"
-    """The client has received the beginning of the reply."""
-    ORPHANED = "orphaned"
-    """The client left before it received anything, and the engine goes on for a grace period."""
-    ORPHANED_QUEUED = "orphaned, queued"
-    """The same, and no engine has taken the call yet."""
-    ABANDONED = "abandoned"
-    """Cancelled before an engine may have sampled: to be closed without a turn."""
-    CANCELLED = "cancelled"
-    """Cancelled after an engine may have sampled: what was received is to be recorded."""
-    STORING = "storing"
-    """The end of the call is being written to the store."""
-    STORING_CANCELLED = "storing, cancelled"
-    """The same, and the client has left: the call stops as soon as the store has answered."""
-    UNOPENED = "unopened"
-    """Terminal: never opened. A duplicate is in flight, the store refused, or the client left at once."""
-    STORED = "stored"
-    """Terminal: the store (or, while it fails, the ledger) has what the call came to."""
-    LOST = "lost"
-    """Terminal: the store failed, and the policy is strict."""
-
-
-class Event(StrEnum):
-    """What happens to a call."""
-
-    OPEN = "open"
-    OPENED = "opened"
-    NOT_OPENED = "not opened"
-    SEND = "send"
-    NOT_TAKEN = "not taken"
-    SHOW = "show"
-    ORPHAN = "orphan"
-    CANCEL = "cancel"
-    STORE = "store"
-    WRITTEN = "written"
-    FAILED = "failed"
-
-
-TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
-    State.NEW: {Event.OPEN: State.OPENING, Event.CANCEL: State.UNOPENED},
-    State.OPENING: {
-        Event.OPENED: State.OPEN,
-        Event.NOT_OPENED: State.UNOPENED,
-        Event.CANCEL: State.OPENING_CANCELLED,
-    },
-    State.OPENING_CANCELLED: {
-        Event.OPENED: State.ABANDONED,
-        Event.NOT_OPENED: State.UNOPENED,
-        Event.CANCEL: State.OPENING_CANCELLED,
-    },
-    State.OPEN: {
-        Event.SEND: State.SAMPLING,
-        Event.NOT_TAKEN: State.QUEUED,  # the engine went away while the prompt was planned
-        Event.CANCEL: State.ABANDONED,
-        Event.STORE: State.STORING,
-    },
-    State.QUEUED: {
-        Event.SEND: State.SAMPLING,
-        Event.NOT_TAKEN: State.QUEUED,
-        Event.CANCEL: State.ABANDONED,
-        Event.STORE: State.STORING,
-    },
-    State.SAMPLING: {
-        Event.NOT_TAKEN: State.QUEUED,
-        Event.SHOW: State.STREAMING,
-        Event.ORPHAN: State.ORPHANED,
-        Event.CANCEL: State.CANCELLED,
-        Event.STORE: State.STORING,
-    },
-    State.STREAMING: {Event.CANCEL: State.CANCELLED, Event.STORE: State.STORING},
-    State.ORPHANED: {
-        Event.NOT_TAKEN: State.ORPHANED_QUEUED,
-        Event.SHOW: State.ORPHANED,  # to a client that is gone
-        Event.ORPHAN: State.ORPHANED,  # another call waits for the reply: the grace period begins again
-        Event.CANCEL: State.CANCELLED,
-        Event.STORE: State.STORING,
-    },
-    State.ORPHANED_QUEUED: {
-        Event.SEND: State.ORPHANED,
-        Event.NOT_TAKEN: State.ORPHANED_QUEUED,
-        Event.ORPHAN: State.ORPHANED_QUEUED,
-        Event.CANCEL: State.ABANDONED,
-        Event.STORE: State.STORING,
-    },
-    State.ABANDONED: {Event.CANCEL: State.ABANDONED, Event.STORE: State.STORING},
-    State.CANCELLED: {Event.CANCEL: State.CANCELLED, Event.STORE: State.STORING},
-    State.STORING: {Event.WRITTEN: State.STORED, Event.FAILED: State.LOST, Event.CANCEL: State.STORING_CANCELLED},
-    State.STORING_CANCELLED: {
-        Event.WRITTEN: State.STORED,
-        Event.FAILED: State.LOST,
-        Event.CANCEL: State.STORING_CANCELLED,
-    },
-    # The client may leave while the last bytes are sent to it, or while it waits for a duplicate.
-    State.UNOPENED: {Event.CANCEL: State.UNOPENED},
-    State.STORED: {Event.CANCEL: State.STORED},
-    State.LOST: {Event.CANCEL: State.LOST},
-}
-"""Every legal transition."""
-
-TERMINAL = frozenset({State.UNOPENED, State.STORED, State.LOST})
-DEFERRED = frozenset({State.OPENING_CANCELLED, State.STORING_CANCELLED})
-"""States in which a cancellation waits for the store."""
-_ENDING = TERMINAL | {State.STORING, State.STORING_CANCELLED}
-_SENT = frozenset({State.SAMPLING, State.STREAMING, State.ORPHANED, State.CANCELLED})
-"""States in which an engine may have sampled."""
-
-
-class IllegalTransitionError(RuntimeError):
-    """An event that `TRANSITIONS` does not allow in the current state."""
-
-
-def next_state(state: State, event: Event) -> State:
-    """Return the state that follows.
-
-    Raises:
-        IllegalTransitionError: the event is not allowed in this state.
-    """
-    try:
-        return TRANSITIONS[state][event]
-    except KeyError:
-        raise IllegalTransitionError(f"a call that is {state} cannot {event}") from None
 
 
 class CallRequest(NamedTuple):
@@ -269,7 +125,10 @@ class CallAttempt:
         self._ended: asyncio.Event | None = None
 
     def _advance(self, event: Event) -> None:
-        self.state = next_state(self.state, event)
+        try:
+            self.state = TRANSITIONS[self.state][event]
+        except KeyError:
+            raise IllegalTransitionError(f"a call that is {self.state} cannot {event}") from None
 
     async def __aenter__(self) -> Self:
         """Do nothing: `open` opens the call."""
@@ -281,7 +140,7 @@ class CallAttempt:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        if self.state in _ENDING or self.state is State.NEW:
+        if self.state in ENDING or self.state is State.NEW:
             return
         match why:
             case asyncio.CancelledError():
@@ -296,7 +155,7 @@ class CallAttempt:
             case EngineError():
                 await self._settle(IncidentKind.UPSTREAM_BROKE if why.reached else IncidentKind.UPSTREAM_DOWN, str(why))
             case _:  # our own mistake; calls that wait for this one must not wait for ever
-                await self._settle(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}", hole=self.state in _SENT)
+                await self._settle(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}", hole=self.state in SENT)
 
     # Open and end
 
