@@ -35,7 +35,7 @@ async def test_the_file_equals_the_ground_truth(tmp_path, stream):
     assert read_ground_truth(tmp_path / "log.jsonl") == engine.ground_truth
 
 
-def test_two_engines_share_a_file_and_a_torn_line_is_left_out(tmp_path):
+def test_two_engines_share_a_file_and_an_incomplete_line_is_skipped(tmp_path):
     path = tmp_path / "log.jsonl"
     entries = [GroundTruthEntry(f"r{n}", 0, "s", "sim", True, False, [1, 2]) for n in range(2)]
     journal = GroundTruthLog(path)
@@ -50,7 +50,7 @@ def test_two_engines_share_a_file_and_a_torn_line_is_left_out(tmp_path):
     assert read_ground_truth(tmp_path / "never written") == []
 
 
-def test_what_went_out_is_in_the_file_of_an_engine_that_is_killed(tmp_path):
+def test_a_killed_engine_has_logged_what_it_sent(tmp_path):
     path = tmp_path / "log.jsonl"
     command = [sys.executable, "-m", "tokencache.testing.engine", "--journal", str(path), "--token-delay", "0.01"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
@@ -71,7 +71,7 @@ def test_what_went_out_is_in_the_file_of_an_engine_that_is_killed(tmp_path):
     assert len(entry.logprobs) == len(entry.completion_ids)
 
 
-async def test_faults_to_order(tmp_path):
+async def test_faults_are_ordered_over_http(tmp_path):
     async with SimulatedEngine(orders=FaultOrders()).serve() as url, aiohttp.ClientSession() as http:
 
         async def ask(text):

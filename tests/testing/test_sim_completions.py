@@ -1,4 +1,4 @@
-"""The simulated engine's text completions: vLLM 0.32's shapes, and their ground truth."""
+"""The simulated engine's text completions: their form as in vLLM 0.32, and their ground truth."""
 
 import json
 from itertools import chain

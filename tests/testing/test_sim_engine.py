@@ -1,4 +1,4 @@
-"""The simulated engine as its users see it: through the official SDK, over HTTP, and in its ground truth."""
+"""The simulated engine through the official SDK, over HTTP, and in its ground truth."""
 
 import asyncio
 import json
@@ -125,7 +125,7 @@ async def test_the_same_request_gives_the_same_text_in_other_ids(http, url, engi
     assert engine.tokenizer.encode(decoded.pop()) not in (first.completion_ids, second.completion_ids)
 
 
-async def test_another_engine_with_the_same_seed_says_the_same_ids(http, url, engine):
+async def test_engines_with_the_same_seed_sample_the_same_ids(http, url, engine):
     await ask(http, url, messages=[{"role": "user", "content": "free"}])
     twin = SimulatedEngine(episodes=EPISODES, seed=7)
     async with twin.serve() as twin_url:
@@ -149,7 +149,7 @@ async def test_supplied_ids_are_the_prompt_and_the_messages_do_not_matter(http, 
     assert engine.ground_truth[0].ids_supplied
 
 
-async def test_an_old_engine_ignores_supplied_ids_without_a_word(http, url, engine):
+async def test_an_old_engine_silently_ignores_supplied_ids(http, url, engine):
     engine.honours_ids = False
     status, reply = await ask(http, url, kv_transfer_params={"prompt_token_ids": [1, 2, 3]}, return_token_ids=True)
     assert status == 200
@@ -214,7 +214,7 @@ async def test_the_ground_truth_equals_what_was_returned(http, url, engine, stre
     assert (entry.stream, entry.aborted, entry.finish_reason) == (stream, False, "tool_calls")
 
 
-async def test_each_chunk_carries_its_own_ids_even_without_text(http, url):
+async def test_each_chunk_has_its_own_ids_even_without_text(http, url):
     role, *rest = await chunks(http, url, return_token_ids=True)
     assert list(role) == ["id", "object", "created", "model", "choices", "prompt_token_ids", "prompt_text"]
     assert "token_ids" not in role["choices"][0]
@@ -224,7 +224,7 @@ async def test_each_chunk_carries_its_own_ids_even_without_text(http, url):
     assert list(rest[-1])[-1] == "system_fingerprint"
 
 
-async def test_hidden_reasoning_takes_ids_and_logprobs_with_it(http, url):
+async def test_hidden_reasoning_hides_ids_and_logprobs(http, url):
     _, reply = await ask(http, url, include_reasoning=False, **EVERYTHING)
     choice = reply["choices"][0]
     assert (choice["message"]["reasoning"], choice["token_ids"], choice["logprobs"]) == (None, None, None)
@@ -282,7 +282,7 @@ async def test_several_choices_each_with_its_own_ids(http, url, engine, stream):
     assert ids[0] != ids[1]
 
 
-async def test_free_speech_calls_offered_tools_and_parses(http, url, engine):
+async def test_random_replies_call_offered_tools_and_parse(http, url, engine):
     kinds = set()
     for i in range(30):
         _, reply = await ask(http, url, messages=[{"role": "user", "content": f"question {i}"}])
@@ -297,7 +297,7 @@ async def test_free_speech_calls_offered_tools_and_parses(http, url, engine):
     assert reply["choices"][0]["message"]["content"]
 
 
-async def test_invalid_history_is_mended_by_new_engines_and_refused_by_old_ones(http, url, engine):
+async def test_invalid_history_is_repaired_by_new_engines_and_refused_by_old_ones(http, url, engine):
     call = {"id": "a", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "l'}}
     history = [{"role": "user", "content": "EPISODE:demo"}, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "x"}]
     status, _ = await ask(http, url, messages=history)
@@ -326,7 +326,7 @@ async def test_invalid_history_is_mended_by_new_engines_and_refused_by_old_ones(
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, None),
     ],
 )
-async def test_refusals_have_the_shape_of_openais(http, url, engine, *, body, status, param):
+async def test_refusals_have_the_form_of_openais(http, url, engine, *, body, status, param):
     engine.max_model_len = 1000
     got, reply = await ask(http, url, **body)
     assert (got, reply["error"]["code"], reply["error"]["param"]) == (status, status, param)
@@ -335,7 +335,7 @@ async def test_refusals_have_the_shape_of_openais(http, url, engine, *, body, st
 
 
 @pytest.mark.parametrize("raw", [b'{"model": ', b"", b"[1]"])
-async def test_bodies_that_are_no_request(http, url, raw):
+async def test_bodies_that_are_not_requests(http, url, raw):
     async with http.post(f"{url}/v1/chat/completions", data=raw, headers={"Content-Type": "application/json"}) as response:
         assert response.status == 400
         assert (await response.json())["error"]["type"] == "Bad Request"
@@ -360,7 +360,7 @@ async def test_the_other_routes(http, url, engine, sdk):
         assert (response.status, await response.json()) == (405, {"detail": "Method Not Allowed"})
 
 
-async def test_sessions_and_requests_are_noted(http, url, engine):
+async def test_sessions_and_requests_are_recorded(http, url, engine):
     async with http.post(f"{url}/v1/chat/completions", json=ASK, headers={"X-Session-ID": "s1", "X-Request-Id": "r1"}) as response:
         assert (await response.json())["id"] == "chatcmpl-r1"
     assert (engine.ground_truth[0].session, engine.ground_truth[0].request_id) == ("s1", "chatcmpl-r1")
@@ -370,7 +370,7 @@ async def test_sessions_and_requests_are_noted(http, url, engine):
         assert [entry["completion_ids"] for entry in await response.json()] == [engine.ground_truth[0].completion_ids]
 
 
-async def test_a_client_that_leaves_aborts_the_generation(http, url, engine):
+async def test_a_client_that_disconnects_aborts_the_generation(http, url, engine):
     engine.token_delay = 0.01
     async with http.post(f"{url}/v1/chat/completions", json={**ASK, "stream": True}) as response:
         await response.content.readany()
@@ -383,7 +383,7 @@ async def test_a_client_that_leaves_aborts_the_generation(http, url, engine):
     assert entry.completion_ids == emitted
 
 
-async def test_as_a_process_of_its_own(http, tmp_path):
+async def test_an_engine_as_a_process(http, tmp_path):
     (tmp_path / "episodes.json").write_text(json.dumps({"demo": ["</think>Hello."]}))
     command = [
         sys.executable,

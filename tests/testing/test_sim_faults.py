@@ -1,4 +1,4 @@
-"""Faults to order: each hits the request it was meant for, and only that one."""
+"""Faults: each happens to the intended request, and only to that one."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def test_a_hanging_request_ends_with_its_client(engine, chat):
         assert response.status == 200
 
 
-async def test_leaving_the_engine_ends_a_hanging_request(engine):
+async def test_stopping_the_engine_ends_a_hanging_request(engine):
     engine.faults.append(Fault.hang())
     async with aiohttp.ClientSession() as session:
         async with engine.serve() as url:
@@ -88,7 +88,7 @@ async def test_an_error_event_within_a_stream(engine, chat):
 
 
 @pytest.mark.parametrize("after", [0, 2])
-async def test_a_connection_torn_down(engine, chat, after):
+async def test_a_closed_connection(engine, chat, after):
     engine.faults.append(Fault.close(after=after))
     with pytest.raises(aiohttp.ClientError):
         await _read(chat(stream=True, return_token_ids=True))
@@ -96,7 +96,7 @@ async def test_a_connection_torn_down(engine, chat, after):
     assert all(entry.aborted for entry in engine.ground_truth)
 
 
-async def test_a_fault_chosen_by_what_is_asked(engine, chat):
+async def test_a_fault_chosen_by_the_request(engine, chat):
     engine.choose_fault = lambda route, body: Fault.answer(429) if body.get("max_tokens") == 7 else None
     async with chat(max_tokens=7) as response:
         assert response.status == 429

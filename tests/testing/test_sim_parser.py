@@ -1,4 +1,4 @@
-"""Parsing replies, whole and in pieces. Every expectation here was seen from a running vLLM 0.32.0."""
+"""Parsing replies, whole and in pieces. Every expected value was recorded from a running vLLM 0.32.0."""
 
 import json
 import random
@@ -68,7 +68,7 @@ DIFFER = {
 
 
 def pieces(text, how):
-    """Cut a text: into characters, at random, or not at all; added tokens always come whole, as they do from a model."""
+    """Split a text into characters, at random, or not at all. Added tokens stay whole, as from a model."""
     tokenizer = build_tokenizer()
     atoms = []
     for token_id in tokenizer.encode(text):
@@ -92,7 +92,7 @@ def pieces(text, how):
 
 
 def stream(text, how, **settings):
-    """What a client gets when it adds up the deltas."""
+    """Join the deltas as a client does."""
     parser = StreamParser(tools=True, **settings)
     reasoning = content = ""
     calls = []
@@ -128,7 +128,7 @@ def test_a_stream_adds_up_to_the_whole_reply(name, how):
 
 
 @pytest.mark.parametrize("name", DIFFER)
-def test_where_vllm_streams_something_else_than_it_answers_whole(name):
+def test_where_a_stream_of_vllm_differs_from_a_whole_reply(name):
     text, whole, streamed = DIFFER[name]
     assert parse_reply(text, tools=True) == whole
     assert stream(text, "characters") == streamed
@@ -179,7 +179,7 @@ def test_reasoning_tokens_are_counted_without_markup():
     assert count_reasoning(ids, tokenizer, thinking=False) == 0
 
 
-def test_arguments_survive_as_json():
+def test_arguments_keep_their_value_as_json():
     arguments = {"text": 'quote " and \\ and é☕\n', "n": [1, 2.5, None, True], "nested": {"tag": "</tool>"}}
     text = f"</think>{call('f', json.dumps(arguments, ensure_ascii=False))}"
     for parsed in (parse_reply(text, tools=True), stream(text, "characters")):

@@ -28,7 +28,7 @@ def test_ids_decode_to_the_text_they_were_made_from(text):
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode() == text
 
 
-def test_added_tokens_are_single_ids_and_only_special_ones_vanish():
+def test_added_tokens_are_single_ids_and_only_special_ones_disappear():
     tokenizer = build_tokenizer()
     ids = tokenizer.encode("a<|im_end|>b<think>c")
     assert tokenizer.stop_id in ids
@@ -46,13 +46,13 @@ def test_a_resampled_text_is_the_same_text_in_other_ids(text):
     assert tokenizer.resample(text, random.Random(3), rate=0) == tokenizer.encode(text)
 
 
-def test_no_rate_is_too_small_to_drift_at_all():
+def test_the_smallest_rate_still_drifts():
     tokenizer = build_tokenizer()
     for seed in range(50):
         assert tokenizer.resample("Two words.", random.Random(seed), rate=1e-9) != tokenizer.encode("Two words.")
 
 
-def test_added_tokens_are_never_taken_apart():
+def test_added_tokens_are_never_split():
     tokenizer = build_tokenizer()
     text = "<think>\nwhy\n</think>\n\n<tool_call>\n{}\n</tool_call><|im_end|>"
     drifted = tokenizer.resample(text, random.Random(0), rate=1.0)
@@ -69,7 +69,7 @@ def test_another_process_trains_the_same_tokenizer():
     assert there.strip() == f"{tokenizer.encode('The user wants tea, naïve ☕.')} {tokenizer.vocabulary_size}"
 
 
-def test_the_saved_folder_holds_the_same_tokenizer_and_template(tmp_path):
+def test_the_saved_folder_has_the_same_tokenizer_and_template(tmp_path):
     tokenizer = build_tokenizer()
     tokenizer.save(tmp_path / "model")
     saved = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))

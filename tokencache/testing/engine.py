@@ -129,12 +129,12 @@ class SimulatedEngine:
 
     @property
     def books(self) -> list[GroundTruthEntry]:
-        """Old name of `ground_truth`, until 0.3."""
+        """Old name of `ground_truth`."""
         return self.ground_truth
 
     @property
     def speech(self) -> ReplyGenerator:
-        """Old name of `replies`, until 0.3."""
+        """Old name of `replies`."""
         return self.replies
 
     @contextlib.asynccontextmanager
