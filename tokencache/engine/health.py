@@ -159,7 +159,7 @@ class EngineMonitor:
         if self.mismatched and time.monotonic() - self._probed > RECONSIDER_SECONDS:
             self.engine.forget("it differs from the others and is probed again")
         try:
-            await self.engine.look_again()
+            await self.engine.probe_lowered()
             model = await self.engine.model()
             if model is self._known:
                 return

@@ -205,7 +205,7 @@ class Engine:
             raise EngineError(str(status.failure), status=status.failure.status) from status.failure
         return status.model
 
-    async def look_again(self) -> None:
+    async def probe_lowered(self) -> None:
         """Probe models with a lowered level again, if it is time; they are served as they are in the meantime."""
         async with self._lock:
             for status in set(self._statuses.values()):

@@ -273,33 +273,33 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
 
 async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Supply:
     """Supply ids that no rendering begins or ends with: the prompt of the plain question twice, and its first id."""
-    said = Reply()
-    used = plain or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, said)
+    reply = Reply()
+    used = plain or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply)
     if not used:
         return _Supply("relay", why="the engine reports no token ids")
     wanted = used + used + ids.head(used, 1)
     body = {"model": model, **driver.probe_members(ASK, _REPLY, ids.unpack(wanted))}
     try:
-        echo = await chat_prompt_ids(ask, body, said)
+        echo = await chat_prompt_ids(ask, body, reply)
     except EngineError as why:
-        if why.passing or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, said) is None:
+        if why.passing or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply) is None:
             raise
-        return _Supply("record", why=f"supplied ids are refused: {why}", model=said.model, plain=used)
+        return _Supply("record", why=f"supplied ids are refused: {why}", model=reply.model, plain=used)
     if echo is None:
         return _Supply("relay", why="the engine reports no token ids", plain=used)
     if echo == wanted or (driver.adds_tail and echo.startswith(wanted)):
-        return _Supply("exact", honoured=True, model=said.model, plain=used)
+        return _Supply("exact", honoured=True, model=reply.model, plain=used)
     if wanted.endswith(echo):
         why_not = f"the engine cuts prompts: of {ids.count(wanted)} ids the last {ids.count(echo)} were used"
     elif driver.adds_tail or echo == used:
         why_not = "supplied ids are ignored"
     else:
         why_not = "neither the supplied ids nor those of /tokenize were used"
-    return _Supply("record", why=why_not, model=said.model, plain=used)
+    return _Supply("record", why=why_not, model=reply.model, plain=used)
 
 
 def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:
-    """Make one error of the engine's answers to all drivers, with advice if it said nothing (500)."""
+    """Make one error of the engine's answers to all drivers, with advice if they have no message (500)."""
     first, *others = refusals.values()
     words = "; ".join(f"{driver.name}: {why}" for driver, why in refusals.items()) if others else str(first)
     if all(why.status == _BARE for why in refusals.values()):
@@ -340,8 +340,8 @@ async def _blank(requests: ProbeRequests, model: str, tokens: Sequence[int]) -> 
         answer = await requests.post("/detokenize", {"model": model, "tokens": [token]})
         if answer.status == _NO_ROUTE:
             break
-        said = answer.json()
-        text = said.get("prompt") if answer.status == _OK and isinstance(said, dict) else None
+        decoded = answer.json()
+        text = decoded.get("prompt") if answer.status == _OK and isinstance(decoded, dict) else None
         if isinstance(text, str) and text and not text.strip():
             found.add(token)
     return found

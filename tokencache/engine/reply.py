@@ -162,16 +162,16 @@ class Choice:
             self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
         self._add_message(choice.delta, before)
 
-    def _add_message(self, said: ReplyMessage, before: int) -> None:
-        content, thought = said.content, said.reasoning or said.reasoning_content
+    def _add_message(self, message: ReplyMessage, before: int) -> None:
+        content, thought = message.content, message.reasoning or message.reasoning_content
         if content:
             self.content.append(content)
         if thought:
             self.reasoning.append(thought)
         if content or thought:
             self.steps.append((before, len(self.ids), len(content or ""), len(thought or "")))
-        if said.tool_calls:
-            for index, call in said.calls():
+        if message.tool_calls:
+            for index, call in message.calls():
                 parts = self.calls.setdefault(index, ["", "", ""])
                 parts[0] = call.id or parts[0]
                 parts[1] += call.name
