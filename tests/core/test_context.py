@@ -66,7 +66,7 @@ def test_contexts_of_every_size_are_read_again(content, echoed):
 def test_what_was_deflated_by_zlib_is_read():
     """Stores hold contexts of releases that did not have ISA-L: the format is deflate's, whoever writes it."""
     plain = b'{"messages":[{"role":"user","content":"hi"}]}'
-    squeeze = zlib.compressobj(6, wbits=-15, zdict=contexts._words(None))
+    squeeze = zlib.compressobj(6, wbits=-15, zdict=contexts._dictionary(None))
     assert unpack_context(b"p" + squeeze.compress(plain) + squeeze.flush()) == Context([Raw(b'{"role":"user","content":"hi"}')])
 
 

@@ -187,12 +187,12 @@ def test_a_reply_that_needed_no_such_rule_is_not_blamed():
 
 
 def test_every_rule_touches_one_member():
-    members = {rule.name: causes.member_of(rule.name) for rule in RULES.values() if rule.kind != "dialect"}
+    members = {rule.name: rule.part for rule in RULES.values() if rule.kind != "dialect"}
     assert {name for name, member in members.items() if member == "calls"} == {
         *("args-json", "tool-ids", "cd-prefix", "coerced-values", "trailing-blanks", "default-inserted", "unparsed-input"),
         *("invalid-tool", "args-repaired", "args-emptied", "invalid-json-wrapped", "malformed-wrapped"),
     }
-    assert set(members.values()) == set(causes.MEMBERS)
+    assert set(members.values()) == set(causes.PARTS)
 
 
 def test_replies_are_found_among_the_messages_with_the_rules_that_they_need():
@@ -211,11 +211,11 @@ def test_replies_are_found_among_the_messages_with_the_rules_that_they_need():
 def test_a_reply_is_put_back_member_by_member():
     served = Message("assistant", "Hi ", reasoning="hm", calls=(ToolCall("c1", "bash", '{"a":  1}'),))
     entry = {"role": "assistant", "content": "Hi", "tool_calls": [{"id": "x", "function": {"name": "b", "arguments": "{}"}}]}
-    for member in causes.MEMBERS:
-        entry = causes.restore_member(entry, served, member)
+    for member in causes.PARTS:
+        entry = causes.restore_part(entry, served, member)
     call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"a":  1}'}}
     assert entry == {"role": "assistant", "content": "Hi ", "reasoning": "hm", "tool_calls": [call]}
-    assert "tool_calls" not in causes.restore_member(entry, Message("assistant", "Hi"), "calls")
+    assert "tool_calls" not in causes.restore_part(entry, Message("assistant", "Hi"), "calls")
 
 
 # --- what it would have cost ---------------------------------------------------------------------------------------------

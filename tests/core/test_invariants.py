@@ -159,9 +159,9 @@ def test_fidelity():
     ("prompt", "word"),
     [
         ([1, 207, *PROMPT[2:]], "at character 8: 'k"),
-        ([*PROMPT[:7], 5, *PROMPT[7:]], "tokens 7 to 12: in what stands before span 1, at character 35"),  # an end of turn twice
+        ([*PROMPT[:7], 5, *PROMPT[7:]], "tokens 7 to 12: in the text before span 1, at character 35"),  # an end of turn twice
         (PROMPT[:7] + PROMPT[8:], "tokens 7 to 10"),  # a separator lost
-        (PROMPT[:-1], "the rendering goes on with '<assistant>'"),
+        (PROMPT[:-1], "the rendering continues with '<assistant>'"),
         ([*PROMPT, 200], "'d'"),
         ([200, *PROMPT[1:]], "at character 0"),
     ],
@@ -217,7 +217,7 @@ def put(at, value):
         (breaker(logprobs=put(9, -1.0)), "turn t1, tokens 8 to 10: not the log probabilities"),
         (breaker(logprobs=lambda v: [0.0, *v[:-1]]), "not the log probabilities"),
         (breaker(token_ids=put(9, 8)), "turn t1, tokens 8 to 10: not the tokens sampled"),
-        (breaker(token_ids=put(0, 8)), "turn t0, tokens 3 to 5: stands behind another prompt"),
+        (breaker(token_ids=put(0, 8)), "turn t0, tokens 3 to 5: comes after another prompt"),
         (breaker(token_ids=lambda v: v[:-1]), "turn t2, tokens 13 to 15: not the tokens"),
         (breaker(loss_mask=lambda v: v[:-1]), "turn t2"),
         (breaker(turns=lambda v: v[:-1]), "turn t2: is in 0 sequences"),

@@ -21,6 +21,7 @@ from tokencache.core.context import Context, whole_context
 from tokencache.core.drift import Drift, Site, differences, no_drift
 from tokencache.core.lineage import lineages
 from tokencache.core.reasons import Reason
+from tokencache.core.rules import Part
 from tokencache.core.turn import Turn, TurnMark, rebuild_prefix
 from tokencache.core.verdict import INTERRUPTED
 from tokencache.dialects.chat.rendering import RenderArgs
@@ -141,10 +142,10 @@ class _SentPrompt:
         self.spans = causes.own_spans(turn, self._turns, lambda name: rebuild_prefix(lookup, name).ids)
         self._replies = causes.find_replies(self.spans, self._turns, [read_message(entry) for entry in self._entries])
 
-    def changed(self) -> Mapping[causes.Member, dict[str, tuple[str, ...]]]:
+    def changed(self) -> Mapping[Part, dict[str, tuple[str, ...]]]:
         """Return the replies that came back changed, by the part that changed, in the order of putting back: turn → rules."""
-        by_member: dict[causes.Member, dict[str, tuple[str, ...]]] = {}
-        for member in causes.MEMBERS:
+        by_member: dict[Part, dict[str, tuple[str, ...]]] = {}
+        for member in causes.PARTS:
             touched = {
                 turn: reply.rules for turn, reply in self._replies.items() if causes.rule_for_site(reply.rules, member) != causes.TEMPLATE
             }
@@ -152,15 +153,15 @@ class _SentPrompt:
                 by_member[member] = touched
         return by_member
 
-    def put_back(self, member: causes.Member) -> list[bytes]:
+    def put_back(self, member: Part) -> list[bytes]:
         """Return the messages with all parts of the replies up to this one as they were served. Interrupted replies stay as they are."""
         names: dict[str, str] = {}
-        members = causes.MEMBERS[: causes.MEMBERS.index(member) + 1]  # a call may have come back as text
+        members = causes.PARTS[: causes.PARTS.index(member) + 1]  # a call may have come back as text
         for turn, reply in self._replies.items():
             if INTERRUPTED not in reply.rules:
                 before = after = self._entries[reply.place]
                 for each in members:
-                    after = causes.restore_member(after, self._turns[turn].served, each)
+                    after = causes.restore_part(after, self._turns[turn].served, each)
                 self._entries[reply.place] = after
                 pairs = zip(before.get("tool_calls") or (), after.get("tool_calls") or (), strict=False)
                 names.update((old["id"], new["id"]) for old, new in pairs if "id" in old)

@@ -1,17 +1,24 @@
-"""The core: pure functions and values. It decides; the shell around it does the I/O.
+"""Decides, as pure functions on values: which turn a history continues, what is spliced, what a trainer gets. Others do the I/O.
 
 ==============  =====================================================================================================
+`messages`      messages in the form that all dialects are translated to, and their digests
 `ids`           token ids as bytes
-`canonical`     one conversation entry, however it was written; its digest
-`chain`         the digest of a conversation up to each of its messages
-`verdict`       is the message that came back the one that was served?
-`match`         which recorded turn does this history continue?
-`splice`        prefix + tail = the prompt that is sent
-`turn`          what is kept of one model call
-`budget`        how much a session may use
+`chain`         conversations as chains of digests, and look-up keys
+`rules`         every difference that a reply may have when it comes back
+`verdict`       compares a reply that came back with the one that was served
+`evidence`      what a turn keeps of the history that it answered
+`match`         finds the recorded turn that a history continues
+`splice`        joins prefix and tail to the prompt that is sent
+`turn`          the record of one model call
+`context`       the messages that a turn answered
+`budget`        limits of a session
 `lineage`       the turns of a session as sequences for a trainer
-`invariants`    what must always hold, as checkers
+`drift`         where plain renderings differ from what was sent, and why
+`incidents`     the kinds of incidents
+`reasons`       the reasons why a turn does not simply continue another
+`invariants`    checks what must always hold
 ==============  =====================================================================================================
 
-Nothing in here imports asyncio, aiohttp, redis or transformers, nor any other part of tokencache; a test says so.
+Read `messages`, `chain`, `verdict` and `match` in this order to follow a call. Nothing here imports asyncio, aiohttp, redis or
+transformers, nor any other part of tokencache; a test ensures that.
 """

@@ -1,17 +1,17 @@
-"""Invariants: what must always hold of a session, as functions that say where it does not.
+"""Checks what must always hold for a session.
 
 ================  ====================================================================================================
 `extension`       within a lineage, the prompt of a turn starts with the prefix of the turn before it
-`engine_agrees`   what was recorded is what went into the engine and came out of it, no more and no less
-`fidelity`        outside the model's own spans, a spliced prompt reads as the template's rendering does
-`trained_once`    each sampled token has loss mask 1 once, behind its own prompt, with its own log probability
-`aligned`         a sequence's ids, mask and log probabilities have one length, which its turns part without a gap
+`engine_agrees`   the records are exactly what the engine received and generated
+`fidelity`        outside the model's own spans, a spliced prompt decodes to the template's rendering
+`trained_once`    each sampled token has loss mask 1 once, after its own prompt, with its own log probability
+`aligned`         a sequence's ids, mask and log probabilities have one length, which its turns cover without a gap
 `linear`          a turn that extends another stores only what it adds
-`audit`           all of these that need nothing but a session's records
+`audit`           all of these that need only a session's records
 ================  ====================================================================================================
 
-Each returns a list of violations: sentences that name the session (if told), the turn and the place; an empty list
-says that all is well. None raises for records that are wrong, however wrong: that is what it is here to say.
+Each returns a list of violations, as sentences that name the session (if given), the turn and the position; an empty list means that the
+invariant holds. None raises an exception for wrong records, however wrong they are.
 """
 
 from collections import Counter
@@ -22,14 +22,14 @@ from tokencache.core.lineage import SequenceTurn, TokenSequence, sequences
 from tokencache.core.turn import Tokens, Turn, TurnMark
 
 GroundTruthEntry = tuple[Sequence[int], Sequence[int], Sequence[float]]
-"""One generation as the engine kept it: prompt ids, completion ids, log probabilities of the completion."""
+"""One generation in the engine's own log: prompt ids, completion ids, log probabilities of the completion."""
 
 
 def extension(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
     """Check that every turn's prompt starts with its parent's prefix, token for token.
 
-    `turns` are in the order they were recorded. A turn whose tokens cannot be rebuilt is a violation too, and so is a
-    `continue` or `branch` without a parent, and anything else with one.
+    `turns` are in the order in which they were recorded. A turn whose tokens cannot be rebuilt is a violation too, and so is a
+    `continue` or `branch` without a parent, and any other turn with one.
     """
     prompts, found = _prompts(turns, tokens)
     for turn in turns:
@@ -47,26 +47,24 @@ def extension(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: s
     return _of(session, found)
 
 
-def engine_agrees(
-    turns: Sequence[Turn], tokens: Mapping[str, Tokens], books: Iterable[GroundTruthEntry], *, session: str = ""
-) -> list[str]:
-    """Check the records of a session against the engine's own books, one to one.
+def engine_agrees(turns: Sequence[Turn], tokens: Mapping[str, Tokens], log: Iterable[GroundTruthEntry], *, session: str = "") -> list[str]:
+    """Compare the records of a session with the engine's own log, one to one.
 
     A turn marked `aborted` may hold the beginning of what the engine generated; one marked `no-logprobs` is compared
-    without log probabilities. Nothing else is forgiven, and no entry may be left over.
+    without log probabilities. Everything else must be equal, and no entry may be left over.
     """
     prompts, found = _prompts(turns, tokens)
-    entries = [(ids.pack(p), ids.pack(c), list(lp)) for p, c, lp in books]
+    entries = [(ids.pack(p), ids.pack(c), list(lp)) for p, c, lp in log]
     left = list(range(len(entries)))
     whole_first = sorted((t for t in turns if t.id in prompts), key=lambda t: bool({TurnMark.ABORTED, TurnMark.NO_LOGPROBS} & set(t.marks)))
-    unmade = []
+    unmatched = []
     for turn in whole_first:
         entry = next((n for n in left if _is_entry(turn, prompts[turn.id], tokens[turn.id], entries[n])), None)
         if entry is None:
-            unmade.append(turn.id)
+            unmatched.append(turn.id)
         else:
             left.remove(entry)
-    found += [f"turn {turn}: {_nearest(prompts[turn], tokens[turn], [entries[n] for n in left])}" for turn in unmade]
+    found += [f"turn {turn}: {_nearest(prompts[turn], tokens[turn], [entries[n] for n in left])}" for turn in unmatched]
     found += [
         f"engine's entry {n}: recorded by no turn ({ids.count(entries[n][0])} prompt and {ids.count(entries[n][1])} completion tokens)"
         for n in left
@@ -103,15 +101,15 @@ def fidelity(
     *,
     session: str = "",
 ) -> list[str]:
-    """Check that outside the model's own spans a spliced prompt reads as the template renders the harness's messages.
+    """Check that outside the model's own spans a spliced prompt decodes to the template's rendering of the harness's messages.
 
     Args:
         prompt: the ids that were sent.
         own: half-open ranges of `prompt`, in order, that the model sampled (anchors, completions of earlier turns).
-        decode: turns ids into text, special tokens included.
+        decode: decodes ids to text, including special tokens.
         rendered: the template's rendering of the same messages, as text.
-        written: for each range in `own`, what stands in its place in `rendered`: that reply as the template writes it,
-            with its end of turn if the range holds one. Or a sentinel, if the messages were rendered with one.
+        written: for each range in `own`, the text in its place in `rendered`: the reply as the template writes it, with its end of turn if
+            the range has one; or the sentinel that the messages were rendered with.
         session: named in the violations.
     """
     if len(own) != len(written):
@@ -120,17 +118,19 @@ def fidelity(
     at = start = 0
     for n, (begin, end) in enumerate([*own, (len(prompt), len(prompt))]):
         if not start <= begin <= end <= len(prompt):
-            return _of(session, [*found, f"span {n} ({begin}, {end}) does not lie behind token {start} of {len(prompt)}"])
+            return _of(session, [*found, f"span {n} ({begin}, {end}) does not start after token {start} of {len(prompt)}"])
         glue = decode(prompt[start:begin]) if begin > start else ""
         reply = written[n] if n < len(written) else ""
         if not rendered.startswith(glue + reply, at):
             same = _same_head(glue + reply, rendered[at:])
-            where = f"in what stands before span {n}" if same < len(glue) else f"in the reply of span {n}"
+            where = f"in the text before span {n}" if same < len(glue) else f"in the reply of span {n}"
             wants, has = rendered[at + same : at + same + 20], (glue + reply)[same : same + 20]
-            return _of(session, [*found, f"tokens {start} to {begin}: {where}, at character {at + same}: {has!r}, rendered is {wants!r}"])
+            return _of(
+                session, [*found, f"tokens {start} to {begin}: {where}, at character {at + same}: {has!r}, the rendering has {wants!r}"]
+            )
         at, start = at + len(glue) + len(reply), end
     if at != len(rendered):
-        found.append(f"token {len(prompt)}: the prompt ends, the rendering goes on with {rendered[at : at + 20]!r}")
+        found.append(f"token {len(prompt)}: the prompt ends, the rendering continues with {rendered[at : at + 20]!r}")
     return _of(session, found)
 
 
@@ -139,10 +139,10 @@ def _same_head(a: str, b: str) -> int:
 
 
 def trained_once(built: Sequence[TokenSequence], turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
-    """Check that over all sequences each sampled token is trained exactly once, and nothing else is.
+    """Check that over all sequences each sampled token is trained exactly once, and no other token is.
 
-    Trained is: loss mask 1, the log probability it was sampled with, and before it the very prompt it was sampled
-    behind. A turn without log probabilities cannot be trained: it must be marked `no-logprobs` and be masked.
+    A trained token has loss mask 1, the log probability that it was sampled with, and before it the prompt that it was sampled after. A
+    turn without log probabilities cannot be trained: it must be marked `no-logprobs` and be masked.
     """
     prompts, found = _prompts(turns, tokens)
     known = {turn.id: turn for turn in turns}
@@ -167,7 +167,7 @@ def _span(sequence: TokenSequence, span: SequenceTurn, prompt: bytes, own: Token
     start, end = span.completion
     where = f"sequence {sequence.id}, turn {span.turn.id}, tokens {start} to {end}"
     if sequence.token_ids[:start] != ids.unpack(prompt):
-        found.append(f"{where}: stands behind another prompt than it was sampled behind")
+        found.append(f"{where}: comes after another prompt than it was sampled after")
     if sequence.token_ids[start:end] != ids.unpack(own.completion):
         found.append(f"{where}: not the tokens sampled")
     n = ids.count(own.completion)
@@ -183,7 +183,7 @@ def _span(sequence: TokenSequence, span: SequenceTurn, prompt: bytes, own: Token
 
 
 def aligned(sequence: TokenSequence, *, session: str = "") -> list[str]:
-    """Check that a sequence's three lists have one length, and that its turns' spans part it, in order, without a gap."""
+    """Check that a sequence's three lists have one length, and that its turns' spans cover it, in order, without a gap."""
     found = []
     sizes = (len(sequence.token_ids), len(sequence.loss_mask), len(sequence.logprobs))
     if len(set(sizes)) != 1:
@@ -206,9 +206,9 @@ def aligned(sequence: TokenSequence, *, session: str = "") -> list[str]:
 
 
 def linear(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
-    """Check that a turn which extends another stores only what it adds.
+    """Check that a turn that extends another stores only what it adds.
 
-    So a session of one line stores as many ids as its last prefix has, however many its turns are.
+    So a session of one line stores as many ids as its last prefix has, however many turns it has.
     """
     prompts, found = _prompts(turns, tokens)
     known = {turn.id: turn for turn in turns}
@@ -224,7 +224,7 @@ def linear(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str 
 
 
 def audit(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
-    """Check all that a session's records alone can show: they extend, are stored once, and train each token once."""
+    """Check everything that a session's records alone can show."""
     found = extension(turns, tokens, session=session)
     if found:
         return found
@@ -236,7 +236,7 @@ def audit(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str =
 
 
 def _prompts(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> tuple[dict[str, bytes], list[str]]:
-    """Rebuild the packed prompt of every turn; what cannot be rebuilt is left out, and said."""
+    """Rebuild the packed prompt of every turn; returns also the violations of turns that cannot be rebuilt."""
     prompts: dict[str, bytes] = {}
     found = []
     for turn in turns:

@@ -15,11 +15,11 @@ package is added with `register`.
 """
 
 from tokencache.core.rules.apply import Rules, expected_rewritings, explain_call, rewritings
-from tokencache.core.rules.base import RULES, STRICT, Leniency, Rule, register
+from tokencache.core.rules.base import RULES, STRICT, Leniency, Part, Rule, register
 from tokencache.core.rules.canonical import CANONICAL, DIALECT
 from tokencache.core.rules.harness import HARNESS
 
-__all__ = ["RULES", "STRICT", "Leniency", "Rule", "Rules", "expected_rewritings", "explain_call", "register", "rewritings"]
+__all__ = ["RULES", "STRICT", "Leniency", "Part", "Rule", "Rules", "expected_rewritings", "explain_call", "register", "rewritings"]
 
 for _rule in (*CANONICAL, *HARNESS, *DIALECT):
     register(_rule)
