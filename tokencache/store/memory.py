@@ -31,10 +31,6 @@ from tokencache.store.base import (
 from tokencache.store.encoding import pack, unpack
 
 
-def _now() -> float:
-    return time.monotonic()
-
-
 class _Session:
     """A session in memory: its turns encoded, the index that finds them, its calls, and its size in bytes."""
 
@@ -105,9 +101,9 @@ class MemoryStore:
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
         self._secret = b""
         # An item expires after it was last set: setting it again is how use renews it.
-        self._sessions: TTLCache[str, _Session] = TTLCache(math.inf, ttl_seconds, timer=_now)
-        self._tombstones: TTLCache[str, bool] = TTLCache(math.inf, tombstone_seconds, timer=_now)
-        self._bindings: TTLCache[str, Binding] = TTLCache(math.inf, ttl_seconds, timer=_now)
+        self._sessions: TTLCache[str, _Session] = TTLCache(math.inf, ttl_seconds, timer=time.monotonic)
+        self._tombstones: TTLCache[str, bool] = TTLCache(math.inf, tombstone_seconds, timer=time.monotonic)
+        self._bindings: TTLCache[str, Binding] = TTLCache(math.inf, ttl_seconds, timer=time.monotonic)
         self._alive_until: dict[str, float] = {}
         self._engines: dict[tuple[str, str], EngineEntry] = {}
 
@@ -127,7 +123,7 @@ class MemoryStore:
     async def begin(
         self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", replica: str = "", join: Join = "never"
     ) -> BeginResult:
-        held = self._sessions.get(session)
+        held = self._find(session)
         if held is None:
             if session in self._tombstones:
                 raise SessionDeletedError(session)
@@ -169,7 +165,7 @@ class MemoryStore:
         return {replica for replica in replicas if self._alive_until.get(replica, 0.0) > time.monotonic()}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
-        held = self._sessions.get(session)
+        held = self._find(session)
         return [held.hits(key) if held else [] for key in keys]
 
     async def prefix(self, session: str, turn: str) -> Prefix:
@@ -217,14 +213,14 @@ class MemoryStore:
                 yield info
 
     async def session(self, session: str) -> SessionInfo | None:
-        held = self._sessions.get(session)
+        held = self._find(session)
         if held is None:
             return None
         calls, incidents = tuple(held.calls.values()), tuple(held.incidents)
         return SessionInfo(session, held.created, held.used, held.sealed, len(held.turns), calls, incidents)
 
     async def turns(self, session: str) -> list[Turn]:
-        held = self._sessions.get(session)
+        held = self._find(session)
         return [held.turn(name) for name in held.turns] if held else []
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
@@ -253,11 +249,11 @@ class MemoryStore:
         self._tombstones.pop(session, None)
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
-        held = self._sessions.get(session)
+        held = self._find(session)
         return [held.documents.get(name) if held else None for name in names]
 
     async def delete_document(self, session: str, name: str) -> bool:
-        held = self._sessions.get(session)
+        held = self._find(session)
         return held is not None and held.documents.pop(name, None) is not None
 
     async def bind_key(self, key: str, binding: Binding) -> None:
@@ -287,15 +283,21 @@ class MemoryStore:
         if self._max_bytes and (used := sum(held.bytes for held in self._sessions.values())) >= self._max_bytes:
             raise StoreFullError(f"the records take {used} bytes, and --max-store-bytes is {self._max_bytes}")
 
+    def _find(self, session: str) -> _Session | None:
+        try:
+            return self._sessions[session]  # `TTLCache.get` looks up twice
+        except KeyError:
+            return None
+
     def _use(self, session: str) -> _Session | None:
         """Look up a session, and renew its time to live."""
-        held = self._sessions.get(session)
+        held = self._find(session)
         if held is not None:
             self._sessions[session] = held
         return held
 
     def _use_epoch(self, session: str, epoch: str) -> _Session:
-        held = self._sessions.get(session)
+        held = self._find(session)
         if held is None or held.epoch != epoch:
             raise SessionGoneError(session)
         self._sessions[session] = held
