@@ -4,7 +4,7 @@ POST /toy/ask    {"ask": "…", "model": "…", "stream": true|false}    →    
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -12,16 +12,14 @@ import pytest
 
 from tests.proxy.kit import proxied
 from tokencache.dialects import json_io, registry
-from tokencache.dialects.base import DialectRequest, DirectReply, ModelCall, ParsedRequest, TokenCount
+from tokencache.dialects.base import DialectRequest, DirectReply, ModelCall, ParsedRequest, ReplyEncoder, TokenCount, TranslatedDialect
 from tokencache.dialects.completion_reader import read_completion
 
 KEY = "X-Toy-Key"
 
 
-class ToyReplyEncoder:
+class ToyReplyEncoder(ReplyEncoder):
     """Writes a reply as JSON, or a streamed one as lines of JSON and a dot."""
-
-    chunk_unparsed: Callable[[bytes], bytes | None] | None = None
 
     def whole(self, data: bytes) -> bytes:
         completion = read_completion(data)
@@ -43,14 +41,11 @@ class ToyReplyEncoder:
     def error(self, status: int, message: str) -> bytes:
         return ToyDialect().error(status, message, "") + b"\n"
 
-    def documents(self) -> dict[str, bytes]:
-        return {}
 
-
-class ToyDialect:
+class ToyDialect(TranslatedDialect):
     name = "toy"
-    credential_headers: tuple[str, ...] = (KEY,)
-    credential_parameters: tuple[str, ...] = ("toy-key",)
+    credential_headers = (KEY,)
+    credential_parameters = ("toy-key",)
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         return method == "POST" and path.startswith("/toy/")

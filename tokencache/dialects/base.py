@@ -64,7 +64,7 @@ class DialectRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplyEncoder(Protocol):
-    """Encodes the reply to one call. `chunk` is called once for each chunk, in order."""
+    """Encodes the reply to one call. `chunk` is called once for each chunk, in order. Subclass it to get the defaults."""
 
     def whole(self, data: bytes) -> bytes:
         """Encode a whole chat completion (JSON) as a response body."""
@@ -85,18 +85,21 @@ class ReplyEncoder(Protocol):
         It takes an event after the first chunk. It returns what `chunk` would return, which may be `b""`; or `None`, and then the
         event has to go through `chunk`.
         """
+        return None
 
     def end(self) -> bytes:
         """Encode the end of the stream, after the engine's `[DONE]`."""
 
     def keep_alive(self) -> bytes:
-        """Encode an event without content, to keep a silent connection open."""
+        """Encode an event without content, to keep a silent connection open; by default a comment, which clients ignore."""
+        return b": keep-alive\n\n"
 
     def error(self, status: int, message: str) -> bytes:
         """Encode an error within a stream that has begun, framed, with everything up to the end of the stream."""
 
     def documents(self) -> dict[str, bytes]:
-        """Documents to store in the session with this reply, by name; called after the reply is complete."""
+        """Documents to store in the session with this reply, by name; none by default. Called after the reply is complete."""
+        return {}
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,8 +149,8 @@ class Dialect(Protocol):
     """
 
     name: str
-    credential_headers: tuple[str, ...]
-    credential_parameters: tuple[str, ...]
+    credential_headers: tuple[str, ...] = (AUTHORIZATION,)
+    credential_parameters: tuple[str, ...] = ()
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
         """Write the body of an error response; `kind` is OpenAI's `type`, which the dialect maps to its own."""

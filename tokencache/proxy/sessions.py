@@ -9,8 +9,8 @@ In order of precedence (a closed harness offers nothing but a base URL and a key
 5. a header or a member of the body that the operator listed (`--session-from`, `SessionSources`).
 
 After the session a path may name the harness, `/s/<session>/h/<harness>/v1/…` (with a key `/h/<harness>/v1/…`). The harness decides
-which rules apply (`harness_profile`). A key may come in `Authorization`, `x-api-key`, `x-goog-api-key` or, as Gemini's clients
-may send it, in the query (`?key=`).
+which rules apply (`harness_profile`). A key may come in any header, or query
+parameter, in which clients of a dialect send keys (`dialects.registry`).
 
 A request without a session is relayed unchanged. Ids that clients send by themselves never name a session unless the operator lists
 them: the proxy cannot know whether such an id stands for one rollout. What NeMo Gym sends of this kind (nemo-gym 0.7.0):

@@ -21,6 +21,7 @@ from typing import Any
 
 from tokencache.dialects import json_io
 from tokencache.dialects.anthropic.vocabulary import ending, error_members, is_json, usage_of, wrapped
+from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage, text_piece
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import Thinking, signed
@@ -46,8 +47,8 @@ class _Block:
         return self._head + json_io.write(text) + _TAIL
 
 
-class AnthropicReplyEncoder:
-    """Writes one chat reply in Messages (`base.ReplyEncoder`).
+class AnthropicReplyEncoder(ReplyEncoder):
+    """Writes one chat reply in Messages.
 
     Args:
         model: the model's name as the client wrote it.
@@ -140,10 +141,6 @@ class AnthropicReplyEncoder:
         """See `ReplyEncoder.error`."""
         self._failed = True
         return _event(**error_members(status, message))
-
-    def documents(self) -> dict[str, bytes]:
-        """See `ReplyEncoder.documents`: none, because a Messages request has its whole history."""
-        return {}
 
     @property
     def _signature(self) -> str:

@@ -15,7 +15,16 @@ from tokencache.dialects import json_io
 from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
 from tokencache.dialects.anthropic.request import read_request
 from tokencache.dialects.anthropic.vocabulary import error_members
-from tokencache.dialects.base import AUTHORIZATION, DialectRequest, DirectReply, ModelCall, ParsedRequest, ServedModel, TokenCount
+from tokencache.dialects.base import (
+    AUTHORIZATION,
+    DialectRequest,
+    DirectReply,
+    ModelCall,
+    ParsedRequest,
+    ServedModel,
+    TokenCount,
+    TranslatedDialect,
+)
 from tokencache.errors import HarnessError
 
 _CALL = "/v1/messages"
@@ -26,12 +35,11 @@ _UNKNOWN_DATE = "1970-01-01T00:00:00Z"
 """Anthropic's API returns it for an unknown release date (`anthropic` 2.12 `types/model_info.py`)."""
 
 
-class AnthropicDialect:
+class AnthropicDialect(TranslatedDialect):
     """Anthropic's Messages API, as `anthropic` 2.12 and Claude Code 2.1 use it."""
 
     name = "messages"
-    credential_headers: tuple[str, ...] = ("x-api-key", AUTHORIZATION)
-    credential_parameters: tuple[str, ...] = ()
+    credential_headers = ("x-api-key", AUTHORIZATION)
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """See `TranslatedDialect.matches`: a call, a token count, or a list of models for an Anthropic client."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.core.messages import Message
+from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.completion_reader import hide_tokens
 from tokencache.dialects.sse import DONE, event_of
@@ -50,31 +51,18 @@ class HiddenMembers:
             choice.pop(_VERSIONS, None)
 
 
-class PassthroughEncoder:
-    """What the reply encoders of chat and text completions share (`base.ReplyEncoder`)."""
-
-    @property
-    def chunk_unparsed(self) -> Callable[[bytes], bytes | None] | None:
-        """See `ReplyEncoder.chunk_unparsed`."""
-        return None
+class PassthroughEncoder(ReplyEncoder):
+    """What the reply encoders of chat and text completions share."""
 
     def end(self) -> bytes:
         """See `ReplyEncoder.end`."""
         return event_of(DONE)
-
-    def keep_alive(self) -> bytes:
-        """See `ReplyEncoder.keep_alive`: a comment, which clients ignore."""
-        return b": keep-alive\n\n"
 
     def error(self, status: int, message: str) -> bytes:
         """See `ReplyEncoder.error`; written as vLLM 0.32 does."""
         kind = "store_error" if status == _UNAVAILABLE else "upstream_error"
         error = {"message": message, "type": kind, "param": None, "code": status}
         return event_of(msgspec.json.encode({"error": error})) + event_of(DONE)
-
-    def documents(self) -> dict[str, bytes]:
-        """See `ReplyEncoder.documents`: none."""
-        return {}
 
 
 class ChatReplyEncoder(PassthroughEncoder):

@@ -22,26 +22,10 @@ from tokencache.errors import HarnessError
 Raw = msgspec.Raw
 
 SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "ignore_eos",
-    "n",
-    "tool_choice",
-    "parallel_tool_calls",
-)
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "stop",
+    "stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
+    "ignore_eos", "n", "tool_choice", "parallel_tool_calls",
+)  # fmt: skip
 """Members that are recorded with the turn as its sampling parameters."""
 
 

@@ -6,18 +6,16 @@ error shape.
 
 import msgspec
 
-from tokencache.dialects.base import AUTHORIZATION
+from tokencache.dialects.base import Dialect
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 ROUTES = frozenset({CHAT, COMPLETIONS, TOKENIZE})
 
 
-class ChatDialect:
+class ChatDialect(Dialect):
     """OpenAI chat completions, as vLLM 0.32 serves them."""
 
     name = "chat"
-    credential_headers: tuple[str, ...] = (AUTHORIZATION,)
-    credential_parameters: tuple[str, ...] = ()
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
         """Write OpenAI's error body as vLLM does; see `Dialect.error`."""

@@ -15,6 +15,7 @@ do, or with `MAX_TOKENS` if it was cut off.
 from typing import Any
 
 from tokencache.dialects import json_io
+from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage, text_piece
 from tokencache.dialects.gemini.vocabulary import error_of, finish_reason_of, object_of, usage_of
 from tokencache.dialects.sse import event_of
@@ -23,8 +24,8 @@ from tokencache.dialects.thinking import Thinking, signed
 _TEXT, _CALL = "text", "functionCall"
 
 
-class GeminiReplyEncoder:
-    """Writes one reply (`base.ReplyEncoder`).
+class GeminiReplyEncoder(ReplyEncoder):
+    """Writes one reply.
 
     Args:
         model: the model's name as the client wrote it.
@@ -110,10 +111,6 @@ class GeminiReplyEncoder:
         """See `ReplyEncoder.error`."""
         self._over = True
         return self._framed(json_io.write(error_of(status, message))) + self._close()
-
-    def documents(self) -> dict[str, bytes]:
-        """See `ReplyEncoder.documents`: none."""
-        return {}
 
     def _last(self) -> bytes:
         """Write the last response, with finish reason and usage, once."""

@@ -15,7 +15,16 @@ from typing import Any
 from urllib.parse import unquote
 
 from tokencache.dialects import json_io
-from tokencache.dialects.base import EVENT_STREAM, DialectRequest, DirectReply, ModelCall, ParsedRequest, ServedModel, TokenCount
+from tokencache.dialects.base import (
+    EVENT_STREAM,
+    DialectRequest,
+    DirectReply,
+    ModelCall,
+    ParsedRequest,
+    ServedModel,
+    TokenCount,
+    TranslatedDialect,
+)
 from tokencache.dialects.gemini.reply import GeminiReplyEncoder
 from tokencache.dialects.gemini.request import Contents, chat_settings
 from tokencache.dialects.gemini.vocabulary import RequestObject, entry, error_of
@@ -27,12 +36,12 @@ _METHODS = ["generateContent", "countTokens"]
 _NOT_FOUND = 404
 
 
-class GeminiDialect:
+class GeminiDialect(TranslatedDialect):
     """Google's Gemini API, as google-genai 3.4 uses it."""
 
     name = "gemini"
-    credential_headers: tuple[str, ...] = ("x-goog-api-key",)
-    credential_parameters: tuple[str, ...] = ("key",)
+    credential_headers = ("x-goog-api-key",)
+    credential_parameters = ("key",)
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """See `TranslatedDialect.matches`."""

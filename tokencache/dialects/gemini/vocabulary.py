@@ -20,7 +20,11 @@ _HUMP = re.compile(r"(?<=[a-z0-9])([A-Z])")
 
 
 class RequestObject:
-    """An object of a request, and its position."""
+    """An object of a request, and its position.
+
+    Raises:
+        HarnessError: by every method that returns a typed value, if the member has another type.
+    """
 
     __slots__ = ("members", "position")
 
@@ -47,11 +51,7 @@ class RequestObject:
         return value if value is not None else self.members.get(snake(name))
 
     def text(self, name: str) -> str | None:
-        """The string of a member.
-
-        Raises:
-            HarnessError: it is not a string.
-        """
+        """The string of a member."""
         value = self.members.get(name)
         if type(value) is str:  # the fast path, for every part of a long history
             return value
@@ -61,22 +61,14 @@ class RequestObject:
         return value
 
     def flag(self, name: str) -> bool:
-        """A boolean; false if it is missing.
-
-        Raises:
-            HarnessError: it is not a boolean.
-        """
+        """A boolean; false if it is missing."""
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
             raise wrong(self.at(name), "true or false", value)
         return bool(value)
 
     def number(self, name: str) -> float | None:
-        """A number.
-
-        Raises:
-            HarnessError: it is not a number.
-        """
+        """A number."""
         value = self.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise wrong(self.at(name), "a number", value)
@@ -92,11 +84,7 @@ class RequestObject:
         return None if value is None else whole_number(value, self.at(name))
 
     def inner(self, name: str) -> "RequestObject | None":
-        """An object.
-
-        Raises:
-            HarnessError: it is not an object.
-        """
+        """An object."""
         value = self.members.get(name)
         if type(value) is dict:  # the fast path, for every part of a long history
             return RequestObject(value, (self.position, name))
@@ -104,22 +92,14 @@ class RequestObject:
         return None if value is None else entry(value, (self.position, name))
 
     def values(self, name: str) -> list[Any]:
-        """A list; empty if it is missing.
-
-        Raises:
-            HarnessError: it is not a list.
-        """
+        """A list; empty if it is missing."""
         value = self.get(name)
         if value is not None and not isinstance(value, list):
             raise wrong(self.at(name), "a list", value)
         return value or []
 
     def objects(self, name: str) -> "list[RequestObject]":
-        """A list of objects.
-
-        Raises:
-            HarnessError: it is not a list of objects.
-        """
+        """A list of objects."""
         position = self.position, name
         return [
             RequestObject(item, (position, i)) if type(item) is dict else entry(item, (position, i))
@@ -127,11 +107,7 @@ class RequestObject:
         ]
 
     def texts(self, name: str) -> list[str]:
-        """A list of strings.
-
-        Raises:
-            HarnessError: it is not a list of strings.
-        """
+        """A list of strings."""
         found = self.values(name)
         for i, item in enumerate(found):
             if not isinstance(item, str):

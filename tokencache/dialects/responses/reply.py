@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, ToolCallPart, Usage, text_piece
 from tokencache.dialects.responses.vocabulary import INLINE, FreeformInput, ToolName, item_id
 from tokencache.dialects.sse import event_of
@@ -246,8 +247,8 @@ _ITEM_TYPES = {b"content": MessageItem, b"reasoning": ReasoningItem}
 _UNREADABLE = CompletionChunk(error={"message": "the engine sent what cannot be read"})
 
 
-class ResponsesReplyEncoder:
-    """Writes one reply (`base.ReplyEncoder`).
+class ResponsesReplyEncoder(ReplyEncoder):
+    """Writes one reply.
 
     Args:
         handle: the call's handle.
@@ -318,10 +319,6 @@ class ResponsesReplyEncoder:
         """See `ReplyEncoder.end`."""
         self._conclude()
         return self._events.take()
-
-    def keep_alive(self) -> bytes:
-        """See `ReplyEncoder.keep_alive`: a comment."""
-        return b": keep-alive\n\n"
 
     def error(self, status: int, message: str) -> bytes:
         """See `ReplyEncoder.error`."""

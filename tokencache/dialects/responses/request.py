@@ -238,32 +238,13 @@ _SHOWN: dict[str, tuple[tuple[type, ...], Any]] = {
 """Members that the response repeats: their types and defaults (openai 3.52, `Response`)."""
 _RENAMED = {"max_output_tokens": "max_completion_tokens"}
 _SAME = (
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "user",
+    "temperature", "top_p", "parallel_tool_calls", "user",
     # vLLM's own, in both of its requests
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "structured_outputs",
-    "chat_template_kwargs",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
-    "cache_salt",
-    "priority",
-    "vllm_xargs",
+    "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
+    "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "cache_salt", "priority", "vllm_xargs",
     "kv_transfer_params",
-)
+)  # fmt: skip
 _UNSUPPORTED = {
     "conversation": "conversations are not stored here; use 'previous_response_id', or send the items",
     "prompt": "prompt templates are not stored here; send 'instructions' and 'input'",

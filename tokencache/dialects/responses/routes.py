@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects import gym_request, json_io
-from tokencache.dialects.base import AUTHORIZATION, DialectRequest, ModelCall, ParsedRequest, TokenCount
+from tokencache.dialects.base import DialectRequest, ModelCall, ParsedRequest, TokenCount, TranslatedDialect
 from tokencache.dialects.json_io import member
 from tokencache.dialects.responses.reply import ResponsesReplyEncoder
 from tokencache.dialects.responses.request import (
@@ -74,12 +74,10 @@ class _Request(msgspec.Struct):
         return chat_request(self.fields, self.shown, self.translated.messages, self.choice, continues=last, gym=self.gym)
 
 
-class ResponsesDialect:
+class ResponsesDialect(TranslatedDialect):
     """OpenAI's Responses API, as openai 3.52 and Codex 0.169 use it."""
 
     name = "responses"
-    credential_headers: tuple[str, ...] = (AUTHORIZATION,)
-    credential_parameters: tuple[str, ...] = ()
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """See `TranslatedDialect.matches`: everything under `/v1/responses` except vLLM's rendering, which samples nothing."""
