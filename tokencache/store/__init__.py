@@ -49,9 +49,9 @@ def _redis(url: str, options: StoreOptions) -> Store:
     return RedisStore(url, **options._asdict())
 
 
-_REDIS_SCHEMES = [name + kind for name in ("redis", "rediss", "valkey", "valkeys") for kind in ("", "+sentinel", "+cluster")]
-
-STORES: dict[str, Callable[[str, StoreOptions], Store]] = {"memory": _memory, "unix": _redis, **dict.fromkeys(_REDIS_SCHEMES, _redis)}
+REDIS_SCHEMES = [name + kind for name in ("redis", "rediss", "valkey", "valkeys") for kind in ("", "+sentinel", "+cluster")] + ["unix"]
+"""Schemes of `tokencache.store.redis.url`."""
+STORES: dict[str, Callable[[str, StoreOptions], Store]] = {"memory": _memory, **dict.fromkeys(REDIS_SCHEMES, _redis)}
 """Makes a store, by the scheme of its URL. `Store.open` connects it."""
 
 

@@ -18,9 +18,10 @@ from urllib.parse import quote, unquote
 
 from redis.asyncio.connection import parse_url
 
+from tokencache.store import REDIS_SCHEMES
+
 Kind = Literal["server", "sentinel", "cluster"]
 
-SCHEMES = {name + kind for name in ("redis", "rediss", "valkey", "valkeys") for kind in ("", "+sentinel", "+cluster")} | {"unix"}
 FORMS = (
     "redis://[user:password@]host[:port][/db], unix://path, redis+sentinel://[user:password@]host[:port],…/service[/db] or "
     "redis+cluster://[user:password@]host[:port],…; rediss for TLS (docs/store.md)"
@@ -66,7 +67,7 @@ def read_url(url: str) -> Address:
 
 def _read(url: str) -> Address:
     found = _URL.fullmatch(url)
-    if found is None or url.partition("://")[0] not in SCHEMES:
+    if found is None or url.partition("://")[0] not in REDIS_SCHEMES:
         raise ValueError(url)
     name, kind, user, authority, path, query = found.groups(default="")
     tls = name in {"rediss", "valkeys"}
