@@ -16,7 +16,7 @@ from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
-from tokencache.core.splice import REPLACED, fill, join, junction
+from tokencache.core.splice import REPLACED, Junction, fill, join, junction
 from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
 from tokencache.core.verdict import DeliveredPrefix, is_unique
 from tokencache.dialects.chat.request import ChatCall
@@ -30,7 +30,7 @@ from tokencache.engine.template.shapes import TailRequest
 from tokencache.errors import EngineError, HarnessError, passing_cause
 from tokencache.proxy import partial_reply
 from tokencache.proxy.client_ids import ReturnedIds, prove
-from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
+from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.store.base import BeginResult, Store, StoreError
 
 log = logging.getLogger(__name__)
@@ -158,15 +158,7 @@ class Planner:
     async def _plan(
         self, session: str, call: ChatCall, model: Model, keys: Sequence[bytes], hits: Sequence[list[Hit]], *, first: bool = False
     ) -> Plan:
-        """Plan a call.
-
-        Args:
-            session: the session's name.
-            call: the call.
-            model: the model that is to serve it.
-            keys: the keys that were looked up.
-            hits: what the store found under each.
-            first: whether this is the first call of the session.
+        """Plan a call; `hits` are what the store found under `keys`, `first` says that it is the first call of its session.
 
         Raises:
             StoreError: the store failed.
@@ -357,16 +349,35 @@ class _Planning:
         cached = await self._prefixes.get(self._session, parent.id)
         base = cached.prefix.ids if cut is None else cut
         last_reply = await self._last_reply(found.at - 1, parent, base)
-        if not self._model.capability.tokenizes:
-            if cut is not None:
-                return Plan(match="plain", reason=Reason.NO_RENDERING)
-            return _continued(parent, found, cached, b"", last_reply, whole=False)
-        tail = await self._model.tails.tail(self._request(found.at, ids.head(base, parent.prompt_tokens)))
-        where = junction(base, tail, self._model.stop_ids)
-        if where != REPLACED and len(base) == len(cached.prefix.ids):
-            return _continued(parent, found, cached, ids.tail(tail, where.skip), last_reply)
-        prompt = join(base, tail, where)
-        kept = ids.count(base) - where.drop
+        if self._model.capability.tokenizes:
+            tail = await self._model.tails.tail(self._request(found.at, ids.head(base, parent.prompt_tokens)))
+            where = junction(base, tail, self._model.stop_ids)
+            if where == REPLACED or len(base) < len(cached.prefix.ids):
+                return await self._shortened(parent, found, join(base, tail, where), last_reply, where)
+            reason, added = found.reason, ids.tail(tail, where.skip)
+        elif cut is not None:
+            return Plan(match="plain", reason=Reason.NO_RENDERING)
+        else:
+            reason, added = Reason.TAIL_BY_ENGINE, b""
+        return Plan(
+            match=found.kind,
+            reason=reason,
+            prompt=base + added,
+            fragment=ids.extended(cached.fragment, added),
+            whole=self._model.capability.tokenizes,
+            last_reply=last_reply,
+            parent=parent.id,
+            applied_rules=found.applied_rules,
+            near=parent.id,
+            shared=last_reply.end,
+            parent_messages=found.at - 1,
+            served=parent.served,
+            foreign=parent.foreign,
+        )
+
+    async def _shortened(self, parent: Turn, found: Match, prompt: bytes, last_reply: LastReply, where: Junction) -> Plan:
+        """Plan a prompt in which the last reply is shorter than it was sampled: cut by its client, or without its stop id."""
+        kept = last_reply.end - where.drop
         last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, kept)
         return Plan(
             match="resplice",
@@ -470,25 +481,6 @@ class _Planning:
     def _request(self, at: int, reply_prompt: bytes | None = None) -> TailRequest:
         call = self._call
         return TailRequest(call.model, call.args, self._conversation, call.safe_messages(), at, reply_prompt, self._session)
-
-
-def _continued(parent: Turn, found: Match, cached: CachedPrefix, added: bytes, last_reply: LastReply, *, whole: bool = True) -> Plan:
-    """Plan the continuation of a turn: its prefix and the ids that are `added`; not the `whole` prompt where the engine adds the tail."""
-    return Plan(
-        match=found.kind,
-        reason=found.reason if whole else Reason.TAIL_BY_ENGINE,
-        prompt=cached.prefix.ids + added,
-        fragment=ids.extended(cached.fragment, added),
-        whole=whole,
-        last_reply=last_reply,
-        parent=parent.id,
-        applied_rules=found.applied_rules,
-        near=parent.id,
-        shared=last_reply.end,
-        parent_messages=found.at - 1,
-        served=parent.served,
-        foreign=parent.foreign,
-    )
 
 
 def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:
