@@ -265,7 +265,7 @@ async def googles(url):
 
 @pytest.mark.parametrize(("speak", "counts"), [(openais, ["0", "1", "2"]), (anthropics, ["0", "1", "2"]), (googles, [None] * 3)])
 async def test_what_the_sdks_say_of_their_attempts(speak, counts):
-    """What `imprint` relies on, and docs/retries.md says: none sends an Idempotency-Key by itself."""
+    """What `dedup.fingerprint` relies on, and docs/retries.md says: none sends an Idempotency-Key by itself."""
     seen = await heard(speak)
     assert [headers.get("x-stainless-retry-count") for headers in seen] == counts
     assert not any("Idempotency-Key" in headers for headers in seen)
