@@ -75,7 +75,7 @@ class ReplyEncoder(Protocol):
         Args:
             event: the bytes that the engine sent.
             data: the chunk's JSON, possibly without the prompt's ids. `{"error": …}` is an engine's error within its stream.
-            prompt_tokens: the length of the prompt, 0 while unknown (the first chunk tells it).
+            prompt_tokens: the length of the prompt, 0 while unknown (known from the first chunk on).
         """
 
     @property

@@ -183,7 +183,7 @@ _PLAIN = re.compile(
     rb'(?:null|\{"content":\[' + _LOGPROB + rb"(?:," + _LOGPROB + rb')*+\]\}),"finish_reason":null,"token_ids":\[[0-9,]*+\]\}\]\}\n\n'
 )
 _HIDDEN = b'null,"finish_reason":null,"token_ids":null}]}\n\n'
-"""Replaces log probabilities and ids, with what stands between and after them."""
+"""Replaces log probabilities and ids, with the bytes between and after them."""
 _STRING = msgspec.json.Decoder(str)
 
 

@@ -12,7 +12,7 @@ A request that cannot be recorded truthfully is passed on unchanged and leaves a
 * `prompt_embeds`: the prompt has no tokens.
 
 `suffix` (which vLLM 0.32 accepts for models that fill in), `best_of` (which it ignores) and `prompt_logprobs` do not matter: the ids
-that come back tell the prompt.
+that come back are those of the prompt.
 """
 
 from collections.abc import Callable, Sequence

@@ -209,7 +209,7 @@ async def test_a_harness_without_any_identity_is_logged_once(vllm, folder):
                 said = (await answer.json())["choices"][0]["message"]["content"]
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
     logged = (folder / f"{POLICY}.log").read_text()
-    assert logged.count("brings neither a rollout id nor the session cookie") == 1
+    assert logged.count("has neither a rollout id nor the session cookie") == 1
 
 
 def answered(message):

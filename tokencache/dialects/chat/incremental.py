@@ -61,7 +61,7 @@ class MessageSpans(Sequence[bytes]):
 def find_spans(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | None":
     """Find the spans of consecutive JSON objects in a body, from `at` on; `None` if they are not there.
 
-    Only white space and a comma stand between two messages, and no object begins with either.
+    Two messages are separated by white space and a comma, and no object begins with either.
     """
     spans = array("Q")
     for entry in entries:

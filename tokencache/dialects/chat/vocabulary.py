@@ -40,7 +40,7 @@ class ReadMessage(msgspec.Struct, frozen=True):
     Attributes:
         message: without text, unless it is an assistant's: for the others the digests suffice.
         digest: equal for all ways to write one reply (`core.messages`).
-        exact: equal only for what no template can tell apart.
+        exact: equal only for messages that every template renders alike.
         malformed: whether an engine may refuse the arguments of a call (`with_stand_ins`).
     """
 

@@ -1,4 +1,4 @@
-"""Prints the folder that Gym's `--search-dir` must name."""
+"""Prints the folder for Gym's `--search-dir`."""
 
 from tokencache.integrations.nemo_gym import SEARCH_DIR
 

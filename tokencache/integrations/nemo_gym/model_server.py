@@ -1,9 +1,9 @@
-"""Model server: Gym's own `vllm_model`, with every rollout's calls in that rollout's session at the proxy.
+"""Gym's `vllm_model` server, with the calls of each rollout in one session at the proxy.
 
-Everything that Gym's server does stays: it converts Responses and Messages, strips what vLLM does not read, answers a prompt
-that is too long with an empty completion, captures tokens. Two things are new. Each call names its session in a header, so the
-proxy supplies the exact prefix. And token ids are asked for with the completion (`return_token_ids`), so they are those that the
-engine used; Gym puts them on the output items, where NeMo RL reads them.
+Gym's server keeps its functions: it converts Responses and Messages, removes members that vLLM does not read, answers a prompt that is
+too long with an empty completion, and captures tokens. Two things are new. Each call names its session in a header, so the proxy supplies
+the exact prefix. And each call asks for token ids with the completion (`return_token_ids`), so they are the ids that the engine used; Gym
+puts them on the output items, where NeMo RL reads them.
 
 Source: nemo-gym 0.7.0, `responses_api_models/vllm_model/app.py` (`VLLMModel._resolve_client`,
 `_preprocess_chat_completion_create_params`).
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class TokencacheModelConfig(VLLMModelConfig):
-    """The settings of Gym's `vllm_model`; `base_url` is the proxy's, and ids are on unless they are switched off.
+    """The settings of Gym's `vllm_model`. `base_url` is the proxy's; token ids are on by default.
 
     `session_header` is the proxy's `--session-header`.
     """
@@ -37,7 +37,7 @@ class TokencacheModelConfig(VLLMModelConfig):
 
 
 class TokencacheModel(VLLMModel):
-    """Gym's model server in front of the proxy."""
+    """Gym's model server, with the proxy as its engine."""
 
     config: TokencacheModelConfig
     _lost_rollout_logged: bool = PrivateAttr(default=False)
@@ -52,7 +52,7 @@ class TokencacheModel(VLLMModel):
         if not self._lost_rollout_logged and self._session(request).loses(prepared["messages"]):
             self._lost_rollout_logged = True
             log.warning(
-                "%s: a call continues a rollout but brings neither a rollout id nor the session cookie, so its prompt is rendered anew and "
+                "%s: a call continues a rollout but has neither a rollout id nor the session cookie, so its prompt is rendered anew and "
                 "the rollout is not contiguous. Set observability_enabled: true or token_id_capture.enabled: true, which make Gym's agents "
                 "send the rollout id. Further calls of this kind are not logged",
                 self.config.name,
