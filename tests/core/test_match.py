@@ -448,7 +448,7 @@ def test_a_message_of_the_harnesss_own_is_context_reasoning_and_white_space_incl
         assert (changed.kind, changed.anchors) == ("resplice", ((3, Hit(one)), (5, Hit(two)))), other
 
 
-def test_context_is_never_forgiven():
+def test_no_rule_applies_to_context():
     index = _Index()
     one = index.add(_turn("a", OK), U1)
     for context in (Message("user", "one "), Message("user", "one", parts=True)):

@@ -1,4 +1,4 @@
-"""What is forgiven, by name, and what is not: one table, read by `digest` and by `judge`."""
+"""The differences that canonical rules accept, by name, and those that they do not: one table for `digest` and `judge`."""
 
 import json
 import math
@@ -119,14 +119,14 @@ LIES = [
 
 
 @pytest.mark.parametrize(("served", "echoed", "rules"), [row[1:] for row in ONE], ids=[row[0] for row in ONE])
-def test_forgiven(served, echoed, rules):
+def test_a_difference_is_accepted_by_name(served, echoed, rules):
     assert digest(served) == digest(echoed)
     verdict = judge(served, echoed)
     assert (verdict.kind, verdict.rules) == ("equivalent" if rules else "same", rules)
 
 
 @pytest.mark.parametrize(("served", "echoed"), [row[1:] for row in OTHER], ids=[row[0] for row in OTHER])
-def test_not_forgiven(served, echoed):
+def test_any_other_difference_is_refused(served, echoed):
     assert digest(served) != digest(echoed)
     verdict = judge(served, echoed)
     assert verdict.kind in {"rewritten", "foreign"}

@@ -1,4 +1,4 @@
-"""Every rule forgives what it says, and stops there: a table of what was served, what came back, and the nearest that is not forgiven."""
+"""Every rule accepts exactly its change: a table of served messages, what came back, and the nearest change that is refused."""
 
 import json
 import random
@@ -136,7 +136,7 @@ NEVER = [
 
 
 @pytest.mark.parametrize(("rule", "served", "echoed", "beyond"), REWRITES, ids=[f"{n}-{row[0]}" for n, row in enumerate(REWRITES)])
-def test_a_vouched_rule_forgives_just_what_it_says(rule, served, echoed, beyond):
+def test_a_harness_rule_accepts_exactly_its_change(rule, served, echoed, beyond):
     vouched = Leniency(harness_rules=frozenset({rule}))
     if echoed is not None:
         verdict = judge(served, echoed, vouched)
@@ -166,7 +166,7 @@ def test_rules_compose_field_by_field(rules, served, echoed):
 
 
 @pytest.mark.parametrize(("served", "echoed"), [row[1:] for row in NEVER], ids=[row[0] for row in NEVER])
-def test_what_is_on_no_list_is_never_forgiven(served, echoed):
+def test_a_difference_without_a_rule_is_refused(served, echoed):
     verdict = judge(served, echoed, ALL)
     assert (verdict.kind, verdict.supplied) == ("foreign", False)
     assert verdict.ids_kept is bool({c.id for c in served.calls} & {c.id for c in echoed.calls})
@@ -205,7 +205,7 @@ def test_of_two_explanations_the_one_that_is_vouched_for_counts():
         assert judge(served, echoed, Leniency(harness_rules=frozenset({rule}))).rules == (rule,)
 
 
-def test_every_rule_is_named_once_and_said_to_be_somebodys():
+def test_every_rule_is_defined_once_and_has_a_harness_and_a_source():
     with pytest.raises(ValueError, match="defined twice"):
         register(RULES["whitespace"])
     assert all(rule.harnesses and rule.what and rule.source for rule in RULES.values())
@@ -234,7 +234,7 @@ texts = st.text(alphabet="ab <>|/_\n", max_size=12) | st.sampled_from([KEY, "<|x
 
 @MANY
 @given(texts, texts)
-def test_a_text_is_forgiven_only_as_a_change_that_the_rules_make(a, b):
+def test_a_text_is_accepted_only_if_the_rules_make_it(a, b):
     served, echoed = said(a), said(b)
     told = {message.text for _, message in rewritings(served)} | {served.text}
     assert judge(served, echoed, ALL).supplied is (echoed.text in told and digest(echoed) is not None)
@@ -293,7 +293,7 @@ def test_hostile_beginnings_are_no_objects():
         assert text.startswith(('{"a": "x', '{"a":'))
 
 
-def test_no_likeness_is_forgiven_whatever_is_vouched_for():
+def test_similarity_never_counts():
     rng = random.Random(1)
     words = ["ls", "cd /w && ls", "5", 5, "a  \n", "", "<|x|>", None, False, "false"]
     for _ in range(3000):
