@@ -1,1 +1,1 @@
-"""The bench: what does the proxy cost a call? `python -m bench`; see README.md."""
+"""The bench measures what the proxy costs per call: `python -m bench`; see README.md."""

@@ -1,7 +1,7 @@
-"""What the project wants to be true of its cost, and whether a run showed it.
+"""The project's cost targets, and whether a run meets them.
 
-Beside a figure stands what the floors make of the same aim: `bench/floor.py` carries the bytes, `bench/proven.py` proves and keeps the
-tokens, too. An aim that a floor misses is out of reach: nothing that does this work in Python can be better.
+Next to each figure are the floors' figures for the same aim: `bench/floor.py` only carries the bytes, `bench/proven.py` also verifies and
+keeps the tokens. An aim that a floor misses is out of reach: no Python program that does this work can be faster.
 """
 
 import statistics
@@ -15,7 +15,7 @@ Aim = dict[str, Any]
 
 
 def aims(found: dict[str, Any]) -> list[Aim]:
-    """Each aim that this run can judge: its words, the figure, the limit, `met`; `floors`: what the floors make of it, where they ran."""
+    """Each aim that this run can judge: its text, the figure, the limit, `met`; `floors`: the floors' figures, if they ran."""
     parts: dict[str, Callable[[Any], Iterator[Aim]]] = {
         "cost": _cost,
         "load": _load,
@@ -32,7 +32,7 @@ FLOORS = (FLOOR, FLOOR_PROVEN)
 
 
 def verdict(aim: Aim) -> str:
-    """`met`, `out of reach` where a floor misses it, too, or `not met`."""
+    """`met`; `out of reach` if a floor misses it too; or `not met`."""
     if aim["met"]:
         return "met"
     missed = any(value < aim["limit"] if aim.get("least") else value > aim["limit"] for value in aim["floors"].values())
@@ -40,7 +40,7 @@ def verdict(aim: Aim) -> str:
 
 
 def _most(words: str, value: float, limit: float, unit: str, all_: dict[str, float] | None = None) -> Aim:
-    """An aim that is met by figures up to the limit; `all_`: the same figure of all targets, the floors among them."""
+    """An aim that is met by figures up to the limit; `all_`: the same figure of all targets, including the floors."""
     floors = {name: round(all_[name], 3) for name in FLOORS if name in all_} if all_ else {}
     return {"aim": words, "figure": round(value, 3), "limit": limit, "unit": unit, "met": value <= limit, "floors": floors}
 
@@ -54,7 +54,7 @@ def _of_one_process(values: dict[str, Any]) -> list[str]:
 
 
 def _over(values: dict[str, float], base: str) -> dict[str, float]:
-    """Each value as a multiple of one of them; none where that one is not there."""
+    """Each value as a multiple of one of them; empty if that one is missing."""
     return {name: value / values[base] for name, value in values.items()} if base in values else {}
 
 
@@ -95,13 +95,13 @@ def _load(rows: list[dict[str, Any]]) -> Iterator[Aim]:
 
 
 def _medians(targets: dict[str, list[dict[str, Any]]], what: Callable[[dict[str, Any]], float]) -> dict[str, float]:
-    """The median over the runs that count; targets that have none are left out."""
+    """The median over the runs that count; targets without such runs are omitted."""
     good = {name: [what(run) for run in runs if counts(run)] for name, runs in targets.items()}
     return {name: statistics.median(values) for name, values in good.items() if values}
 
 
 def _back_to_back(targets: dict[str, list[dict[str, Any]]]) -> Iterator[Aim]:
-    """Added latency where one call follows the other: caches are warm, as they are not where targets take turns."""
+    """Added latency of consecutive calls: caches are warm, which they are not when targets alternate."""
     direct = statistics.median(run["latency_us"][50] for run in targets["direct"])
     walls = {q: _medians(targets, lambda run: run["latency_us"][q]) for q in ADDED}  # noqa: B023 - called at once
     added = {q: {name: (value - direct) / 1000 for name, value in each.items()} for q, each in walls.items()}

@@ -38,7 +38,7 @@ REPLIES = [f"<think>\nStep {n}.\n</think>\n\nDone with step {n}." for n in range
 
 
 class CallPath:
-    """The product files that a thread runs through, in order; a file that follows itself counts once."""
+    """The product files that a thread runs through, in order; consecutive entries of one file count once."""
 
     def __init__(self) -> None:
         self.files: list[str] = []
@@ -57,7 +57,7 @@ class CallPath:
 
 
 async def measured() -> CallPath:
-    """Make the calls, and follow the last one."""
+    """Makes the calls and traces the last one."""
     path, found = CallPath(), asyncio.Queue[str]()
     loop, done = asyncio.get_running_loop(), threading.Event()
 
@@ -74,7 +74,7 @@ async def measured() -> CallPath:
             messages = [{"role": "user", "content": "EPISODE:steps"}]
             for turn in range(TURNS):
                 if turn == TURNS - 1:
-                    await asyncio.sleep(0.5)  # what the turn before left behind is done
+                    await asyncio.sleep(0.5)  # let background work of the previous turn finish
                     sys.setprofile(path.follow)
                 reply = await asyncio.to_thread(ask, client, messages)
                 sys.setprofile(None)
@@ -95,7 +95,7 @@ def ask(client: http.client.HTTPConnection, messages: list[dict[str, Any]]) -> d
 
 def main() -> None:
     asked = argparse.ArgumentParser(prog="python -m bench.call_path", description=__doc__.partition("\n")[0])
-    asked.add_argument("--files", action="store_true", help="list the files, and how often each was entered")
+    asked.add_argument("--files", action="store_true", help="list the files and how often each was entered")
     options = asked.parse_args()
     path = asyncio.run(measured())
     for name, figure in path.figures().items():

@@ -1,4 +1,4 @@
-"""The client: one blocking socket, nothing parsed while the clock runs."""
+"""A client with one blocking socket; it parses nothing during the measured time."""
 
 import json
 import re
@@ -20,7 +20,7 @@ class Timed(NamedTuple):
 
 
 class Client:
-    """A connection that is kept, to one server."""
+    """A persistent connection to one server."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -35,7 +35,7 @@ class Client:
         self.socket.close()
 
     def reopen(self) -> None:
-        """Servers drop what lies idle; between blocks a new connection is cheap."""
+        """Opens a new connection, because servers close idle ones; between blocks this is cheap."""
         self.close()
         self.socket = self._connect()
 
@@ -90,7 +90,7 @@ def _unframed(body: bytes) -> list[bytes]:
 
 
 def said(answer: Timed) -> str:
-    """What the assistant said, streamed or not."""
+    """The assistant's text, streamed or whole."""
     if answer.body.startswith(b"{"):
         return json.loads(answer.body)["choices"][0]["message"]["content"]
     events = [json.loads(e[6:]) for e in answer.body.split(b"\n\n") if e.startswith(b"data: {")]
@@ -98,6 +98,6 @@ def said(answer: Timed) -> str:
 
 
 def lag(answer: Timed) -> float:
-    """Seconds between the engine's writing of the last event of a stream and its arrival here."""
+    """Seconds from the engine's write of a stream's last event to its arrival here."""
     found = re.search(rb'"mock_sent":(\d+)', answer.body)
     return (answer.ended - int(found[1])) / 1e9 if found else 0.0

@@ -1,8 +1,7 @@
-"""What one call costs, nothing else going on: the same body to every target, in changing order, one call at a time.
+"""Measures the cost of one call on an idle machine: the same body to every target, in changing order, one call at a time.
 
-Whatever disturbs the machine disturbs all targets alike; ratios and differences of medians are to be believed, absolute
-figures only with the machine that they came from. CPU is what the kernel booked for the target from before the call until it
-is idle again, so work left for after the reply counts.
+Disturbances of the machine affect all targets alike. Rely on ratios and differences of medians; absolute figures depend on the machine.
+CPU is the kernel's account for the target from before the call until the target is idle again, so work after the reply counts.
 """
 
 import json
@@ -21,7 +20,7 @@ from bench.talk import Talk, names
 from bench.targets import Target
 
 SLOW = {"rerender", "litellm"}
-"""Targets that are called a few times only: they are tens of milliseconds away from the others."""
+"""Targets that are called only a few times: they are tens of milliseconds slower than the others."""
 
 SLOW_CALLS = 12
 BLOCKS = 5
@@ -32,7 +31,7 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of call: `size` bytes of body in `messages` messages; `chunks` of a stream, 0 for none; `calls` to make."""
+    """One kind of call: `size` bytes of body in `messages` messages; `chunks` of a stream, 0 if not streamed; `calls` to make."""
 
     name: str
     size: int
@@ -53,7 +52,7 @@ class Case:
 
 
 class Rig:
-    """The targets of a run before one engine, and a connection to each."""
+    """The targets of a run in front of one engine, and a connection to each."""
 
     def __init__(self, engine: Process, targets: Mapping[str, Target]) -> None:
         self.engine = engine
@@ -69,10 +68,10 @@ class Rig:
             client.close()
 
     def call(self, name: str, body: bytes, session: str) -> Timed:
-        """Call a target.
+        """Calls a target.
 
         Raises:
-            RuntimeError: it answered something else than 200.
+            RuntimeError: Its answer was not 200.
         """
         answer = self.clients[name].post(body, session if self.targets[name].sessions else None)
         if answer.status != 200:
@@ -83,7 +82,7 @@ class Rig:
         return list(json.loads(self.clients[name].get(f"/tokencache/v1/sessions/{session}/turns").body)["turns"])
 
     def check(self, name: str, session: str, continued: int) -> None:
-        """No figure counts unless the proxy did its work: every call must have continued the one before."""
+        """Checks that every call continued the previous one: figures count only if the proxy did its work."""
         if not self.targets[name].records:
             return
         kinds = [turn["match"] for turn in self.turns(name, session)]
@@ -92,9 +91,9 @@ class Rig:
 
 
 class Sample(msgspec.Struct):
-    """One call: seconds. `latency` is that of the whole call; of a paced stream what remains without its pauses.
+    """One call, in seconds. `latency` is that of the whole call; for a paced stream, without its pauses.
 
-    `waited`: how long the processes that took part, this one too, were ready to run and had no core.
+    `waited`: how long the processes involved, including this one, were ready to run without a core.
     """
 
     latency: float
@@ -105,7 +104,7 @@ class Sample(msgspec.Struct):
 
 
 class Played:
-    """One session on each target that has sessions; the others are sent the same bodies."""
+    """One session on each target that has sessions; the other targets get the same bodies."""
 
     def __init__(self, rig: Rig, make: Callable[[str], Talk], *, stream: bool = False) -> None:
         self.rig, self.stream = rig, stream
@@ -116,12 +115,12 @@ class Played:
         return (self.talks.get(name) or next(iter(self.talks.values()))).body()
 
     def step(self, tail: int) -> None:
-        """A turn that is not looked at."""
+        """A turn that is not measured."""
         for name, talk in self.talks.items():
             talk.hear(said(self.rig.call(name, talk.body(), self.session)), tail)
 
     def look(self, targets: Sequence[str], tail: int) -> dict[str, Sample]:
-        """A turn that is: one call to each of the targets, in this order."""
+        """A measured turn: one call to each of the targets, in this order."""
         seen = {name: self.observe(name, self.body(name)) for name in targets}
         for name, talk in self.talks.items():
             talk.hear(said(seen[name][1]), tail)
@@ -130,7 +129,7 @@ class Played:
     def observe(self, name: str, body: bytes) -> tuple[Sample, Timed]:
         target = self.rig.targets[name]
         own = () if name == "direct" else target.processes
-        if name in SLOW:  # they are called now and then only, and LiteLLM drops what was idle for five seconds
+        if name in SLOW:  # these are called rarely, and LiteLLM closes connections that were idle for five seconds
             self.rig.clients[name].reopen()
         watched = [self.rig.engine, *own, *target.stores]
         before = settled(watched)
@@ -144,7 +143,7 @@ class Played:
 
 
 def settled(processes: Sequence[Process]) -> list[float]:
-    """The CPU time of idle processes, once they are idle: what a call leaves to be done counts, too."""
+    """The CPU time of the processes once they are idle, so that work left after a call counts."""
     before = [p.cpu() for p in processes]
     for _ in range(20):
         time.sleep(0.0007)
@@ -166,12 +165,12 @@ def in_turn(names_: Sequence[str], n: int) -> list[str]:
 
 
 def run_case(rig: Rig, case: Case) -> dict[str, Any]:
-    """Measure a case. Each session begins with a call that is not measured; every measured call continues one."""
+    """Measures a case. Each session begins with a call that is not measured; every measured call continues one."""
     samples: dict[str, list[Sample]] = {name: [] for name in rig.targets}
     sizes: list[int] = []
     usual = [name for name in rig.targets if name not in SLOW]
     rig.connect()
-    first = True  # the first session is not counted
+    first = True  # the first session is a warm-up
     n = 0
     while first or len(sizes) < case.calls:
         played = Played(rig, case.talk, stream=case.chunks > 0)
@@ -187,7 +186,7 @@ def run_case(rig: Rig, case: Case) -> dict[str, Any]:
         first = False
         for name in played.talks:
             rig.check(name, played.session, case.per_session)
-    for name in rig.targets.keys() - usual:  # not among the others: they empty the processor's caches
+    for name in rig.targets.keys() - usual:  # apart from the others: these evict the processor's caches
         samples[name] = [played.observe(name, body)[0] for _ in range(SLOW_CALLS)]
     return {
         "case": case.name,
@@ -223,7 +222,7 @@ def _parts(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
 
 
 def parse_cost(body: bytes) -> dict[str, float]:
-    """What it costs to read a body at all: to find its members and messages, and to make Python objects of it."""
+    """Measures what reading a body costs: to find its members and messages, and to make Python objects of it."""
 
     def split() -> None:
         _LIST.decode(_RAW.decode(body)["messages"])

@@ -1,6 +1,6 @@
-"""Bytes that the memory store holds per token: everything reachable from it, weighed object by object.
+"""Counts the bytes that the memory store holds per token: everything reachable from it, measured object by object.
 
-Runs as a process of its own: `python -m bench.counted UPSTREAM TURNS` prints JSON.
+Runs as a separate process: `python -m bench.counted UPSTREAM TURNS` prints JSON.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
 
 def weigh(root: object) -> int:
-    """Bytes of an object and of all that only hangs on it."""
+    """Bytes of an object and of everything reachable only from it."""
     seen: set[int] = set()
     total, todo = 0, [root]
     while todo:

@@ -1,9 +1,8 @@
-"""Load on one target: the generator is started, and what target, engine and store use meanwhile is read from the kernel's books.
+"""Puts load on one target and measures what target, engine and store use, from the kernel's accounts.
 
-Where there are two cores or more, a target of one process has a core of its own and everything else shares the others: then
-its calls per second are those of *one core*, and the books say whether it was the limit. Its share of that core, `busy`, must be near
-one; else something else held it up, and the figure says so (`limited_by`): the engine, the generator, or the machine, where a
-process was ready to run and others had its core.
+With two cores or more, a single-process target has one core and everything else shares the others. Its calls per second are then those of
+*one core*. `busy`, the share of its core that it used, must be near one; otherwise the figure names what limited it (`limited_by`): the
+engine, the generator, or the machine (the process was ready to run, but other processes had its core).
 """
 
 import json
@@ -21,16 +20,16 @@ from bench.processes import ROOT, Process
 from bench.targets import Target
 
 BUSY = 0.85
-"""From this share of its cores on a target counts as the limit."""
+"""Share of its cores above which a target counts as the limit."""
 
 _CORES = sorted(os.sched_getaffinity(0))
 
 
 def drive(engine: Process, target: Target, spec: Spec, *, alone: bool = True) -> dict[str, Any]:
-    """Put load on a target. `alone`: pin it to one core, the rest to the others; else all share all cores.
+    """Puts load on a target. `alone`: pin it to one core and the rest to the others; otherwise all share all cores.
 
     Raises:
-        RuntimeError: the generator failed.
+        RuntimeError: The generator failed.
     """
     pinned = alone and len(_CORES) > 1 and target.processes != (engine,)
     spec = msgspec.structs.replace(spec, ports=target.ports, sessions=target.sessions, name=f"{spec.name}-{time.monotonic_ns() % 10**12}")
@@ -59,7 +58,7 @@ def _watch(engine: Process, target: Target, generator: "subprocess.Popen[str]") 
         assert generator.stdout is not None  # noqa: S101 - it was opened with a pipe
         got = generator.stdout.readline()
         if not got:
-            raise RuntimeError(f"the load generator ended with code {generator.wait()}")
+            raise RuntimeError(f"the load generator exited with code {generator.wait()}")
         return got
 
     def books() -> list[float]:
@@ -76,7 +75,7 @@ def _watch(engine: Process, target: Target, generator: "subprocess.Popen[str]") 
 
 
 def limit(shares: dict[str, float], waited: float) -> str:
-    """What kept a closed loop from being faster; `waited` is the share of time in which the target had work and no core."""
+    """What limited a closed loop; `waited` is the share of time in which the target was ready to run without a core."""
     if shares["target"] >= BUSY:
         return "target"
     if shares["target"] + waited >= BUSY:
@@ -85,7 +84,7 @@ def limit(shares: dict[str, float], waited: float) -> str:
 
 
 def _torn(target: Target, session: str, turns: int) -> str:
-    """What is wrong with a session that was played: every call must have continued the one before. Empty if all is well."""
+    """What is wrong with a session: every call must have continued the previous one. Empty if the session is as it should be."""
     said = "not found"
     for port in target.ports:
         client = Client(port)
@@ -102,7 +101,7 @@ def _torn(target: Target, session: str, turns: int) -> str:
 
 
 def _checked(target: Target, found: dict[str, Any], spec: Spec, cores: int) -> dict[str, Any]:
-    """Add what follows from the books. A figure with `torn` sessions is none: a proxy that only relays is fast, too."""
+    """Adds what follows from the accounts. A run with `torn` sessions yields no figure: a proxy that only relays is fast, too."""
     played = found.pop("sessions")
     found["torn"] = [words for session, turns in played if (words := _torn(target, session, turns))] if target.records else []
     calls = max(1, found["calls_per_s"] * found["window_s"])

@@ -1,8 +1,8 @@
-"""What live calls wait while a large rollout is fetched again and again.
+"""Measures how long live calls wait while a large rollout is exported again and again.
 
-Small calls are made alone, beside a fetcher, and beside a process that only keeps a core busy, in turns within one run. The
-fetcher and the worker that lays rollouts out need a core, too: what they cost beyond that busy neighbour is what the proxy
-itself stalls. `python -m bench.exports PORT PATH` is the fetcher: it runs until it is stopped.
+Small calls run alone, next to a fetcher, and next to a process that only keeps a core busy, in turns within one run. The fetcher and the
+export worker need a core too: what they cost beyond the busy process is the time that the proxy itself stalls.
+`python -m bench.exports PORT PATH` is the fetcher: it runs until it is stopped.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from bench.talk import Talk
 
 SMALL = Case("1 KB", 1_000, 4, 0, tokens=16, tail=64)
 LARGE_BYTES = 480_000
-"""Of the large session's request: about four bytes a token."""
+"""Request size of the large session: about four bytes per token."""
 
 _ALONE, _BESIDE, _BUSY = "alone", "beside_export", "beside_busy"
 _SPIN = [sys.executable, "-c", "while True: pass"]
 
 
 def run_exports(rig: Rig, name: str, calls: int, rounds: int) -> dict[str, Any]:
-    """Measure `calls` small calls in each surrounding, in so many rounds."""
+    """Measures `calls` small calls in each environment, for this many rounds."""
     rig.connect()
     session = "bench-large"
     talk = Talk(session, size=LARGE_BYTES, messages=200, mock_tokens=2000)
@@ -69,7 +69,7 @@ def _small_calls(rig: Rig, name: str, session: str, calls: int) -> list[float]:
 
 @contextlib.contextmanager
 def _running(command: list[str] | None) -> Iterator[None]:
-    """Run something beside; what prints a line is waited for until it has."""
+    """Runs a process alongside. If it prints a line when ready, waits for that line."""
     if command is None:
         yield
         return

@@ -1,7 +1,7 @@
-"""From what a run found to figures that can be compared with another run's.
+"""Turns the results of a run into figures that can be compared with another run's.
 
-A figure has a name that is a path: part, shape, target, measure. Ratios to the bare relay of the same run are compared with
-the baseline wherever it was made; absolute ones (`absolute`) only on the same kind of machine.
+A figure's name is a path: part, shape, target, measure. Ratios to the bare relay of the same run are compared with the baseline wherever
+it was made; absolute ones (`absolute`) only on the same kind of machine.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from bench.stats import Better, compare, figure
 
 Figures = dict[str, dict[str, Any]]
 BEYOND = {"in all": None, "beyond reading the body": "objects", "beyond the bare relay": "relay", "beyond the floor": "floor"}
-"""What is taken off a call's CPU before the late one is set beside the early one: nothing, a way of reading the body, a target's CPU."""
+"""What is subtracted from a call's CPU before late and early calls are compared: nothing, a way of reading the body, a target's CPU."""
 
 
 class Seen(NamedTuple):
@@ -66,7 +66,7 @@ def _growth(grown: dict[str, Any]) -> Iterator[Seen]:
 
 
 LEAST_CALLS = 20
-"""A run with fewer calls answered, or with sessions that were not continued, gives no figure."""
+"""A run with too few answered calls, or with sessions that were not continued, yields no figure."""
 
 
 def counts(run: dict[str, Any]) -> bool:
@@ -104,7 +104,7 @@ def growth_beyond(marks: Sequence[dict[str, Any]], name: str, what: str | None) 
 
 
 def verdicts(now: Figures, machine: dict[str, Any], baseline: dict[str, Any]) -> dict[str, str]:
-    """Each figure beside the baseline's: `worse`, `better`, `same`, `new`; absolute ones only of the same kind of machine."""
+    """Compares each figure with the baseline's: `worse`, `better`, `same`, `new`; absolute ones only on the same kind of machine."""
     comparable = same(machine, baseline["machine"])
     then = baseline["figures"]
     return {name: compare(one, then.get(name)) for name, one in now.items() if comparable or not one.get("absolute")}

@@ -1,20 +1,20 @@
-"""The floor: what any proxy for exact tokens must do before a stock vLLM, in Python on aiohttp, and nothing else.
+"""The floor: only what any proxy for exact tokens must do in front of a stock vLLM, in Python on aiohttp.
 
-Beside what the bare relay does, no such proxy can do without these four:
+Beyond what the bare relay does, every such proxy needs these four:
 
-1. a second, small call to the engine: `/tokenize` says which ids the template puts behind the last reply (the tail);
-2. the ids of the whole history go to the engine beside the messages (`kv_transfer_params.prompt_token_ids`), and what was sampled is
-   asked for with its log probabilities;
-3. vLLM says the ids of the prompt once more in its answer: they come in, are found, and are cut out of what the client gets;
-4. what was sampled is kept for the session's next call.
+1. a second, small call to the engine: `/tokenize` returns the ids that the template puts after the last reply (the tail);
+2. the ids of the whole history go to the engine with the messages (`kv_transfer_params.prompt_token_ids`), and the sampled ids are
+   requested with their log probabilities;
+3. vLLM returns the ids of the prompt in its answer: they are read, located, and cut out of what the client gets;
+4. the sampled ids are kept for the session's next call.
 
-The floor proves nothing, compares nothing, matches nothing and records nothing. It parses no JSON: it looks for a few bytes that the
-bench and its mock engine are known to write, and what it does not find is an error. It takes for granted that each call of a session
-continues the one before, and forgets sessions when they are many. Nobody could train on it; it says how far a proxy may still come down.
+The floor verifies, compares, matches and records nothing. It parses no JSON: it searches for a few byte strings that the bench and its
+mock engine are known to write, and raises an error if they are missing. It assumes that each call of a session continues the previous one,
+and forgets sessions when there are many. Its output cannot be used for training; it shows how much cheaper a proxy could still become.
 
     python -m bench.floor PORT UPSTREAM [--local]
 
-`--local` leaves the second call out, as if a tokenizer in the proxy cost nothing: the tail is then the same made-up ids at each call.
+`--local` omits the second call, as if a tokenizer in the proxy cost nothing: the tail is then the same made-up ids at each call.
 """
 
 import sys
@@ -28,7 +28,7 @@ from bench.relay import Relay, begun, passed_on, serve
 
 SESSION = "X-Tokencache-Session"
 STOP = b"151645,"
-"""`bench.mock.END`, with the comma behind it: a tail begins there."""
+"""`bench.mock.END` with the comma after it: a tail begins there."""
 
 _CHAT = "/v1/chat/completions"
 _JSON = {"Content-Type": "application/json"}
@@ -37,15 +37,15 @@ _ASK = b'{"model":"mock","messages":[{"role":"assistant","content":"x"},%s],"add
 WANTED = b',"return_token_ids":true,"logprobs":true'
 SUPPLIED = b',"kv_transfer_params":{"prompt_token_ids":['
 _ECHO = b'"prompt_token_ids":['
-_SAMPLED = b'"token_ids":['  # not in `_ECHO`: there no quote stands before these words
-_NO_ECHO = "the engine did not say which prompt it used"
+_SAMPLED = b'"token_ids":['  # does not match `_ECHO`, where no quote precedes these words
+_NO_ECHO = "the engine did not return the prompt ids that it used"
 _MADE_UP = b"100001," * 215 + b"100001"
 _MOST = 512 * 2**20
 """Bytes of ids that are kept."""
 
 
 class Sessions:
-    """The ids of each session's history so far: pieces of JSON that are joined when they are sent, and not before."""
+    """The ids of each session's history so far: pieces of JSON that are joined only when they are sent."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[bytes]] = {}
@@ -53,7 +53,7 @@ class Sessions:
         self._total = 0
 
     def take(self, session: str) -> list[bytes]:
-        """The pieces of a session, which is then nobody's until `keep`; none if it is not known."""
+        """Takes the pieces of a session out until `keep`; empty if the session is unknown."""
         self._total -= self._sizes.pop(session, 0)
         return self._pieces.pop(session, [])
 
@@ -91,7 +91,7 @@ class Floor:
         return response
 
     async def tail(self, body: bytes) -> bytes:
-        """The ids behind the last reply: a stand-in for the reply, and the last message, are rendered by the engine."""
+        """The ids after the last reply: the engine renders a stand-in for the reply, and the last message."""
         if self.local:
             return _MADE_UP
         end = body.rindex(LAST_END)
@@ -133,14 +133,14 @@ class Floor:
 
 
 def echo_in(said: bytes | bytearray) -> tuple[int, int]:
-    """Where the ids of the prompt stand; (0, 0) if they have not come whole. Finding their end takes as long as comparing them would."""
+    """Position of the prompt ids; (0, 0) if they are incomplete. Finding their end takes as long as comparing them would."""
     at = said.find(_ECHO) + len(_ECHO)
     end = said.find(b"]", at) if at >= len(_ECHO) else -1
     return (at, end) if end > 0 else (0, 0)
 
 
 def sampled_in(said: bytes) -> bytes:
-    """The sampled ids of a reply, whole or in events, with a comma before each."""
+    """The sampled ids of a reply, whole or in events, each preceded by a comma."""
     return b"".join([b"," + part[: part.index(b"]")] for part in said.split(_SAMPLED)[1:]])
 
 

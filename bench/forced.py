@@ -1,8 +1,8 @@
-"""A vLLM logits processor that makes the model say what the request tells it to; it runs inside vLLM's engine process.
+"""A vLLM logits processor that forces the model to emit the ids in the request; it runs inside vLLM's engine process.
 
-The bench decides what each reply is, down to the ids: `vllm_xargs: {"say": [ids]}`. So the same words can be said as the
-tokenizer would write them, or in ids that nobody gets back who tokenizes the text again (drift). After the last id the model
-stops. A request without `say` is left alone.
+The bench decides what each reply is, down to the ids: `vllm_xargs: {"say": [ids]}`. So the same text can be sampled in the tokenizer's own
+ids, or in ids that tokenizing the text again does not reproduce (drift). After the last id the model stops. A request without `say` is
+not changed.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ class Forced(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         del device, is_pin_memory
         self.stop = vllm_config.model_config.hf_config.eos_token_id
-        self.batch: dict[int, tuple[list[int], list[int]]] = {}  # index in the batch -> what to say, what was said
+        self.batch: dict[int, tuple[list[int], list[int]]] = {}  # index in the batch -> ids to emit, ids emitted so far
 
     def is_argmax_invariant(self) -> bool:
         return False

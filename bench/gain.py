@@ -1,8 +1,8 @@
-"""`python -m bench.gain [--quick]`: what the engine gains, on a real vLLM. Writes bench/out/gain-<time>.json.
+"""Measures what the engine gains, on a real vLLM: `python -m bench.gain [--quick]`. Writes bench/out/gain-<time>.json.
 
-Sessions are played call by call, directly and through the proxy, until their histories are 2k to 32k tokens long; at each of these
-marks the time to the first token is measured, and the engine's own books say how much of the prompt it found in its prefix cache.
-Sessions of one case are played side by side, mark by mark, with the same words, so that whatever disturbs the machine disturbs all.
+Sessions run call by call, directly and through the proxy, until their histories are 2k to 32k tokens long. At each of these marks the
+bench measures the time to the first token, and reads from the engine's metrics how much of the prompt was in its prefix cache. Sessions of
+one case run side by side, mark by mark, with the same text, so that disturbances of the machine affect all of them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DIRECT, PROXY, LOCAL = "direct", "proxy", "proxy --tokenizer"
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of session: played through these targets, each with the same words."""
+    """One kind of session, run through these targets with the same text on each."""
 
     play: str
     drift: float
@@ -67,7 +67,7 @@ QUICK = Extent([2_000, 8_000], [Case("agent", DRIFT, (DIRECT, PROXY)), Case("age
 
 
 class Gain:
-    """A run: one engine, the targets before it, and what was found."""
+    """A run: one engine, the targets in front of it, and the results."""
 
     def __init__(self, extent: Extent, engine: Engine, console: Console) -> None:
         self.extent, self.engine, self.console = extent, engine, console
@@ -97,7 +97,7 @@ class Gain:
             yield Where(name, self.engine, process)
 
     def _warm(self, where: Where) -> None:
-        """A short session of each kind: shapes of tails are proven once in the proxy's life, and code runs slower the first time."""
+        """A short session of each kind: tail shapes are verified once per proxy process, and code runs slower the first time."""
         self.say(f"warming {where.name}")
         for name, play in PLAYS.items():
             for _ in play(self._rollout(where, Case(name, DRIFT, ()), "warm"), [400], 2, SHORT):
@@ -124,10 +124,10 @@ class Gain:
 
 
 def continued(rollout: Rollout) -> None:
-    """Check that the proxy took every call of a session for the continuation of the one before.
+    """Checks that the proxy matched every call of a session as the continuation of the previous one.
 
     Raises:
-        RuntimeError: it did not, so the figures are not what they are said to be.
+        RuntimeError: It did not, so the figures do not measure what they should.
     """
     if rollout.where.proxy is None:
         return
@@ -140,11 +140,11 @@ def continued(rollout: Rollout) -> None:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(prog="python -m bench.gain", description="What does the engine gain? Measured on a real vLLM.")
+    asked = argparse.ArgumentParser(prog="python -m bench.gain", description="Measure on a real vLLM what the engine gains.")
     asked.add_argument("--quick", action="store_true", help="two lengths, fewer cases: under three minutes")
     asked.add_argument("--rounds", type=int, default=1, help="sessions of each kind (default: %(default)s)")
-    asked.add_argument("--marks", default="", help="lengths of history in tokens, with commas between")
-    asked.add_argument("--config", type=Path, help="config.json of another model, to be served with random weights, on a GPU say")
+    asked.add_argument("--marks", default="", help="lengths of history in tokens, separated by commas")
+    asked.add_argument("--config", type=Path, help="config.json of another model, to be served with random weights, for example on a GPU")
     asked.add_argument("--model-dir", type=Path, help="serve this model folder as it is, weights included; it must speak Qwen3's template")
     asked.add_argument("--engine-args", default="", help="more words for vLLM's command line, in one string; they win over the bench's own")
     options = asked.parse_args()
@@ -159,7 +159,7 @@ def main() -> None:
         if options.model_dir is None:
             config = json.loads(options.config.read_text()) if options.config else CONFIG
             found["tokenizer"] = make_model(venv() / "bin/python", config, folder)
-        console.print("starting vLLM: a minute")
+        console.print("starting vLLM: about a minute")
         with vllm(folder, dummy=options.model_dir is None, arguments=options.engine_args) as engine:
             client = Client(engine.process.port)
             found |= {"vllm": json.loads(client.get("/version").body)["version"], "model": engine.model, "engine_args": options.engine_args}

@@ -1,8 +1,8 @@
-"""What one call costs the engine's API server, by what its body says; the prefix cache holds the whole prompt each time.
+"""Measures what a call costs the engine's API server, by the content of its body; the prefix cache always holds the whole prompt.
 
-`messages`: the call as a harness sends it, so the server validates every message, renders the template, tokenizes. `ids`: the same,
-and the exact ids as the proxy sends them. `ids, last messages`: the ids, and of the messages only the last reply and what follows. The
-proxy does not send that: the row says what it would save.
+`messages`: the call as a harness sends it, so the server validates every message, renders the template and tokenizes. `ids`: the same,
+plus the exact ids as the proxy sends them. `ids, last messages`: the ids, and only the last reply and the messages after it. The proxy
+does not send that: the row shows what it would save.
 """
 
 import json
@@ -16,13 +16,13 @@ from bench.gain_rollout import SETTLE_S, TOOL, Where, listen
 from bench.talk import text
 
 PER_MESSAGE = 150
-"""Tokens of a message: 32k tokens in some 200 messages, as agents' histories are."""
+"""Tokens per message: 32k tokens in some 200 messages, like agents' histories."""
 ASKED = {"return_token_ids": True, "logprobs": True}
-"""What the proxy asks for beside."""
+"""What the proxy requests in addition."""
 
 
 def history(engine: Engine, tokens: int) -> list[dict[str, Any]]:
-    """An agent's history of about so many tokens: thinking and a call, its result, and so on."""
+    """An agent's history of about this many tokens: thinking and a call, its result, and so on."""
     rng = random.Random(tokens)
 
     def words(count: int) -> str:
@@ -38,7 +38,7 @@ def history(engine: Engine, tokens: int) -> list[dict[str, Any]]:
 
 
 def run_bodies(engine: Engine, marks: list[int], repeats: int) -> list[dict[str, Any]]:
-    """A row for each length; each way of asking is sent in turn, so that a disturbance meets all alike."""
+    """A row for each length; the kinds of body are sent in turn, so that a disturbance affects all alike."""
     where = Where("direct", engine)
     rows = []
     for mark in marks:

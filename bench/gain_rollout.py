@@ -1,7 +1,7 @@
-"""One agent's session against a real engine, call by call: what each waited for its first token, and what the engine found cached.
+"""Runs one agent's session against a real engine and measures each call's time to first token and prefix cache hits.
 
-The harness here is *faithful*: it sends back content, thinking and calls just as they were served. No real one loses less, so what the
-direct calls lose is lost by the text alone: by tokenizing again, and by what the chat template leaves out.
+The harness here is *faithful*: it sends back content, thinking and calls exactly as they were served. No real harness loses less, so
+what the direct calls lose comes from the text alone: tokenizing again, and what the chat template omits.
 """
 
 import http.client
@@ -25,17 +25,17 @@ TOOL = {
     },
 }
 LONG, SHORT = (32, 16), (8, 8)
-"""Tokens of thinking and of the call or answer: of a reply whose loss is measured, and of one on the way."""
+"""Tokens of thinking and of the call or answer: of a reply whose loss is measured, and of other replies."""
 SMALL = 60
-"""Tokens of a tool result, or of what the user says, before a measured call."""
+"""Tokens of a tool result, or of the user's message, before a measured call."""
 DRIFT = 0.1
-"""Share of the tokens that a drifting reply says in two pieces."""
+"""Share of the tokens that a drifting reply emits in two pieces."""
 SETTLE_S = 0.02
 
 
 @dataclass
 class Heard:
-    """A streamed answer: seconds to its first event, the message that a harness makes of it, the usage that the engine states."""
+    """A streamed answer: seconds to its first event, the message that a harness builds from it, the usage that the engine reports."""
 
     first: float
     message: dict[str, Any]
@@ -45,7 +45,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Where:
-    """What calls are sent to. `proxy` is None for the engine itself."""
+    """Where calls are sent. `proxy` is None for the engine itself."""
 
     name: str
     engine: Engine
@@ -61,10 +61,10 @@ class Where:
 
 
 def listen(where: Where, body: bytes, session: str | None = None) -> Heard:
-    """Send a streamed call and read all of it; the clock and the CPU books are read when the first event is there.
+    """Sends a streamed call and reads all of it; the clock and the CPU accounts are read at the first event.
 
     Raises:
-        RuntimeError: the answer is not a stream.
+        RuntimeError: The answer is not a stream.
     """
     connection = http.client.HTTPConnection("127.0.0.1", where.port, timeout=300)
     connection.connect()
@@ -74,7 +74,7 @@ def listen(where: Where, body: bytes, session: str | None = None) -> Heard:
     answer = connection.getresponse()
     line = answer.readline()
     while answer.status == 200 and line and not line.startswith(b"data: {"):
-        line = answer.readline()  # signs of life are no tokens
+        line = answer.readline()  # keep-alive comments are no tokens
     first, at_first = time.perf_counter() - begun, where.cpu()
     whole = line + answer.read()
     connection.close()
@@ -105,9 +105,9 @@ def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @dataclass
 class Rollout:
-    """A session under way. `drift`: share of each reply's tokens that are not the tokenizer's; 0 for none.
+    """A running session. `drift`: share of each reply's tokens that are not the tokenizer's; 0 for none.
 
-    Rollouts of one `seed` are told the same words and say the same.
+    Rollouts with the same `seed` get the same text and produce the same replies.
     """
 
     where: Where
@@ -119,24 +119,24 @@ class Rollout:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        # The name comes first: no two sessions share a block of the prefix cache.
+        # The name is at the start: no two sessions share a block of the prefix cache.
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": f"{self.name}: you are a careful agent."}]
         self.tokens = 60  # of the history so far
 
     def words(self, tokens: int) -> str:
-        """Text of about so many tokens."""
+        """Text of about this many tokens."""
         encoded = self.where.engine.tokenizer.encode(text(self.rng, 8 * tokens + 40))
         return self.where.engine.tokenizer.decode(encoded[:tokens]).strip()
 
     def reply(self, sizes: tuple[int, int], *, calls: bool) -> str:
-        """What the model is to say, written just as the template would write it."""
+        """The text the model is to emit, exactly as the template would render it."""
         thought, rest = (self.words(size) for size in sizes)
         if calls:
             rest = f'<tool_call>\n{{"name": "bash", "arguments": {json.dumps({"command": rest}, ensure_ascii=False)}}}\n</tool_call>'
         return f"<think>\n{thought}\n</think>\n\n{rest}"
 
     def hear(self, tokens: int) -> None:
-        """Add what comes next: results of the calls there are, or else the user's words."""
+        """Adds the next input: results of the open calls, or else a user message."""
         calls = self.messages[-1].get("tool_calls")
         said = self.words(max(1, tokens))
         self.messages.append(
@@ -144,10 +144,10 @@ class Rollout:
         )
 
     def call(self, kind: str, mark: int, hear: int, sizes: tuple[int, int], *, calls: bool) -> None:
-        """One turn: something is heard, the model replies, and the books are read.
+        """One turn: input is added, the model replies, and the accounts are read.
 
         Raises:
-            RuntimeError: the model did not say what it was told to: the figures would be of something else.
+            RuntimeError: The reply is not the forced one, so the figures would measure something else.
         """
         self.hear(hear)
         said = self.reply(sizes, calls=calls)
@@ -156,12 +156,12 @@ class Rollout:
         say = self.where.engine.tokenizer.resample(said, self.rng, self.drift)
         sent = json.dumps({**body, "temperature": 0, "max_tokens": len(say) + 8, "vllm_xargs": {"say": say}}).encode()
         looked_up = self.where.engine.prefix_cache()
-        time.sleep(SETTLE_S)  # what an earlier call left to be done is not this one's CPU
+        time.sleep(SETTLE_S)  # background work of an earlier call must not count as this call's CPU
         before = self.where.cpu()
         heard = listen(self.where, sent, self.name if self.where.proxy else None)
         queries, hits = (now - then for now, then in zip(self.where.engine.prefix_cache(), looked_up, strict=True))
         if bool(heard.message.get("tool_calls")) != calls or not heard.message.get("reasoning"):
-            raise RuntimeError(f"the model was to say {said!r} and said {heard.message!r}")
+            raise RuntimeError(f"the model should have replied {said!r}, but replied {heard.message!r}")
         self.messages.append(heard.message)
         self.tokens = heard.usage["total_tokens"]
         api_cpu, proxy_cpu = (now - then for now, then in zip(heard.at_first, before, strict=True))
@@ -181,9 +181,9 @@ class Rollout:
 
 
 def agent(rollout: Rollout, marks: list[int], repeats: int, sizes: tuple[int, int] = LONG) -> Iterator[None]:
-    """A tool-using agent; at each mark some calls of its loop are measured, then the first call after the user has spoken again.
+    """A tool-using agent; at each mark some calls of its loop are measured, then the first call after another user message.
 
-    It yields after each mark, so that several sessions can be played side by side. `sizes`: of the replies that a measured call loses.
+    It yields after each mark, so that several sessions can run side by side. `sizes`: of the replies that a measured call loses.
     """
     for mark in marks:
         rollout.call("grow", mark, (mark - rollout.tokens) // 2, SHORT, calls=True)

@@ -1,4 +1,4 @@
-"""One session that grows to 200 turns: does a turn cost more because so many came before it?"""
+"""Grows one session to 200 turns: does a turn cost more if more turns precede it?"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from bench.talk import Talk
 
 TOKENS, TAIL = 200, 800
 AROUND = 4
-"""So many turns on either side of a mark are looked at, too."""
+"""Number of turns on either side of a mark that are measured, too."""
 
 MARKS = (10, 25, 50, 100, 150, 200)
 
 
 def run_growth(rig: Rig, sessions: int, marks: Sequence[int] = MARKS) -> dict[str, Any]:
-    """Grow sessions turn by turn, 200 sampled and about 200 new tokens each, and look at the calls around each mark.
+    """Grows sessions turn by turn, with 200 sampled and about 200 new tokens each, and measures the calls around each mark.
 
     Slow targets are called once at each mark.
     """
@@ -63,7 +63,7 @@ def run_growth(rig: Rig, sessions: int, marks: Sequence[int] = MARKS) -> dict[st
 
 
 def stored(rig: Rig) -> int:
-    """Bytes that Redis says its keys take, all of them; 0 without Redis."""
+    """Bytes that Redis reports for all its keys; 0 without Redis."""
     total = 0
     for target in rig.targets.values():
         for store in target.stores:

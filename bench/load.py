@@ -1,9 +1,9 @@
-"""The load generator: a process of its own that plays rollouts and says how long each call took.
+"""The load generator: a separate process that runs rollouts and reports how long each call took.
 
-*Closed loop*: so many rollouts at once, each asks again as soon as it was answered; what is found is what a server can
-carry. *Open loop*: rollouts' calls arrive when chance says so (Poisson), whether or not earlier ones were answered; a call's
-latency counts from the moment it was due, so a server that stalls cannot hide it by holding the generator up ("coordinated
-omission"). A call finds an idle rollout to continue, or begins one.
+*Closed loop*: a fixed number of rollouts at once, each asks again as soon as it is answered; the result is what a server can carry.
+*Open loop*: the rollouts' calls arrive at random (Poisson), whether or not earlier ones were answered. A call's latency counts from the
+moment it was due, so a server that stalls cannot hide it by delaying the generator ("coordinated omission"). A call continues an
+idle rollout, or begins one.
 
     python -m bench.load '{"ports": [8100], "sessions": true, "connections": 64, "seconds": 3}'
 
@@ -29,17 +29,18 @@ from bench.wire import Answer, Connection
 
 CONNECTING = 128
 PER_SOURCE = 20_000
-"""Connections from one address of this machine: it has 28,000 ports for one destination."""
+"""Connections per source address of this machine: each has 28,000 ports for one destination."""
 
 LATE_SECONDS = 120.0
-"""How long calls under way when time is over may take."""
+"""How long calls in progress may take once the time is over."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to play. `rate`: calls a second, open loop; else `connections` rollouts at once, closed loop.
+    """What to run. `rate`: calls per second, open loop; else `connections` rollouts at once, closed loop.
 
-    `turns`: of each rollout; then another takes its place, or none (`once`). `warm_turn`: each rollout makes a short call before
-    the clock starts. `warm_s`: so long it runs before the clock starts. `ramp_s`: the first calls are spread over it.
+    `turns`: of each rollout; then another replaces it, or none (`once`). `warm_turn`: each rollout makes a short call before the clock
+    starts.
+    `warm_s`: warm-up time before the clock starts. `ramp_s`: the first calls are spread over it.
     """
 
     ports: list[int]
@@ -62,7 +63,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout:
-    """A session: its talk, and a connection of its own."""
+    """A session: its conversation and its own connection."""
 
     def __init__(self, spec: Spec, number: int) -> None:
         self.spec = spec
@@ -85,7 +86,7 @@ class Rollout:
                 self.connection = await Connection.open(self.port, self.source)
 
     async def call(self, gate: asyncio.Semaphore, *, short: bool = False) -> Answer:
-        """Make the next call. A connection that cannot be had is an answer, too: one that says so."""
+        """Makes the next call. A failure to connect counts as an answer that reports the error."""
         members = self.talk.members
         if short:
             self.talk.members = self.short
@@ -111,7 +112,7 @@ class Rollout:
 class Generator:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.calls: list[tuple[int, Answer]] = []  # when it was due, what came
+        self.calls: list[tuple[int, Answer]] = []  # when it was due, its answer
         self.gate = asyncio.Semaphore(CONNECTING)
         self.made = 0
         self.warmed = 0
@@ -133,7 +134,7 @@ class Generator:
             self.finished.append((rollout.session, rollout.turn))
 
     async def closed(self, rollout: Rollout, go: asyncio.Event) -> None:
-        """Play rollouts one after the other over one connection, each call behind the answer to the last."""
+        """Runs rollouts one after the other over one connection, each call after the answer to the previous one."""
         if self.spec.warm_turn:
             await rollout.call(self.gate, short=True)
             self.warmed += 1
@@ -153,13 +154,13 @@ class Generator:
         rollout.close()
 
     def open(self, tasks: "set[asyncio.Task[None]]") -> threading.Thread:
-        """Start calls when they are due. A thread keeps the time: the loop's own timers know only milliseconds."""
+        """Starts calls when they are due. A thread keeps the time: the loop's own timers have a resolution of milliseconds."""
         idle: deque[Rollout] = deque(self.rollout() for _ in range(int(self.spec.rate * self.spec.seconds / self.spec.turns) + 64))
         rng = random.Random(self.spec.name)
         loop = asyncio.get_running_loop()
 
         async def one(due: int) -> None:
-            rollout = idle.pop() if idle else self.rollout()  # the one used last: rollouts go on, few begin
+            rollout = idle.pop() if idle else self.rollout()  # the most recently used one: rollouts continue, few begin
             await self.ask(rollout, due)
             if rollout.turn < self.spec.turns and not self.stop:
                 idle.append(rollout)
@@ -206,7 +207,7 @@ class Generator:
         self.stop = True
         if clock is not None:
             await asyncio.to_thread(clock.join)
-            await asyncio.sleep(0)  # what it has started last
+            await asyncio.sleep(0)  # the last calls started
         late = 0
         if tasks:
             _, pending = await asyncio.wait(set(tasks), timeout=LATE_SECONDS)

@@ -1,7 +1,7 @@
-"""Load: how many calls a second, how long they take, what each costs, from one rollout at a time to thousands.
+"""Load: calls per second, latency and cost per call, from one rollout at a time to thousands.
 
-Every row is measured in rounds, target after target within each round, so that a change of the machine's mood shows as spread
-and not as a difference between targets.
+Every row is measured in rounds, target after target within each round, so that a change of the machine's speed appears as spread and not as
+a difference between targets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,21 +27,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 FEW = 64
-"""LiteLLM and the rendering capture are not asked for more at once, nor for streams: their queue would be minutes long."""
+"""Maximum for LiteLLM and the rendering capture, which also run without streams: their queue would be minutes long."""
 
 FAST_SECONDS = 4.0
-"""Longer than this nobody is measured who does nothing with a session: what thousands wait for the proxy they do not wait there."""
+"""Maximum seconds for targets without sessions: thousands wait for the proxy, but not for these."""
 
 MANY_STREAMS = 16_384
 MILES = {"connections": 32, "turns": 50, "once": True, "size": 1_200, "messages": 2, "tokens": 200, "tail": 800, "seconds": 30.0}
-"""The shape that miles published its session server's throughput for: 32 sessions x 50 turns on a mock backend (radixark/miles #1660).
+"""The shape of miles' published throughput of its session server: 32 sessions x 50 turns on a mock backend (radixark/miles #1660).
 
-What is not through after half a minute is cut off there: its turns a second are those of the shorter histories."""
+A run is cut off after half a minute; its turns per second are then those of the shorter histories.
+"""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A shape at a number of rollouts at once."""
+    """A shape with a number of concurrent rollouts."""
 
     shape: str
     connections: int
@@ -49,10 +50,10 @@ class Row:
     rounds: int
 
     def spec(self, *, slow: bool = False, fast: bool = False) -> Spec:
-        """What to play; `slow` targets are given three times as long, to answer enough for a figure, `fast` ones no more than they need."""
+        """What to run; `slow` targets get three times as long, for enough answers, `fast` ones only as long as they need."""
         streamed = SHAPES[self.shape].get("chunks", 0) * SHAPES[self.shape].get("pace_ms", 0) / 1000
         queue = self.connections / 1500  # the first of thousands are answered at once, the last after all others
-        if streamed:  # from the middle of a stream to the middle of another: as many are counted as were paid for
+        if streamed:  # from the middle of one stream to the middle of another: as many are counted as were paid for
             warm, seconds = 1.5 * streamed, 2 * streamed
         else:
             warm = min(20.0, 0.3 + queue)
@@ -62,15 +63,15 @@ class Row:
 
 
 def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
-    """The targets that can carry so many at once, and whose figures another row does not tell, too."""
+    """The targets that can carry this many at once, and whose figures no other row gives."""
     whole, few = "chunks" not in SHAPES[row.shape], row.connections <= FEW
 
     def says_more(name: str, target: Target) -> bool:
         if name in SLOW:
-            return whole and few and row.shape != "1 MB"  # there too few answers come for a figure
+            return whole and few and row.shape != "1 MB"  # too few answers there for a figure
         if name in {FLOOR_LOCAL, FLOOR_PROVEN}:
-            return whole and few  # the one only leaves a small call out, the other does not stream
-        if target.workers > 1:  # one call at a time needs no second process; what two do with streams is measured with 16,384
+            return whole and few  # the one only omits a small call, the other does not stream
+        if target.workers > 1:  # one call at a time needs no second process; two processes with streams are measured with 16,384
             return whole and row.connections > 1 and (few or row.shape == "1 KB")
         return True
 
@@ -79,7 +80,7 @@ def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
 
 
 def run_load(engine: Process, targets: Mapping[str, Target], row: Row) -> dict[str, Any]:
-    """One row: each target, in rounds, slow ones once. A target that the limit of open files keeps out is named in `impossible`."""
+    """One row: each target, in rounds, slow ones once. A target that the limit of open files excludes is named in `impossible`."""
     able = chosen(targets, row)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in able}
     for n in range(row.rounds):
@@ -101,7 +102,7 @@ def run_open(engine: Process, targets: Sequence[Target], capacity: float, shares
 
 
 def run_rollouts(engine: Process, targets: Sequence[Target], rounds: int, turns: int) -> list[dict[str, Any]]:
-    """32 sessions of `turns` turns at once, from nothing, on all cores."""
+    """32 new sessions of `turns` turns at once, on all cores."""
     found = []
     for _ in range(rounds):
         for target in targets:
@@ -111,7 +112,7 @@ def run_rollouts(engine: Process, targets: Sequence[Target], rounds: int, turns:
 
 
 def run_streams(engine: Process, target: Target, wanted: int, *, chunks: int, pace_ms: int, ramp_s: float) -> dict[str, Any]:
-    """So many streams at once through one target, or as many as it may open files for; each continues a session of its own."""
+    """This many streams at once through one target, or as many as its open-file limit allows; each continues its own session."""
     possible = wanted if target.name == "direct" else min(wanted, target.streams_possible())
     spec = msgspec.structs.replace(
         _NONE,

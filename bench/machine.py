@@ -1,4 +1,4 @@
-"""What the figures came from; no names, no paths."""
+"""Describes the machine that the figures are from; no names, no paths."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Are absolute figures of the two worth comparing?"""
+    """Whether absolute figures of the two machines can be compared."""
     return all(one.get(name) == other.get(name) for name in ("cpu", "cores", "python"))
 
 
@@ -50,7 +50,7 @@ def _version(package: str) -> str | None:
 
 
 def _others() -> dict[str, str]:
-    """The releases of what `make bench-others` installed: the names of their metadata folders tell."""
+    """The releases that `make bench-others` installed, from the names of their metadata folders."""
     found = {}
     for place in OTHERS.glob("*/lib/python*/site-packages/*.dist-info"):
         name, _, release = place.name.removesuffix(".dist-info").partition("-")
@@ -60,9 +60,9 @@ def _others() -> dict[str, str]:
 
 
 def raise_file_limit() -> None:
-    """Let this process and those it starts open as many files as the system allows it."""
+    """Raises the open-file limit of this process and its children as far as the system allows."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # where more is allowed to root, more is taken
+    with contextlib.suppress(ValueError, OSError):  # raise the hard limit too, which only root may do
         most = max(hard, 65_536)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         return

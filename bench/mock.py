@@ -1,14 +1,14 @@
-"""The mock engine: as much of vLLM as the proxy looks at, and nothing that costs time.
+"""The mock engine: the part of vLLM that the proxy uses, at the lowest possible cost.
 
-A raw `asyncio.Protocol` on uvloop, no framework. Supplied prompt ids are never parsed: their JSON is copied from the
-request to the reply. Replies are put together from byte strings made once. The tokenizer is exact and trivial: four
-bytes of a text are one token, whatever they are; special tokens stand around each message; so a tail is a suffix of the
-full rendering, as with a real template. All ids have six digits, so that a text becomes the JSON of its ids by one table look-up.
+A raw `asyncio.Protocol` on uvloop, no framework. Supplied prompt ids are never parsed: their JSON is copied from the request to the
+reply. Replies are joined from byte strings made once. The tokenizer is exact and trivial: any four bytes of a text are one token, and
+special tokens enclose each message; so a tail is a suffix of the full rendering, as with a real template. All ids have six digits, so
+that a text becomes the JSON of its ids by one table look-up.
 
-Members that only this engine knows, all optional: `mock_tokens` (length of the reply), `mock_chunks` (chunks of a
-stream), `mock_pace_ms` (pause between them; 0: as fast as the socket takes them).
+Request members that only this engine has, all optional: `mock_tokens` (length of the reply), `mock_chunks` (chunks of a stream),
+`mock_pace_ms` (pause between them; 0: as fast as the socket accepts them).
 
-Each reply says when its last byte was written: `"mock_sent": nanoseconds` of CLOCK_MONOTONIC, in the last event of a stream.
+Each reply contains the time when its last byte was written: `"mock_sent": nanoseconds` of CLOCK_MONOTONIC, in the last event of a stream.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _counter = itertools.count()
 
 
 def tokens_of(text: bytes) -> bytes:
-    """Four bytes are one token; its id is a hash of them. JSON, with a comma behind each."""
+    """Each four bytes are one token; its id is a hash of them. JSON, with a comma after each."""
     words = np.frombuffer(text + bytes(-len(text) % 4), dtype="<u4")
     return _TABLE[(words * np.uint32(2654435761)) >> np.uint32(17)].tobytes()
 
@@ -106,7 +106,7 @@ events_of = lru_cache(64)(lambda n, chunks, ids: said(n).events(chunks, ids=ids)
 
 
 class Server(asyncio.Protocol):
-    """One connection; requests come one after the other."""
+    """One connection; requests follow one another."""
 
     def __init__(self) -> None:
         self.buffer = bytearray()
@@ -135,7 +135,7 @@ class Server(asyncio.Protocol):
         self.path = head.split(b" ", 2)[1]
         length = re.search(rb"\r\ncontent-length: *(\d+)", head)
         if length is None and b"\r\ntransfer-encoding:" in head:
-            raise RuntimeError("the mock engine takes no chunked requests")
+            raise RuntimeError("the mock engine does not accept chunked requests")
         self.start = end + 4
         self.wanted = self.start + (int(length[1]) if length else 0)
         return True
@@ -163,7 +163,7 @@ class Server(asyncio.Protocol):
         if body.endswith(b"]}}"):
             at = body.rfind(_SUPPLIED)
             prompt = body[at + len(_SUPPLIED) : -3]
-        # All that matters stands behind the messages: both the bench and the proxy write it there.
+        # Everything relevant is after the messages: both the bench and the proxy write it there.
         rest = body[max(0, at - _OPTIONS) : at] if at >= 0 else body[-_OPTIONS:]
         wants_ids = b'"return_token_ids":true' in rest
         if wants_ids and b'"allowed_token_ids"' in rest:
@@ -197,7 +197,7 @@ class Server(asyncio.Protocol):
         )
 
     def _forced(self, asked: _Body) -> None:
-        """The probe's question: does generation stop at this token?"""
+        """Answers the probe's question: does generation stop at this token?"""
         token = (asked.allowed_token_ids or [END])[0]
         stops = token == END
         choice = {

@@ -1,4 +1,4 @@
-"""docs/performance.md from a run's raw figures.
+"""Writes docs/performance.md from a run's raw figures.
 
     python -m bench.page bench/out/<time>.json
 
@@ -32,17 +32,17 @@ NAMES = {
 
 
 def markdown(shown: Shown) -> str:
-    """A table in Markdown, figures to the right."""
+    """A table in Markdown, figures right-aligned."""
     rule = "|".join("---" if n < shown.left else "--:" for n in range(len(shown.head)))
     lines = [f"| {' | '.join(shown.head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in shown.rows)]
     return "\n".join([*lines, "", shown.caption + "."] if shown.caption else lines)
 
 
 def replaced(text: str, name: str, inner: str) -> str:
-    """The text with what stands between the marks of this name replaced.
+    """The text with the part between the marks of this name replaced.
 
     Raises:
-        ValueError: the page has no such marks.
+        ValueError: The page lacks these marks, or has them more than once.
     """
     found, count = re.subn(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: f"{m[1]}{inner}\n{m[2]}", text, flags=re.DOTALL)
     if count != 1:

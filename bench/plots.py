@@ -1,4 +1,4 @@
-"""The bench's pictures: latency over percentiles, calls a second over rollouts at once, cost over the length of a history.
+"""Draws the bench's pictures: latency percentiles, calls per second by concurrent rollouts, cost by length of history.
 
 A target has the same colour in all of them. SVG without a date and with fixed ids, so that the same figures draw the same file.
 """
@@ -44,7 +44,7 @@ STYLE = {
 
 
 def draw(found: dict[str, Any], folder: Path) -> list[str]:
-    """Draw what the run has figures for; returns the names of the files.
+    """Draws the pictures for which the run has figures; returns the names of the files.
 
     `bench-latency.svg` (closed loop), `bench-open.svg`, `bench-throughput.svg`, `bench-growth.svg`.
     """
@@ -71,7 +71,7 @@ def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _percentiles(axes: "Axes", name: str, latency: list[float], style: str = "-") -> None:
-    """Latency against one in so many calls that is slower: 50 % at the left, 99 % at the right."""
+    """Latency over the fraction of calls that are slower, logarithmic: 50 % at the left, 99 % at the right."""
     shown = range(1, 100)
     axes.plot([100 / (100 - q) for q in shown], [latency[q] / 1000 for q in shown], style, color=COLOURS.get(name), label=name)
     axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""The processes that are measured: started, watched from outside (CPU and memory by the kernel's own books), stopped."""
+"""Starts, measures and stops the measured processes (CPU and memory from the kernel's accounts)."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ _CHILDREN_SECONDS = 1.0
 
 
 class Process(NamedTuple):
-    """A server under way. What it uses is counted with its children: workers are processes."""
+    """A running server. Its figures include its child processes, which are its workers."""
 
     name: str
     port: int
@@ -26,7 +26,7 @@ class Process(NamedTuple):
     log: Path
 
     def family(self) -> list[int]:
-        """The process and all that descend from it."""
+        """The process and all its descendants."""
         found = [self.pid]
         for pid in found:
             for listed in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -39,11 +39,11 @@ class Process(NamedTuple):
         return sum(map(cpu_seconds, _family(self)))
 
     def waited(self) -> float:
-        """Seconds that its main threads were ready to run and had no core: what others on the machine cost it."""
+        """Seconds that its main threads were ready to run without a core."""
         return sum(map(waited, _family(self)))
 
     def peak(self) -> int:
-        """The most resident memory since the start or `forget_peak`, in bytes, children included (shared pages count in each)."""
+        """Peak of resident memory since the start or `forget_peak`, in bytes, children included (shared pages count in each)."""
         return sum(_status(pid, "VmHWM") for pid in self.family())
 
     def forget_peak(self) -> None:
@@ -57,7 +57,7 @@ class Process(NamedTuple):
         return int(found[1]) if found else 1024
 
     def pin(self, cores: set[int]) -> None:
-        """Let it run on these cores only, all of its threads."""
+        """Restricts all of its threads to these cores."""
         for pid in self.family():
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with contextlib.suppress(OSError):
@@ -77,7 +77,7 @@ def _family(process: Process) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds used so far by one process, all threads. Nanoseconds from schedstat where the kernel keeps it, ticks otherwise."""
+    """CPU seconds used so far by one process, all threads. Nanoseconds from schedstat if the kernel has it, else ticks."""
     try:
         return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
     except (OSError, ValueError, IndexError):
@@ -117,10 +117,11 @@ def running(
     seconds: float = 30.0,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Process]:
-    """Run a server while the context is open.
+    """Runs a server while the context is open.
 
-    `command` is given the port to listen on; `ready` is a path that answers 200 when the server can be used (None: that it
-    listens is enough); `seconds`: how long that may take.
+    `command` gets the port to listen on; `ready` is a path that answers 200 when the server can be used (None: a listening socket is
+    enough);
+    `seconds`: how long that may take.
     """
     port = free_port()
     with tempfile.NamedTemporaryFile("w", prefix=f"bench-{name}-", suffix=".log", delete=False) as log:

@@ -1,8 +1,8 @@
-"""Where the CPU of a call goes: py-spy samples a target on one busy core, and each sample is put into a room.
+"""Shows which package uses a call's CPU: py-spy samples a target on one busy core and each sample is assigned to a package.
 
-A sample is the Python stack at one moment; it counts once, for the innermost frame that has a room. What C code does (the HTTP parser,
-JSON, the kernel's part of a write) counts for the Python frame that called it. Which room a file belongs to says a table of path
-prefixes, the longest that fits; a file that serves several rooms has none, and counts for who called it.
+A sample is the Python stack at one moment; it counts once, for the innermost frame that has a package. C code (the HTTP parser, JSON, the
+kernel's part of a write) counts for the Python frame that called it. A table of path prefixes assigns files to packages; the longest
+matching prefix applies. A file that serves several packages has none, and counts for its caller.
 """
 
 import os
@@ -27,7 +27,7 @@ SENDING, REPLY, RECORDING, REST = "writing to the engine", "the reply", "recordi
 NAMES = (LOOP, SERVER, CLIENT, READING, PLANNING, TAIL, SENDING, REPLY, RECORDING, REST)
 
 CALLER = ""
-"""No room: what runs there counts for who called it."""
+"""No package: this code counts for its caller."""
 
 ROOMS: Mapping[str, str] = {
     "asyncio/": LOOP,
@@ -67,7 +67,7 @@ RATE = 500
 
 
 def binary() -> str | None:
-    """Where py-spy is: beside this Python, where `make bench-others` puts it, or on `PATH`."""
+    """Where py-spy is: next to this Python, where `make bench-others` installs it, or on `PATH`."""
     for place in (Path(sys.executable).parent / "py-spy", OTHERS / "py-spy" / "bin" / "py-spy"):
         if os.access(place, os.X_OK):
             return str(place)
@@ -75,7 +75,7 @@ def binary() -> str | None:
 
 
 def room(files: Sequence[str]) -> str:
-    """The room of a sample: `files` of its frames, outermost first."""
+    """The package of a sample: `files` of its frames, outermost first."""
     for file in reversed(files):
         found = next((ROOMS[prefix] for prefix in _PREFIXES if file.startswith(prefix)), CALLER)
         if found:
@@ -84,10 +84,10 @@ def room(files: Sequence[str]) -> str:
 
 
 def shares(stacks: Iterable[str]) -> dict[str, float]:
-    """From py-spy's raw lines (`frame (file:line);frame (file:line) count`) to the share of each room.
+    """Converts py-spy's raw lines (`frame (file:line);frame (file:line) count`) to the share of each package.
 
     Raises:
-        RuntimeError: there are no samples.
+        RuntimeError: There are no samples.
     """
     counted: Counter[str] = Counter()
     for line in stacks:
@@ -101,10 +101,10 @@ def shares(stacks: Iterable[str]) -> dict[str, float]:
 
 
 def sampled(process: Process, work: Callable[[], object]) -> dict[str, float]:
-    """The share of each room in what a process does while something else works it.
+    """The share of each package in a process's work while it is under load.
 
     Raises:
-        RuntimeError: py-spy may not look at the process.
+        RuntimeError: py-spy may not inspect the process.
     """
     with tempfile.TemporaryDirectory(prefix="bench-profile-") as folder:
         raw, log = Path(folder, "stacks"), Path(folder, "log")
@@ -113,19 +113,19 @@ def sampled(process: Process, work: Callable[[], object]) -> dict[str, float]:
             try:
                 work()
             finally:
-                spy.send_signal(signal.SIGINT)  # then it writes what it saw
+                spy.send_signal(signal.SIGINT)  # on SIGINT it writes its samples
                 spy.wait(60)
         if not raw.exists():
-            raise RuntimeError(f"py-spy: {(log.read_text().strip().splitlines() or ['it wrote nothing'])[-1]}")
+            raise RuntimeError(f"py-spy: {(log.read_text().strip().splitlines() or ['no output'])[-1]}")
         return shares(raw.read_text().splitlines())
 
 
 def run_profile(engine: Process, targets: Sequence[Target], seconds: float) -> list[dict[str, Any]]:
-    """For each shape and target the CPU of a call, and each room's share.
+    """For each shape and target the CPU of a call, and each package's share.
 
     Raises:
-        FileNotFoundError: there is no py-spy.
-        RuntimeError: py-spy may not look at a target.
+        FileNotFoundError: py-spy is missing.
+        RuntimeError: py-spy may not inspect a target.
     """
     if binary() is None:
         raise FileNotFoundError("py-spy is not installed: make bench-others")
@@ -133,7 +133,7 @@ def run_profile(engine: Process, targets: Sequence[Target], seconds: float) -> l
     for shape in SHAPES:
         spec = Row(shape, AT_ONCE, seconds, 1).spec(slow=False)
         for target in targets:
-            cpu = drive(engine, target, spec)["cpu_us"]  # not while it is sampled: that slows it
+            cpu = drive(engine, target, spec)["cpu_us"]  # not while it is sampled: sampling slows it down
             rooms = sampled(target.processes[0], lambda: drive(engine, target, spec))  # noqa: B023 - called at once
             spent = {name: round(cpu * share, 1) for name, share in rooms.items()}
             found.append({"shape": shape, "target": target.name, "cpu_us": cpu, "rooms_us": spent})

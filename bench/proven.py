@@ -1,17 +1,17 @@
-"""The floor with proof: what the floor does, and what it takes besides to be sure of the tokens and to keep them.
+"""The floor with verification: the floor plus what it takes to verify the tokens and to keep them.
 
-The floor (`bench.floor`) takes for granted that each call continues the one before. Nobody could train on what it carries. What is here
-added is what the design's invariants ask of any proxy, each in the cheapest way that Python's libraries have for it:
+The floor (`bench.floor`) assumes that each call continues the previous one, so its output cannot be used for training. This module adds
+what the design's invariants require of any proxy, each in the cheapest way that Python's libraries have for it:
 
-1. the messages are compared with those of the call before: a hash of the bytes that came again; what is new is decoded and hashed; the
-   reply among it must say what was sampled. The first call of a session decodes and hashes all of it;
+1. the messages are compared with those of the previous call: a hash of the repeated bytes; new messages are decoded and hashed; the reply
+   among them must be the sampled one. The first call of a session decodes and hashes all of it;
 2. the ids that the engine echoes are compared with those that were sent, and the first call's are read;
-3. what was sampled is decoded, as many log probabilities as ids, none of them a NaN; the client gets neither, as it asked for neither;
-4. the turn is packed as it would be stored: ids and log probabilities in bytes, the new messages deflated; and kept, in memory.
+3. the sampled ids are decoded, as many log probabilities as ids, none of them a NaN; the client gets neither, because it requested neither;
+4. the turn is packed as it would be stored: ids and log probabilities in bytes, the new messages deflated; and kept in memory.
 
-What it leaves out is what makes a proxy of it: more than one conversation in a session, more than one dialect and engine, a harness that
-changes what it sends back, a client that hangs up, calls that come twice, a tail that depends on its messages, books, errors, limits.
-`tokencache` does all of that and costs more; nothing that proves its tokens, in Python on aiohttp, costs much less than this.
+It omits what else a proxy needs: several conversations in a session, several dialects and engines, a harness that changes what it sends
+back, a client that disconnects, duplicate calls, a tail that depends on its messages, metrics, errors, limits. `tokencache` does all of
+that and costs more; no proxy that verifies its tokens in Python on aiohttp costs much less than this.
 
     python -m bench.proven PORT UPSTREAM
 """
@@ -35,7 +35,7 @@ from bench.relay import passed_on, serve
 _MESSAGES = b'{"messages":['
 _CHANCES, _IDS = (b'"logprobs":{', b',"finish_reason"'), (b'"token_ids":[', b"]")
 _MOST = 1024
-"""Sessions that are kept; one that was forgotten begins again."""
+"""Sessions that are kept; a forgotten one begins again."""
 
 
 class _Entry(msgspec.Struct):
@@ -73,7 +73,7 @@ _PACK = msgspec.msgpack.Encoder()
 
 @dataclass(slots=True)
 class Known:
-    """What is known of a session: the ids so far as pieces of JSON, the last body by its hash, the last reply by its digest; its turns."""
+    """State of a session: the ids so far as pieces of JSON, the last body's hash, the last reply's digest, its turns."""
 
     pieces: list[bytes] = field(default_factory=list)
     heard: int = 0
@@ -89,7 +89,7 @@ class Proven:
         self.sessions: dict[str, Known] = {}
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Whole replies only: of streams the floor's figures say enough."""
+        """Whole replies only: for streams the floor's figures are sufficient."""
         name = request.headers.get(SESSION)
         if name is None:
             return await self.floor.relay.handle(request)
@@ -146,7 +146,7 @@ def _without_echo(known: Known, said: bytes) -> bytes:
             raise ValueError("the engine used another prompt")
         at += len(piece)
     if at != end or begin == end:
-        raise ValueError("the engine used a longer prompt, or did not say which")
+        raise ValueError("the engine used a longer prompt, or did not return its ids")
     return said[:begin] + said[end:]
 
 
@@ -159,7 +159,7 @@ def _ints(ids: list[int]) -> bytes:
 
 
 def _hidden(reply: bytes) -> bytes:
-    """What the client did not ask for, cut out of a reply."""
+    """The fields that the client did not request, cut out of a reply."""
     for begin, end in (_CHANCES, _IDS):
         at = reply.index(begin) + len(begin) - 1
         reply = reply[:at] + b"null" + reply[reply.index(end, at) + (end == b"]") :]
@@ -167,11 +167,11 @@ def _hidden(reply: bytes) -> bytes:
 
 
 def _keep(known: Known, new: bytes, digests: list[bytes], reply: bytes) -> None:
-    """The turn, packed; what the next call is held against."""
+    """The packed turn; the next call is compared with it."""
     choice = _REPLY.decode(reply).choices[0]
     chances = [one.logprob for one in choice.logprobs.content]
     if len(choice.token_ids) != len(chances) or any(map(math.isnan, chances)):
-        raise ValueError("the engine did not say how likely its tokens were")
+        raise ValueError("the engine returned no log probabilities")
     known.reply = _digest("assistant", choice.message.content)
     packed = [_ints(choice.token_ids), struct.pack(f"<{len(chances)}f", *chances), isal_zlib.compress(new), *digests]
     known.turns.append(_PACK.encode(packed))

@@ -1,8 +1,8 @@
-"""A queue in front of workers, simulated: what waiting does to latency when calls come by chance.
+"""Simulates a queue in front of workers: what waiting does to latency when calls arrive at random.
 
-Poisson arrivals, `servers` that each serve one call at a time (a proxy process has one event loop: its calls share a core, so to
-the queue it is one server), service times drawn from what the bench measured. First come, first served. It says nothing about the
-engine, whose seconds are another matter, and nothing about calls of one session waiting for each other.
+Poisson arrivals; `servers` that each serve one call at a time (a proxy process has one event loop whose calls share a core, so it is one
+server of the queue); service times drawn from measured ones. First come, first served. It does not model the engine's time, nor calls
+of one session that wait for each other.
 """
 
 import heapq
@@ -23,7 +23,7 @@ def constant(value: float) -> Draw:
 
 
 def empirical(percentiles: Sequence[float]) -> Draw:
-    """Values spread as these percentiles (0, 1, … 100) say, evenly between two of them."""
+    """Values distributed as these percentiles (0, 1, … 100), evenly between two of them."""
 
     def draw(rng: random.Random) -> float:
         at = rng.random() * (len(percentiles) - 1)
@@ -43,7 +43,7 @@ def simulate(rate: float, service: Draw, servers: int = 1, calls: int = 50_000, 
     The first tenth of the calls is not counted: the queue has to fill first.
 
     Raises:
-        ValueError: more comes than can be served; the queue would grow for ever.
+        ValueError: More arrives than can be served, so the queue would grow without limit.
     """
     rng = random.Random(seed)
     mean = sum(service(rng) for _ in range(2_000)) / 2_000

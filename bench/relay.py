@@ -17,7 +17,7 @@ def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def begun(answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """What the client is answered, as far as the engine's answer has come: its head."""
+    """Starts the client's response from the head of the engine's answer."""
     return web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
 
 
@@ -30,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def listening(port: int, handler: Handler) -> web.AppRunner:
-    """A server for all paths; whoever asked for it cleans it up."""
+    """A server for all paths; the caller cleans it up."""
     app = web.Application(client_max_size=64 * 2**20)
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, access_log=None)
@@ -40,14 +40,14 @@ async def listening(port: int, handler: Handler) -> web.AppRunner:
 
 
 async def serve(port: int, handler: Callable[[aiohttp.ClientSession], Handler]) -> None:
-    """Serve until the process ends; `handler` is made of the connections to the engine."""
+    """Serves until the process ends; `handler` is made from the connections to the engine."""
     async with pool() as engine:
         await listening(port, handler(engine))
         await asyncio.Event().wait()
 
 
 class Relay:
-    """Passes on whatever comes."""
+    """Relays every request unchanged."""
 
     def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
         self.upstream, self.engine = upstream, engine

@@ -1,4 +1,4 @@
-"""What a run found, as tables: printed here, written into docs/performance.md by bench/page.py."""
+"""Shows a run's results as tables: printed here, written into docs/performance.md by bench/page.py."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from bench.targets import FLOOR
 
 @dataclass(frozen=True)
 class Shown:
-    """A table: `left` columns hold words, the others figures."""
+    """A table: `left` columns hold text, the others figures."""
 
     title: str
     head: Sequence[str]
@@ -29,13 +29,13 @@ def ms(us: float) -> str:
 
 
 def wrong(runs: Sequence[dict[str, Any]]) -> str:
-    """How many calls failed, and whether sessions were not what they should be."""
+    """How many calls failed, and whether sessions were not as they should be."""
     torn = sum(len(run["torn"]) for run in runs)
     return f"{sum(run['errors'] for run in runs)}" + (f", {torn} sessions torn" if torn else "")
 
 
 def tables(found: dict[str, Any]) -> list[Shown]:
-    """All tables of a run, those of parts that were not run left out."""
+    """All tables of a run; parts that did not run are omitted."""
     makers = (
         ("cost", cost),
         ("growth", growth),
@@ -80,7 +80,7 @@ def growth(grown: dict[str, Any]) -> Shown:
 
 
 def _told(marks: list[dict[str, Any]], name: str, what: str | None) -> bool:
-    """Beyond something else is said of the proxy, and of the floor what it has beyond the relay and the body."""
+    """For the proxy: its excess over other targets; for the floor: its excess over the relay and the body."""
     there = what is None or what in marks[0]["parse_us"] or what in marks[0]["targets"]
     return there and (what is None or name.startswith("proxy") or (name.startswith(FLOOR) and what != FLOOR))
 

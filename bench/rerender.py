@@ -1,9 +1,9 @@
-"""What others do: render the whole history with the chat template and tokenize all of it, every turn.
+"""The common method of other projects: render the whole history with the chat template and tokenize all of it, every turn.
 
 A minimal re-creation of the published method of token capture before the engine: miles' session server (`miles/rollout/session`,
-chat in, ids to SGLang), slime's agent adapters (`slime/agent/trajectory.py`), and NeMo Gym's capture where the engine does the
-same work once more. A Jinja template and a Hugging Face tokenizer, both kept warm; ids to the engine; ids and log probabilities
-of the reply kept in memory; nothing of theirs is copied. It checks nothing that those check beside, so it is the floor of the method.
+chat in, ids to SGLang), slime's agent adapters (`slime/agent/trajectory.py`), and NeMo Gym's capture, where the engine repeats the same
+work. A Jinja template and a Hugging Face tokenizer, both kept warm; ids to the engine; ids and log probabilities of the reply kept in
+memory. Their code is not copied, and their further checks are omitted, so it is the floor of the method.
 
 `BENCH_TOKENIZER`: a folder with `tokenizer.json` and `chat_template.jinja`; else the tokenizer of tokencache.testing (6,000 entries).
 """

@@ -1,10 +1,10 @@
-"""What 16 thousand, 160 thousand and 1.6 million concurrent rollouts need: arithmetic on what the bench measured.
+"""Computes what 16 thousand, 160 thousand and 1.6 million concurrent rollouts need, from what the bench measured.
 
     python -m bench.scale bench/results.json [--write]
 
-prints the tables of docs/scale.md; `--write` puts them there. The model: each rollout calls so many times a minute; each call
+prints the tables of docs/scale.md; `--write` puts them there. The model: each rollout makes a fixed number of calls per minute; each call
 costs a proxy CPU, Redis CPU, memory and network as one of the measured bodies does; a core is used up to `busy`. The queueing
-simulation (bench/queueing.py) says what that share does to latency, and is checked against the measured open loop.
+simulation (bench/queueing.py) shows the effect of that share on latency, and is checked against the measured open loop.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROLLOUTS = (16_000, 160_000, 1_600_000)
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout is assumed to do. Bytes a token are of the harness's JSON text, `id_bytes` of an id in JSON."""
+    """The assumed load of a rollout. Bytes per token are of the harness's JSON text, `id_bytes` of an id in JSON."""
 
     turns_per_minute: float = 2.0
     turns: int = 50
@@ -41,7 +41,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call costs: seconds of CPU; bytes of memory that a stream in flight, and a stored token, take."""
+    """Costs of a call: seconds of CPU; bytes of memory per stream in flight and per stored token."""
 
     call_s: float
     chunk_s: float
@@ -68,7 +68,7 @@ def costs(found: dict[str, Any]) -> Costs:
     """From a run's raw figures: the 141 KB call with Redis, what 500 chunks add to it, a stream's memory.
 
     Raises:
-        KeyError: the run lacks a part; a full run has all.
+        KeyError: The run lacks a part; a full run has all.
     """
     rows = {row["case"]: row["targets"]["proxy redis"] for row in found["cost"]}
     whole, streamed = rows["141 KB"], rows["141 KB, 500 chunks"]
@@ -83,14 +83,14 @@ def costs(found: dict[str, Any]) -> Costs:
 
 
 def need(rollouts: int, load: Load, cost: Costs, *, engine_s: float = 10.0, kept_steps: float = 2.0) -> Need:
-    """What so many rollouts need. `engine_s`: how long a call is in flight; `kept_steps`: rollouts kept in Redis per running one."""
+    """What this many rollouts need. `engine_s`: how long a call is in flight; `kept_steps`: rollouts kept in Redis per running one."""
     calls = rollouts * load.turns_per_minute / 60
     cpu = calls * (cost.call_s + load.chunks * cost.chunk_s)
     proxies = max(1, math.ceil(cpu / load.busy))
     in_flight = calls * engine_s
     prompt = load.history_tokens
     body = prompt * load.bytes_per_token
-    engine_bytes = body + 2 * prompt * load.id_bytes  # text and ids to the engine, the echoed prompt back
+    engine_bytes = body + 2 * prompt * load.id_bytes  # text and ids to the engine, the prompt echo back
     reply = load.chunks * load.chunk_bytes
     final = load.turns * load.new_tokens
     return Need(
@@ -98,7 +98,7 @@ def need(rollouts: int, load: Load, cost: Costs, *, engine_s: float = 10.0, kept
         calls_per_s=calls,
         in_flight=in_flight,
         proxies=proxies,
-        # A call in flight holds its body and its ids beside what a stream takes.
+        # A call in flight holds its body and its ids, and what a stream takes.
         proxy_gib=(proxies * cost.idle_bytes + in_flight * (cost.stream_bytes + body)) / 2**30,
         redis_shards=max(1, math.ceil(calls * cost.redis_s / load.busy)),
         redis_gib=rollouts * kept_steps * final * cost.token_bytes / 2**30,
@@ -107,7 +107,7 @@ def need(rollouts: int, load: Load, cost: Costs, *, engine_s: float = 10.0, kept
 
 
 def first_bottleneck(one: Need, *, nic_gbit: float = 25.0, node_cores: int = 64, redis_gib: float = 64.0) -> str:
-    """What is scarce first, in machines: nodes of proxies by their cores or their network, Redis by CPU or by memory."""
+    """The scarcest resource, in machines: nodes of proxies by their cores or their network, Redis by CPU or by memory."""
     machines = {
         "proxy CPU": one.proxies / node_cores,
         "network": one.network_gbit / nic_gbit,
@@ -145,21 +145,21 @@ def costs_table(cost: Costs) -> Shown:
 
 
 def service_of(runs: Sequence[dict[str, Any]], cpu_us: float) -> Draw:
-    """Service times: the spread of the latencies at the lowest rate, brought to the mean of the CPU that a call takes.
+    """Service times: the distribution of the latencies at the lowest rate, scaled to the mean CPU of a call.
 
-    At a low rate hardly a call waits for another, so the spread there is nearly that of the service; but part of it is the
-    engine and the way there, which keep no proxy busy. Hence the mean is that of the CPU.
+    At a low rate calls hardly wait for each other, so that distribution is nearly that of the service. But part of it is the engine and the
+    network, during which no proxy is busy. Therefore the mean is that of the CPU.
     """
     lowest = min(runs, key=lambda run: float(run["rate"]))["latency_us"]
     return scaled(empirical(lowest), cpu_us / statistics.fmean(lowest))
 
 
 def checked(found: dict[str, Any], name: str = "proxy memory") -> Shown:
-    """The simulation beside the measured open loop."""
+    """The simulation next to the measured open loop."""
     opened = found["open"]
     runs = sorted((run for run in opened["runs"] if run["target"] == name), key=lambda run: float(run["rate"]))
     service = service_of(runs, opened["cpu_us"])
-    # What a call takes beside its time on the proxy's core: the engine's part and the way.
+    # What a call takes apart from its time on the proxy's core: the engine's part and the network.
     idle = simulate(runs[0]["rate"] / 1e6, service)
     beside = max(0.0, runs[0]["latency_us"][50] - idle[50])
     rows = []

@@ -1,8 +1,7 @@
-"""The bench's arithmetic: quantiles, figures with the noise they were measured with, and when one is worse than another.
+"""The bench's statistics: quantiles, figures with their measurement noise, and when one is worse than another.
 
-A *figure* is what one number of the bench is kept as: the median of its repetitions, and how far they lay apart. Two
-figures differ only where their distance is more than what both wavered by, and more than a share that no reader would
-call a change.
+A *figure* is the stored form of one number of the bench: the median of its repetitions, and their spread. Two figures differ only if
+their distance exceeds the noise of both, and a share that a reader would not call a change.
 """
 
 import math
@@ -14,7 +13,7 @@ Better = Literal["lower", "higher"]
 Verdict = Literal["same", "worse", "better", "new"]
 
 LEAST_CHANGE = 0.05
-"""Share of a figure under which a difference is none, however quiet the machine was."""
+"""Share of a figure below which a difference counts as none, however quiet the machine was."""
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:
@@ -38,7 +37,7 @@ def trimmed(values: Sequence[float]) -> float:
 
 
 def blocks(values: Sequence[float], count: int) -> list[float]:
-    """Medians of `count` runs of values that follow each other: repetitions of one long measurement."""
+    """Medians of `count` runs of consecutive values: repetitions of one long measurement."""
     size = max(1, len(values) // count)
     cut = [values[at : at + size] for at in range(0, size * min(count, len(values)), size)]
     return [statistics.median(block) for block in cut]
@@ -48,7 +47,7 @@ def figure(values: Sequence[float], unit: str, better: Better = "lower") -> dict
     """The median of repetitions and their spread: half the distance of the outermost.
 
     Raises:
-        ValueError: there are no values.
+        ValueError: There are no values.
     """
     if not values:
         raise ValueError("a figure needs at least one value")
@@ -63,12 +62,12 @@ def figure(values: Sequence[float], unit: str, better: Better = "lower") -> dict
 
 
 def _rounded(value: float) -> float:
-    """Four digits are more than any of this is worth."""
+    """Rounds to four digits: more are never significant here."""
     return float(f"{value:.4g}")
 
 
 def compare(now: dict[str, Any], then: dict[str, Any] | None) -> Verdict:
-    """Is a figure worse or better than an earlier one by more than the noise of both?"""
+    """Whether a figure is worse or better than an earlier one by more than the noise of both."""
     if then is None:
         return "new"
     change = now["median"] - then["median"]

@@ -1,4 +1,4 @@
-"""What a run of the bench consists of: the parts, and how much of each is done in a full run and in a quick one."""
+"""The parts of a bench run, and how much of each is done in a full run and in a quick one."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ LOADS = [
     Row("1 KB", 16_384, 2.0, 1),
     Row("141 KB", 1, 2.0, 2),
     Row("141 KB", 64, 2.5, 3),
-    Row("141 KB", 1_024, 20.0, 1),  # a window several calls long: at 400 a second each takes two seconds and a half
+    Row("141 KB", 1_024, 20.0, 1),  # a window several calls long: at 400 at once each takes two seconds and a half
     Row("1 MB", 16, 3.0, 1),
     Row("1 KB, 100 chunks of 50 ms", 1_024, 2.0, 1),
     Row("141 KB, 500 chunks of 10 ms", 64, 2.0, 1),
@@ -115,7 +115,7 @@ QUICK = Extent(
 
 
 class Suite:
-    """A run: one mock engine, the targets before it, and what was found."""
+    """A run: one mock engine, the targets in front of it, and the results."""
 
     def __init__(self, extent: Extent, parts: set[str], leave_out: set[str], console: Console) -> None:
         self.extent, self.parts, self.leave_out, self.console = extent, parts, leave_out, console
@@ -167,7 +167,7 @@ class Suite:
         self.found["cost"] = []
         for case in self.extent.cases:
             self.say(f"cost: {case.name}")
-            # The call that `floor local` leaves out is nothing beside hundreds of chunks; `floor proven` does not stream.
+            # The call that `floor local` omits is negligible next to hundreds of chunks; `floor proven` does not stream.
             some = Rig(engine, {name: t for name, t in rig.targets.items() if not (case.chunks and name in {FLOOR_LOCAL, FLOOR_PROVEN})})
             self.found["cost"].append(run_case(some, case))
             some.close()
@@ -198,9 +198,9 @@ class Suite:
     def _streams(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
         self.found["streams"] = []
         extent = self.extent
-        # Fresh processes: what was stored before must not count as a stream's memory.
+        # New processes: memory for earlier sessions must not count as a stream's.
         makers = {"direct": targets.direct, "relay": targets.relay, PROXY: targets.proxy}
-        if extent.streams > able[PROXY].streams_possible():  # one process may not open so many files: then two, too
+        if extent.streams > able[PROXY].streams_possible():  # one process may not open this many files: then measure two, too
             makers[TWO] = lambda to: targets.proxy(to, workers=2)
         for name, make in makers.items():
             self.say(f"streams: {extent.streams} at once, {name}")

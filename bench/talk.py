@@ -1,8 +1,7 @@
-"""Conversations of a wanted size, and what one more turn puts on top.
+"""Makes conversations of a given size, and the next turn of each.
 
-Text is made of short words with line breaks and quotes among them, so that JSON has something to escape; every message
-is another one. A history of an even number of `messages`: a system prompt, then user and assistant in turn,
-a user's last.
+Text is made of short words with line breaks and quotes between them, so that JSON has something to escape; no two messages are equal.
+A history of an even number of `messages`: a system prompt, then user and assistant in turn, a user's last.
 """
 
 import random
@@ -23,7 +22,7 @@ _POOL = _pool(1 << 18)
 
 
 def text(rng: random.Random, size: int) -> str:
-    """No text occurs twice: each begins with a number of its own, and goes on from anywhere in a pool."""
+    """A unique text: each begins with a number of its own, and continues from anywhere in a pool."""
     found = f"{rng.randrange(16**8):08x} "
     while len(found) < size:
         at = rng.randrange(len(_POOL) // 2)
@@ -49,13 +48,13 @@ class Talk:
         return msgspec.json.encode({"messages": self.entries, **self.members})
 
     def hear(self, said: str, tail_bytes: int) -> None:
-        """Add what the model said, and the user's next message."""
+        """Adds the model's reply and the user's next message."""
         self.entries.append(self._entry("assistant", said))
         self.entries.append(self._entry("user", text(self._rng, tail_bytes)))
 
 
 def names(what: str) -> Iterator[str]:
-    """Session names, never the same twice in a run."""
+    """Session names, unique within a run."""
     n = 0
     while True:
         n += 1

