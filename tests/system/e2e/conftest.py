@@ -1,4 +1,4 @@
-"""One real vLLM at a time for the whole suite, and proxies in front of it. See rig/ for what it serves."""
+"""Fixtures: one real vLLM at a time for the whole suite, and proxies in front of it. See rig/ for what it serves."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def episodes():
 
 @pytest.fixture(scope="session")
 def figures():
-    """Lines for the end of the report: what was measured."""
+    """Lines for the end of the report: measurements."""
     return FIGURES
 
 
@@ -53,7 +53,7 @@ class Servers:
         return self.keep(tokenizer, lambda: self._around(tokenizer))
 
     def keep(self, name, make):
-        """The running server of this name; if another is running, that one is stopped, and `make` says what to start."""
+        """The running server of this name. If another one is running, stops it and starts the one that `make` describes."""
         if self._running != name:
             self.stop()
             self._server, self._running = self._stack.enter_context(make()), name
@@ -91,16 +91,16 @@ def servers(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(request):
-    """Whose tokenizer the model has; parametrize it indirectly to have another than the run's own."""
+    """The model's tokenizer; parametrize it indirectly to use another than the run's default."""
     name = getattr(request, "param", DEFAULT_TOKENIZER)
     if name == "qwen3" and not QWEN3.exists():
-        pytest.skip("Qwen3's tokenizer is not there")
+        pytest.skip("Qwen3's tokenizer is missing")
     return name
 
 
 @pytest.fixture
 def vllm_server(servers, tokenizer):
-    """The running server with all that is known of it: log, port, model folder."""
+    """The running server with its log, port and model folder."""
     return servers.use(tokenizer)
 
 
@@ -111,7 +111,7 @@ def vllm(vllm_server):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that want another tokenizer than the run's come last: one change of server, not many."""
+    """Puts tests with another tokenizer last: one change of server, not many."""
 
     def other(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(items):
 
 @dataclass
 class Proxied:
-    """A proxy in front of the real server, and harnesses that talk through it or past it."""
+    """A proxy in front of the real server, and harnesses that call it or the server directly."""
 
     url: str
     vllm: str
@@ -146,7 +146,7 @@ class Proxied:
 
 @contextlib.asynccontextmanager
 async def proxying(vllm, store, **settings):
-    """A proxy, up and probed."""
+    """A proxy that has started and probed the engine."""
     timeout = aiohttp.ClientTimeout(total=180)
     async with (
         serving(Settings(upstream=vllm, port=0, **settings), store) as (url, proxy),
@@ -163,20 +163,20 @@ async def proxied(vllm):
 
 
 BARRIER = [3, 1, 4, 1, 5]
-"""A prompt of ours: once it is answered, the engine has written down every request that ended before."""
+"""A prompt of our own: once it is answered, the engine has logged every request that ended before."""
 
 
 class Books:
-    """What the engine itself wrote down of a test's calls: prompt ids and sampled ids, in their order.
+    """The engine's own log of a test's calls: prompt ids and sampled ids, in order.
 
-    Of an episode's calls alone: to learn a template's tails the proxy asks the engine to render small talk of its own.
+    Only calls of episodes: to learn a template's tails the proxy also makes the engine render small conversations.
     """
 
     def __init__(self, proxied, server):
         self.proxied, self.path, self.seen = proxied, server.books, 0
 
     async def unread(self):
-        """Every request that the engine has finished since the last look."""
+        """Every request that the engine has finished since the last read."""
         await self.proxied.post("/v1/completions", {"model": MODEL, "prompt": BARRIER, "max_tokens": 1})
         found = read_books(self.path)
         seen, self.seen = self.seen, len(found)
@@ -189,7 +189,7 @@ class Books:
 
 @pytest.fixture
 async def books(proxied, vllm_server):
-    """The engine's books from here on."""
+    """The engine's log from here on."""
     books = Books(proxied, vllm_server)
     await books.unread()
     return books

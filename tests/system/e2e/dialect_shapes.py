@@ -1,4 +1,4 @@
-"""What two answers, or two streams, in the same dialect have in common: everything but ids, times and how words were cut."""
+"""Compares two answers, or two streams, of one dialect: everything but ids, times and how the text was split."""
 
 import json
 import re
@@ -10,7 +10,7 @@ _SAME |= {"text", "thinking", "input", "arguments", "input_tokens", "code", "ins
 
 
 def outline(value, at="", key=""):
-    """An answer as a flat table: the place of each member → what is there, or of what type it is where it must differ.
+    """An answer as a flat table: the path of each member → its value, or its type where values must differ.
 
     An item of Responses is named with its type.
     """
@@ -26,14 +26,14 @@ def outline(value, at="", key=""):
 
 
 def differences(dialect, ours, theirs):
-    """Where two answers or events differ although nothing says that they may: place, what it is here, what it is there."""
+    """Where two answers or events differ without permission: path, value here, value there."""
     ours, theirs, missing = outline(ours), outline(theirs), "absent"
     found = [(at, ours.get(at, missing), theirs.get(at, missing)) for at in sorted({*ours, *theirs})]
     return [entry for entry in found if entry[1] != entry[2] and not _listed(dialect, *entry)]
 
 
 def _listed(dialect, at, *both):
-    """Whether the table has this difference: one side has nothing there, or both write the same in their own way."""
+    """Whether the table permits this difference: one side lacks the member, or each writes it in its own way."""
     place = at.removeprefix(".")
     return place in OTHER_WORDS or (
         not {None, "absent"}.isdisjoint(what for what in both if not isinstance(what, (dict, list)))
@@ -42,7 +42,7 @@ def _listed(dialect, at, *both):
 
 
 def course(raw):
-    """A stream as its events, `(name, data)`: neighbouring deltas of one place are joined, for tokens decide how many there are."""
+    """A stream as its events, `(name, data)`: adjacent deltas of one block are joined, because tokens determine their number."""
     steps = []
     for block in raw.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.split("\n") if ": " in line)
@@ -63,7 +63,7 @@ def course(raw):
 
 
 def gemini_course(responses):
-    """Gemini's responses as one: neighbouring parts of a kind are joined."""
+    """Gemini's responses as one: adjacent parts of a kind are joined."""
     parts, last = [], {}
     for response in responses:
         candidate = response["candidates"][0]
@@ -78,5 +78,5 @@ def gemini_course(responses):
 
 
 def place_of(data):
-    """Which block or item an event is about."""
+    """The block or item that an event is about."""
     return data.get("index", data.get("output_index"))

@@ -1,9 +1,9 @@
-"""Requests that vLLM's own converters take too, and in what a call through the proxy may differ from a direct one.
+"""Requests that vLLM's own converters accept too, and permitted differences between a proxied and a direct call.
 
-Every request names an episode, by which its call is found in the engine's books. The model of `TALK` calls no tools, that
-of `WORK` does. `OTHER_PROMPTS` are the requests of which the engine is to be shown another prompt through the proxy, on
-purpose, and why; `OTHER_MEMBERS` the members of answers and events that only one of the two has, and `OTHER_WORDS` those
-that both have with other words, and why. Whatever differs and is not listed here is a bug.
+Every request names an episode, by which its call is found in the engine's log. The model of `TALK` calls no tools, that of `WORK` does.
+`OTHER_PROMPTS` lists the requests for which the proxy intentionally sends the engine another prompt, with the reason. `OTHER_MEMBERS`
+lists members of answers and events that only one of the two has; `OTHER_WORDS` lists those that both have with different text, with the
+reason. Any difference that is not listed here is a bug.
 """
 
 import json
@@ -24,7 +24,7 @@ USED = {"type": "tool_use", "id": "c1", "name": "bash", "input": {"timeout": 1.5
 
 
 def told(content, **more):
-    """A call and its result, both of somebody else's model, and what else the user says."""
+    """A call and its result, both of another model, and the user's next message."""
     return [*WORK, {"role": "assistant", "content": [USED | more]}, {"role": "user", "content": content}]
 
 
@@ -159,12 +159,12 @@ GEMINI = {
 }
 
 OTHER_PROMPTS = {
-    ("messages", "two-texts"): "the engine said one string, vLLM makes lines of its blocks",
-    ("messages", "two-replies"): "neighbouring entries are one turn in Anthropic's API, two in vLLM",
-    ("responses", "answer-of-two-parts"): "vLLM reads the first part only",
+    ("messages", "two-texts"): "the engine emitted one string, vLLM puts its blocks on separate lines",
+    ("messages", "two-replies"): "adjacent entries are one turn in Anthropic's API, two in vLLM",
+    ("responses", "answer-of-two-parts"): "vLLM reads only the first part",
 }
 
-# ---- what of their answers may differ
+# ---- permitted differences of the answers
 
 SHOWN = {
     "messages": ("text", "tools", "thinking-and-call", "input-empty", "thinking-off", "choice-none", "stop", "limit", "bad-call"),
@@ -173,31 +173,31 @@ SHOWN = {
         "custom-tool", "namespace", "no-reasoning", "metadata",
     ),
 }  # fmt: skip
-"""Of which requests the answers are compared, too."""
+"""Requests whose answers are compared, too."""
 
 OTHER_MEMBERS = {
     "messages": {
-        r"message\.stop_sequence|(message\.)?usage\.cache_\w+": "Anthropic always has them; vLLM leaves out what is null or unknown",
+        r"message\.stop_sequence|(message\.)?usage\.cache_\w+": "Anthropic always has them; vLLM omits null and unknown ones",
         r"content_block\.signature": "Anthropic's blocks begin with an empty one",
     },
     "responses": {
         r"response\.(\w+_transfer_params|(in|out)put_messages|(frequency|presence)_penalty)": "vLLM's own",
         r"response\.usage\.\w+\.(\w+_per_turn|tool_output_tokens)": "vLLM's own",
         r"response\.(error|store|prompt|prompt_cache_key|safety_identifier|metadata|top_logprobs|(text|reasoning)(\..*)?)": (
-            "shown with OpenAI's defaults; vLLM leaves them out or has null"
+            "shown with OpenAI's defaults; vLLM omits them or has null"
         ),
-        r"response\.(temperature|top_p|max_output_tokens)": "what was not asked for is null; vLLM shows what it takes then",
-        r"(item|response\.output\[\d+\])\(\w+\)\.(phase|namespace|async|caller|encrypted_content)": "left out where vLLM has null",
-        r"(.*\.content\[\d+\]|part)\.logprobs": "openai 3.52 wants a list; vLLM has null",
+        r"response\.(temperature|top_p|max_output_tokens)": "null if not requested; vLLM shows its default",
+        r"(item|response\.output\[\d+\])\(\w+\)\.(phase|namespace|async|caller|encrypted_content)": "omitted where vLLM has null",
+        r"(.*\.content\[\d+\]|part)\.logprobs": "openai 3.52 requires a list; vLLM has null",
         r"(item|response\.output\[\d+\])\((reasoning|custom_tool_call)\)\.status": (
-            "vLLM has none for custom calls, and for reasoning in streams only"
+            "vLLM has none for custom calls, and for reasoning only in streams"
         ),
-        r"item\(reasoning\)\.content": "reasoning begins with a list of nothing, in vLLM with null",
-        r"name": "of the event for a call's whole arguments; openai 3.52 has no such member",
+        r"item\(reasoning\)\.content": "reasoning begins with an empty list, in vLLM with null",
+        r"name": "of the event for a call's complete arguments; openai 3.52 has no such member",
     },
 }
-OTHER_WORDS = {"response.tools": "shown as they were sent; vLLM fills in what was not"}
+OTHER_WORDS = {"response.tools": "shown as they were sent; vLLM fills in missing ones"}
 THINKS_IN_TEXT = {"messages": "thinking-off", "responses": "effort-none"}
-"""The model thinks all the same. vLLM leaves `<think>` in the text; the proxy shows it as thinking (docs/dialects.md)."""
+"""The model thinks regardless. vLLM leaves `<think>` in the text; the proxy shows it as thinking (docs/dialects.md)."""
 ENDS_OTHERWISE = {"messages": {}, "responses": {"limit": "response.incomplete"}}
-"""How a stream ends through the proxy, and at OpenAI, where vLLM says `response.completed` of an incomplete response."""
+"""How a stream ends through the proxy and at OpenAI, where vLLM sends `response.completed` for an incomplete response."""

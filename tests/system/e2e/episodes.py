@@ -1,4 +1,4 @@
-"""What the scripted model says: turns by name of the episode. One dictionary for all, as one server reads it once."""
+"""The scripted model's turns, by episode name. One dictionary for all, because a server reads it once."""
 
 import json
 
@@ -6,7 +6,7 @@ from rig.miniswe import WRITE_AND_LIST
 
 
 def call(arguments, name="bash"):
-    """A tool call as Qwen3 writes it; `arguments` as a string is put in as it stands."""
+    """A tool call as Qwen3 writes it; `arguments` given as a string are inserted unchanged."""
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return f'<tool_call>\n{{"name": "{name}", "arguments": {written}}}\n</tool_call>'
 

@@ -1,4 +1,4 @@
-"""Token prompts on text completions of a real vLLM, parsed by its derender: as for an engine that takes no ids in chat."""
+"""Token prompts on a real vLLM's text completions, parsed by its derender: as for an engine without ids in chat."""
 
 import itertools
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientS
 
 @pytest.fixture
 def scaled_out(servers, tmp_path_factory):
-    """A server of its own, that answers derender."""
+    """A separate server that offers derender."""
 
     def make():
         tokenizer, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("vllm")
@@ -41,14 +41,14 @@ async def before(scaled_out):
 
 @pytest.fixture
 async def told(before, scaled_out):
-    """The engine's books from here on."""
+    """The engine's log from here on."""
     books = Books(before, scaled_out)
     await books.unread()
     return books
 
 
 def words(reply):
-    """What a reply says, but for the ids of its calls."""
+    """The content of a reply, except the ids of its calls."""
     return (
         reply.text,
         reply.message.get("reasoning") or "",
@@ -58,7 +58,7 @@ def words(reply):
     )
 
 
-async def test_what_is_found(before):
+async def test_the_probe_finds_the_completions_driver(before):
     found = (await before.proxy.engine.model(MODEL)).capability
     assert (found.level, found.driver, found.tokenizes) == ("exact", "completions", True)
     assert found.stop_ids
@@ -66,7 +66,7 @@ async def test_what_is_found(before):
 
 @STREAMS
 @pytest.mark.parametrize("episode", ["agent", "talk", "odd"])
-async def test_every_turn_extends_the_one_before(before, told, episode, stream):
+async def test_every_turn_extends_the_previous_one(before, told, episode, stream):
     harness = before.harness("s", stream=stream, tools=TOOLS).say(f"EPISODE:{episode} please")
     for n in range(TURNS):
         await harness.turn(then=f"Go on: {n} ☕", answer=f"total {n}\n")
@@ -104,8 +104,8 @@ async def test_in_every_dialect(before, told, dialect, stream):
     ],
     ids=["tools", "odd", "none", "one-call", "no-thinking", "stop", "stop-shown", "stop-within-a-call"],
 )
-async def test_messages_are_those_that_chat_gives(before, scaled_out, episode, fields):
-    """The same script is told again on chat: other tokens, the same words."""
+async def test_messages_equal_those_of_chat_completions(before, scaled_out, episode, fields):
+    """The same script runs on chat completions: other tokens, the same text."""
     async with proxying(scaled_out.url, MemoryStore(), engine="vllm") as natively:
         said = []
         for proxy in (before, natively):
@@ -127,8 +127,8 @@ async def test_messages_are_those_that_chat_gives(before, scaled_out, episode, f
     ],
     ids=["required", "named", "format"],
 )
-async def test_what_chat_would_constrain_is_constrained(before, fields, begins):
-    """The model says nothing of the kind by itself: its weights are random, and it does not think first."""
+async def test_constraints_of_chat_completions_hold(before, fields, begins):
+    """Without a constraint the model would not produce this: its weights are random, and it does not think first."""
     harness = before.harness("s", tools=TOOLS, max_tokens=24, chat_template_kwargs={"enable_thinking": False}).say("No script.")
     free = await harness.turn()
     reply = await harness.turn(**fields)

@@ -1,7 +1,7 @@
-"""Many conversations at once: through the proxy every turn extends the one before; straight to the engine hardly any does.
+"""Many conversations at once: through the proxy every turn extends the previous one; directly on the engine hardly any does.
 
-What extends what is told by the engine: each answer brings the ids that it used and sampled, and the harness keeps them.
-The trajectories that the proxy exports are then held against what the harness heard.
+Extension is judged from the engine's answers: each contains the ids that it used and sampled, and the harness keeps them. The trajectories
+that the proxy exports are then compared with what the harness received.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ AT_ONCE = 8
 
 
 def conversations():
-    """What each conversation is like: name, first words, and how the harness asks."""
+    """The variants of conversations: name, first words, and the options of the harness."""
     for episode in ("agent", "talk", "odd"):
         for rollout in range(ROLLOUTS):
             for stream in (False, True):
@@ -66,7 +66,7 @@ def note(figures, what, done, of, seconds):
     figures.append(f"{what:<34} {done:>4} of {of} turns extend the one before, {seconds:.1f} s")
 
 
-async def test_every_turn_extends_the_one_before(vllm, tokenizer, store, figures):
+async def test_every_turn_extends_the_previous_one(vllm, tokenizer, store, figures):
     began = time.monotonic()
     async with proxying(vllm, store) as proxied:
         harnesses = await converse_all(lambda name, fields: proxied.harness(name, **fields))
@@ -84,7 +84,7 @@ async def test_every_turn_extends_the_one_before(vllm, tokenizer, store, figures
 
 
 async def read_again(proxied, session):
-    """The model, given the exported ids to read, finds the log probabilities that were recorded: they belong together."""
+    """Given the exported ids to read, the model computes the log probabilities that were recorded: they belong together."""
     (sequence,) = (await trajectory(proxied, session))["sequences"]
     ids = sequence["token_ids"]
     body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
@@ -94,12 +94,12 @@ async def read_again(proxied, session):
     recorded = [sequence["logprobs"][at] for at in trained]
     assert len(found) > 50
     assert found == pytest.approx(recorded, abs=2e-3)
-    assert found[1:] != pytest.approx(recorded[:-1], abs=0.5)  # put beside its neighbour, it would be seen
+    assert found[1:] != pytest.approx(recorded[:-1], abs=0.5)  # a log probability at the wrong token would differ
 
 
 @pytest.mark.parametrize("faithful", [False, True], ids=["forgetful", "faithful"])
-async def test_directly_hardly_any_does(vllm, proxied, tokenizer, figures, faithful):
-    """Not even where a harness sends back every byte that it was served, reasoning and all: the tokens are others."""
+async def test_directly_hardly_any_turn_extends_the_previous_one(vllm, proxied, tokenizer, figures, faithful):
+    """Not even if a harness sends back every byte that it received, including reasoning: the tokens differ."""
     began = time.monotonic()
     harnesses = await converse_all(lambda _, fields: proxied.direct(faithful=faithful, **fields))
     done, of = count(harnesses)
@@ -108,8 +108,8 @@ async def test_directly_hardly_any_does(vllm, proxied, tokenizer, figures, faith
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_harness_that_asks_for_nothing(proxied, stream):
-    """Most harnesses do not ask for ids: they see none, and the session is as exact. Judged by reading it again."""
+async def test_harness_that_requests_no_ids(proxied, stream):
+    """Most harnesses request no ids: they get none, and the session is just as exact, which reading it again verifies."""
     harness = proxied.harness("quiet", stream=stream, tools=TOOLS, ids=False).say("EPISODE:agent please")
     for _ in range(TURNS):
         reply = await harness.turn()
@@ -127,14 +127,14 @@ async def test_harness_that_asks_for_nothing(proxied, stream):
 
 @pytest.mark.parametrize("tokenizer", ["qwen3"], indirect=True)
 async def test_with_the_tokenizer_of_qwen3(vllm, tokenizer, figures):
-    """The same again with Qwen3's own tokenizer and template, where `../shared` is there."""
-    await test_every_turn_extends_the_one_before(vllm, tokenizer, MemoryStore(), figures)
+    """The same with Qwen3's own tokenizer and template, if `../shared` exists."""
+    await test_every_turn_extends_the_previous_one(vllm, tokenizer, MemoryStore(), figures)
     async with proxying(vllm, MemoryStore()) as proxied:
-        await test_directly_hardly_any_does(vllm, proxied, tokenizer, figures, faithful=True)
+        await test_directly_hardly_any_turn_extends_the_previous_one(vllm, proxied, tokenizer, figures, faithful=True)
 
 
 async def test_rollouts_of_one_task_do_not_mix(proxied):
-    """Sibling rollouts say the same words in other tokens, at the same time: each keeps its own."""
+    """Sibling rollouts emit the same text in other tokens, at the same time: each keeps its own."""
     rng = random.Random(3)
     harnesses = [proxied.harness(f"sibling-{n}", stream=rng.random() < 0.5, tools=TOOLS).say("EPISODE:agent please") for n in range(6)]
     for _ in range(4):

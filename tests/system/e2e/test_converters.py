@@ -1,6 +1,6 @@
-"""Our codecs held against vLLM's own: the same request straight to its /v1/messages or /v1/responses, and through a session.
+"""Compares our codecs with vLLM's: the same request directly to its /v1/messages or /v1/responses, and through a session.
 
-And the simulated engine held against the real one, in what matters to codecs: the same request through a proxy before each.
+It also compares the simulated engine with the real one, in what matters to codecs: the same request through a proxy in front of each.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ ROUTES = {"messages": "/v1/messages", "responses": "/v1/responses"}
 COUNTS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 DIALECTS = pytest.mark.parametrize("dialect", REQUESTS)
 WHOLE = {"messages": "message", "responses": "response"}
-"""Where a whole answer stands in an event."""
+"""The member of an event that holds a whole answer."""
 TOO_LONG = {"messages": {"messages": [{"role": "user", "content": "word " * 40_000}]}, "responses": {"input": "word " * 40_000}}
 LIMITS = {"messages": "max_tokens", "responses": "max_output_tokens"}
 
 
 def request(dialect, name, **more):
-    """A row's request; `more` is what it has if the row does not say otherwise."""
+    """A row's request; `more` gives defaults that the row may override."""
     return {"model": MODEL, LIMITS[dialect]: 1000, **more, **REQUESTS[dialect][name]}
 
 
@@ -37,14 +37,14 @@ async def send(http, url, path, body):
 
 
 def said(answer):
-    """The body of a JSON answer with 200."""
+    """The body of a JSON answer with status 200."""
     status, kind, raw = answer
     assert (status, kind) == (200, "application/json"), answer
     return json.loads(raw)
 
 
 async def gathered(calls):
-    """Several calls at once, as many as the engine takes up together."""
+    """Several calls at once, as many as the engine runs concurrently."""
     gate = asyncio.Semaphore(8)
 
     async def one(call):
@@ -64,7 +64,7 @@ async def pairs(proxied, dialect, **more):
 
 @DIALECTS
 async def test_the_same_prompts(proxied, books, dialect):
-    """The engine's books say the same ids of both; what is counted beforehand, here and there, is their number."""
+    """The engine's log has the same ids for both; both sides' counting routes return their number."""
     bodies = {name: request(dialect, name) | {LIMITS[dialect]: 1} for name in REQUESTS[dialect]}
     urls = f"{proxied.url}/s/same", proxied.vllm
     for body in bodies.values():
@@ -83,7 +83,7 @@ async def test_the_same_prompts(proxied, books, dialect):
 
 @DIALECTS
 async def test_the_same_answers(proxied, dialect):
-    """The same members, words and reasons, but for what the table lists."""
+    """The same members, text and reasons, except for the differences that the table lists."""
     differ = {}
     for name, *answers in await pairs(proxied, dialect):
         ours, theirs = ({WHOLE[dialect]: said(answer)} for answer in answers)
@@ -94,7 +94,7 @@ async def test_the_same_answers(proxied, dialect):
 
 @DIALECTS
 async def test_the_same_streams(proxied, dialect):
-    """The same events in the same order, the same words in them."""
+    """The same events in the same order, with the same text."""
     differ = {}
     for name, *answers in await pairs(proxied, dialect, stream=True):
         assert [answer[:2] for answer in answers] == [(200, "text/event-stream")] * 2
@@ -109,8 +109,8 @@ async def test_the_same_streams(proxied, dialect):
     assert differ == {name: [] for name in SHOWN[dialect] if name != THINKS_IN_TEXT[dialect]}
 
 
-async def test_a_call_that_nobody_offered_is_text(proxied):
-    """Without tools vLLM takes the call out of a whole answer and shows it nowhere; through the proxy nothing is lost."""
+async def test_a_call_of_a_tool_that_was_not_offered_is_text(proxied):
+    """Without tools vLLM removes the call from a whole answer and shows it nowhere; through the proxy nothing is lost."""
     body = {"model": MODEL, "max_tokens": 400, "messages": WORK}
     ours, theirs = [said(await send(proxied.http, url, "/v1/messages", body)) for url in (f"{proxied.url}/s/same", proxied.vllm)]
     assert "<tool_call>" in ours["content"][-1]["text"]
@@ -138,7 +138,7 @@ async def on_both(simulated, proxied, path, bodies):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @DIALECTS
 async def test_the_simulated_engine(simulated, proxied, dialect, stream):
-    """What codecs make of its replies is what they make of the real one's, refusals included."""
+    """Codecs give the same result for its replies as for the real one's, including errors."""
     bodies = {name: request(dialect, name, stream=stream) for name in SHOWN[dialect]}
     bodies["too-long"] = bodies["text" if dialect == "messages" else "instructions"] | TOO_LONG[dialect]
     for name, ours, theirs in await on_both(simulated, proxied, ROUTES[dialect], bodies):

@@ -1,4 +1,4 @@
-"""Turns that did not end well and were gone on from: cut off by `max_tokens` anywhere, and calls that are no JSON."""
+"""Turns that did not end well and were continued: cut off by `max_tokens` at any point, and calls that are invalid JSON."""
 
 import json
 
@@ -18,7 +18,7 @@ PLACES = {
 
 
 async def limit_at(proxied, harness, marker):
-    """How many tokens the first reply takes until it has said `marker`; a seed makes it say the same tokens again."""
+    """How many tokens the first reply takes until it contains `marker`; with a seed it has the same tokens again."""
     probe = proxied.direct(tools=TOOLS, seed=harness.fields["seed"])
     probe.messages = harness.messages
     (whole,) = await probe.ask()
@@ -31,15 +31,16 @@ async def limit_at(proxied, harness, marker):
 @STREAMS
 @pytest.mark.parametrize("place", PLACES)
 async def test_truncated_turn_is_continued(proxied, stream, place):
-    """The limit may fall into a thought, the text, or a call, whose JSON is then cut in two (and which vLLM shows as a
-    call when streaming, as text when not): the next turn stands behind exactly the tokens that were sampled.
+    """The limit cuts a thought, the text, or a call: the next turn follows exactly the sampled tokens.
+
+    vLLM shows a call with incomplete JSON as a call when streaming, as text when not.
     """
     marker, shown = PLACES[place]
     harness = proxied.harness("cut", stream=stream, tools=TOOLS, seed=5).say("EPISODE:agent please")
     limit = await limit_at(proxied, harness, marker)
     cut = await harness.turn(max_tokens=limit)
     assert len(cut.ids) == limit
-    # A call whose JSON is whole counts as a call when it is not streamed, though its closing tag is missing.
+    # A call with complete JSON counts as a call when it is not streamed, even without its closing tag.
     assert cut.finish_reason == ("tool_calls" if place == "call-closer" and not stream else "length")
     assert (await proxied.detokenize(cut.ids)).count(marker) == 1
     assert shown in cut.text
@@ -53,8 +54,8 @@ async def test_truncated_turn_is_continued(proxied, stream, place):
 
 
 @STREAMS
-async def test_limit_right_behind_the_end_of_turn(proxied, stream):
-    """The last token allowed is the stop id itself: there is one end of turn in the next prompt, not two."""
+async def test_limit_right_after_the_end_of_turn(proxied, stream):
+    """The last token allowed is the stop id itself: the next prompt has one end of turn, not two."""
     harness = proxied.harness("full", stream=stream, tools=TOOLS, seed=5).say("EPISODE:agent please")
     (whole,) = await proxied.direct(tools=TOOLS, seed=5, system=None).say("EPISODE:agent please").ask()
     harness.messages = [{"role": "user", "content": "EPISODE:agent please"}]
@@ -68,10 +69,11 @@ async def test_limit_right_behind_the_end_of_turn(proxied, stream):
 
 
 @STREAMS
-async def test_call_that_is_no_json(proxied, stream):
-    """vLLM 0.32 takes invalid JSON in the arguments of history: it renders `{}`. So a direct client can go on, too, but
-    the model no longer sees what it said; through the proxy it stands behind its own tokens. (Releases before 0.32
-    answer 400, to this and every later turn; for these see `test_arguments_that_the_engine_refuses`.)
+async def test_call_that_is_invalid_json(proxied, stream):
+    """vLLM 0.32 accepts invalid JSON in the arguments of history: it renders `{}`.
+
+    So a direct client can continue, too, but the model no longer sees what it sampled; through the proxy its own tokens remain. (Releases
+    before 0.32 answer 400, to this and every later turn; for these see `test_arguments_that_the_engine_refuses`.)
 
     When it is not streamed, vLLM shows such a call as text.
     """
@@ -94,7 +96,7 @@ async def test_call_that_is_no_json(proxied, stream):
     assert_exported(await trajectory(proxied, "bad"), harness.heard)
 
 
-# episode, turns before the history is bent, how the arguments of which tool are bent
+# episode, turns before the history is altered, how the arguments of which tool are altered
 BENT = {
     "object": ("agent", 1, "bash", json.loads),
     "null": ("odd", 3, "note", lambda _: None),
@@ -111,7 +113,7 @@ def bend(harness, kind):
 
 
 async def go_on_bent(harness, kind):
-    """Statuses of two calls with a history whose arguments are no texts, and the last answer."""
+    """Statuses of two calls with a history whose arguments are not strings, and the last answer."""
     episode, before, _, _ = BENT[kind]
     harness.say(f"EPISODE:{episode} please")
     for _ in range(before):
@@ -131,13 +133,12 @@ async def go_on_bent(harness, kind):
 @STREAMS
 @pytest.mark.parametrize("kind", BENT)
 async def test_arguments_that_the_engine_refuses(proxied, stream, kind):
-    """A harness that keeps arguments as objects, or as nothing, and sends them back so: vLLM 0.32 answers 400 to this
-    and every later turn. With the exact ids, the text of old messages no longer matters to the engine: the proxied
-    rollout goes on.
+    """A harness keeps arguments as objects, or as null, and sends them back: vLLM 0.32 answers 400 to this and every later turn.
 
-    An object with the value of the model's own arguments is the model's own call. `null` is `{}`: it is recognised
-    where the model's arguments were empty. A list is not what the model said: nothing is spliced for it, and the
-    harness is told what the engine answers.
+    With the exact ids, the text of old messages no longer matters to the engine: the proxied rollout continues.
+
+    An object with the value of the model's own arguments is recognised as the model's call. `null` is `{}`: it is recognised if the model's
+    arguments were empty. A list is not what the model sampled: nothing is spliced for it, and the harness gets the engine's answer.
     """
     direct, refusal = await go_on_bent(proxied.direct(stream=stream, tools=TOOLS), kind)
     harness = proxied.harness("bent", stream=stream, tools=TOOLS)

@@ -17,7 +17,7 @@ DIALECTS = ("messages", "responses", "gemini")
 
 @pytest.fixture
 async def agents(proxied):
-    """Makes agents that talk through the proxy, or without a session to the engine."""
+    """Makes agents that call the proxy, or without a session the engine."""
     async with contextlib.AsyncExitStack() as stack:
 
         def make(session, **manner):
@@ -29,13 +29,13 @@ async def agents(proxied):
 
 
 def extends(later, earlier):
-    """Whether a call's prompt starts with the whole of another call."""
+    """Whether a call's prompt starts with all ids of another call."""
     prompt, sampled = earlier
     return later[0][: len(prompt) + len(sampled)] == prompt + sampled
 
 
 async def assert_one_line(proxied, books, agent, dialects):
-    """By the engine's own books every turn extends the one before, and each token that it sampled is exported once."""
+    """In the engine's own log every turn extends the previous one, and each token that it sampled is exported once."""
     booked = await books.news()
     assert len(booked) == len(dialects)
     assert all(extends(later, earlier) for earlier, later in itertools.pairwise(booked))
@@ -55,7 +55,7 @@ MANNERS = {"whole": ((False,), False), "stream": ((True,), False), "forgetful": 
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_an_agent_with_tools(proxied, books, agents, dialect, manner):
-    """Thoughts, text before calls, parallel calls, odd spacing; the client's own objects go back, or all is written anew."""
+    """Thoughts, text before calls, parallel calls, unusual spacing; the client's own objects are sent back, or all is rebuilt."""
     streams, forgetful = MANNERS[manner]
     agent = agents("line", forgetful=forgetful).say("EPISODE:spoken please")
     for n in range(6):
@@ -66,7 +66,7 @@ async def test_an_agent_with_tools(proxied, books, agents, dialect, manner):
 
 @pytest.mark.parametrize("forgetful", [False, True], ids=["faithful", "forgetful"])
 async def test_another_dialect_at_every_turn(proxied, books, agents, forgetful):
-    """Canonical messages know no dialect: however the turns before were spoken, the next one finds them."""
+    """Canonical messages are independent of dialects: whichever dialect the earlier turns used, the next one finds them."""
     dialects = ["chat", "messages", "responses", "gemini", "messages", "gemini", "chat", "responses"]
     agent = agents("mixed", forgetful=forgetful).say("EPISODE:spoken please")
     for n, dialect in enumerate(dialects):
@@ -75,7 +75,7 @@ async def test_another_dialect_at_every_turn(proxied, books, agents, forgetful):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_what_is_counted_is_what_is_sent(books, agents, dialect):
+async def test_counted_tokens_equal_the_prompt_that_is_sent(books, agents, dialect):
     """Before the first call, and within a conversation, where a fresh rendering would have other tokens."""
     agent, counted = agents("counted").say("EPISODE:spoken please"), []
     for n in range(4):
@@ -84,8 +84,8 @@ async def test_what_is_counted_is_what_is_sent(books, agents, dialect):
     assert counted == [len(prompt) for prompt, _ in await books.news()]
 
 
-async def test_responses_that_name_the_one_before(proxied, books, agents):
-    """Only what is new goes over the wire; the whole of what was before comes from the proxy's own documents."""
+async def test_responses_that_name_the_previous_one(proxied, books, agents):
+    """Only what is new is sent; the earlier items are taken from the proxy's own records."""
     agent = agents("named").say("EPISODE:spoken please")
     client, previous = agent.client("responses"), openai.omit
     for n in range(5):
@@ -102,8 +102,8 @@ async def test_responses_that_name_the_one_before(proxied, books, agents):
 
 
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
-async def test_directly_no_turn_extends_the_one_before(books, agents, dialect):
-    """The engine's own routes, for comparison: the client's objects go back as they were, and yet the tokens are others."""
+async def test_directly_no_turn_extends_the_previous_one(books, agents, dialect):
+    """The engine's own routes, for comparison: the client's objects are sent back unchanged, and still the tokens differ."""
     agent = agents(None).say("EPISODE:spoken please")
     for n in range(5):
         await agent.turn(dialect, stream=n % 2 == 1)
@@ -147,17 +147,17 @@ SAID_OF_IT = {
         "tool": (errors.ClientError, "INVALID_ARGUMENT", "tools.*parameters"),
     },
 }
-"""The client's own class, what harnesses go by, and what a person reads."""
+"""The client's own exception class, the member that harnesses check, and the text for people."""
 
 
 def by(why):
-    """What harnesses go by: the error's type in Messages, its code in Responses, its status in Gemini."""
+    """The member that harnesses check: the error's type in Messages, its code in Responses, its status in Gemini."""
     return why.body["error"]["type"] if isinstance(why, anthropic.APIError) else getattr(why, "status", None) or why.code
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_refusals_are_the_clients_own_and_the_session_goes_on(proxied, books, agents, dialect, stream):
+async def test_refusals_raise_the_clients_own_errors_and_the_session_continues(proxied, books, agents, dialect, stream):
     agent = agents("refused").say("EPISODE:spoken please")
     client = agent.client(dialect)
     await agent.turn(dialect, stream=stream)

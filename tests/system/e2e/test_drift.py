@@ -1,4 +1,4 @@
-"""Drift on a real vLLM: the sites that are told are where its own chat completions would have been given other tokens."""
+"""Drift on a real vLLM: the reported sites are where its own chat completions would have used other tokens."""
 
 import copy
 
@@ -12,7 +12,7 @@ TURNS = 4
 
 
 @pytest.mark.parametrize("faithful", [False, True], ids=["forgetful", "faithful"])
-async def test_the_sites_say_what_a_direct_call_would_have_been_given(proxied, faithful, figures):
+async def test_reported_sites_are_where_a_direct_call_differs(proxied, faithful, figures):
     session = f"drift-{faithful}"
     harness = proxied.harness(session, tools=TOOLS, faithful=faithful).say("EPISODE:agent please")
     asked = []

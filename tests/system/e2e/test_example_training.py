@@ -1,4 +1,4 @@
-"""The example that trains a tiny Qwen3: run as a reader runs it, judged by the figures that it writes."""
+"""Runs the example that trains a tiny Qwen3, as a reader would, and checks the figures that it writes."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ PATIENCE = 300
 
 @pytest.fixture
 def python(tmp_path):
-    """An interpreter that has all that the example needs: vLLM's packages, behind them this run's own."""
+    """An interpreter with everything the example needs: vLLM's packages, then this environment's."""
     venv = tmp_path / "venv"
     subprocess.run([str(default_venv() / "bin/python"), "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
@@ -34,7 +34,7 @@ def machine(servers):
 
 
 def run(python, *arguments):
-    """Run the script; if it takes too long, as with Ctrl-C: it stops its engine itself."""
+    """Runs the script; on timeout sends SIGINT, so that it stops its engine itself."""
     command = [str(python), str(SCRIPT), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
@@ -46,7 +46,7 @@ def run(python, *arguments):
     return said[0]
 
 
-def test_exact_tokens_have_the_recorded_log_probabilities_and_others_have_not(machine, python, tmp_path, figures):
+def test_only_exact_tokens_have_the_recorded_log_probabilities(machine, python, tmp_path, figures):
     file = tmp_path / "figures.json"
     said = run(python, "--json", str(file))
     found = json.loads(Path(file).read_text())
@@ -55,7 +55,7 @@ def test_exact_tokens_have_the_recorded_log_probabilities_and_others_have_not(ma
 
     exact, text = found["exact"], found["retokenized"]
     figures.append(f"trained on the proxy's tokens: max |difference| {exact['max_difference']:.1e} over {exact['tokens']} tokens")
-    figures.append(f"on tokens made of text: {text['found']} of {text['tokens']} found again, max {text['max_difference']:.1e}")
+    figures.append(f"on tokens made from text: {text['found']} of {text['tokens']} found again, max {text['max_difference']:.1e}")
     assert exact["tokens"] == exact["found"] == text["tokens"] > 1000
     assert exact["differ"] == 0
     assert exact["max_difference"] < 1e-3

@@ -1,4 +1,4 @@
-"""Histories that are no straight line: retries, siblings, edited prompts, parallel calls, text that looks like markup."""
+"""Histories that are not a straight line: retries, siblings, edited prompts, parallel calls, text that looks like markup."""
 
 import re
 
@@ -16,9 +16,9 @@ async def matches(proxied, session):
 
 
 async def assert_faithful(proxied, prompt, anchors, messages):
-    """Outside the model's own spans the prompt reads as the engine's rendering of the harness's messages does.
+    """Outside the model's own spans the prompt decodes to the engine's rendering of the harness's messages.
 
-    Inside the rendering, each reply stands as the harness keeps it; so what is around the spans must be found there, in order.
+    In the rendering each reply is as the harness keeps it; so the text around the spans must be found there, in order.
     """
     body = {"model": MODEL, "messages": messages, "tools": TOOLS}
     rendered = await proxied.detokenize((await proxied.post("/tokenize", body))["tokens"])
@@ -36,7 +36,7 @@ async def assert_faithful(proxied, prompt, anchors, messages):
 
 @STREAMS
 async def test_parallel_calls_answered_in_any_shape(proxied, stream):
-    """Three calls at once; their results come back as texts, as lists of parts, empty, and with markup in them."""
+    """Three calls at once; their results are texts, lists of parts, empty, and contain markup."""
     harness = proxied.harness("parallel", stream=stream, tools=TOOLS).say("EPISODE:agent please")
     for _ in range(2):
         await harness.turn()
@@ -57,7 +57,7 @@ async def test_parallel_calls_answered_in_any_shape(proxied, stream):
 
 @STREAMS
 async def test_special_tokens_spelled_out(proxied, stream):
-    """In the system prompt, in what the user says, in every result: no boundary moves, and both sides read the same."""
+    """In the system prompt, in the user's messages, in every result: no boundary moves, and both sides decode to the same text."""
     harness = proxied.harness("markup", stream=stream, tools=TOOLS, system=f"Mind {MARKUP}").say(f"EPISODE:agent {MARKUP}")
     for _ in range(5):
         await harness.turn(answer=MARKUP, then=MARKUP)
@@ -69,7 +69,7 @@ async def test_special_tokens_spelled_out(proxied, stream):
 
 @STREAMS
 async def test_retried_turn_is_a_branch(proxied, stream):
-    """The same request again: an answer is thrown away, and the harness goes on from the second. Both are exported."""
+    """The same request again: the first answer is discarded, and the harness continues from the second. Both are exported."""
     harness = proxied.harness("retry", stream=stream, tools=TOOLS).say("EPISODE:agent please")
     first = await harness.turn()
     (thrown_away,) = await harness.ask()
@@ -87,7 +87,7 @@ async def test_retried_turn_is_a_branch(proxied, stream):
 
 
 async def test_retried_first_turn_and_rollback(proxied):
-    """Two roots; then a rollback to the first turn, from which another line grows."""
+    """Two roots; then a rollback to the first turn, which another line continues."""
     harness = proxied.harness("rollback", tools=TOOLS).say("EPISODE:agent please")
     await harness.ask()
     first = await harness.turn()
@@ -100,9 +100,11 @@ async def test_retried_first_turn_and_rollback(proxied):
     assert_exported(await trajectory(proxied, "rollback"), harness.heard, sequences=3)
 
 
-async def test_same_words_in_other_tokens_are_not_guessed(proxied):
-    """A retry that says the same words in other tokens, and no call whose id would tell: which of the two the harness
-    goes on from nobody can know. A new lineage starts, and says why."""
+async def test_same_text_in_other_tokens_is_not_guessed(proxied):
+    """A retry has the same text in other tokens, without a call id that would distinguish them.
+
+    Which of the two the harness continues cannot be known, so a new lineage starts, with the reason.
+    """
     harness = proxied.harness("ambiguous").say("EPISODE:talk please")
     await harness.ask()
     await harness.turn()
@@ -139,7 +141,7 @@ async def test_siblings_of_one_call(proxied, stream, place):
 @STREAMS
 @pytest.mark.parametrize("edit", ["system", "user", "result", "dropped"])
 async def test_edited_context_is_respliced(proxied, stream, edit):
-    """The harness changes what was said before: every reply that is still the model's own stands in its exact ids."""
+    """The harness changes earlier messages: every reply that is still the model's own is spliced in with its exact ids."""
     harness = proxied.harness("edited", stream=stream, tools=TOOLS, system="Old instructions.").say("EPISODE:agent please")
     for _ in range(3):
         await harness.turn()
@@ -150,7 +152,7 @@ async def test_edited_context_is_respliced(proxied, stream, edit):
         harness.messages[1]["content"] = "EPISODE:agent now"
     elif edit == "result":
         harness.messages[3]["content"] = "[pruned]"
-    else:  # compaction: the first exchange makes room for a summary
+    else:  # compaction: a summary replaces the first exchange
         harness.messages[1:4] = [{"role": "user", "content": "EPISODE:agent please. Summary: we looked around."}]
         kept = 2
     sent = list(harness.messages)
@@ -158,7 +160,7 @@ async def test_edited_context_is_respliced(proxied, stream, edit):
     turn = (await turns(proxied, "edited"))[-1]
     assert (turn["match"], turn["reason"]) == ("resplice", "context-edited")
     replies, spans = harness.replies[3 - kept : 3], turn["anchors"]
-    if edit == "result":  # the first reply stands before the edit, where it always stood
+    if edit == "result":  # the first reply is before the edit, at its old position
         assert (spans[0]["start"], spans[0]["end"]) == (len(replies[0].prompt), len(replies[0].prefix))
         assert after.extends(replies[0])
     for span, reply in zip(spans, replies, strict=True):
@@ -173,8 +175,8 @@ async def test_edited_context_is_respliced(proxied, stream, edit):
     assert exported["sequences"][1]["start"] == "resplice"
 
 
-async def test_rewritten_reply_is_not_the_models(proxied):
-    """A harness that puts other words in the model's mouth gets what it asks for, and nothing of the model's ids."""
+async def test_rewritten_reply_is_not_the_models_own(proxied):
+    """A harness that replaces the model's text gets what it sends, and none of the model's ids."""
     harness = proxied.harness("rewritten").say("EPISODE:talk please")
     await harness.turn()
     harness.messages[2]["content"] = "The answer is 43."

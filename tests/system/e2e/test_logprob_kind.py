@@ -1,4 +1,4 @@
-"""What log probabilities are: the probe asks a real vLLM in both modes, and finds what it was started with."""
+"""The kind of log probabilities: the probe detects the mode in which a real vLLM was started."""
 
 import pytest
 from conftest import MAX_MODEL_LEN, proxying
@@ -12,8 +12,10 @@ from tokencache.testing import SimulatedEngine
 from tokencache.testing.tokenizer import build_tokenizer
 
 KINDS = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
-"""The first is what the suite's own server runs in. (`raw_logits` and `processed_logits` were found out on a real 0.32, too: see
-docs/sampling.md; two more starts of a server are not worth it here.)"""
+"""The suite's own server runs in the first one.
+
+(`raw_logits` and `processed_logits` were tested on a real 0.32, too: see docs/sampling.md; two more server starts are not worth it here.)
+"""
 
 
 @pytest.fixture(params=KINDS)
@@ -39,7 +41,7 @@ def real(mode, servers, tmp_path_factory):
 
 
 async def found(url) -> tuple[Capability, dict]:
-    """What the proxy finds out about an engine, and a turn that it records there."""
+    """What the proxy detects about an engine, and a turn that it records there."""
     async with proxying(url, MemoryStore()) as proxied:
         await proxied.harness("s", temperature=0.5).say("Say something.").turn()
         async with proxied.http.get(f"{proxied.url}/tokencache/v1/sessions/s/turns") as answer:
@@ -47,7 +49,7 @@ async def found(url) -> tuple[Capability, dict]:
         return (await proxied.proxy.engine.model()).capability, turn
 
 
-async def test_real_and_simulated_engine_are_found_to_be_what_they_are(mode, real, figures):
+async def test_the_probe_detects_the_mode_of_real_and_simulated_engines(mode, real, figures):
     async with SimulatedEngine(model=MODEL, logprobs_mode=mode).serve() as simulated:
         for url in (real, simulated):
             capability, turn = await found(url)

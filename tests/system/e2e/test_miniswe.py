@@ -1,4 +1,4 @@
-"""mini-swe-agent, a real harness that knows nothing of us, does a real task through the proxy on a real vLLM."""
+"""mini-swe-agent, a real unmodified harness, does a real task through the proxy on a real vLLM."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ import pytest
 from rig.exported import generations, trajectory, turns
 from rig.miniswe import run_miniswe
 
-pytestmark = pytest.mark.skipif("TOKENCACHE_E2E_NO_MINISWE" in os.environ, reason="mini-swe-agent is not wanted")
+pytestmark = pytest.mark.skipif("TOKENCACHE_E2E_NO_MINISWE" in os.environ, reason="mini-swe-agent was not requested")
 
 WAYS = {
     "path": lambda url: (f"{url}/s/swe/v1", None, "none"),
@@ -18,7 +18,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_mini_swe_agent_does_a_task(proxied, tmp_path, figures, way):
-    """The session is named in the base URL, a header, or the API key. The file is there, the trajectory is whole."""
+    """The session is named in the base URL, a header, or the API key. The file exists, the trajectory is complete."""
     base, headers, key = WAYS[way](proxied.url)
     run = await asyncio.to_thread(run_miniswe, base, headers, "EPISODE:miniswe write answer.txt", tmp_path, api_key=key)
     assert run.returncode == 0, run.output

@@ -1,6 +1,6 @@
-"""NeMo RL's worker, and NeMo Gym's server in front of it, on a real vLLM. A test server plays the worker (tests/system/nemo).
+"""NeMo RL's worker, and NeMo Gym's server in front of it, on a real vLLM. A test server replaces the worker (tests/system/nemo).
 
-What extends what is told by the engine: each answer brings the ids that it used and sampled. Books are those that it wrote down itself.
+Extension is judged from the engine's answers, which contain the ids that it used and sampled, and from the engine's own log.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientS
 
 @contextlib.asynccontextmanager
 async def worker_on(vllm, http):
-    """A worker before the engine, which stops at Qwen3's end of turn."""
+    """A worker in front of the engine, which stops at Qwen3's end of turn."""
     async with http.post(f"{vllm}/tokenize", json={"prompt": "<|im_end|>", "add_special_tokens": False}) as answer:
         (eos,) = (await answer.json())["tokens"]
     async with http.get(f"{vllm}/v1/models") as answer:
@@ -56,7 +56,7 @@ def episodes(worker):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("episode", ["agent", "talk", "odd"])
-async def test_every_turn_extends_the_one_before(before_worker, episode, stream):
+async def test_every_turn_extends_the_previous_one(before_worker, episode, stream):
     before, worker = before_worker
     harness = before.harness("s", stream=stream, tools=TOOLS).say(f"EPISODE:{episode} please")
     for n in range(TURNS):
@@ -85,7 +85,7 @@ async def test_in_every_dialect(before_worker, books, dialect, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_reply_cut_by_its_limit_is_gone_on_from(before_worker, stream):
+async def test_a_reply_cut_by_its_limit_is_continued(before_worker, stream):
     before, _ = before_worker
     harness = before.harness("s", stream=stream).say("EPISODE:talk please")
     await harness.turn(max_tokens=9)
@@ -95,7 +95,7 @@ async def test_a_reply_cut_by_its_limit_is_gone_on_from(before_worker, stream):
     assert_exported(await trajectory(before, "s"), harness.heard)
 
 
-async def test_what_is_found(before_worker):
+async def test_the_probe_finds_nemo_rls_worker(before_worker):
     before, _ = before_worker
     found = (await before.proxy.engine.model(MODEL)).capability
     assert (found.level, found.driver, found.tokenizes) == ("exact", "nemo-rl", True)

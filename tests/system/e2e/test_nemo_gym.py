@@ -1,8 +1,8 @@
-"""NeMo Gym 0.7.0 itself with the proxy in each place that docs/topologies/nemo-gym.md names, on a real vLLM.
+"""NeMo Gym 0.7.0 itself with the proxy in each position that docs/topologies/nemo-gym.md names, on a real vLLM.
 
-Gym's `simple_agent` runs Gym's own task; only RL's worker is a test server (tests/system/nemo/worker.py), as NeMo RL is on no index.
-What must hold is what NeMo RL asserts of a rollout (`follow`), and that its ids are those of the engine's own books. Every reply is
-said in tokens that its text would not be given again, " Skinny" as " Skin" and "ny" among them.
+Gym's `simple_agent` runs Gym's own task; only RL's worker is a test server (tests/system/nemo/worker.py), because NeMo RL is on no index.
+Each test checks what NeMo RL asserts of a rollout (`follow`), and that its ids are those of the engine's own log. Every reply is sampled in
+tokens that its text would not be tokenized to, " Skinny" as " Skin" and "ny" among them.
 """
 
 import asyncio
@@ -45,12 +45,12 @@ async def rollouts(gym):
 
 
 def trained(result):
-    """A rollout as NeMo RL takes it in; raises `AssertionError` where it does."""
+    """A rollout as NeMo RL reads it; raises `AssertionError` where NeMo RL does."""
     return follow(token_fields(item) for item in carrying(result["response"]["output"]))
 
 
 async def assert_exact(proxied, results, books):
-    """Every rollout passes RL's check and the task's verifier, with the ids that the engine wrote down, which no text would give."""
+    """Every rollout passes RL's check and the task's verifier, with the ids that the engine logged, which tokenizing would not give."""
     calls = [token_fields(item)[:2] for result in results for item in carrying(result["response"]["output"])]
     assert len(calls) == ROLLOUTS * CALLS
     assert Counter(map(str, calls)) == Counter(map(str, await books.news()))
@@ -66,7 +66,7 @@ async def tokenized(proxied, text):
 
 
 async def assert_sessions(proxied, results):
-    """The proxy has each rollout under Gym's name for it, in one line, with the very ids of Gym's result."""
+    """The proxy has each rollout under Gym's name for it, in one line, with the ids of Gym's result."""
     for number, result in enumerate(results):
         exported = await trajectory(proxied, f"7-{number}")
         (sequence,) = exported["sequences"]
@@ -75,7 +75,7 @@ async def assert_sessions(proxied, results):
 
 
 def pointed_at(url):
-    """The two variables with which an agent process of Gym's is pointed at a model server."""
+    """The two variables that point a Gym agent process at a model server."""
     return {"NEMO_GYM_MODEL_SERVER_NAME": POLICY, "NEMO_GYM_MODEL_SERVER_BASE_URL": url}
 
 
@@ -88,7 +88,7 @@ async def test_without_the_proxy_rl_refuses_every_rollout(vllm, proxied, books, 
             trained(result)
 
 
-async def test_gym_s_model_server_before_the_proxy(vllm, proxied, books, folder):
+async def test_gym_s_model_server_in_front_of_the_proxy(vllm, proxied, books, folder):
     named = {"forward_session_id_as_conversation_id": True, "request_prompt_and_generation_token_ids": True}
     async with (
         proxying(vllm, MemoryStore(), session_from="body:conversation_params.conversation_id") as before,
@@ -110,7 +110,7 @@ async def test_our_model_server_gives_each_rollout_a_session(vllm, proxied, book
 
 
 @pytest.mark.parametrize("tokenizer", ["qwen3"], indirect=True)
-async def test_the_tokens_that_nemo_rl_s_stored_vectors_are_about(vllm, proxied, books, folder):
+async def test_the_tokens_of_nemo_rl_s_stored_test_vectors(vllm, proxied, books, folder):
     """What Qwen3 once sampled and NeMo RL keeps (`maybe_correct_merged_tokens_test_data.json`): " Skin" + "ny" for " Skinny"."""
     async with (
         proxying(vllm, MemoryStore()) as before,
@@ -130,7 +130,7 @@ async def test_the_tokens_that_nemo_rl_s_stored_vectors_are_about(vllm, proxied,
 
 
 def spelled(part, ids):
-    """Whether these ids stand in a row."""
+    """Whether these ids are consecutive."""
     return any(ids[at : at + len(part)] == part for at in range(len(ids)))
 
 
@@ -144,7 +144,7 @@ async def test_the_proxy_as_gym_s_model_server(vllm, proxied, books, folder):
         await assert_sessions(before, results)
 
 
-async def test_the_proxy_as_gym_s_model_server_before_rl_s_worker(vllm, proxied, books, folder):
+async def test_the_proxy_as_gym_s_model_server_in_front_of_rl_s_worker(vllm, proxied, books, folder):
     async with (
         worker_on(vllm, proxied.http) as (_, worker),
         proxying(worker, MemoryStore(), return_token_id_information=True) as before,
@@ -155,7 +155,7 @@ async def test_the_proxy_as_gym_s_model_server_before_rl_s_worker(vllm, proxied,
         await assert_sessions(before, results)
 
 
-async def test_the_proxy_before_gym_s_model_server_and_rl_s_worker(vllm, proxied, books, folder):
+async def test_the_proxy_in_front_of_gym_s_model_server_and_rl_s_worker(vllm, proxied, books, folder):
     (folder / "inner").mkdir()
     async with contextlib.AsyncExitStack() as stack:
         _, worker = await stack.enter_async_context(worker_on(vllm, proxied.http))
@@ -198,7 +198,7 @@ async def test_gym_s_capture_puts_the_ids_into_the_result_of_a_harness_that_drop
     assert [(prompt, said) for prompt, said in calls] == [(list(prompt), list(said)) for prompt, said in await books.news()]
 
 
-async def test_a_harness_without_any_identity_is_logged_once(vllm, folder):
+async def test_a_harness_that_sends_no_identity_is_logged_once(vllm, folder):
     async with (
         proxying(vllm, MemoryStore()) as before,
         gym_servers(folder, model_server("tokencache_model", before.url), agent=False) as gym,
@@ -213,7 +213,7 @@ async def test_a_harness_without_any_identity_is_logged_once(vllm, folder):
 
 
 def answered(message):
-    """What such a harness's agent has for a result: the last words, without ids."""
+    """The result of such a harness's agent: the last reply's text, without ids."""
     text = {"type": "output_text", "text": message["content"], "annotations": []}
     return {"model": MODEL, "output": [{"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [text]}]}
 
@@ -229,7 +229,7 @@ print(json.dumps(result))
 
 
 def finalized(python, captures, result):
-    """Let Gym put what it captured into a rollout's result, as its rollout collection does."""
+    """Lets Gym add what it captured to a rollout's result, as its rollout collection does."""
     command = [str(python), "-c", FINALIZE, str(captures), json.dumps(result)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What a request may ask for besides words: stops, thinking, tools left out, grammars. The turns stay contiguous."""
+"""Request options besides messages: stops, thinking, tools omitted, grammars. The turns stay contiguous."""
 
 import json
 
@@ -10,7 +10,7 @@ STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream
 
 
 async def assert_line(proxied, harness):
-    """One line of turns without a reason to note, each extending the one before, exported as the engine echoed it."""
+    """One line of turns without reasons, each extending the previous one, exported with the ids that the engine returned."""
     done, of = harness.contiguous
     assert done == of >= 2
     found = [(turn["match"], turn["reason"]) for turn in await turns(proxied, harness.session)]
@@ -21,7 +21,7 @@ async def assert_line(proxied, harness):
 @STREAMS
 @pytest.mark.parametrize("shown", [False, True], ids=["hidden", "shown"])
 async def test_stop_string(proxied, stream, shown):
-    """Text ends before the stop string, the ids behind it: the sampled tokens stay, and the turn is closed by the template."""
+    """The text ends before the stop string, the ids after it: the sampled tokens stay, and the template closes the turn."""
     harness = proxied.harness("stop", stream=stream, stop=["HALT"], include_stop_str_in_output=shown).say("EPISODE:stops please")
     for n in range(3):
         reply = await harness.turn()
@@ -34,7 +34,7 @@ async def test_stop_string(proxied, stream, shown):
 
 @STREAMS
 async def test_stop_token(proxied, stream):
-    """A stop id of the request's own is no end of turn: the template's comes behind it."""
+    """A request's own stop id is not an end of turn: the template's follows it."""
     (comma,) = (await proxied.post("/tokenize", {"prompt": ",", "add_special_tokens": False}))["tokens"]
     harness = proxied.harness("stop-id", stream=stream, stop_token_ids=[comma]).say("EPISODE:stops please")
     for n in range(3):
@@ -47,7 +47,7 @@ async def test_stop_token(proxied, stream):
 
 @STREAMS
 async def test_end_of_turn_as_a_stop_token(proxied, stream):
-    """The end of turn is named as a stop id: it is the last id as ever, and stands there once."""
+    """The end of turn is named as a stop id: it is the last id as usual, and occurs once."""
     (end,) = (await proxied.post("/tokenize", {"prompt": "<|im_end|>", "add_special_tokens": False}))["tokens"]
     harness = proxied.harness("stop-end", stream=stream, stop_token_ids=[end]).say("EPISODE:talk please")
     for _ in range(3):
@@ -82,7 +82,7 @@ async def test_template_arguments(proxied, stream, fields):
 
 
 async def test_thinking_switched_within_a_session(proxied):
-    """Other template arguments make another conversation: recorded as what it is, nothing false is joined."""
+    """Other template arguments make another conversation: recorded separately, nothing is joined wrongly."""
     harness = proxied.harness("switch", tools=TOOLS).say("EPISODE:agent please")
     await harness.turn()
     await harness.turn(chat_template_kwargs={"enable_thinking": False})
@@ -96,12 +96,12 @@ async def test_thinking_switched_within_a_session(proxied):
 
 @STREAMS
 async def test_tool_choice_none(proxied, stream):
-    """Tools stay in the prompt, and a call is left as text: that text is what comes back."""
+    """Tools stay in the prompt, and a call is left as text: the harness sends that text back."""
     harness = proxied.harness("none", stream=stream, tools=TOOLS, tool_choice="none").say("EPISODE:agent please")
     for n in range(3):
         reply = await harness.turn()
         assert not reply.calls
-        assert "<tool_call>" in reply.text or n == 1  # the second says nothing else, and is taken for a thought
+        assert "<tool_call>" in reply.text or n == 1  # the second consists only of a thought
     await assert_line(proxied, harness)
 
 
@@ -126,7 +126,7 @@ async def test_tool_choice_none_in_between(proxied, stream):
     ids=["json-object", "json-schema", "named-tool", "required"],
 )
 async def test_grammar(proxied, stream, fields):
-    """The engine's grammars work on supplied ids as on rendered ones; where the limit cuts their JSON, so be it."""
+    """The engine's grammars work with supplied ids as with rendered ones; the limit may cut their JSON."""
     fields = fields | {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 48}
     harness = proxied.harness("grammar", stream=stream, seed=11, **fields).say("Yes or no?")
     for _ in range(3):
@@ -139,7 +139,7 @@ async def test_grammar(proxied, stream, fields):
 
 @STREAMS
 async def test_hidden_reasoning(proxied, stream):
-    """`include_reasoning: false` would silence the engine's ids: the proxy asks for them all the same, and hides them."""
+    """`include_reasoning: false` would suppress the engine's ids: the proxy requests reasoning anyway, and hides it."""
     harness = proxied.harness("hidden", stream=stream, tools=TOOLS, ids=False, include_reasoning=False).say("EPISODE:agent please")
     for _ in range(4):
         reply = await harness.turn()
@@ -159,8 +159,8 @@ async def test_sampling_is_recorded_as_sent(proxied):
     assert turn["finish_reason"] == "length"
 
 
-async def test_tokenize_tells_the_next_prompt(proxied):
-    """`/tokenize` within a session answers with the ids that the next call then really uses."""
+async def test_tokenize_previews_the_next_prompt(proxied):
+    """`/tokenize` within a session answers with the ids that the next call then uses."""
     harness = proxied.harness("told", tools=TOOLS).say("EPISODE:agent please")
     for _ in range(3):
         body = {"model": harness.fields["model"], "messages": harness.messages, "tools": TOOLS}

@@ -1,4 +1,4 @@
-"""What the proxy finds out about a real server at start, and what happens when a harness leaves in mid-answer."""
+"""What the proxy detects about a real server at start, and what happens when a harness disconnects in mid-answer."""
 
 import asyncio
 import re
@@ -11,7 +11,7 @@ from rig.harness import SESSION_HEADER
 from rig.server import MODEL
 
 
-async def test_probe_finds_what_is_there(proxied):
+async def test_probe_detects_the_engines_capabilities(proxied):
     ready = await get_json(proxied.http, f"{proxied.url}/readyz")
     assert ready["ready"]
     (found,) = ready["engine"]["models"]
@@ -29,7 +29,7 @@ async def test_probe_finds_what_is_there(proxied):
 
 
 LONG = 24_000
-"""Tokens that take a fast machine many seconds to sample: who leaves after forty events leaves in mid-answer."""
+"""Tokens that take a fast machine many seconds to sample: after forty events the answer is still running."""
 
 
 async def running(proxied):
@@ -55,8 +55,8 @@ async def recorded_as_aborted(proxied, session):
 
 
 @pytest.mark.parametrize("at", ["first-turn", "later-turn"])
-async def test_leaving_in_mid_stream(proxied, figures, at):
-    """vLLM stops generating at once, the turn is recorded as aborted with what was sampled till then, and the session lives."""
+async def test_disconnecting_in_mid_stream(proxied, figures, at):
+    """vLLM stops generating at once, the turn is recorded as aborted with what was sampled until then, and the session continues."""
     harness = proxied.harness("left", stream=True, seed=9, max_tokens=40).say("EPISODE:long please")
     if at == "later-turn":
         await harness.turn()
@@ -74,7 +74,7 @@ async def test_leaving_in_mid_stream(proxied, figures, at):
         return await running(proxied) == 0
 
     await until(idle)
-    figures.append(f"harness left in mid-stream ({at}): vLLM idle after {time.monotonic() - left:.2f} s")
+    figures.append(f"harness disconnected in mid-stream ({at}): vLLM idle after {time.monotonic() - left:.2f} s")
     turn = await recorded_as_aborted(proxied, "left")
     assert turn["finish_reason"] == "abort"
     assert 20 < turn["completion_tokens"] < LONG
@@ -83,11 +83,11 @@ async def test_leaving_in_mid_stream(proxied, figures, at):
     assert exported["complete"]
     aborted = generations(exported)[-1]
     assert len(generations(exported)) == whole + 1
-    # The seed makes the model say the same again: what was recorded is what it had said when the harness left.
+    # With the seed the model samples the same again: the record is what it had sampled at the disconnect.
     (again,) = await harness.ask(max_tokens=turn["completion_tokens"])
     assert aborted[:2] == (tuple(again.prompt), tuple(again.ids))
     assert aborted[2] == pytest.approx(again.logprobs, abs=1e-3)
-    # ... and the session lives. (The same words again would be ambiguous: the beginning that was heard, or the retry's?)
+    # ... and the session continues. (The same text again would be ambiguous: the delivered prefix, or the retry's?)
     other = proxied.harness("left", stream=True, seed=9).say("EPISODE:talk please")
     for _ in range(3):
         await other.turn()
@@ -95,8 +95,8 @@ async def test_leaving_in_mid_stream(proxied, figures, at):
     assert done == of > 0
 
 
-async def test_leaving_before_a_whole_answer(proxied, figures):
-    """Not streamed, so nothing was received: vLLM is stopped all the same, and the session says that something is missing."""
+async def test_disconnecting_before_a_whole_answer(proxied, figures):
+    """Not streamed, so nothing was received: vLLM is stopped anyway, and the session reports that something is missing."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "EPISODE:long please"}]}
     task = asyncio.create_task(proxied.http.post(f"{proxied.url}/s/gone/v1/chat/completions", json=body))
 
@@ -111,7 +111,7 @@ async def test_leaving_before_a_whole_answer(proxied, figures):
     await asyncio.gather(task, return_exceptions=True)
     left = time.monotonic()
     await until(idle)
-    figures.append(f"harness left before a whole answer: vLLM idle after {time.monotonic() - left:.2f} s")
+    figures.append(f"harness disconnected before a whole answer: vLLM idle after {time.monotonic() - left:.2f} s")
 
     async def told():
         async with proxied.http.get(f"{proxied.url}/tokencache/v1/sessions/gone") as answer:

@@ -1,7 +1,7 @@
-"""Several proxies, one Redis, one real vLLM: any proxy serves any call, one is killed, and a call that is repeated is one call.
+"""Several proxies, one Redis, one real vLLM: any proxy serves any call, one is killed, and a retried call is one call.
 
-The proxies are processes of their own, as a team runs them. What is right is told by the engine: by the ids that it echoes to the harness,
-and by its own books.
+The proxies are separate processes, as in a deployment. The reference is the engine: the ids that it returns to the harness, and its own
+log.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def free_port():
 
 @contextlib.asynccontextmanager
 async def replica(vllm, redis, http, *options):
-    """`tokencache serve` in a process of its own, ready; yields its process and URL."""
+    """`tokencache serve` in a separate process, ready; yields its process and URL."""
     port = free_port()
     command = ["serve", "--upstream", vllm, "--store", redis.url, "--port", str(port), *options]
     process = await asyncio.create_subprocess_exec(
@@ -75,14 +75,14 @@ async def http():
 
 @pytest.fixture
 async def pair(vllm, http):
-    """Two proxies on one Redis: their processes, and ways to talk to each."""
+    """Two proxies on one Redis: their processes, and clients of each."""
     with RealRedis() as redis:
         async with replica(vllm, redis, http) as (one, first), replica(vllm, redis, http) as (two, second):
             yield (one, Proxied(first, vllm, http, None)), (two, Proxied(second, vllm, http, None))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_turn_at_another_replica(pair, stream):
+async def test_every_turn_on_another_replica(pair, stream):
     (_, one), (_, two) = pair
     harness = one.harness("wandering", stream=stream, tools=TOOLS).say("EPISODE:agent please")
     for n in range(TURNS):
@@ -95,7 +95,7 @@ async def test_every_turn_at_another_replica(pair, stream):
 
 
 async def test_a_replica_is_killed_in_mid_stream(pair):
-    """Its rollouts go on at the other; what it was saying is a hole that is told, and all the rest is exact."""
+    """Its rollouts continue on the other; the reply in progress is a reported hole, and all the rest is exact."""
     (victim, one), (_, two) = pair
     harness = one.harness("bereft", stream=True, seed=3, max_tokens=40).say("EPISODE:long please")
     await harness.turn()
@@ -119,8 +119,8 @@ async def test_a_replica_is_killed_in_mid_stream(pair):
     assert sorted(generations(exported)) == sorted(heard(harness.heard))
 
 
-async def test_a_call_that_its_sdk_repeats_is_sampled_once(pair, vllm_server, figures):
-    """OpenAI's client gives up waiting and asks again, at the other replica: the engine hears of one call."""
+async def test_a_call_that_its_sdk_retries_is_sampled_once(pair, vllm_server, figures):
+    """OpenAI's client times out and retries at the other replica: the engine gets one call."""
     (_, one), (_, two) = pair
     books = Books(one, vllm_server)
     fields = {"max_tokens": 3000, "seed": 5}
@@ -143,6 +143,6 @@ async def test_a_call_that_its_sdk_repeats_is_sampled_once(pair, vllm_server, fi
     assert [(list(prompt), list(ids)) for prompt, ids, _ in generations(exported)] == sampled
     assert exported["complete"]
     assert {incident["kind"] for incident in exported["incidents"]} <= {"retry-joined", "retry-replayed"}
-    figures.append(f"a call that OpenAI's client repeats at another replica: {[i['kind'] for i in exported['incidents']]}, sampled once")
+    figures.append(f"a call that OpenAI's client retries at another replica: {[i['kind'] for i in exported['incidents']]}, sampled once")
     info = await get_json(two.http, f"{two.url}/tokencache/v1/sessions/repeated")
     assert (info["turns"], info["open_calls"]) == (1, [])

@@ -1,4 +1,4 @@
-"""The rig itself: what the other end-to-end tests rely on, checked on the server alone, without tokencache."""
+"""Tests what the other end-to-end tests rely on, on the server alone, without tokencache."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_scripted_turn_is_parsed_and_drifts(vllm, episodes):
     assert post(f"{vllm}/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"] != choice["token_ids"]
 
 
-def test_same_request_says_the_same_with_other_tokens(vllm):
+def test_same_request_gives_the_same_text_in_other_tokens(vllm):
     first, second = (chat(vllm, "EPISODE:hello")["choices"][0] for _ in range(2))
     assert first["message"]["content"] == second["message"]["content"]
     assert first["token_ids"] != second["token_ids"]
@@ -60,7 +60,7 @@ def test_prompt_without_tools_gets_the_side_answer(vllm):
     assert chat(vllm, "EPISODE:tools title please")["choices"][0]["message"]["reasoning"] == "Side answer."
 
 
-def test_unscripted_prompt_is_sampled_with_telling_logprobs(vllm):
+def test_unscripted_prompt_has_distinct_logprobs(vllm):
     (choice,) = chat(vllm, "no marker here", max_tokens=40)["choices"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     assert max(logprobs) - min(logprobs) > 1
@@ -68,7 +68,7 @@ def test_unscripted_prompt_is_sampled_with_telling_logprobs(vllm):
 
 
 def test_logprobs_are_the_models_own(vllm):
-    """What was recorded while sampling is what the model says when it reads the same ids: trainers rely on it."""
+    """What was recorded while sampling is what the model computes when it reads the same ids: trainers rely on it."""
     reply = chat(vllm, "no marker here", max_tokens=24)
     ids = reply["choices"][0]["token_ids"]
     sampled = [entry["logprob"] for entry in reply["choices"][0]["logprobs"]["content"]]
@@ -83,7 +83,7 @@ def test_only_allowed_token(vllm):
     assert (choice["token_ids"], choice["finish_reason"]) == (stop, "stop")
 
 
-def test_script_gives_way_to_a_grammar(vllm):
+def test_script_ends_where_a_grammar_excludes_it(vllm):
     fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}}
     (choice,) = chat(vllm, "EPISODE:hello", max_tokens=200, chat_template_kwargs={"enable_thinking": False}, **fields)["choices"]
     assert json.loads(choice["message"]["content"]) in ("yes", "no")
@@ -91,7 +91,7 @@ def test_script_gives_way_to_a_grammar(vllm):
 
 def test_mini_swe_agent_does_a_task(vllm, tmp_path):
     if "TOKENCACHE_E2E_NO_MINISWE" in os.environ:
-        pytest.skip("mini-swe-agent is not wanted")
+        pytest.skip("mini-swe-agent was not requested")
     run = run_miniswe(f"{vllm}/v1", {"X-Some-Header": "1"}, "EPISODE:miniswe write answer.txt", tmp_path)
     assert run.returncode == 0, run.output
     assert (tmp_path / "answer.txt").read_text() == "exact tokens\n"

@@ -1,4 +1,4 @@
-"""The simulated engine held against a real vLLM: the same requests, the same statuses, members, types, nulls and words."""
+"""Compares the simulated engine with a real vLLM: the same requests, the same statuses, members, types, nulls and text."""
 
 import re
 
@@ -47,20 +47,20 @@ async def test_same_answer(engines, name):
 
 
 TRIES = 8
-"""A busy vLLM joins tokens that wait to be sent into one chunk; then the same is asked again."""
+"""A busy vLLM joins tokens that wait to be sent into one chunk; then the request is repeated."""
 USAGE = {"no-usage": {}, "usage": {"include_usage": True}, "all-usage": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 @pytest.mark.parametrize("usage", USAGE)
 @pytest.mark.parametrize("name", ANSWERED)
 async def test_same_stream(engines, name, usage):
-    """The same kinds of chunks in the same order. (The choices of one call take turns as it comes: there, in any order.)"""
+    """The same kinds of chunks in the same order. (The choices of one call alternate arbitrarily: their order is not compared.)"""
     fields = {"stream": True, **({"stream_options": USAGE[usage]} if USAGE[usage] else {})}
     for _ in range(TRIES):
         answers = await both(engines, "POST", CHAT, {"model": MODEL, **ANSWERED[name], **fields})
         assert answers[0][:2] == answers[1][:2] == (200, "text/event-stream; charset=utf-8")
         (kinds, said), (real_kinds, really_said) = (stream_shape(raw) for _, _, raw, _ in answers)
-        if name in WORDS_DIFFER:  # other words, other chunks: the first and the last are the same, whatever is said
+        if name in WORDS_DIFFER:  # other text, other chunks: the first and the last are the same in any case
             kinds, real_kinds = [[spoken(kind) for kind in (each[0], *each[-3:])] for each in (kinds, real_kinds)]
         else:
             assert said == really_said
@@ -72,12 +72,12 @@ async def test_same_stream(engines, name, usage):
 
 
 def spoken(kind):
-    """A chunk's kind, whatever it brings of the words."""
+    """A chunk's kind, independent of the text in it."""
     return kind if isinstance(kind, str) else kind | {"choices": [choice | {"delta": None} for choice in kind["choices"]]}
 
 
 def first_complaint(seen):
-    """Of all the ways in which pydantic finds that a message is none, the first: the simulated engine looks for one only."""
+    """The first of all reasons that pydantic gives for an invalid message: the simulated engine reports only one."""
     status, kind, body = seen
     message = re.sub(r"^\d+ validation errors?:\n", "", body["error"]["message"]).split("\n  {")[0]
     return status, kind, {"error": body["error"] | {"message": message}}
@@ -86,7 +86,7 @@ def first_complaint(seen):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", REFUSED)
 async def test_same_refusal(engines, name, stream):
-    """Word for word. What the engine itself finds comes, when streamed, as an event of a 200."""
+    """Word for word. Errors of the engine itself arrive, when streamed, as an event of a 200."""
     body = {"model": MODEL, **REFUSED[name], **({"stream": True} if stream and name != "options-without-stream" else {})}
     simulated, real = await both(engines, "POST", CHAT, body)
     if real[0] == 200:
@@ -107,7 +107,7 @@ async def test_same_elsewhere(engines, name):
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 async def test_same_rendering(engines, name):
-    """The same ids, from the template and the tokenizer of the one and of the other."""
+    """The same ids, from template and tokenizer of both."""
     messages, fields = CONVERSATIONS[name]
     answers = await both(engines, "POST", "/tokenize", {"model": MODEL, "messages": messages, **fields})
     simulated, real = [await parsed(answer) for answer in answers]

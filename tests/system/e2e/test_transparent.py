@@ -1,6 +1,6 @@
-"""Without a session, a request through the proxy is answered with the bytes of a direct call; within one, nearly so.
+"""Without a session, a proxied answer has the bytes of a direct one; within a session, nearly so.
 
-Masked are only what differs between two direct calls: ids made up by the server, the time, and durations.
+Only what differs between two direct calls is masked: ids made up by the server, the time, and durations.
 """
 
 import json
@@ -72,7 +72,7 @@ STREAMED = {
 
 
 def by_choice(raw):
-    """The events of a stream with several choices, sorted by choice: these take turns as it comes."""
+    """The events of a stream with several choices, sorted by choice: these alternate arbitrarily."""
     return b"\n\n".join(sorted(raw.split(b"\n\n"), key=lambda event: re.findall(rb'"choices":\[\{"index":(\d)', event)))
 
 
@@ -86,7 +86,7 @@ TRIES = 8
 
 
 async def alike(proxied, request, same, **headers):
-    """Ask directly and through the proxy; a busy vLLM joins tokens that wait to be sent into one chunk: then ask again."""
+    """Sends the request directly and through the proxy; repeats it if a busy vLLM joined waiting tokens into one chunk."""
     for _ in range(TRIES):
         direct = await exchange(proxied.http, proxied.vllm, request)
         through = await exchange(proxied.http, proxied.url, request, **headers)
@@ -117,15 +117,15 @@ async def test_without_a_session_nothing_differs(proxied, name):
 
 
 @pytest.mark.parametrize("name", WITHIN)
-async def test_first_call_of_a_session_is_answered_alike(proxied, name):
-    """What the proxy asks for itself (ids, log probabilities, reasoning), the harness does not see."""
+async def test_first_call_of_a_session_has_the_same_answer(proxied, name):
+    """What the proxy itself requests (ids, log probabilities, reasoning) is hidden from the harness."""
     request = (REQUESTS | STREAMED)[name]
     through, direct = await alike(proxied, request, lambda a, b: a[3] == b[3], **{SESSION_HEADER: "alike"})
     assert through[0] == direct[0]
     if direct[0] == 200:
         assert through[3] == direct[3]
         assert sorted(through[2]) == sorted(direct[2])
-    elif name not in ("no-body", "no-json", "no-messages"):  # refused by the proxy itself, in its own words
+    elif name not in ("no-body", "no-json", "no-messages"):  # refused by the proxy itself, with its own text
         assert through[3] == direct[3]
     else:
         assert through[3].startswith(b'{"error":{"message":')
@@ -133,7 +133,7 @@ async def test_first_call_of_a_session_is_answered_alike(proxied, name):
 
 @pytest.mark.parametrize("name", [name for name in STREAMED if name.startswith("text-with-ids")] + ["text-with-ids-and-logprobs"])
 async def test_every_choice_of_a_text_completion_is_recorded(proxied, name):
-    """In the ids and log probabilities that the engine itself says to a direct client with the same seed."""
+    """With the ids and log probabilities that the engine itself returns to a direct client with the same seed."""
     method, path, body = (REQUESTS | STREAMED)[name]
     whole = body | {"stream": False, "stream_options": None, "return_token_ids": True, "logprobs": 0}
     _, _, _, raw = await exchange(proxied.http, proxied.vllm, (method, path, whole))
@@ -148,7 +148,7 @@ async def test_every_choice_of_a_text_completion_is_recorded(proxied, name):
 
 
 async def test_refusals_leave_no_hole(proxied):
-    """What was refused was never sampled: nothing is missing, even where the refusal comes as an event of a 200."""
+    """A refused call was never sampled: nothing is missing, even if the refusal is an event of a 200."""
     harness = proxied.harness("refused", stream=True, tools=TOOLS).say("EPISODE:agent please")
     await harness.turn()
     for name in ("hot", "too-much", "refused-late"):

@@ -1,6 +1,6 @@
-"""A real vLLM that is paused under running calls, as for new weights, and restarted between two turns.
+"""A real vLLM that is paused during calls, as for new weights, and restarted between two turns.
 
-`/pause` and `/resume` are routes of vLLM's development mode, which trainers run it in.
+`/pause` and `/resume` are routes of vLLM's development mode, which trainers use.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ EPISODES = {"count": ["<think>\nSmall first.\n</think>\n\nOne, two.", LONG, "<th
 MODES = ("abort", "wait", "keep")
 SECONDS = 150
 PACE = "0.01"
-"""Seconds a token: a reply of some 300 is still being sampled when the engine is told to pause, however late that is."""
+"""Seconds per token: a reply of some 300 is still being sampled when the engine is paused, even if the pause comes late."""
 
 
 @pytest.fixture
 def server(servers, tmp_path_factory):
-    """A server in development mode, which takes its time over a reply."""
+    """A server in development mode that samples slowly."""
 
     def start():
         tokenizer = tmp_path_factory.mktemp("tokenizer")
@@ -41,7 +41,7 @@ def server(servers, tmp_path_factory):
 
 @contextlib.asynccontextmanager
 async def rollout(server, **settings):
-    """A proxy before the server, and a session with one turn behind it that asks for the long one next."""
+    """A proxy in front of the server, and a session with one turn whose next request is the long one."""
     async with proxying(server.url, MemoryStore(), hold=SECONDS, **settings) as proxied:
         proxied.store = proxied.proxy.store
         harness = proxied.harness("s").say("EPISODE:count")
@@ -62,7 +62,7 @@ async def told(proxied, path):
 
 
 async def paused(proxied, mode, asked):
-    """Make a call, pause the engine in the middle of it, and let it go on; what the call came to."""
+    """Makes a call, pauses the engine in the middle of it, and resumes it; returns the call's result."""
     before = await sampled(proxied)
     call = asyncio.create_task(asked)
     while await sampled(proxied) < before + 20:
@@ -85,7 +85,7 @@ async def recorded(proxied):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("whole", [False, True], ids=["as it comes", "whole replies"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_call_that_is_under_way_when_the_weights_change(server, figures, mode, stream, whole):
+async def test_a_call_in_progress_when_the_weights_change(server, figures, mode, stream, whole):
     async with rollout(server, whole_replies=whole) as (proxied, harness):
         async with asyncio.timeout(SECONDS):
             reply = await paused(proxied, mode, harness.turn(stream=stream))
@@ -102,11 +102,11 @@ async def test_a_call_that_is_under_way_when_the_weights_change(server, figures,
         figures.append(f"/pause?mode={mode}, stream={stream}, whole_replies={whole}: {[t.completion_tokens for t in turns]} tokens")
 
 
-async def test_a_call_that_comes_while_the_engine_is_paused(server, figures):
+async def test_a_call_that_arrives_while_the_engine_is_paused(server, figures):
     async with rollout(server) as (proxied, harness):
         await told(proxied, "/pause?mode=abort")
         call = asyncio.create_task(harness.turn())
-        done, _ = await asyncio.wait({call}, timeout=2)  # either it queues in the engine, or the proxy holds it
+        done, _ = await asyncio.wait({call}, timeout=2)  # either the engine queues it, or the proxy does
         assert not done
         await told(proxied, "/resume")
         assert (await call).finish_reason == "stop"

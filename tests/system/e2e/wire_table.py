@@ -1,7 +1,7 @@
 """Requests that a real vLLM and the simulated engine must answer alike, and what "alike" means.
 
-Ids, times and log probabilities are masked, and so are the numbers of tokens sampled: every reply is said in tokens drawn anew. What is
-said is scripted, and compared word for word, unless the row says that the words depend on the tokens (`WORDS_DIFFER`).
+Ids, times and log probabilities are masked, and so are the numbers of sampled tokens: every reply is tokenized at random. The text is
+scripted, and compared word for word, unless the row says that the text depends on the tokens (`WORDS_DIFFER`).
 """
 
 import json
@@ -59,7 +59,7 @@ ANSWERED = {
     "ignore-eos": {"messages": TALK, "ignore_eos": True, "max_tokens": 60, "return_token_ids": True},
 }
 WORDS_DIFFER = {"cut-in-thought", "one-token", "given-ids", "no-generation-prompt", "ignore-eos"}
-"""Where the words depend on which tokens they are said in, or nothing is scripted."""
+"""Rows whose text depends on its tokens, or is not scripted."""
 
 REFUSED = {
     "messages-missing": {},
@@ -153,7 +153,7 @@ _KEPT = {"prompt_tokens", "count", "max_model_len", "tokens", "prompt_token_ids"
 
 
 def shape(value, key="", *, words=True):
-    """What is left of an answer when what must differ is masked; the order of keys stays."""
+    """An answer with everything masked that must differ; the order of keys stays."""
     if isinstance(value, dict):
         return {name: shape(inner, name, words=words) for name, inner in value.items()}
     if value is None or isinstance(value, bool) or key in _KEPT:
@@ -168,13 +168,13 @@ def shape(value, key="", *, words=True):
 def _list_shape(items, key, *, words):
     if key == "bytes" or (items and all(isinstance(item, (int, float)) for item in items)):
         return "numbers"
-    if key == "content" and items:  # of log probabilities: as many as tokens
+    if key == "content" and items:  # log probabilities: as many as tokens
         return [shape(items[0], words=words)]
     return [shape(item, key, words=words) for item in items]
 
 
 def stream_shape(raw):
-    """The kinds of chunks of a stream in the order in which they first appear, and what was said in all of them together."""
+    """The kinds of chunks of a stream in the order in which they first appear, and the text of all of them together."""
     kinds, said = [], {}
     for line in raw.decode().split("\n\n"):
         data = line.removeprefix("data: ")

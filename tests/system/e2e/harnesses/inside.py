@@ -1,11 +1,11 @@
 """The inner half of `namespace.py`: the first process in the new namespaces. Standard library only.
 
-It brings up the loopback interface (there is no other), puts the run's folder where the harness is to see it, passes
-bytes between a local port and the Unix socket that leads out, runs the one command, and ends with its exit status.
-When it ends, the kernel ends everything else in its process namespace.
+It brings up the loopback interface (the only one), mounts the run's folder at its fixed path, forwards bytes between a local port and the
+Unix socket to the outside, runs the one command, and exits with its exit status. When it ends, the kernel ends everything else in its
+process namespace.
 
-A run that is to be interrupted says behind what: as soon as these bytes went to the harness so many times on one
-connection, it gets what Ctrl-C sends. So the moment is the same on every machine, however fast.
+A run that is to be interrupted names a byte string and a count: once these bytes were sent to the harness that many times on one
+connection, the harness gets SIGINT, as from Ctrl-C. So the moment is the same on every machine, however fast.
 
 usage: inside.py SPECIFICATION, a JSON object; `namespace.py` writes it.
 """
@@ -26,7 +26,7 @@ TIMED_OUT = 124
 
 
 def bring_loopback_up():
-    """As `ip link set lo up` does, which not every machine has."""
+    """Does what `ip link set lo up` does; not every machine has that command."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh14x", b"lo", 0)
         (flags,) = struct.unpack_from("h", fcntl.ioctl(any_socket, SIOCGIFFLAGS, request), 16)
@@ -34,7 +34,7 @@ def bring_loopback_up():
 
 
 async def pump(reader, writer, after=lambda data: None):
-    """Pass on what comes until it ends, then say that it ended; `after` sees each piece that was passed on."""
+    """Forwards data until it ends, then forwards the end; `after` gets each forwarded piece."""
     with contextlib.suppress(OSError):
         while data := await reader.read(65536):
             writer.write(data)
@@ -44,7 +44,7 @@ async def pump(reader, writer, after=lambda data: None):
 
 
 def counting(words, times, act):
-    """Return what calls `act` once, when `words` have come by so many times, be it in pieces."""
+    """Returns a function that calls `act` once, when `words` have been forwarded that many times, possibly in pieces."""
     passed = bytearray()
 
     def after(data):
@@ -57,7 +57,7 @@ def counting(words, times, act):
 
 
 async def forward(reader, writer, way_out, after):
-    """One connection of the harness, carried over the Unix socket."""
+    """Carries one connection of the harness over the Unix socket."""
     try:
         there, back = await asyncio.open_unix_connection(way_out)
         try:
@@ -65,7 +65,7 @@ async def forward(reader, writer, way_out, after):
         finally:
             back.close()
     except OSError as why:
-        print(f"no way out of the namespace: {why}", file=sys.stderr)
+        print(f"cannot reach the socket outside of the namespace: {why}", file=sys.stderr)
     finally:
         writer.close()
 
@@ -103,7 +103,7 @@ def main():
         socket.sethostname("lab")
         subprocess.run(["mount", "--bind", wanted["folder"], wanted["room"]], check=True, stdin=subprocess.DEVNULL)
     code = asyncio.run(run(wanted))
-    # not sys.exit: connections that the harness left half open are of no interest any more
+    # not sys.exit: connections that the harness left half open no longer matter
     sys.stdout.flush()
     os._exit(code if code >= 0 else 128 - code)
 

@@ -1,7 +1,7 @@
-"""One run of one harness: the program in its namespace, the tap outside, and what the engine wrote down meanwhile.
+"""One run of one harness: the program in its namespace, the recording relay outside, and the engine's own log of the run.
 
-`$TOKENCACHE_E2E_RECORDS` names a folder that keeps, of each run through the proxy, all that is known of it: `calls.jsonl`
-(the tap's), `export.json` (trajectories and turns, as the proxy tells them) and `books.jsonl` (the engine's).
+`$TOKENCACHE_E2E_RECORDS` names a folder that keeps everything about each run through the proxy: `calls.jsonl` (the relay's), `export.json`
+(trajectories and turns, as the proxy exports them) and `books.jsonl` (the engine's log).
 """
 
 import json
@@ -27,25 +27,25 @@ from tokencache.store.memory import MemoryStore
 from tokencache.testing.tokenizer import build_tokenizer
 
 CONTEXT = 131072
-"""Real system prompts take up a good part of what the other tests' server has."""
+"""Real system prompts take up a large part of the context of the other tests' server."""
 SESSION = "lab"
 
 CONFIGURATION = namespace.HOME / "configuration"
 
 BARRIER = [3, 1, 4, 1, 5]
-"""A prompt of ours: when it is answered, the engine has written down every request that ended before."""
+"""A prompt of our own: when it is answered, the engine has logged every request that ended before."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind."""
+    """The results of a run."""
 
     ended: list
     """One per process: exit status and output."""
     calls: list
-    """What went over the wire, as the tap wrote it down."""
+    """The HTTP traffic, as the relay recorded it."""
     generations: list
-    """What the engine wrote down: (prompt ids, sampled ids) in the order of the calls."""
+    """The engine's log: (prompt ids, sampled ids) in the order of the calls."""
     folder: Path
 
     @property
@@ -62,7 +62,7 @@ PATIENCE = 300
 
 
 def lab_engine(servers, tmp_path_factory):
-    """A real vLLM that keeps books and knows all episodes of the lab; the same one for all who ask in turn."""
+    """A real vLLM that logs its requests and has all episodes of the harness tests; consecutive users share it."""
 
     def make():
         folder = tmp_path_factory.mktemp("lab")
@@ -76,7 +76,7 @@ def lab_engine(servers, tmp_path_factory):
 
 @dataclass(frozen=True)
 class Through:
-    """A run through the proxy, and what the proxy tells of it."""
+    """A run through the proxy, and the proxy's export of it."""
 
     run: Run
     exported: dict
@@ -92,7 +92,7 @@ class Through:
 
 
 async def run_through_proxy(name, program, steps, server, folder):
-    """Let `program` do these steps in a session of a proxy of its own."""
+    """Runs these steps of `program` in a session of a separate proxy."""
     async with proxying(server.url, MemoryStore()) as proxied:
         run = await run_harness(program, steps, server, folder, proxied.url)
         through = Through(run, await trajectory(proxied, SESSION), await turns(proxied, SESSION))
@@ -111,7 +111,7 @@ def keep(through, folder):
 
 
 async def run_harness(program, steps, server, folder, proxy=None, *, session=SESSION, seconds=PATIENCE):
-    """Let `program` do these steps through `proxy`, or straight at the engine; it is configured in the same way for both."""
+    """Runs these steps of `program` through `proxy`, or directly against the engine; its configuration is the same for both."""
     namespace.prepare(folder)
     at_port = namespace.port()
     launch = prepare(program.adapter, f"http://127.0.0.1:{at_port}", session, None, MODEL, CONFIGURATION, context=server.max_model_len)
@@ -121,7 +121,7 @@ async def run_harness(program, steps, server, folder, proxy=None, *, session=SES
     before = len(await read_generations(server))
     way_out, record = folder / "way-out", folder / "calls.jsonl"
     ended = []
-    # without a proxy nobody takes the session off the path
+    # without a proxy nothing removes the session from the path
     async with Tap(proxy or server.url, way_out, record, strip="" if proxy else f"/s/{session}/h/{program.adapter.name}"):
         for step in steps:
             name, *rest = (*launch.argv, *step.words)

@@ -1,7 +1,7 @@
-"""What the engine's books say of a run: which call's prompt extends which call before, token for token.
+"""Reads from the engine's log which call's prompt extends which earlier call, token for token.
 
-Nothing here asks the proxy. A call *extends* an earlier one if its prompt begins with that call's prompt and all that was
-sampled behind it. A call could do so if there is an answer of the model in its prompt: a *follow-up*.
+It does not use the proxy's data. A call *extends* an earlier one if its prompt begins with that call's prompt and all tokens sampled after
+it. A call could do so if its prompt contains an answer of the model: it is a *follow-up*.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ OPENER = "<|im_start|>assistant"
 
 @dataclass(frozen=True)
 class Call:
-    """One generation. `parent` is the call that it extends, by its place among the calls; None if it extends none."""
+    """One generation. `parent` is the index of the call that it extends; None if it extends none."""
 
     prompt: tuple
     sampled: tuple
@@ -25,7 +25,7 @@ class Call:
 
 
 def read(generations, decode):
-    """The harness's own calls, in order; what the proxy asked the engine on its own account names no episode."""
+    """The harness's own calls, in order; the proxy's own requests to the engine name no episode."""
     calls = []
     for prompt, sampled in generations:
         text = decode(prompt)
@@ -44,7 +44,7 @@ def contiguous(calls):
 
 
 def lines(calls):
-    """The lengths of the lines that the calls form, longest first: each call goes on with its parent's line, or begins one."""
+    """The lengths of the lines that the calls form, longest first: each call continues its parent's line, or begins one."""
     line_of, lengths, continued = {}, [], set()
     for at, call in enumerate(calls):
         if call.parent is None or call.parent in continued:
@@ -58,5 +58,5 @@ def lines(calls):
 
 
 def shared(one, other):
-    """How many ids both begin with."""
+    """The number of ids that both begin with."""
     return next((at for at, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs), min(len(one), len(other)))

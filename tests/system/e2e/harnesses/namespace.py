@@ -1,15 +1,14 @@
-"""Run a harness program where it can reach nothing but one Unix socket.
+"""Runs a harness program where it can reach only one Unix socket.
 
-A harness is a stranger's program that likes to call home. Here it runs in namespaces of its own: a network with only a
-loopback interface, its own processes, its own mounts, a home, work and temporary directory made for the run, and an
-environment that holds nothing of ours. The engine and the proxy run outside. A socket with a path crosses network
-namespaces, so `inside.py` listens on a local port in there and carries each connection over that socket, where
-`tap.py` answers.
+A harness is third-party software that may contact remote servers. Here it runs in its own namespaces: a network with only a loopback
+interface, its own processes, its own mounts, a home, work and temporary directory made for the run, and a fresh environment. The engine
+and the proxy run outside. A socket with a path crosses network namespaces, so `inside.py` listens on a local port in there and carries
+each connection over that socket, where `recording_relay.py` answers.
 
-In there the run's folder lies at `ROOM`, always the same path, so that prompts, which quote it, are alike in every run.
+In the namespace the run's folder is at `ROOM`, always the same path, so that prompts, which quote it, are the same in every run.
 
-Where namespaces are not permitted the program runs without, its proxy variables leading nowhere, and `Ended.isolated` is false:
-`remark` says so in the report and in the table.
+If namespaces are not permitted, the program runs without them, its proxy variables point to a closed port, and `Ended.isolated` is false:
+`remark` states this in the report and in the table.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from rig.server import free_port
 ROOM = Path("/tmp/tokencache-lab")  # noqa: S108 - the same on every machine is the point; it is covered by a mount
 WORK, HOME, TMP = ROOM / "work", ROOM / "home", ROOM / "tmp"
 PORT = 8100
-"""Where the way out listens in a namespace of its own: a fixed port, for the same reason."""
+"""The port of the relay inside a network namespace: fixed, for the same reason."""
 
 NAMESPACES = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
 INSIDE = Path(__file__).with_name("inside.py")
@@ -37,7 +36,7 @@ INSIDE = Path(__file__).with_name("inside.py")
 
 @dataclass(frozen=True)
 class Ended:
-    """What one command left behind, besides its files."""
+    """The results of one command, besides its files."""
 
     returncode: int
     stdout: str
@@ -50,15 +49,13 @@ class Ended:
 
 
 def remark(runs):
-    """What the report has to say of these runs' isolation: nothing, if all had it."""
-    return (
-        "" if all(ended.isolated for ended in runs) else "WITHOUT NAMESPACES: not permitted on this machine, the network was within reach"
-    )
+    """A remark for the report if some of these runs were not isolated; otherwise empty."""
+    return "" if all(ended.isolated for ended in runs) else "WITHOUT NAMESPACES: not permitted on this machine, the network was reachable"
 
 
 @functools.cache
 def namespaces():
-    """The words that start a command in namespaces: as root, or as a user who is root in there; none if it is not permitted."""
+    """The command prefix that creates namespaces: as root, or as a user who is root inside; empty if that is not permitted."""
     for words in (NAMESPACES, [*NAMESPACES, "--map-root-user"]):
         with contextlib.suppress(OSError):
             if subprocess.run([*words, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0:
@@ -67,20 +64,20 @@ def namespaces():
 
 
 def port():
-    """The port at which a harness that is run next finds the way out."""
+    """The port at which the next harness reaches the relay."""
     return PORT if namespaces() else free_port()
 
 
 def prepare(folder):
-    """Make the run's folder with its home, work and temporary directory."""
+    """Makes the run's folder with its home, work and temporary directory."""
     for name in (WORK.name, HOME.name, TMP.name):
         (folder / name).mkdir(parents=True, exist_ok=True)
 
 
 async def run_isolated(command, folder, environment, way_out, at_port, *, seconds=180, interrupt=None):
-    """Run `command` in `ROOM`/work with only this environment, `way_out` being the socket behind `at_port`; wait for its end.
+    """Runs `command` in `ROOM`/work with only this environment and waits for its end; `way_out` is the socket that `at_port` leads to.
 
-    `interrupt` is `(words, times)`: what must have come to the program, and how often, when it is sent SIGINT.
+    `interrupt` is `(words, times)`: send SIGINT once the program has received these words that many times.
     """
     words = namespaces()
     base = {"HOME": str(HOME), "TMPDIR": str(TMP), "LANG": "C.UTF-8", "TERM": "dumb", "USER": "agent", "TZ": "UTC"}
@@ -123,14 +120,14 @@ async def run_isolated(command, folder, environment, way_out, at_port, *, second
 
 @contextlib.contextmanager
 def _room(folder, *, covered):
-    """`ROOM` is there: as a mere mount point, or, without namespaces, as the run's folder itself for so long."""
+    """Provides `ROOM`: as a mount point, or, without namespaces, temporarily as the run's folder itself."""
     if covered:
         ROOM.mkdir(exist_ok=True)
         yield
         with contextlib.suppress(OSError):
             ROOM.rmdir()
         return
-    ROOM.mkdir()  # fails if another run is in there
+    ROOM.mkdir()  # fails if another run uses it
     try:
         for name in (WORK.name, HOME.name, TMP.name):
             shutil.move(folder / name, ROOM / name)

@@ -1,8 +1,8 @@
-"""Which program each harness is here, and what is typed to give it a task.
+"""How each harness is installed and run here, and the arguments that give it a task.
 
-How a harness is pointed at the proxy (variables, configuration files) is not here: the lab starts each as `tokencache run`
-does, from its adapter in `harness_adapters/`, so the adapters are among the things tested. What is here is what a user
-adds behind `tokencache run HARNESS --`: the words that give a task without a terminal, and those that go on with it.
+How a harness is pointed at the proxy (variables, configuration files) is not here: the tests start each as `tokencache run` does, from its
+adapter in `harness_adapters/`, so the adapters are tested, too. Here is what a user adds after `tokencache run HARNESS --`: the arguments
+that give a task without a terminal, and those that continue with another.
 """
 
 import json
@@ -32,20 +32,20 @@ PACKAGES = {
     "pydantic-ai": "pydantic_ai_slim",
     "openai-agents": "openai_agents",
 }
-"""What an adapter's harness is called where it is installed, if not by its own name."""
+"""The name under which an adapter's harness is installed, if it differs."""
 NODE_22 = ".node22/node_modules/node/bin"
 NPM = "node_modules/.bin"
 VENV = "bin"
 
 
 def harness_dir():
-    """Where `install.sh` put the programs: `$TOKENCACHE_E2E_HARNESS_DIR`, or `.harnesses` in the repository."""
+    """Where `install.sh` installs the programs: `$TOKENCACHE_E2E_HARNESS_DIR`, or `.harnesses` in the repository."""
     return Path(os.environ.get("TOKENCACHE_E2E_HARNESS_DIR") or REPOSITORY / ".harnesses")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One process of a run: the words behind the program, and when to interrupt it, if at all (`namespace.run_isolated`)."""
+    """One process of a run: its arguments, and when to interrupt it, if at all (`namespace.run_isolated`)."""
 
     words: list
     interrupt: tuple | None = None
@@ -53,13 +53,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """A harness as it is started here. `folder` is where it is installed, `programs` the folder in there with its executables."""
+    """How a harness is started. `folder` is where it is installed, `programs` the folder in it with its executables."""
 
     name: str
     dialect: str
     programs: str
     first: Callable
-    """Task → the words behind the program; all tasks at once where there is no `again`."""
+    """Task → the program's arguments; all tasks at once if there is no `again`."""
     again: Callable | None = None
     """The same for a further task in the same conversation, in a new process."""
     environment: dict = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Program:
 
     @property
     def search_path(self):
-        """$PATH for it: its own executables come first."""
+        """The harness's $PATH: its own executables are first."""
         own = [self.home / self.programs, *(harness_dir() / folder for folder in self.path)]
         return os.pathsep.join([*map(str, own), os.environ["PATH"]])
 
@@ -89,7 +89,7 @@ class Program:
 
     @property
     def version(self):
-        """The version that is installed, as its package says."""
+        """The installed version, from the package's metadata."""
         package = PACKAGES.get(self.adapter.name, self.adapter.name)
         if self.programs == NPM:
             return json.loads((self.home / "node_modules" / package / "package.json").read_text(encoding="utf-8"))["version"]
@@ -97,7 +97,7 @@ class Program:
         return metadata.name.removesuffix(".dist-info").rpartition("-")[2]
 
     def why_not(self):
-        """Say why it is not there, as the installer noted it."""
+        """Why it is not installed, as the installer recorded it."""
         note = self.home / ".why-not"
         return note.read_text().strip() if note.exists() else f"not in {self.home}: run tests/system/e2e/harnesses/install.sh"
 
@@ -128,7 +128,7 @@ PROGRAMS = {
             NPM,
             first=claude,
             again=lambda task: claude(task, "--continue"),
-            environment={"IS_SANDBOX": "1"},  # it does not run as root without a word that this is a sandbox
+            environment={"IS_SANDBOX": "1"},  # as root it runs only if it is told that this is a sandbox
         ),
         Program(
             "codex",

@@ -1,8 +1,8 @@
 """Runs that are more than one line of calls: sub-agents, compaction, forks, interrupts.
 
-`tasks.py` tries whether a history is recognised; this tries whether calls are put into the right line. What must come of
-each run is what its structure demands: the main agent's calls are one sequence, each sub-agent's another, and whatever a
-harness makes anew (a compacted context) begins one.
+`tasks.py` tests whether a history is recognised; this tests whether calls are assigned to the right line. The expected result follows from
+a run's structure: the main agent's calls are one sequence, each sub-agent's another, and a context that the harness rebuilds (compaction)
+begins one.
 """
 
 import json
@@ -17,7 +17,7 @@ from tasks import call, say
 
 @dataclass(frozen=True)
 class Structure:
-    """A run of a harness with its episodes, and the sequences that must come of it: (how it begins, why, turns)."""
+    """A run of a harness with its episodes, and the expected sequences: (how it begins, why, turns)."""
 
     harness: str
     episodes: dict
@@ -26,15 +26,15 @@ class Structure:
     sequences: list
     note: str
     unheard: list = field(default_factory=list)
-    """The sequences if a harness ends before it has written down what it heard: the next prompt holds nothing of that answer."""
+    """The sequences if a harness ends before it has saved what it received: the next prompt contains nothing of that answer."""
     heard_whole: list = field(default_factory=list)
-    """The sequences if it had heard every token that was recorded: the next prompt extends them."""
+    """The sequences if it had received every recorded token: the next prompt extends them."""
     asked: dict = field(default_factory=dict)
-    """What is said when a prompt ends in these words, in whichever turn (`rig/scripted_model.py`)."""
+    """The model's reply to a prompt that ends in these words, at any turn (`rig/scripted_model.py`)."""
 
 
 def in_order(*tasks):
-    """The steps of a conversation: the first task, which names the episode, and what follows in new processes."""
+    """The steps of a conversation: the first task, which names the episode, and the later ones in new processes."""
 
     def steps(name):
         first, *others = tasks
@@ -48,12 +48,12 @@ def shell(tool, command, key="command", **others):
 
 
 def agent(tool, name, **others):
-    """A call that sends a sub-agent to do the episode of this name."""
+    """A call that starts a sub-agent on the episode of this name."""
     return call(tool, json.dumps({"prompt": f"EPISODE:{name} Look around — naïve ☕.", "description": "look around", **others}))
 
 
 def looking(tool, times, key="command"):
-    """A sub-agent's turns: it looks so many times, and reports."""
+    """A sub-agent's turns: it looks this many times, and reports."""
     looks = [say(f"\nlook {n}\n", "  Looking — ☕.\n", shell(tool, f"echo look {n}", key)) for n in range(times)]
     return [*looks, say("\nseen\n", "\n Nothing there ✅.  \n")]
 
@@ -66,7 +66,7 @@ MADE = say("\nfirst\n", "Here it is ✅:  \n", shell("Bash", "echo 'héllo' > ma
 
 
 def forking(name):
-    """A conversation that goes on twice from the same point: as a fork, and as itself."""
+    """A conversation that continues twice from the same point: as a fork, and as itself."""
     resumed = ["--resume", SESSION]
     return [
         Step(claude(f"EPISODE:{name} Begin.", "--session-id", SESSION)),
@@ -76,7 +76,7 @@ def forking(name):
 
 
 def interrupted(name):
-    """The first process is sent Ctrl-C in the midst of its answer; another goes on."""
+    """The first process gets Ctrl-C in the middle of its answer; another one continues."""
     return [Step(claude(f"EPISODE:{name} Tell me all."), interrupt=("text_delta", 40)), Step(claude("Go on, briefly.", "--continue"))]
 
 
@@ -100,7 +100,7 @@ STRUCTURES = {
         },
         in_order("Send two to look around.", "Are you sure?"),
         [("root", "", 4), ("root", "", 2), ("root", "", 4)],
-        "two sub-agents at the same time, each its own sequence",
+        "two sub-agents at the same time, each a separate sequence",
     ),
     "claude-code_compact": Structure(
         "claude-code",
@@ -111,14 +111,14 @@ STRUCTURES = {
                 say("\nthird\n", "\nThere it is — naïve ☕.\n "),
             ],
             "claude-code_compacted": [
-                "the last answer before the compaction stands here",
+                "the last answer before the compaction is here",
                 say("\nwhere was I\n", "Looking again.\n", shell("Bash", "wc -c made.txt")),
                 say("\nend\n", "Eight bytes ✅.\n"),
             ],
         },
         in_order("Make a file.", "/compact", "How long is it?"),
         [("root", "", 3), ("branch", "", 1), ("resplice", "context-edited", 2)],
-        "`/compact`: a summary is asked for of all but the last answer, so that call branches off; then a sequence begins that has "
+        "`/compact`: a summary of all but the last answer is requested, so that call branches off; then a sequence begins that has "
         "the last answer's exact tokens",
         asked={"an <analysis> block followed by a <summary>": SUMMARY},
     ),
@@ -127,14 +127,14 @@ STRUCTURES = {
         {"claude-code_fork": [MADE, say("\nok\n", "Made ✅.  \n"), say("\nnext\n", " One way, or the other — ☕.\n")]},
         forking,
         [("root", "", 3), ("branch", "", 1)],
-        "`--fork-session`: two ways on from one turn",
+        "`--fork-session`: two continuations of one turn",
     ),
     "claude-code_interrupt": Structure(
         "claude-code",
         {"claude-code_interrupt": [say("\nall of it\n", "Word for word, as it was said. " * 800), say("\nbriefly\n", "That was it.\n")]},
         interrupted,
         [("root", "", 1), ("resplice", "interrupted", 1)],
-        "Ctrl-C in mid-answer, then `--continue`: the answer as far as it was heard is known, token for token; a sequence begins behind it",
+        "Ctrl-C in mid-answer, then `--continue`: the delivered prefix is recognised, token for token; a sequence begins after it",
         unheard=[("root", "", 1), ("plain", "unrecognised-reply", 1)],
         heard_whole=[("root", "", 2)],
     ),
@@ -151,7 +151,7 @@ STRUCTURES = {
         },
         in_order("Send one to look around.", "Are you sure?"),
         [("root", "", 1), ("root", "", 4), ("root", "", 3)],
-        "a sub-agent and the title call, each its own sequence",
+        "a sub-agent and the title call, each a separate sequence",
     ),
     "codex_agents": Structure(
         "codex",
@@ -175,7 +175,7 @@ STRUCTURES = {
         },
         in_order("Send one to look around.", "Are you sure?"),
         [("root", "", 5), ("root", "", 3)],
-        "a sub-agent, its own sequence",
+        "a sub-agent, in a separate sequence",
     ),
 }
 

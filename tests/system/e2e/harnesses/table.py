@@ -1,4 +1,4 @@
-"""`docs/harnesses.md`: what was measured of each harness. The file is this module's output, never edited by hand."""
+"""Writes `docs/harnesses.md`: the measurements of each harness. The file is this module's output and is never edited by hand."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +10,15 @@ TABLE = REPOSITORY / "docs/harnesses.md"
 HEAD = """\
 # Harnesses, measured
 
-Real, unmodified programs, without a terminal, in namespaces whose network is a loopback interface, started as `tokencache run`
-does. Each does the same scripted job in its own tools (files are written, calls run in parallel, a second task follows by
-resume where it can) on a real vLLM (CPU) whose model says everything in tokens that its tokenizer would not choose. What
-extends what is read from the engine's own books, not from the proxy's.
+These are real, unmodified programs, run without a terminal, in namespaces whose only network is a loopback interface. They are
+started as `tokencache run` starts them. Each does the same scripted job with its own tools: it writes files, runs calls in
+parallel, and gets a second task by resume if it can. The engine is a real vLLM (CPU) whose model emits all text in tokens that
+its tokenizer would not choose. Which prompt extends which call is read from the engine's own log, not from the proxy's records.
 
 *Contiguous* counts the calls with an answer of the model in their history whose prompt begins with the earlier call's prompt
-and all its sampled tokens: straight at the engine, and through the proxy. *Sequences* are what a trainer gets of the run
-through the proxy, with the number of turns in each; sessions that are not complete fail the test. *Rules* are the harness's
-habits that had to be forgiven to recognise its history ([rules.md](rules.md)).
+and all its sampled tokens: directly on the engine, and through the proxy. *Sequences* are what a trainer gets from the run
+through the proxy, with the number of turns in each; sessions that are not complete fail the test. *Rules* are the rules that
+were applied to recognise the harness's history ([rules.md](rules.md)).
 
 This file is written by `make e2e-harnesses`, from a run of the tests in `tests/system/e2e/harnesses`.
 
@@ -29,7 +29,7 @@ This file is written by `make e2e-harnesses`, from a run of the tests in `tests/
 STRUCTURES = """
 ## More than one line of calls
 
-Sub-agents, forks, compaction, interrupts, through the proxy. Each call is put into the line that it belongs to.
+Sub-agents, forks, compaction and interrupts, through the proxy. Each call is recorded in the sequence that it belongs to.
 
 | harness | what happens | calls | contiguous | sequences | rules |
 |---|---|---|---|---|---|
@@ -44,12 +44,12 @@ NOT_RUN = """
 
 
 def count(pair):
-    """`(contiguous, of how many follow-ups)`."""
+    """`(contiguous, number of follow-ups)`."""
     return f"{pair[0]} of {pair[1]}" if pair else "not possible"
 
 
 def sequences(found):
-    """How each begins, why if there is a reason, and its turns."""
+    """How each begins, why if there is a reason, and its number of turns."""
     return ", ".join(f"{start} {turns}" + (f" ({reason})" if reason else "") for start, reason, turns in found)
 
 
@@ -63,7 +63,7 @@ def line(*cells):
 
 @dataclass(frozen=True)
 class Row:
-    """One harness, measured."""
+    """The measurements of one harness."""
 
     title: str
     version: str
@@ -103,13 +103,13 @@ class Shape:
 
 
 ROWS = {}
-"""Rows by name, and shapes: what this run of the tests has measured."""
+"""Rows by name, and shapes: the measurements of this test run."""
 MISSING = {}
 """Title → why it was not run."""
 
 
 def write(order, missing, path=TABLE):
-    """Write the table, its rows in this order."""
+    """Writes the table, its rows in this order."""
     found = [ROWS[name] for name in order if name in ROWS]
     text = HEAD + "".join(row.line() for row in found if isinstance(row, Row))
     text += STRUCTURES + "".join(row.line() for row in found if isinstance(row, Shape))

@@ -1,16 +1,15 @@
-"""The outer end of a harness's way out: a relay that changes nothing and writes everything down.
+"""A relay at the outer end of a harness's socket that changes nothing and records all traffic.
 
-It listens on a Unix socket and passes each request on to one upstream (the proxy, or the engine itself), streams included.
-Every call becomes one line of JSON in the record:
+It listens on a Unix socket and forwards each request to one upstream (the proxy, or the engine itself), streams included. Every call
+becomes one line of JSON in the record:
 
     {"method", "path", "request_headers": [[name, value], …], "request_body",
      "status", "reason", "response_headers": [[name, value], …], "response_body", "chunks": [size, …], "left": false}
 
-`path` is as written, query included. A body that is UTF-8 is text, any other is `{"base64": "…"}`. `chunks` are the sizes in
-bytes of the pieces in which the response came; `left` says that the harness hung up before its end. Calls stand in the
-order in which they ended.
+`path` is as written, query included. A body that is UTF-8 is text, any other is `{"base64": "…"}`. `chunks` are the sizes in bytes of the
+pieces in which the response arrived; `left` is true if the harness disconnected before its end. Calls are in the order in which they ended.
 
-What is not the same on both sides is what belongs to one connection only: `Connection`, `Keep-Alive` and `Transfer-Encoding`.
+Only headers of a single connection differ between both sides: `Connection`, `Keep-Alive` and `Transfer-Encoding`.
 """
 
 import base64
@@ -31,7 +30,7 @@ def read_calls(path):
 
 
 class Tap:
-    """`async with Tap(upstream, socket, record)`: listening while the context is open. `strip` is not passed on at a path's beginning."""
+    """`async with Tap(upstream, socket, record)`: listens while the context is open. `strip` is removed from the beginning of a path."""
 
     def __init__(self, upstream, socket, record, *, strip=""):
         self.upstream, self.socket, self.record, self.strip = upstream, Path(socket), Path(record), strip
@@ -71,8 +70,8 @@ class Tap:
         pieces = []
         try:
             return await self._pass_on(request, body, call, pieces)
-        except ConnectionResetError:  # the harness has all it wants and is gone: Codex leaves at the last event
-            raise web.HTTPInternalServerError from None  # nobody is there to see it
+        except ConnectionResetError:  # the harness has read all it wants and disconnected: Codex does so at the last event
+            raise web.HTTPInternalServerError from None  # the client is gone
         finally:
             call |= {"response_body": _readable(b"".join(pieces)), "chunks": [len(piece) for piece in pieces]}
             self.file.write(json.dumps(call, ensure_ascii=False) + "\n")

@@ -1,11 +1,11 @@
-"""What the scripted model says to each harness: a task in that harness's own tools.
+"""The scripted model's replies to each harness: a task in that harness's own tools.
 
-All do the same job, with everything in it that makes histories hard to recognise: thinking, text before a call, several
-calls at once, arguments in odd spacing and key order, escapes, numbers such as `10000.0`, white space around text, and
-calls that the harness is known to write down differently from how they were said (`habits`). Then the user asks for
-more, in a new process where the harness can resume, and the job ends with two files in the work directory.
+All do the same job, with everything in it that makes histories hard to recognise: thinking, text before a call, several calls at once,
+arguments in unusual spacing and key order, escapes, numbers such as `10000.0`, white space around text, and calls that the harness is
+known to rewrite (`habits`). Then the user asks for more, in a new process if the harness can resume, and the job ends with two files in
+the work directory.
 
-The words of a call are JSON as a model might write it, not as a library would: that is why they are strings here.
+The arguments of a call are JSON as a model might write it, not as a library would: therefore they are strings here.
 """
 
 import json
@@ -26,7 +26,7 @@ def call(name, arguments):
 
 
 def say(thought, text="", *calls):
-    """A turn: the thought as it stands between its tags, the text as it stands before the calls."""
+    """A turn: the thought as it is between its tags, the text as it is before the calls."""
     return f"<think>{thought}</think>\n\n{text}" + "\n".join(calls)
 
 
@@ -35,13 +35,13 @@ class Tools:
     """How a harness's model runs a command and writes a file, as text."""
 
     run: Callable
-    """(command as a JSON string) → call, in odd spacing and with whatever else the tool takes."""
+    """(command as a JSON string) → call, in unusual spacing and with the tool's other parameters."""
     run_plainly: Callable
-    """The same, without ado."""
+    """The same in its simplest form."""
     write: Callable | None = None
     """(path as a JSON string) → call that writes `HELLO` there; None: the shell does it."""
     habits: list = field(default_factory=list)
-    """Turns whose calls this harness is known to send back otherwise."""
+    """Turns whose calls this harness is known to rewrite."""
 
     def written(self, name):
         if self.write is None:
@@ -50,7 +50,7 @@ class Tools:
 
 
 def tools(shell, command, *, extra='"note" : "List \\u2014 caf\\u00e9 \\/ naïve"', write=None, path="path", content="content", habits=()):
-    """The tools of a harness whose names and parameters are these."""
+    """The tools of a harness with these names and parameters."""
     before = f"{extra},  " if extra else ""
     said = f'"{content}": "h\\u00e9llo wörld \\u2603\\n",\n "{path}"'
     return Tools(
@@ -80,13 +80,13 @@ def job(kit):
 
 
 def one_task(kit, *ending):
-    """The job for a harness that takes one task and ends by a call: both parts in one."""
+    """The job for a harness that accepts one task and ends by a call: both parts in one."""
     *turns, _, upper, _ = job(kit)
     return [*turns, upper, *ending]
 
 
 def strictly(kit, *, final):
-    """The job for a harness whose every answer must be calls and nothing else (`tool_choice: required`, so a grammar holds it)."""
+    """The job for a harness whose every answer must consist only of calls (`tool_choice: required`, which a grammar enforces)."""
     only = [
         [kit.run("\"ls; echo 'héllo ☃ \\u00e9'\"")],
         [kit.written("hello.txt"), kit.run('"ls -1"')],
@@ -145,14 +145,14 @@ TERMINUS = [
 ]
 
 STRICT = {"smolagents": lambda kit: strictly(kit, final=lambda text: call("final_answer", f'{{ "answer" : "{text}" }}'))}
-"""Those whose answers a grammar holds."""
+"""Harnesses whose answers a grammar constrains."""
 
 ENDINGS = {"mini-swe-agent": [say("\nAll there.\n", "Done.  \n", call("bash", f'{{"command": "{SUBMIT}"}}'))]}
-"""How those end that take one task only."""
+"""The last call of harnesses that accept only one task."""
 
 
 def scripts():
-    """Episodes for the scripted model: by the harness's name."""
+    """Episodes for the scripted model, by the harness's name."""
     found = {}
     for name, kit in KITS.items():
         turns = one_task(kit, *ENDINGS[name]) if name in ENDINGS else STRICT.get(name, job)(kit)
@@ -161,6 +161,6 @@ def scripts():
 
 
 def prompts(name):
-    """What the user asks of this harness: the name of the episode is in the first words."""
+    """The user's prompts for this harness: the first words contain the name of the episode."""
     first = f"EPISODE:{name} {FIRST}"
     return [f"{first} {SECOND}"] if name in ENDINGS or name not in KITS else [first, SECOND]

@@ -1,7 +1,7 @@
-"""Real harness programs do a job, straight at a real vLLM and through the proxy; the engine's own books are the judge.
+"""Real harness programs do a job, directly on a real vLLM and through the proxy; the engine's own log is the reference.
 
-`$TOKENCACHE_E2E_HARNESSES` names those that must run here (and fail if they are not installed); without it all that are
-installed run. `$TOKENCACHE_E2E_WRITE_TABLE`: write docs/harnesses.md when all is done.
+`$TOKENCACHE_E2E_HARNESSES` names those that must run here (and fail if they are not installed); without it all that are installed run.
+`$TOKENCACHE_E2E_WRITE_TABLE`: write docs/harnesses.md at the end.
 """
 
 import json
@@ -44,10 +44,10 @@ def written_table():
 
 
 def there(name):
-    """The program of this name; without it the test fails if it was asked for, is skipped if not, and the table says why."""
+    """The program of this name; if it is missing, fails if it was requested, else skips the test and notes the reason for the table."""
     program = PROGRAMS[name]
     if WANTED and name not in WANTED:
-        pytest.skip("not among those asked for")
+        pytest.skip("not requested")
     if not program.installed:
         table.MISSING[program.adapter.title] = program.why_not()
         (pytest.fail if name in WANTED else pytest.skip)(program.why_not())
@@ -55,23 +55,23 @@ def there(name):
 
 
 def assert_content(run):
-    """The harness got all that it asked for, and did not complain."""
+    """Every request of the harness was answered, and it reported no error."""
     assert all(ended.returncode == 0 for ended in run.ended), run.output
     generating = [call for call in run.calls if call["method"] == "POST" and not call["left"]]
     assert {call["status"] for call in generating} == {200}
 
 
 def assert_job_done(run):
-    """The user is content, too: the files are there, and hold what they should."""
+    """The result is right, too: the files exist and contain what they should."""
     assert_content(run)
     assert (run.work / "hello.txt").read_text(encoding="utf-8") == tasks.HELLO
     assert (run.work / "upper.txt").read_text(encoding="utf-8") == tasks.UPPER
 
 
 def as_delivered(through, calls):
-    """What of each call was recorded, which must be a beginning of what the engine's books have.
+    """The recorded part of each call, which must be a prefix of the engine's log.
 
-    By the time that an engine is told to stop, it has said a few words that nobody hears.
+    Before an engine stops, it samples a few more tokens that are never delivered.
     """
     told = {prompt: ids for prompt, ids, _ in generations(through.exported)}
     assert told == {call.prompt: call.sampled[: len(told[call.prompt])] for call in calls}
@@ -79,37 +79,37 @@ def as_delivered(through, calls):
 
 
 def came_back(body):
-    """The words of the assistant's messages in a request of the Messages dialect; some are the harness's own."""
+    """The text of the assistant's messages in a request of the Messages dialect; some are the harness's own."""
     told = [message["content"] for message in json.loads(body)["messages"] if message["role"] == "assistant"]
     blocks = [block for content in told for block in ([{"text": content}] if isinstance(content, str) else content)]
     return [words for block in blocks if (words := (block.get("text") or block.get("thinking") or "").strip())]
 
 
 def interrupted(structure, through, calls, tokenizer):
-    """What must have come of an interrupted run, by what the harness sent back: the calls as delivered, and the sequences.
+    """The expected result of an interrupted run, from what the harness sent back: the calls as delivered, and the sequences.
 
-    How much of the answer it had heard, and written down, is a race of its own.
+    How much of the answer the harness had received and saved is a race.
     """
     turns = [turn for sequence in through.exported["sequences"] for turn in sequence["turns"]]
-    left = any("aborted" in turn["marks"] for turn in turns)  # not if the answer was over before the harness was
+    left = any("aborted" in turn["marks"] for turn in turns)  # not if the answer was complete before the harness ended
     assert {incident["kind"] for incident in through.exported["incidents"]} == ({"client-gone"} if left else set())
     calls = lineages.read(as_delivered(through, calls), tokenizer.decode)
     first, second = calls
     said = tokenizer.decode(first.sampled)
     words = [words for words in came_back(through.run.calls[-1]["request_body"]) if words in said]
-    if second.parent is not None:  # it left right behind an event, and has heard all that was recorded
+    if second.parent is not None:  # it disconnected right after an event, and has received everything that was recorded
         return calls, structure.heard_whole
     if not words:
         return calls, structure.unheard
-    if ("plain", "interrupt-inside-token", 1) in through.sequences:  # what it heard ends where no token does: a miss, which says so
+    if ("plain", "interrupt-inside-token", 1) in through.sequences:  # the delivered text ends inside a token: a miss, with a reason
         return calls, [("root", "", 1), ("plain", "interrupt-inside-token", 1)]
     heard = lineages.shared(first.prefix, second.prompt) - len(first.prompt)
-    assert words[-1] in tokenizer.decode(first.sampled[:heard])  # it stands in the next prompt with the tokens that were sampled
+    assert words[-1] in tokenizer.decode(first.sampled[:heard])  # it is in the next prompt with the sampled tokens
     return calls, structure.sequences
 
 
 def assert_as_the_engine_says(through, calls, sequences, adapter):
-    """The session is complete, falls into these sequences, and holds each call's ids as the engine wrote them down."""
+    """The session is complete, has these sequences, and contains each call's ids as the engine logged them."""
     assert through.exported["complete"], through.exported["incidents"]
     assert sorted(through.sequences) == sorted(sequences)
     assert lineages.lines(calls) == sorted((turns for _, _, turns in sequences), reverse=True)
@@ -118,8 +118,8 @@ def assert_as_the_engine_says(through, calls, sequences, adapter):
     assert set(through.forgiven) <= set(adapter.mutations.rules)
 
 
-async def test_the_books_are_the_engines_own_words(engine):
-    """What the engine writes down of a call is what it says of it to a client that may ask."""
+async def test_the_engines_log_equals_what_it_returns_to_clients(engine):
+    """What the engine logs of a call equals what it returns to a client that requests its ids."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "EPISODE:hermes go"}], "return_token_ids": True}
     before = len(await read_generations(engine))
     async with aiohttp.ClientSession() as http, http.post(f"{engine.url}/v1/chat/completions", json=body) as answer:
@@ -129,7 +129,7 @@ async def test_the_books_are_the_engines_own_words(engine):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-async def test_every_turn_extends_the_one_before(engine, tokenizer, name, tmp_path, figures):
+async def test_every_turn_extends_the_previous_one(engine, tokenizer, name, tmp_path, figures):
     program, expected = there(name), EXPECTED[name]
     steps = program.steps(tasks.prompts(name))
     drifted = ()
@@ -151,7 +151,7 @@ async def test_every_turn_extends_the_one_before(engine, tokenizer, name, tmp_pa
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-async def test_every_call_is_in_its_line(engine, tokenizer, name, tmp_path, figures):
+async def test_every_call_is_in_the_right_sequence(engine, tokenizer, name, tmp_path, figures):
     structure = STRUCTURES[name]
     program = there(structure.harness)
     steps = structure.steps(name)

@@ -1,4 +1,4 @@
-"""The lab itself: what the runs of the harnesses rely on. No engine, no harness, seconds."""
+"""Tests the tools that the harness tests rely on. No engine, no harness, seconds."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ print(json.dumps(found))
 
 @pytest.fixture
 async def upstream():
-    """Answers every call with what it got of it, in three pieces."""
+    """Answers every call with what it received of it, in three pieces."""
     got = []
 
     async def answer(request):
@@ -63,7 +63,7 @@ async def ask(folder, upstream_port, code, *words, **limits):
         return await namespace.run_isolated(command, folder, {"PATH": "/usr/bin"}, folder / "way-out", port, **{"seconds": 60, **limits})
 
 
-async def test_one_way_out_and_no_other(upstream, tmp_path):
+async def test_only_the_socket_leads_out_of_the_namespace(upstream, tmp_path):
     port, _ = upstream
     ended = await ask(tmp_path, port, ASK, port)
     assert ended.returncode == 0, ended.output
@@ -79,7 +79,7 @@ async def test_one_way_out_and_no_other(upstream, tmp_path):
     assert not namespace.ROOM.exists()
 
 
-async def test_the_tap_passes_on_what_it_writes_down(upstream, tmp_path):
+async def test_the_relay_forwards_unchanged_what_it_records(upstream, tmp_path):
     port, got = upstream
     ended = await ask(tmp_path, port, ASK, port)
     assert json.loads(ended.stdout)["answer"] == [202, "yes", "data: 1\n\ndata: ☃\n\ndata: [DONE]\n\n"]
@@ -93,14 +93,14 @@ async def test_the_tap_passes_on_what_it_writes_down(upstream, tmp_path):
     assert ["X-Theirs", "yes"] in call["response_headers"]
 
 
-async def test_a_harness_that_does_not_end_is_ended(upstream, tmp_path):
+async def test_a_harness_that_runs_too_long_is_killed(upstream, tmp_path):
     port, _ = upstream
     ended = await ask(tmp_path, port, "import time; time.sleep(600)", seconds=1)
     assert ended.returncode == 124
 
 
-async def test_without_namespaces_it_runs_and_says_so(upstream, tmp_path, monkeypatch):
-    """A machine that permits no namespaces runs the harnesses all the same, and nobody can take that for isolation."""
+async def test_without_namespaces_it_runs_and_reports_it(upstream, tmp_path, monkeypatch):
+    """A machine that permits no namespaces runs the harnesses anyway, and the report says that they were not isolated."""
     monkeypatch.setattr(namespace, "NAMESPACES", ["false"])
     namespace.namespaces.cache_clear()
     try:
@@ -119,8 +119,8 @@ async def test_without_namespaces_it_runs_and_says_so(upstream, tmp_path, monkey
     assert "WITHOUT NAMESPACES" in namespace.remark([isolated, ended])
 
 
-async def test_an_interrupt_comes_behind_what_was_heard(upstream, tmp_path):
-    """Ctrl-C comes when the wanted words have passed so many times, not a moment that a clock chose."""
+async def test_an_interrupt_follows_the_given_words(upstream, tmp_path):
+    """SIGINT follows after the given words have been delivered that many times, not after a delay."""
     code = """
 import http.client, signal, sys, time
 def hear(*_):

@@ -1,4 +1,4 @@
-"""An agent that speaks through the official clients, in one dialect or in another at every turn.
+"""An agent that uses the official clients, with the same or another dialect at every turn.
 
 agent = Agent(url, "a-session").say("hello")
 reply = await agent.turn("messages", stream=True)
@@ -12,7 +12,7 @@ CLIENTS = {client.name: client for client in (Chat, Messages, Responses, Gemini)
 
 
 class Agent:
-    """One rollout in its session, or straight at an engine (`session=None`)."""
+    """One rollout in its session, or directly on an engine (`session=None`)."""
 
     def __init__(self, url, session, **manner):
         self.url, self.session, self.manner = url, session, manner
@@ -30,12 +30,12 @@ class Agent:
         return self
 
     async def turn(self, dialect, *, stream):
-        """Ask, and go on from the reply."""
+        """Makes a call and continues from the reply."""
         client = self.client(dialect)
         return self.take(await client.send(client.request(self.history), stream=stream))
 
     def take(self, reply):
-        """Go on from a reply: its calls are answered, or something is said."""
+        """Continues from a reply: its calls are answered, or a user message is added."""
         self.replies.append(reply)
         self.history.append(("reply", reply))
         results = [(call, name, f"{name}: naïve 東京\n") for call, name, _ in reply.calls]

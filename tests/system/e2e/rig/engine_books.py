@@ -1,12 +1,12 @@
-"""The engine's own books: every request's prompt ids and sampled ids, written to a file by the engine itself.
+"""The ground-truth log: every request's prompt ids and sampled ids, written to a file by the engine itself.
 
-It is a logits processor that changes no logits and runs inside vLLM's engine process, so it sees what every route of the
-server comes down to. Of vLLM's dialects only chat completions and completions tell a client their ids; with these books
-the ids of a call over `/v1/messages` or `/v1/responses` are known as well, with a proxy in between or without.
+It is a logits processor that changes no logits and runs inside vLLM's engine process, so it sees the requests of every route. Of vLLM's
+dialects only chat completions and completions return ids to a client; with this log the ids of a call over `/v1/messages` or
+`/v1/responses` are known as well, with or without a proxy in between.
 
-`$BOOKS` names the file. A request that leaves the batch gives a line `{"request": n, "prompt": [...], "sampled": [...]}`;
-`n` counts requests in the order in which the engine first took them up. vLLM also takes a request out for a while, half
-said, when a batch is full, so of several lines with one `n` the last one counts. `read_books` does that.
+`$BOOKS` names the file. A request that leaves the batch gives a line `{"request": n, "prompt": [...], "sampled": [...]}`; `n` counts
+requests in the order in which the engine first scheduled them. When a batch is full, vLLM also preempts unfinished requests, so of several
+lines with one `n` the last one counts. `read_books` does that.
 """
 
 import json
@@ -15,17 +15,17 @@ from pathlib import Path
 
 try:
     from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
-except ImportError:  # the tests, which read the books, run without vLLM
+except ImportError:  # the tests, which read the log, run without vLLM
     LogitsProcessor = object
 
 
 class EngineBooks(LogitsProcessor):
-    """Keeps the ids of every request in the batch, and writes them down when it leaves."""
+    """Keeps the ids of every request in the batch, and writes them when it leaves."""
 
     def __init__(self, vllm_config, device, is_pin_memory):
         self.file = Path(os.environ["BOOKS"]).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for as long as the engine lives
-        self.batch = {}  # index in the batch -> (number, prompt ids, list into which vLLM puts what was sampled)
-        self.numbers = {}  # id of that list -> (number, the list itself, so that its id is not given to another)
+        self.batch = {}  # index in the batch -> (number, prompt ids, list to which vLLM adds the sampled ids)
+        self.numbers = {}  # id of that list -> (number, the list itself, so that its id is not reused)
         self.count = 0
 
     def is_argmax_invariant(self):
@@ -54,7 +54,7 @@ class EngineBooks(LogitsProcessor):
                 self.batch[target] = moved
             if direction == MoveDirectionality.SWAP and replaced is not None:
                 self.batch[source] = replaced
-            else:  # a request that ended and whose place another is moved to is not among the removed ones
+            else:  # a request that ended and whose slot another one is moved to is not among the removed ones
                 self.write(replaced)
 
     def leave(self, index):
@@ -67,7 +67,7 @@ class EngineBooks(LogitsProcessor):
 
 
 def read_books(path):
-    """Return every request as `(prompt ids, sampled ids)`, in the order in which the engine took them up."""
+    """Every request as `(prompt ids, sampled ids)`, in the order in which the engine scheduled them."""
     lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     last = {line["request"]: (line["prompt"], line["sampled"]) for line in lines}
     return [last[number] for number in sorted(last)]

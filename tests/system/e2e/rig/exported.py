@@ -1,4 +1,4 @@
-"""What the proxy exports of a session, held against what the engine itself had said to the harness."""
+"""Compares the proxy's export of a session with what the engine itself returned to the harness."""
 
 from collections import Counter
 
@@ -43,7 +43,7 @@ def heard(replies):
 
 
 def assert_exported(exported, replies, *, sequences=1):
-    """The trajectory is complete, and holds every generation that the engine echoed once, token for token, float for float."""
+    """The trajectory is complete and contains every generation that the engine returned once, token for token, float for float."""
     assert exported["complete"], exported["incidents"]
     assert exported["incidents"] == []
     assert all(reply.ids and reply.prompt and len(reply.ids) == len(reply.logprobs) for reply in replies)

@@ -1,9 +1,9 @@
-"""NeMo Gym's own servers, from the environment that `install_nemo_gym.sh` made, and rollouts that its agents run.
+"""NeMo Gym's own servers, from the environment that `install_nemo_gym.sh` makes, and rollouts that its agents run.
 
-`gym env start` would make an environment for each server; here every server is the same `python app.py` in its folder with the
-same two variables (nemo-gym 0.7.0, `nemo_gym/cli/env.py`, `RunHelper.start`), all from one environment.
+`gym env start` would make an environment for each server; here every server is the same `python app.py` in its folder with the same two
+variables (nemo-gym 0.7.0, `nemo_gym/cli/env.py`, `RunHelper.start`), all from one environment.
 
-The task is Gym's `example_multi_step` with words that tokenize in more than one way: the episode `gym` in `episodes.py`.
+The task is Gym's `example_multi_step` with text that tokenizes in more than one way: the episode `gym` in `episodes.py`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ START_SECONDS = 60
 
 
 def default_venv():
-    """Where `install_nemo_gym.sh` put Gym: `$TOKENCACHE_E2E_NEMO_GYM`, or `.venv-nemo-gym` in the repository."""
+    """Where `install_nemo_gym.sh` installs Gym: `$TOKENCACHE_E2E_NEMO_GYM`, or `.venv-nemo-gym` in the repository."""
     return Path(os.environ.get("TOKENCACHE_E2E_NEMO_GYM") or REPOSITORY / ".venv-nemo-gym")
 
 
@@ -64,14 +64,14 @@ def model_server(name, base_url, **more):
 
 @dataclass
 class Gym:
-    """Gym's servers by name, each with its URL; `python` is the interpreter that they run on."""
+    """Gym's servers by name, each with its URL; `python` is the interpreter that they use."""
 
     urls: dict
     http: aiohttp.ClientSession
     python: Path
 
     async def rollout(self, number):
-        """Have the agent run the task; returns Gym's result, reward included."""
+        """Lets the agent run the task; returns Gym's result, reward included."""
         async with self.http.post(f"{self.urls[AGENT]}/run", json=task(number)) as answer:
             text = await answer.text()
             assert answer.status == 200, text
@@ -80,7 +80,7 @@ class Gym:
 
 @contextlib.asynccontextmanager
 async def gym_servers(folder, servers, *, agent=True, environment=None, **settings):
-    """Start servers and stop them.
+    """Starts servers and stops them.
 
     Args:
         folder: an empty folder for logs and captures.
@@ -146,7 +146,7 @@ async def _up(http, url, process, log):
     async with asyncio.timeout(START_SECONDS):
         while True:
             if process.poll() is not None:
-                raise RuntimeError(f"a server of Gym's ended with {process.returncode} while starting:\n{log.read_text(errors='replace')}")
+                raise RuntimeError(f"a Gym server exited with {process.returncode} while starting:\n{log.read_text(errors='replace')}")
             with contextlib.suppress(aiohttp.ClientError):
                 async with http.get(url + "/") as answer:
                     if answer.status < 500:

@@ -1,8 +1,8 @@
-"""A harness such as they are: it keeps its own history and sends back what it likes of the model's words.
+"""A simulated harness that behaves like real ones: it keeps its own history and sends back a changed form of the model's reply.
 
-It drops reasoning, trims text, writes a call's arguments anew, with other spacing and order, and answers the calls. It talks to a proxy
-(`session=…`) or straight to an engine (`session=None`); in both cases it asks for token ids and log probabilities, so
-that what a test holds against the proxy's records is the engine's own echo and nothing that the proxy stored.
+It drops reasoning, trims text, rewrites a call's arguments with other spacing and order, and answers the calls. It calls a proxy
+(`session=…`) or an engine directly (`session=None`). In both cases it requests token ids and log probabilities, so that tests compare the
+proxy's records with the engine's own values and not with data that the proxy stored.
 """
 
 import json
@@ -31,7 +31,7 @@ TOOLS = [
 
 @dataclass
 class Reply:
-    """One choice of an answer, put together the same way whether it was streamed or not."""
+    """One choice of an answer, in the same form whether it was streamed or not."""
 
     status: int
     raw: bytes
@@ -106,7 +106,7 @@ def _add(message, delta):
 
 
 def rewritten(arguments):
-    """The same arguments as another JSON library would write them; what is no JSON stays as it is."""
+    """The same arguments as another JSON library would write them; invalid JSON stays unchanged."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True, indent=1)
     except ValueError:
@@ -127,9 +127,9 @@ class Harness:
         if ids:
             self.fields |= {"return_token_ids": True, "logprobs": True}
         self.replies = []
-        """What was made part of the history, in order."""
+        """What was added to the history, in order."""
         self.heard = []
-        """All that was ever answered with 200."""
+        """Every answer with status 200."""
 
     def say(self, text):
         self.messages.append({"role": "user", "content": text})
@@ -139,7 +139,7 @@ class Harness:
         return {**self.fields, "messages": self.messages, "stream": self.stream, **fields}
 
     async def ask(self, **fields):
-        """Make a call without going on from it; all its choices."""
+        """Makes a call without continuing from it; returns all its choices."""
         headers = {SESSION_HEADER: self.session} if self.session else {}
         body = self.body(**fields)
         async with self.http.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as answer:
@@ -150,7 +150,7 @@ class Harness:
         return replies
 
     def echo(self, reply):
-        """What this harness keeps of a reply: nearly nothing as it was, or, if `faithful`, all of it."""
+        """The message that this harness keeps of a reply: rewritten, or, if `faithful`, unchanged."""
         if self.faithful:
             kept = {name: reply.message[name] for name in ("content", "reasoning", "tool_calls") if reply.message.get(name)}
             return {"role": "assistant", "content": None, **kept}
@@ -163,14 +163,14 @@ class Harness:
         return message
 
     def take(self, reply, *, answer="ok: a.txt\n"):
-        """Go on from a reply: it joins the history, and its calls are answered."""
+        """Continues from a reply: it joins the history, and its calls are answered."""
         self.replies.append(reply)
         self.messages.append(self.echo(reply))
         self.messages += [{"role": "tool", "tool_call_id": call["id"], "content": answer} for call in reply.calls]
         return reply
 
     async def turn(self, *, then="Go on.", answer="ok: a.txt\n", **fields):
-        """Call, take the first choice, and say something if there were no calls to answer."""
+        """Makes a call, takes the first choice, and adds a user message if there were no calls to answer."""
         (reply, *_) = await self.ask(**fields)
         assert reply.status == 200, reply.raw
         self.take(reply, answer=answer)
@@ -180,6 +180,6 @@ class Harness:
 
     @property
     def contiguous(self):
-        """How many turns extend the one before, of how many that have one before."""
+        """How many turns extend the previous one, and how many have one."""
         pairs = list(zip(self.replies, self.replies[1:], strict=False))
         return sum(later.extends(earlier) for earlier, later in pairs), len(pairs)

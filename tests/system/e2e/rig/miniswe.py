@@ -26,12 +26,12 @@ WRITE_AND_LIST = [
     ),
     f'<think>\nAll there.\n</think>\n\nDone.  \n<tool_call>\n{{"name": "bash", "arguments": {{"command": "{SUBMIT}"}}}}\n</tool_call>',
 ]
-"""An episode in which the agent writes `answer.txt`, looks at it with two calls at once, and submits."""
+"""An episode in which the agent writes `answer.txt`, inspects it with two calls at once, and submits."""
 
 
 @dataclass(frozen=True)
 class MiniRun:
-    """What one run left behind."""
+    """The results of one run."""
 
     returncode: int
     output: str
@@ -47,15 +47,15 @@ class MiniRun:
 
 
 def default_venv():
-    """Where `install_miniswe.sh` put it: `$TOKENCACHE_E2E_MINISWE`, or `.venv-miniswe` in the repository."""
+    """Where `install_miniswe.sh` installs it: `$TOKENCACHE_E2E_MINISWE`, or `.venv-miniswe` in the repository."""
     return Path(os.environ.get("TOKENCACHE_E2E_MINISWE") or REPOSITORY / ".venv-miniswe")
 
 
 def run_miniswe(base_url, headers, task, cwd, env=None, *, api_key="none", model=MODEL, options=(), timeout=120, venv=None):
-    """Give `task` to the agent in directory `cwd` and wait until it is done; `base_url` ends in `/v1`.
+    """Gives `task` to the agent in directory `cwd` and waits until it is done; `base_url` ends in `/v1`.
 
-    It gets an empty home and an environment of its own (plus `env`), no telemetry, no price list, and a proxy setting
-    that leads every call outside of this machine into the void.
+    It gets an empty home and a separate environment (plus `env`), no telemetry, no price list, and proxy variables that make every call to
+    other machines fail.
     """
     program = Path(venv or default_venv()) / "bin/mini"
     if not program.exists():

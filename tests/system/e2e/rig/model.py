@@ -1,11 +1,11 @@
-"""A tiny Qwen3 with random weights, written from nothing but the standard library.
+"""Writes a tiny Qwen3 with random weights, using only the standard library.
 
 usage: python model.py TOKENIZER_DIR OUT_DIR
 
-Two layers, hidden size 64. vLLM's CPU attention wants heads of 32 or more, so there are four of those. Weights are large
-enough that a token's log probability tells it from others: with the near-zero weights of vLLM's `--load-format dummy`
-all are alike to six digits, and no test could see one put beside the wrong token. The output matrix is its own:
-tied to the input's, such a model would say one token for ever.
+Two layers, hidden size 64. vLLM's CPU attention needs heads of at least 32, so there are four of those. Weights are large enough that a
+token's log probability distinguishes it from others: with the near-zero weights of vLLM's `--load-format dummy` all are equal to six
+digits, and no test could detect one assigned to the wrong token. The output matrix is separate: tied to the input's, such a model would
+repeat one token forever.
 """
 
 import array
@@ -21,11 +21,11 @@ CONTEXT = 131072
 STOP = "<|im_end|>"
 PAD = "<|endoftext|>"
 NOISE = 65537
-"""Length of the stretch of noise that is repeated to fill a matrix: a prime, so that no two rows are alike."""
+"""Length of the noise that is repeated to fill a matrix: a prime, so that no two rows are equal."""
 
 
 def make_model(tokenizer_dir, out):
-    """Write a model folder that vLLM can serve, around the tokenizer found in `tokenizer_dir`; return its path."""
+    """Writes a model folder that vLLM can serve, around the tokenizer found in `tokenizer_dir`; returns its path."""
     source, out = Path(tokenizer_dir), Path(out)
     out.mkdir(parents=True, exist_ok=True)
     if source.resolve() != out.resolve():
@@ -61,7 +61,7 @@ def make_model(tokenizer_dir, out):
 
 
 def shapes(vocabulary):
-    """Name, shape and standard deviation of each weight; a deviation of None stands for ones."""
+    """Name, shape and standard deviation of each weight; a deviation of None means ones."""
     yield "model.embed_tokens.weight", (vocabulary, HIDDEN), 0.5
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
@@ -80,7 +80,7 @@ def shapes(vocabulary):
 
 
 def write_safetensors(path, tensors, seed=0):
-    """Header length, header, data: that is the whole format."""
+    """The whole format: header length, header, data."""
     rng = random.Random(seed)
     noise = array.array("f", (rng.gauss(0, 1) for _ in range(NOISE)))
     header, chunks, at = {}, [], 0

@@ -1,21 +1,21 @@
-"""A vLLM logits processor that puts scripted turns into a model's mouth; it runs inside vLLM's engine process.
+"""A vLLM logits processor that forces scripted turns; it runs inside vLLM's engine process.
 
-A prompt that holds `EPISODE:name` gets the turns of that episode, one for each assistant turn that the prompt opens.
-The words are scripted, the tokens are not: each turn is said in a random tokenization that the tokenizer would not
-choose, another one for each request. So whoever tokenizes the text again gets other ids: drift, in every turn.
+A prompt that contains `EPISODE:name` gets the turns of that episode, one for each assistant turn that the prompt opens. The text is
+scripted, the tokens are not: each turn is sampled in a random tokenization that the tokenizer would not choose, another one for each
+request. So tokenizing the text again gives other ids: drift, in every turn.
 
-A prompt without a marker is left alone: the model samples what its random weights like. So is a request whose sampler
-rules out the next scripted token (a grammar, `allowed_token_ids`): there the script ends and free sampling takes over.
+A prompt without a marker is not changed: the model samples from its random weights. If a request's sampler excludes the next scripted
+token (a grammar, `allowed_token_ids`), the script ends there and free sampling follows.
 
 Episodes are read once from the file that `$EPISODES` names. It maps a name to a list of turns, or to
-`{"turns": [...], "side": "...", "asked": {words: turn}}`; `side` is said to a prompt that offers no tools (harnesses ask for
-titles that way), a turn of `asked` to one with these words behind the last answer (a summary is wanted, say).
-Past its last turn an episode repeats that turn. `{{seen:PATTERN}}` in a turn stands for what the pattern's group last
-matched in the prompt: an id, say, that a tool gave out in this run. A turn with the character U+241F is tokenized
-piece by piece between these marks, and a piece that is one token stays one: `␟ Skin␟ny␟` is never the token of ` Skinny`.
+`{"turns": [...], "side": "...", "asked": {words: turn}}`; `side` is the reply to a prompt that offers no tools (harnesses request titles
+that way), a turn of `asked` the reply to one with these words after the last answer (such as the request for a summary).
+After its last turn an episode repeats that turn. `{{seen:PATTERN}}` in a turn is replaced by what the pattern's group last matched in
+the prompt, such as an id that a tool returned in this run. A turn with the character U+241F is tokenized piece by piece between these
+marks, and a piece that is one token stays one: `␟ Skin␟ny␟` is never the token of ` Skinny`.
 
-`$PACE` (seconds) is what each step takes at least. A model this small samples thousands of tokens before a busy machine lets
-the API server look up, so whoever wants to do something in the middle of a reply asks for a pace.
+`$PACE` (seconds) is the minimum time of each step. A model this small samples thousands of tokens before a busy machine schedules
+the API server, so tests that act in the middle of a reply need it.
 """
 
 import json
@@ -51,7 +51,7 @@ class Drifter:
         self.added = set(tokenizer.get_added_tokens_decoder())
 
     def cuts(self, token_id):
-        """Every pair of ids that together spell this token."""
+        """Every pair of ids that together decode to this token."""
         if token_id in self.added:
             return []
         token = self.tokenizer.id_to_token(token_id)
@@ -59,7 +59,7 @@ class Drifter:
         return [(self.ids[left], self.ids[right]) for left, right in halves if left in self.ids and right in self.ids]
 
     def encode(self, text, rng):
-        """Ids that decode to `text` less its marks, with at least one token cut where there is one to cut."""
+        """Ids that decode to `text` without its marks, with at least one token split if one can be split."""
         if CUT in text:
             return [token_id for piece in text.split(CUT) for token_id in self.encode(piece, rng)]
         canonical = self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -77,7 +77,7 @@ class Drifter:
 
 @dataclass
 class Line:
-    """What one request is to say: scripted ids, and the list into which vLLM puts what was sampled."""
+    """The script of one request: its ids, and the list to which vLLM adds the sampled ids."""
 
     planned: list
     sampled: list
@@ -102,7 +102,7 @@ class ScriptedModel(LogitsProcessor):
         return False
 
     def scripted_text(self, prompt):
-        """What the episode named in this prompt has at this turn; None if no episode is named."""
+        """The text of this turn in the episode that the prompt names; None if it names none."""
         named = MARKER.search(prompt)
         if named is None:
             return None
@@ -121,7 +121,7 @@ class ScriptedModel(LogitsProcessor):
         return SEEN.sub(lambda wanted: (re.findall(wanted.group(1), prompt) or ["nothing seen"])[-1], turn)
 
     def line(self, params, prompt_ids, sampled):
-        """Plan a request, once: vLLM may take it out of the batch and put it back, half said."""
+        """Plans a request once: vLLM may preempt it unfinished and resume it."""
         known = self.lines.get(id(sampled))
         if known is not None and known.sampled is sampled:
             return known
@@ -163,7 +163,7 @@ class ScriptedModel(LogitsProcessor):
             token_id = line.planned[said] if said < len(line.planned) else self.stop_id
             kept = logits[index, token_id].item()
             if kept == float("-inf"):
-                logger.warning("token %d of a script is ruled out (%r): sampling freely", said, self.tokenizer.id_to_token(token_id))
+                logger.warning("token %d of a script is excluded (%r): sampling freely", said, self.tokenizer.id_to_token(token_id))
                 line.free = True
                 continue
             logits[index].fill_(float("-inf"))

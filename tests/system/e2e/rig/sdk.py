@@ -1,9 +1,8 @@
-"""What an agent needs of an official client, whichever it is: to say a history in its words, and to read what comes back.
+"""The interface an agent needs of any official client: write a history as its arguments, and read the answer.
 
-A history is a list of `("user", text)`, `("reply", Reply)` and `("results", [(call's id, name, text)])`. A reply goes
-back as the client gave it if it was this one that gave it, as its documentation has it; else, or if the client is
-`forgetful`, it is written anew from what was read of it: text stripped, arguments in another order, no thoughts, no
-signatures, no items' ids.
+A history is a list of `("user", text)`, `("reply", Reply)` and `("results", [(call's id, name, text)])`. A reply is sent back as the client
+returned it, as its documentation recommends, if this client returned it. Otherwise, or if the client is `forgetful`, it is rebuilt from its
+parsed content: text stripped, arguments in another order, no thoughts, no signatures, no item ids.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ LIMIT = 2000
 
 @dataclass
 class Reply:
-    """What the model said, read out of what a client gave (`native`). A call is (id, name, arguments as an object)."""
+    """The model's reply, parsed from what a client returned (`native`). A call is (id, name, arguments as an object)."""
 
     dialect: str
     native: Any
@@ -27,12 +26,12 @@ class Reply:
 
 
 def rewritten(arguments):
-    """The same arguments, in another order."""
+    """The same arguments in another order."""
     return dict(sorted(arguments.items(), reverse=True))
 
 
 class Client:
-    """One dialect: `request` writes a history as the client's own arguments, `send` asks for a reply, `count` for its prompt's length."""
+    """One dialect: `request` writes a history as the client's arguments, `send` requests a reply, `count` its prompt's length."""
 
     name = ""
 
@@ -41,11 +40,11 @@ class Client:
         self.sdk = self.connect(f"{url}/s/{session}" if session else url)
 
     def native(self, reply):
-        """What this client gave for a reply, if it was this one and it is to go back as it was."""
+        """What this client returned for a reply, if it is to be sent back unchanged."""
         return reply.native if reply.dialect == self.name and not self.forgetful else None
 
     def said(self, reply):
-        """Thought and text as they go back if not as they were given."""
+        """Thought and text of a rebuilt reply."""
         return ("", reply.text.strip()) if self.forgetful else (reply.thought, reply.text)
 
     async def close(self):

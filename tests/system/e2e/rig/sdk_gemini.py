@@ -69,7 +69,7 @@ class Gemini(Client):
         )
 
     async def count(self, history):
-        """Of a whole request, as the API has it; its client has words for the contents alone, so the rest is put in by hand."""
+        """Counts a whole request, as the API can; its client accepts only the contents, so the rest is inserted by hand."""
 
         def written(value):
             return value.model_dump(mode="json", by_alias=True, exclude_none=True)

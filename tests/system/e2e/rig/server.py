@@ -1,4 +1,4 @@
-"""A real vLLM on CPU as a context manager: `with VllmServer(model_dir, episodes) as server: server.url`."""
+"""Runs a real vLLM on CPU as a context manager: `with VllmServer(model_dir, episodes) as server: server.url`."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ MODEL = "tiny"
 
 
 def default_venv():
-    """Where `install_vllm.sh` put vLLM: `$TOKENCACHE_E2E_VLLM`, or `.venv-vllm` in the repository."""
+    """Where `install_vllm.sh` installs vLLM: `$TOKENCACHE_E2E_VLLM`, or `.venv-vllm` in the repository."""
     return Path(os.environ.get("TOKENCACHE_E2E_VLLM") or REPOSITORY / ".venv-vllm")
 
 
@@ -29,7 +29,7 @@ def free_port():
 
 
 class VllmServer:
-    """Starts on entry, and is up when that returns; stopped, with all its processes, on exit."""
+    """Starts on entry and is ready when that returns; stopped, with all its processes, on exit."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class VllmServer:
         self.venv = Path(venv or default_venv())
         self.max_model_len = max_model_len
         self.scripted = scripted
-        self.workdir = Path(workdir or tempfile.mkdtemp(prefix="vllm-"))  # the caller's to remove: the log stays readable
+        self.workdir = Path(workdir or tempfile.mkdtemp(prefix="vllm-"))  # the caller removes it: the log stays readable
         self.log = self.workdir / "vllm.log"
         self.options = list(options)
-        self.books = books  # a file: the engine writes every request's ids there, see engine_books.py
+        self.books = books  # a file: the engine logs every request's ids there, see engine_books.py
         self.start_timeout = start_timeout
         self.process = None
 
@@ -111,16 +111,16 @@ class VllmServer:
         deadline = time.monotonic() + self.start_timeout
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"vLLM ended with {self.process.returncode} while starting:\n{self.tail()}")
-            # not /health: the port was free a moment ago, and another server may have been quicker
+                raise RuntimeError(f"vLLM exited with {self.process.returncode} while starting:\n{self.tail()}")
+            # not /health: the port was free a moment ago, and another server may have bound it since
             with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/v1/models", timeout=5) as answer:  # noqa: S310 - loopback
                 if json.load(answer)["data"][0]["root"] == str(self.model_dir):
                     return
             time.sleep(0.3)
-        raise TimeoutError(f"vLLM was not up after {self.start_timeout} s:\n{self.tail()}")
+        raise TimeoutError(f"vLLM was not ready after {self.start_timeout} s:\n{self.tail()}")
 
     def stop(self):
-        """End the server and the engine process it started: first politely, then not. Only its own process group is touched."""
+        """Ends the server and the engine process it started: SIGTERM first, then SIGKILL. Signals only its own process group."""
         if self.process is None:
             return
         for ask, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
@@ -134,5 +134,5 @@ class VllmServer:
         self.process = None
 
     def tail(self, lines=40):
-        """Return the last lines of the server's log."""
+        """The last lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

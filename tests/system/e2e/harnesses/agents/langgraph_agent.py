@@ -1,4 +1,4 @@
-"""An agent made with LangChain on LangGraph. usage: langgraph_agent.py TASK…"""
+"""An agent built with LangChain on LangGraph. usage: langgraph_agent.py TASK…"""
 
 from langchain.agents import create_agent
 from langchain_core.tools import tool

@@ -1,4 +1,4 @@
-"""An agent made with openai-agents. usage: openai_agents.py TASK…; $LAB_API is chat_completions or responses."""
+"""An agent built with openai-agents. usage: openai_agents.py TASK…; $LAB_API is chat_completions or responses."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ from agents import Agent, Runner, SQLiteSession, function_tool, set_default_open
 from tools import INSTRUCTIONS, MODEL, TASKS, shell_tool, write_tool
 
 
-# strict schemas, which this library asks for by default, would have the engine's grammar write the calls
+# with strict schemas, this library's default, the engine's grammar would write the calls
 @function_tool(strict_mode=False)
 def shell(command: str, note: str = "") -> str:
     """Run a shell command"""

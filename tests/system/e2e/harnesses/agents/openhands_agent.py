@@ -1,4 +1,4 @@
-"""An agent made with the OpenHands SDK. usage: openhands_agent.py TASK…"""
+"""An agent built with the OpenHands SDK. usage: openhands_agent.py TASK…"""
 
 import os
 

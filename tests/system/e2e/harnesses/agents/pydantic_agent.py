@@ -1,4 +1,4 @@
-"""An agent made with pydantic-ai. usage: pydantic_agent.py TASK…"""
+"""An agent built with pydantic-ai. usage: pydantic_agent.py TASK…"""
 
 import asyncio
 

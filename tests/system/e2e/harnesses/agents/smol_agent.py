@@ -1,4 +1,4 @@
-"""An agent made with smolagents. usage: smol_agent.py TASK…"""
+"""An agent built with smolagents. usage: smol_agent.py TASK…"""
 
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 from tools import MODEL, TASKS, shell_tool, write_tool

@@ -15,7 +15,7 @@ LOGS = Path(os.environ["TMPDIR"]) / "logs"
 
 
 class ThisMachine:
-    """As much of a harbor environment as the agent asks for."""
+    """The part of a harbor environment that the agent uses."""
 
     session_id = "here"
     default_user = None

@@ -1,4 +1,4 @@
-"""The two tools that the agents of this folder have. Tasks are on the command line, the model's whereabouts in the environment."""
+"""The two tools of the agents in this folder. Tasks are on the command line, the model's address is in the environment."""
 
 import os
 import subprocess
