@@ -1,14 +1,13 @@
-"""What real harnesses' drift comes to, in figures: the corpus replayed, and measured as `tokencache drift` measures it.
+"""Measures the drift of real harnesses: replays the corpus, and measures it as `tokencache drift` does.
 
     python -m tests.system.corpus.drift [--out docs/images/drift.svg] [--doc docs/drift.md] [--exports FOLDER] [--samples FILE]
 
-Every recorded session runs again through the proxy, before the simulated engine with Qwen3's own vocabulary and chat
-template (from `../shared`; without them, with the simulated ones). What the harness makes of each reply, and what the
-template makes of that, is as in reality. What the model says is scripted, and it says it in the tokens that the tokenizer
-would choose, so nothing counts as retokenized that a sampler might have said otherwise. The script is meant to be hard: odd
-blanks and odd spacing in arguments, which every template writes anew. So all is replayed a second time with everything said
-`tidily`, as Qwen3's template itself would write it; that is what is drawn, for what is left is due to the harness and the
-template. Last, each kind of template is asked what it makes of thinking that comes back exactly as it was served.
+Every recorded session runs again through the proxy, in front of the simulated engine with Qwen3's own vocabulary and chat template (from
+`../shared`; without them, with the simulated ones). What the harness makes of each reply, and what the template makes of that, is as in
+reality. The model's text is scripted, in the tokens that the tokenizer would choose, so nothing counts as retokenized that a sampler
+might have sampled otherwise. The script is meant to be hard: unusual blanks and spacing in arguments, which every template rewrites. So
+everything is replayed a second time `tidily`, with text as Qwen3's template itself would write it; the picture shows that one, because
+what remains is due to the harness and the template. Last, each kind of template is tested with thinking that is sent back unchanged.
 """
 
 import argparse
@@ -50,7 +49,7 @@ PLAIN = [*MARKUP_TOKENS[:2], *(f"<|{name}|>" for name in _FIM), *MARKUP_TOKENS[2
 
 
 def qwen3() -> SimTokenizer | None:
-    """Qwen3's tokenizer and template; `None` if they are not there."""
+    """Qwen3's tokenizer and template; `None` if they are missing."""
     backend, template = qwen_backend(), source(KINDS["Qwen3"], shared=True)
     if backend is None or template is None:
         return None
@@ -60,7 +59,7 @@ def qwen3() -> SimTokenizer | None:
 
 
 def tidied(said: str) -> str:
-    """A reply with its blanks and calls as Qwen3's template writes them; a call that is no JSON object stays as it is."""
+    """A reply with its blanks and calls as Qwen3's template writes them; a call that is not a JSON object is not changed."""
 
     def written(call: re.Match[str]) -> str:
         try:
@@ -77,7 +76,7 @@ def tidied(said: str) -> str:
 
 
 def tidy(recording: Recording) -> None:
-    """Let the model say everything tidily, and who echoes its text and thinking to the letter echo that."""
+    """Makes the model emit everything tidily; harnesses that echo its text and thinking unchanged echo that."""
     names: dict[str, str] = {}
     for call in recording.calls:
         body = json.dumps(call.body)
@@ -90,13 +89,13 @@ def tidy(recording: Recording) -> None:
 
 
 def _members(said: str) -> tuple[str, str]:
-    """Thinking and text of a reply as a stream delivers them, blanks and all."""
+    """Thinking and text of a reply as a stream delivers them, including blanks."""
     thought, closed, rest = said.partition("</think>")
     return (thought.removeprefix("<think>") if closed else "", (rest if closed else said).partition("<tool_call>")[0])
 
 
 async def replayed(recording: Recording, tokenizer: SimTokenizer) -> dict[str, Any]:
-    """Replay a session; its trajectory, measured at every turn."""
+    """Replays a session; returns its trajectory, measured at every turn."""
     engine = SimulatedEngine(model=recording.header.model, max_model_len=CONTEXT, drift=0.0, seed=11)
     engine.tokenizer = engine.replies.tokenizer = tokenizer
     _prepare(engine, recording.calls)
@@ -106,7 +105,7 @@ async def replayed(recording: Recording, tokenizer: SimTokenizer) -> dict[str, A
 
 
 async def faithful(kind: Kind) -> str:
-    """What a template makes of thinking and text that come back exactly as served, and a new question: the tokens that go and come."""
+    """What a template makes of thinking and text that are sent back unchanged, with a new question: the tokens removed and added."""
     shape, lab = SHAPES["text with thinking → user"], Lab.of(kind, shared=source(kind, shared=True) is not None)
     stops, at = await lab.found_stops(kind.stops), len(shape.history)
     prompt = lab.words.encode(lab.text(shape.history[:-1], TOOLS, generation=True))
@@ -152,7 +151,7 @@ def main() -> None:
     console.print(f"tokenizer and template: {'Qwen3' if tokenizer is not None else 'simulated'}")
     for tidily in (False, True):
         rows = drift_rates(measured(tokenizer or build_tokenizer(), given.exports, tidily=tidily))
-        console.print(f"\n{'said tidily' if tidily else 'as recorded'}", style="bold")
+        console.print(f"\n{'written tidily' if tidily else 'as recorded'}", style="bold")
         print_rates(console, rows)
     if given.out is not None:
         draw(rows, given.out)
@@ -172,7 +171,7 @@ def main() -> None:
 
 
 def rates_table(rows: list[DriftRates]) -> str:
-    """The rows of the table in docs/drift.md; what the template or the tokenizer did is said in words there."""
+    """The rows of the table in docs/drift.md; the page explains what the template or the tokenizer did."""
     lines = []
     for row in [*rows, total(rows)]:
         own = [f"{name} {share(one.turns, row.measured)}" for name, one in row.causes.items() if name not in {TEMPLATE, RETOKENIZED}]
@@ -184,7 +183,7 @@ def rates_table(rows: list[DriftRates]) -> str:
 
 
 def measured(tokenizer: SimTokenizer, exports: Path | None, *, tidily: bool) -> Iterator[Trajectory]:
-    """Replay the whole corpus; each trajectory under the name of its program."""
+    """Replays the whole corpus; each trajectory under the name of its program."""
     for path in sorted(CORPUS.glob("*.jsonl")):
         recording = read(path)
         if tidily:
@@ -200,7 +199,7 @@ def measured(tokenizer: SimTokenizer, exports: Path | None, *, tidily: bool) -> 
 
 
 def _as(turns: Any, harness: str) -> Any:
-    """Turns under the program's own name (runs that are about something are runs of it, too); their model is the one scripted model."""
+    """Turns under the program's own name (runs with a structure count as its runs, too); their model is the one scripted model."""
     return [msgspec.structs.replace(turn, harness=harness.partition("_")[0], model="") for turn in turns]
 
 

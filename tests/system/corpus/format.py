@@ -1,13 +1,13 @@
 """The files of the corpus: one recorded run of one harness in each, as JSON, one value a line.
 
-The first line is the header. Then, in the order in which the calls arrived, one line per call, each behind the values that
+The first line is the header. Then, in the order in which the calls arrived, one line per call, each after the values that
 it is the first to share:
 
     {"format": 1, "harness": "codex", "version": …, "dialect": …, …}            `Header`
     {"shared": "tools-1", "is": […]}                                            large and repeated, so written once
     {"call": 1, "after": [], "path": …, "body": {"tools": {"$": "tools-1"}, …}, "said": …, "expected": {…}}     `Call`
 
-`README.md` says what the members mean to somebody who wants to use them.
+`README.md` explains the members for users of the files.
 """
 
 import dataclasses
@@ -20,25 +20,25 @@ from typing import Any
 FORMAT = 1
 REFERENCE = "$"
 SHARED_FROM = 120
-"""Characters of JSON from which on a repeated value is written once."""
+"""Minimum characters of JSON for a repeated value to be written once."""
 
 
 @dataclass
 class Call:
-    """One model call: what the harness sent, what the model said to it, and what the proxy is to make of it."""
+    """One model call: what the harness sent, what the model replied, and what the proxy should record."""
 
     call: int
     after: list[int]
-    """Calls that had ended when this one was sent; what those came after is implied."""
+    """Calls that had ended when this one was sent; calls that those followed are implied."""
     method: str
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
     stream: bool
     ended: str
-    """`whole`, or `left`: the harness hung up before the end."""
+    """`whole`, or `left`: the harness disconnected before the end."""
     said: str | list[str]
-    """What the model sampled, as text. Of a call that was left: in the pieces in which it reached the harness."""
+    """The text that the model sampled. For a call that was left: in the pieces in which it was delivered to the harness."""
     served: list[list[str]]
     """The ids and handles in the reply, `[member, value]`, in order."""
     expected: dict[str, Any]
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass
 class Header:
-    """What the file is, how it came about, and what is expected of the whole session."""
+    """What the file is, how it was made, and what is expected of the whole session."""
 
     harness: str
     version: str
@@ -54,12 +54,12 @@ class Header:
     dialect: str
     model: str
     task: list[str]
-    """What the user asked, in order; `EPISODE:…` told the lab's model what to say."""
+    """The user's prompts, in order; `EPISODE:…` selected the scripted model's turns."""
     recorded: str
     replaced: str
     expected: dict[str, Any]
     left_out: dict[str, int] = field(default_factory=dict)
-    """Requests that asked for no reply of the model, counted by route."""
+    """Requests that did not request a reply of the model, counted by route."""
     format: int = FORMAT
 
 
@@ -72,7 +72,7 @@ class Recording:
 
 
 def read(path: Path) -> Recording:
-    """Read a file of the corpus."""
+    """Reads a file of the corpus."""
     header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     shared: dict[str, Any] = {}
     calls = []
@@ -85,7 +85,7 @@ def read(path: Path) -> Recording:
 
 
 def write(recording: Recording, path: Path) -> None:
-    """Write a file of the corpus."""
+    """Writes a file of the corpus."""
     lines = [dataclasses.asdict(recording.header)]
     seen: Counter[str] = Counter()
     for call in recording.calls:
@@ -107,7 +107,7 @@ def _line(value: Any) -> str:
 
 
 def _count(value: Any, seen: Counter[str]) -> None:
-    """Count the large values, those within a repeated one only once."""
+    """Counts the large values, those within a repeated one only once."""
     if isinstance(value, dict | list):
         text = json.dumps(value)
         if len(text) >= SHARED_FROM:
@@ -121,7 +121,7 @@ def _count(value: Any, seen: Counter[str]) -> None:
 
 
 def _shared(value: Any, under: str, seen: Counter[str], names: dict[str, str], lines: list[dict[str, Any]]) -> Any:
-    """Put references in the place of what is repeated, after a line for each that has none yet; `under` gives the names."""
+    """Replaces repeated values by references, after a line for each new one; `under` gives the names."""
     if not isinstance(value, dict | list | str):
         return value
     text = json.dumps(value)

@@ -1,14 +1,13 @@
-"""Makes files of the corpus from what the lab recorded.
+"""Makes files of the corpus from recorded runs of the harness tests.
 
 usage: python -m tests.system.corpus.make RUNS [HARNESS …] [--out FOLDER]
 
-`RUNS` holds one folder per run, named after the harness (`codex`, or `codex-proxied`; `codex_agents` for a run of another
-kind), and in it `calls.jsonl`, written by `tests/system/e2e/harnesses/tap.py`, and `export.json`, the session's trajectories as
-the proxy gave them out afterwards. The lab's engine speaks with the simulated engine's tokenizer, so the exported ids are
-decoded with that.
+`RUNS` holds one folder per run, named after the harness (`codex`, or `codex-proxied`; `codex_agents` for a run of another kind), and in it
+`calls.jsonl`, written by `tests/system/e2e/harnesses/tap.py`, and `export.json`, the session's trajectories as the proxy exported them
+afterwards. The engine of these tests uses the simulated engine's tokenizer, so the exported ids are decoded with that.
 
-What was recorded is sanitised (`sanitise`), and it is verified that no run of 40 characters of a replaced text is left.
-Nothing is written if that fails.
+The recording is sanitised (`sanitise`), and a check verifies that no run of 40 characters of a replaced text is left. If it fails, nothing
+is written.
 """
 
 import argparse
@@ -43,10 +42,10 @@ _REPLACED = (
 
 
 def make(name: str, folder: Path, out: Path) -> Path:
-    """Make the file of one run; returns its path.
+    """Makes the file of one run; returns its path.
 
     Raises:
-        MakeError: something of it cannot be understood, or would not be sanitised.
+        MakeError: A part of it cannot be understood, or would not be sanitised.
     """
     run = read_run(folder)
     bodies = [json.loads(exchange.call["request_body"]) for exchange in run.exchanges]
@@ -78,7 +77,7 @@ def make(name: str, folder: Path, out: Path) -> Path:
 
 
 def _said(run: Run) -> list[str]:
-    """Every text that the model said: what it thought and told, and the strings in its calls."""
+    """Every text that the model emitted: its thoughts and texts, and the strings in its calls."""
     found = []
     for exchange in run.exchanges:
         served = exchange.turn["served"]
@@ -118,7 +117,7 @@ def _before(at: int, run: Run) -> list[int]:
 
 
 def _pieces(exchange: Exchange) -> list[str]:
-    """What was said to a harness that left, cut where the events ended in which it came."""
+    """The text delivered to a harness that left, split where the events ended that delivered it."""
     text, body = exchange.said, exchange.call["response_body"].replace("\r\n", "\n")
     opened = len("<think>") if text.startswith("<think>") else 0
     answer = text.find("</think>") + len("</think>") if "</think>" in text else len(text)
@@ -130,7 +129,7 @@ def _pieces(exchange: Exchange) -> list[str]:
 
 
 def _expected(run: Run) -> dict[str, Any]:
-    """What is to come of the session: its sequences, by the calls in each."""
+    """The expected result of the session: its sequences, by the calls in each."""
     numbers = {exchange.turn["turn"]: at for at, exchange in enumerate(run.exchanges, 1)}
     sequences = [
         {"start": one["start"], "reason": one["reason"], "calls": [numbers[turn["turn"]] for turn in one["turns"]]}
@@ -141,18 +140,18 @@ def _expected(run: Run) -> dict[str, Any]:
 
 
 def _verify(bodies: list[dict[str, Any]], sanitiser: Sanitiser) -> None:
-    """See that nothing that was replaced is still to be read, in a run worth the name."""
+    """Checks that no replaced text is still readable, in a run of significant length."""
     texts = set(strings_in(bodies))
     left = {text[at : at + RUN] for text in texts for at in range(len(text) - RUN + 1)}
     for original in sanitiser.originals:
         for at in range(len(original) - RUN + 1):
             run = original[at : at + RUN]
             if run in left and sum(map(str.isalpha, run)) >= RUN / 2:
-                raise MakeError(f"still to be read: {run!r}")
+                raise MakeError(f"still readable: {run!r}")
 
 
 def main() -> None:
-    """Run the command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
     parser.add_argument("harness", nargs="*")

@@ -1,8 +1,7 @@
-"""What the lab left of a run: the calls that the tap saw, put together with the turns that the proxy exported.
+"""Reads a recorded run: joins the calls that the relay recorded with the turns that the proxy exported.
 
-A turn is the call's that served its very words under its very ids. Several agents may say the same words, even at the same
-time; then a call's turn is one whose parent's ids and handles stand in the call's history, and the one that ended first,
-for that is the order in which a tap writes.
+A turn belongs to the call that served its text under its ids. Several agents may emit the same text, even at the same time; then a call's
+turn is one whose parent's ids and handles are in the call's history, and the one that ended first, because the relay writes in that order.
 """
 
 import json
@@ -23,12 +22,12 @@ _OK = 200
 
 
 class MakeError(Exception):
-    """A recording cannot become a file of the corpus; the message says why."""
+    """A recording cannot become a file of the corpus; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A call, its reply, and the turn that was recorded of it. `path` is the dialect's own, `said` what was sampled, as text."""
+    """A call, its reply, and its recorded turn. `path` is the dialect's own, `said` what was sampled, as text."""
 
     call: dict[str, Any]
     path: str
@@ -39,7 +38,7 @@ class Exchange:
 
     @property
     def left(self) -> bool:
-        """Whether the harness was gone before the end."""
+        """Whether the harness disconnected before the end."""
         return "aborted" in self.turn["marks"]
 
     @property
@@ -49,13 +48,13 @@ class Exchange:
 
     @property
     def ended(self) -> float:
-        """When it was over, in seconds."""
+        """When it ended, in seconds."""
         return self.began + float(self.turn["seconds"])
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its exchanges in the order of their arrival, the export, and what else was asked (counted by route)."""
+    """A run: its exchanges in the order of their arrival, the export, and other requests (counted by route)."""
 
     adapter: str
     exchanges: list[Exchange]
@@ -64,14 +63,14 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what lies in a run's folder.
+    """Reads a run's folder.
 
     Raises:
-        MakeError: the two records do not tell of the same calls.
+        MakeError: The two records are not of the same calls.
     """
     exported = json.loads((folder / "export.json").read_text(encoding="utf-8")).get("trajectories", {})
     if not exported.get("sequences"):
-        raise MakeError("the export holds no trajectories")
+        raise MakeError("the export has no trajectories")
     turns = sorted(
         (turn for sequence in exported["sequences"] for turn in _turns(sequence)), key=lambda one: one[0]["created"] + one[0]["seconds"]
     )
@@ -96,7 +95,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _turns(sequence: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """The turns of a sequence, with what the model sampled as text, less the id that ended it."""
+    """The turns of a sequence, with the sampled text, without the id that ended it."""
     tokenizer = build_tokenizer()
     found = []
     for turn in sequence["turns"]:
@@ -113,7 +112,7 @@ def streams(call: dict[str, Any]) -> bool:
 
 
 def _exchange(call: dict[str, Any], path: str, turns: list[tuple[dict[str, Any], str]], before: dict[str, Exchange]) -> Exchange | None:
-    """Find the turn that a call became; `None` if it asked for no reply of the model."""
+    """Finds the turn of a call; `None` if it did not request a reply of the model."""
     if call["method"] != "POST" or call["status"] != _OK or not isinstance(call["response_body"], str):
         return None
     route = path.partition("?")[0]

@@ -1,15 +1,14 @@
-"""Replays a recording: the harness's requests again, against the real proxy before the simulated engine.
+"""Replays a recording: sends the harness's requests again, to the real proxy in front of the simulated engine.
 
-The engine says to each call what the model said when it was recorded, in tokens of its own that no tokenizer would choose.
-What the harness echoed in later requests is as it was, so whether the proxy finds its replies again is really put to the
-test. Two things cannot be as they were:
+The engine answers each call with the recorded text, in tokens that no tokenizer would choose. What the harness echoed in later requests is
+unchanged, so the replay tests whether the proxy recognises its replies. Two things cannot be unchanged:
 
-* ids and handles are the proxy's and new in every run. Recorded and replayed reply are walked in the same order
-  (`replies`), and what stands for what is replaced in all later requests;
-* where a harness left in mid-stream, the engine says what had been heard in the pieces in which it was heard, and then
-  falls silent; we leave once we have heard as much.
+* ids and handles are the proxy's and new in every run. Recorded and replayed reply are traversed in the same order (`replies`), and the
+  new values replace the recorded ones in all later requests;
+* where a harness left in mid-stream, the engine sends the delivered text in its recorded pieces and then stalls; the replay disconnects
+  once it has received as much.
 
-Calls that ran side by side do so again: each is sent when those have ended that had ended then.
+Calls that ran concurrently do so again: each is sent when the calls have ended that had ended then.
 """
 
 import asyncio
@@ -30,26 +29,26 @@ _MARKUP = re.compile(r"</?think>|<tool_call>.*", re.DOTALL)
 
 @dataclass
 class Replayed:
-    """What came of a session: each call's turn by its number, the sequences by the calls in them, and the whole export."""
+    """The result of a session: each call's turn by its number, the sequences by the calls in them, and the whole export."""
 
     turns: dict[int, dict[str, Any]]
     outcome: dict[str, Any]
     prompts: dict[int, tuple[int, ...]]
-    """What the engine was asked, by its own books."""
+    """The engine's prompts, from its own log."""
     prefixes: dict[int, tuple[int, ...]]
-    """The same with what was sampled behind it."""
+    """The same with the sampled ids after each."""
 
 
 class ReplayError(AssertionError):
-    """A call cannot be replayed; the message says which and why."""
+    """A call cannot be replayed; the message gives the call and the reason."""
 
 
 async def replay(recording: Recording, *, honours_ids: bool = True) -> Replayed:
-    """Replay a session; `honours_ids=False` is an engine that renders every prompt itself, as without a proxy.
+    """Replays a session; `honours_ids=False` is an engine that renders every prompt itself, as without a proxy.
 
     Raises:
-        ReplayError: the proxy answered otherwise than it had.
-        AssertionError: its records are not what the engine's books say.
+        ReplayError: The proxy's answer differs from the recorded one.
+        AssertionError: Its records differ from the engine's log.
     """
     engine = SimulatedEngine(model=recording.header.model, max_model_len=CONTEXT, honours_ids=honours_ids, seed=11)
     _prepare(engine, recording.calls)
@@ -64,7 +63,7 @@ async def replay(recording: Recording, *, honours_ids: bool = True) -> Replayed:
 
 
 def _prepare(engine: SimulatedEngine, calls: list[Call]) -> None:
-    """Let the engine say what was said to the request that bears a call's name, and fall silent where the harness left."""
+    """Makes the engine answer each call with its recorded text, and stall where the harness left."""
     lines = {_name(call): [call.said] if isinstance(call.said, str) else call.said for call in calls}
     left = {_name(call) for call in calls if call.ended == "left"}
 
@@ -81,7 +80,7 @@ def _name(call: Call) -> str:
 
 
 def _named_in(request_id: str) -> str:
-    """The call's name in the id that the proxy made of it."""
+    """The call's name in the id that the proxy made from it."""
     return "-".join(request_id.removeprefix("chatcmpl-").split("-")[:2])
 
 
@@ -94,7 +93,7 @@ class _Session:
         self._renamed: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Send every call when its time has come."""
+        """Sends every call when its time has come."""
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             for call in self._recording.calls:
                 group.create_task(self._call(call))
@@ -120,7 +119,7 @@ class _Session:
         self._ended[call.call].set()
 
     async def _leave(self, call: Call, answer: Any) -> Reply:
-        """Hear as much as the harness had, leave, and wait until the proxy has noticed."""
+        """Receives as much as the harness had, disconnects, and waits until the proxy has noticed."""
         body, reply, wanted = b"", Reply(), len(_MARKUP.sub("", "".join(call.said)))
         while reply.heard < wanted:
             body += await answer.content.readany()
@@ -136,7 +135,7 @@ class _Session:
         return reply
 
     async def _gone(self) -> int:
-        """How many turns are recorded whose harness was gone before their end."""
+        """How many recorded turns have a harness that disconnected before their end."""
         return sum("aborted" in turn["marks"] for turn in await self._rig.turns(SESSION))
 
     def _with_new_ids(self, body: str) -> str:
@@ -148,12 +147,12 @@ class _Session:
     def _rename(self, call: Call, reply: Reply) -> None:
         recorded, replayed = call.served, reply.served[: len(call.served) if call.ended == "left" else None]
         if [member for member, _ in recorded] != [member for member, _ in replayed]:
-            raise ReplayError(f"call {call.call}: the reply held {recorded}, and now {replayed}")
+            raise ReplayError(f"call {call.call}: the recorded reply has {recorded}, the replayed one {replayed}")
         self._renamed.update((old, new) for (_, old), (_, new) in zip(recorded, replayed, strict=True))
 
 
 def _outcome(recording: Recording, rig: Rig, exported: dict[str, Any]) -> Replayed:
-    """Put what was exported beside the calls; which turn is which call's, is in the engine's books."""
+    """Joins the export with the calls; the engine's log shows which turn belongs to which call."""
     entries = {int(_named_in(entry.request_id).removeprefix("call-")): entry for entry in rig.book(SESSION)}
     turns, sequences = {}, []
     for sequence in exported["sequences"]:
@@ -180,7 +179,7 @@ def _outcome(recording: Recording, rig: Rig, exported: dict[str, Any]) -> Replay
 
 
 def differences(recording: Recording, replayed: Replayed) -> list[str]:
-    """What is not as it was recorded, in words."""
+    """The differences from the recording, in words."""
     found = []
     for call in recording.calls:
         turn = replayed.turns[call.call]

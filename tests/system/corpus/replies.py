@@ -1,7 +1,7 @@
-"""What a reply holds, in whichever dialect it was said: its words, and the ids and handles that may come back.
+"""Reads a reply of any dialect: its text, and the ids and handles that may come back.
 
-The same walk is done over the recorded reply and over the replayed one. The lists of ids that it gives are of one length
-and one order, and so say which id of the replay stands for which id of the recording.
+The recorded reply and the replayed one are traversed alike. The resulting lists of ids have one length and one order, which maps each id of
+the recording to one of the replay.
 """
 
 import json
@@ -14,7 +14,7 @@ IDENTITIES = ("id", "call_id", "signature", "encrypted_content", "thoughtSignatu
 
 @dataclass
 class Reply:
-    """What a harness got. `events` counts the events of a stream."""
+    """A harness's reply. `events` counts the events of a stream."""
 
     reasoning: str = ""
     content: str = ""
@@ -24,7 +24,7 @@ class Reply:
     events: int = 0
 
     def note(self, value: dict[str, Any], *members: str) -> None:
-        """Note the identities among the members of an object, each once."""
+        """Adds the identities among the members of an object, each once."""
         for member in members or IDENTITIES:
             known = [member, value.get(member)]
             if known[1] and isinstance(known[1], str) and known not in self.served:
@@ -37,17 +37,17 @@ class Reply:
 
 
 def read_reply(dialect: str, body: str, *, stream: bool) -> Reply:
-    """Read what came back, up to wherever it ends."""
+    """Reads an answer, up to wherever it ends."""
     reply = Reply()
     for value in _values(body) if stream else [json.loads(body)]:
         reply.events += 1
-        for one in value if isinstance(value, list) else [value]:  # Gemini streams a list where no events were asked for
+        for one in value if isinstance(value, list) else [value]:  # Gemini streams a list if no events were requested
             _READERS[dialect](reply, one)
     return reply
 
 
 def _values(body: str) -> Iterator[Any]:
-    """Read the JSON of each event that is whole."""
+    """Reads the JSON of each complete event."""
     for event in body.replace("\r\n", "\n").split("\n\n")[:-1]:
         data = "\n".join(line.removeprefix("data:").removeprefix(" ") for line in event.split("\n") if line.startswith("data:"))
         if data and data != "[DONE]":

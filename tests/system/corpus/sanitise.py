@@ -1,13 +1,13 @@
-"""Whose words are these? Goes through a request and replaces what its harness's makers wrote, and who sent it.
+"""Sanitises a request: replaces what the harness's makers wrote, and who sent it.
 
-Every text in a request belongs to somebody:
+Every text in a request has an owner:
 
 =========  ====================================================================  =======================================
-makers     system prompts, descriptions, reminders, everything in users' turns   a stand-in, but for what the task's user
-                                                                                 asked and what the model said before
-model      its turns, as the harness sends them back                             stays, to the letter
+makers     system prompts, descriptions, reminders, everything in users' turns   a stand-in, except what the task's user
+                                                                                 asked and what the model wrote before
+model      its turns, as the harness sends them back                             not changed
 task       results of tools                                                      words of the task stay, others get
-                                                                                 stand-ins, digits beside them as well
+                                                                                 stand-ins, and so do digits near them
 structure  names of tools and members, types, ids, settings                      stays; identities are replaced
 =========  ====================================================================  =======================================
 
@@ -23,9 +23,9 @@ from typing import Any
 from tests.system.corpus.standins import StandIns
 
 RUN = 40
-"""So many characters in a row would be a quotation."""
+"""This many characters in a row would be a quotation."""
 ROOM = r"/tmp/tokencache-lab(?:/[\w.-]*)*"  # noqa: S108 - nothing is opened there
-"""Where the lab's harnesses work: the same path everywhere."""
+"""Where the harness tests work: the same path everywhere."""
 KEY_IN_JSON = r'"\w{1,30}"(?=\s*:)'
 TEXTS = {"text", "content", "description", "title", "instructions", "system", "definition", "output", "input", "summary", "result"}
 EXACT = {"enum", "required", "const", "pattern", "format", "default", "type", "name", "role", "model", "$schema", "syntax"}
@@ -38,14 +38,14 @@ _IDENTITY = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z]+")
 _COMMON = frozenset({"null", "true", "false", "id", "type", "function", "name", "arguments"})
-"""Words of JSON, and of calls written out as text."""
+"""Words of JSON, and of calls written as text."""
 _PROMPT = re.compile(r"EPISODE:[^\n\"<]*")
-"""How a task begins in the lab."""
+"""How a task begins in the harness tests."""
 _SHORTEST_QUOTE = 12
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, names of members aside."""
+    """Every text in a JSON value, except names of members."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -64,7 +64,7 @@ def asked_in(bodies: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _of_users(value: Any, *, user: bool) -> Iterator[str]:
-    """The texts in users' turns, results of tools aside."""
+    """The texts in users' turns, except results of tools."""
     if isinstance(value, list):
         for inner in value:
             yield from _of_users(inner, user=user)
@@ -80,8 +80,9 @@ def _of_users(value: Any, *, user: bool) -> Iterator[str]:
 class Sanitiser:
     """Sanitises the requests of one recording.
 
-    `key` decides on the stand-ins. `asked` is what the task's user asked, `said` what the model said (texts, thoughts and
-    the strings in its calls), `served` the ids and handles in its replies.
+    `key` determines the stand-ins. `asked` is what the task's user asked, `said` what the model wrote (texts, thoughts and the strings in
+    its
+    calls), `served` the ids and handles in its replies.
     """
 
     def __init__(self, key: bytes, asked: Sequence[str], said: Iterable[str], served: Iterable[str]) -> None:
@@ -100,11 +101,11 @@ class Sanitiser:
         return self.makers.originals | self.task.originals
 
     def body(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Sanitise a request's body."""
+        """Sanitises a request's body."""
         return {key: self._member(key, value, "makers") for key, value in body.items()}
 
     def header(self, value: str) -> str:
-        """Sanitise a header's value: of a list of products (`codex/1.0 (Debian; x86_64)`) what stands in brackets is left out."""
+        """Sanitises a header's value: in a list of products (`codex/1.0 (Debian; x86_64)`) the parts in brackets are omitted."""
         return self._structure(re.sub(r"\s*\([^)]*\)", "", value))
 
     def _member(self, key: str, value: Any, owner: str) -> Any:
@@ -140,7 +141,7 @@ class Sanitiser:
         return self.task.text(value, self._words) if owner == "task" else self.makers.text(value)
 
     def _models(self, value: str) -> str:
-        """The model's turn as it came back; what a harness put into its mouth at length is the makers'."""
+        """The model's turn as it was sent back; long text that a harness added to it is the makers'."""
         if value in self._served or value.strip() in self._said:
             return value
         own = [(0, 0), *(word.span() for word in _WORD.finditer(value) if word[0].lower() in self._words), (len(value), 0)]
@@ -152,14 +153,14 @@ class Sanitiser:
         return _IDENTITY.sub(lambda found: found[0] if found[0] in self._served else self._opaque(found[0]), value)
 
     def _opaque(self, text: str) -> str:
-        """Replace an identity; long words without a digit are none, and a time is zero."""
+        """Replaces an identity; long words without a digit are none, and a time becomes zero."""
         if text.isdigit():
             return "0" * len(text)
         return self.makers.opaque(text) if any(character.isdigit() for character in text) else text
 
     @staticmethod
     def _is_record(value: str) -> bool:
-        """Whether a text is an object of short strings and numbers, as identities travel."""
+        """Whether a text is an object of short strings and numbers, a form in which identities are sent."""
         try:
             found = json.loads(value) if value.startswith("{") else None
         except ValueError:

@@ -1,16 +1,16 @@
-"""Stand-ins: a text of the same shape that says nothing.
+"""Stand-ins: replaces a text by a meaningless one of the same shape.
 
-What the makers of a harness wrote (system prompts, descriptions of tools, reminders) is theirs. For a test of a proxy only
-its shape matters: how long it is, where its lines end, and which of two texts are equal, or begin alike. So each word is
-replaced by another of the same length and case, each digit by another digit, and everything else stays. Which word it
-becomes depends on the line up to it, and on nothing else: so
+What the makers of a harness wrote (system prompts, descriptions of tools, reminders) is theirs. For a test of a proxy only its shape
+matters: how long it is, where its lines end, and which of two texts are equal, or begin alike. So each word is replaced by another of the
+same length and case, each digit by another digit, and everything else stays. The replacement of a word depends only on the line up to it,
+so
 
-* a line is always replaced by the same line, wherever it stands;
+* a line is always replaced by the same line, wherever it occurs;
 * lines that begin alike have stand-ins that begin alike;
 * texts that differ anywhere have stand-ins that differ.
 
-The choice is among a few words and depends on a key that is not kept, the digest of the whole recording: the original
-cannot be had back from it.
+The choice is among a few words and depends on a key that is not kept, the digest of the whole recording: the original cannot be recovered
+from it.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ WORDS = {
 LONGEST = max(WORDS)
 TOKENS = r"(?P<word>[A-Za-z]+)|(?P<quad>\d+(?:\.\d+){3,})|(?P<digits>\d+)|(?P<other>.)"
 MARKUP = r"</?[a-z][\w-]{0,30}>|x-anthropic-billing-header:"
-"""What gives a prompt its structure and is looked for by programs."""
+"""Words that structure a prompt and that programs search for."""
 
 
 def word_like(word: str, choice: int) -> str:
@@ -43,7 +43,7 @@ def word_like(word: str, choice: int) -> str:
 
 
 class StandIns:
-    """Makes stand-ins with one key; `kept` are texts that stay wherever they occur, `patterns` expressions of such."""
+    """Makes stand-ins with one key; `kept` are texts that stay wherever they occur, `patterns` are regular expressions of such texts."""
 
     def __init__(self, key: bytes, kept: Iterable[str] = (), patterns: Sequence[str] = ()) -> None:
         self._key = key
@@ -58,14 +58,14 @@ class StandIns:
         """The stand-in of a text, in which words that are `known` (in lower case) stay."""
         if (text, known) not in self._made:
             made, attempt = self._stand_in(text, known), 0
-            while self._taken.setdefault(made, text) != text:  # by chance: then its last word is another
+            while self._taken.setdefault(made, text) != text:  # equal by chance: then its last word is changed
                 attempt += 1
                 made = self._stand_in(text, known, attempt)
             self._made[text, known] = made
         return self._made[text, known]
 
     def opaque(self, text: str, attempt: int = 0) -> str:
-        """The stand-in of something without words, an identity: letters and digits by others."""
+        """The stand-in of text without words, an identity: letters and digits become others."""
         state = hashlib.blake2b(f"{attempt}{text}".encode("utf-8", "surrogatepass"), key=self._key).digest()
         return "".join(_turned(character, state[at % len(state)]) for at, character in enumerate(text))
 

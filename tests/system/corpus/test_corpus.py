@@ -1,4 +1,4 @@
-"""Every recorded session again, through the real proxy: recognised as it was when the real program ran. And it can fail."""
+"""Replays every recorded session through the real proxy: it is recognised as when the real program ran. Spoiled replays fail."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ each = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
 def longest_lines():
-    """Of each dialect the file with the longest sequence, and of those the smallest."""
+    """For each dialect the file with the longest sequence, the smallest of several."""
     found = {}
     for path in FILES:
         recording = read(path)
@@ -31,15 +31,15 @@ one_of_each_dialect = pytest.mark.parametrize("path", LONGEST.values(), ids=LONG
 
 
 @each
-async def test_a_recorded_session_is_recognised_as_it_was(path):
-    """`replay` holds the records against the engine's books; here it is who was recognised, why, and in which sequence."""
+async def test_a_recorded_session_is_recognised_as_before(path):
+    """`replay` compares the records with the engine's log; this compares matches, reasons and sequences."""
     recording = read(path)
     assert not differences(recording, await replay(recording))
 
 
 @each
-async def test_rendered_anew_no_prompt_holds_what_was_sampled(path):
-    """The same session before an engine that renders everything itself: every turn of the model drifts."""
+async def test_rendered_again_no_prompt_contains_the_sampled_tokens(path):
+    """The same session with an engine that renders everything itself: every turn of the model drifts."""
     recording = read(path)
     replayed = await replay(recording, honours_ids=False)
     follow_ups = [calls for sequence in recording.header.expected["sequences"] for calls in pairwise(sequence["calls"])]
@@ -56,14 +56,14 @@ def last_call(recording):
 
 
 async def noticed(recording, call, body):
-    """What is found to be otherwise when a call's body is another."""
+    """The differences found when a call's body is changed."""
     changed = copy.deepcopy(recording)
     changed.calls[call.call - 1].body = json.loads(body)
     return [line for line in differences(changed, await replay(changed)) if line.startswith(f"call {call.call}: ")]
 
 
 @one_of_each_dialect
-async def test_one_echoed_word_altered_is_noticed(path):
+async def test_a_changed_word_in_an_echoed_reply_is_noticed(path):
     recording = read(path)
     call, body = last_call(recording)
     texts = [(parse_reply("".join(before.said), tools=True).content or "").strip() for before in recording.calls]
@@ -78,7 +78,7 @@ def tool_ids(call):
 
 @one_of_each_dialect
 async def test_ids_of_two_calls_swapped_are_noticed(path):
-    """The last reply's and an earlier one's: only the last reply is held against what was issued, id by id."""
+    """The last reply's and an earlier one's: only the last reply is compared id by id with what was issued."""
     recording = read(path)
     line = max(recording.header.expected["sequences"], key=lambda sequence: len(sequence["calls"]))["calls"]
     replies = [(number, tool_ids(recording.calls[number - 1])) for number in line]

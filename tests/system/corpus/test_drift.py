@@ -1,4 +1,4 @@
-"""The published rates are made of what is tested here: a tidy script, and a replay that is measured at every turn."""
+"""Tests the parts of the published drift rates: a tidy script, and a replay that is measured at every turn."""
 
 from pathlib import Path
 

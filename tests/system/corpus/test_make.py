@@ -1,4 +1,4 @@
-"""From a tap's record to a file that replays: a small session with all that is hard to keep, side by side, left, rewritten."""
+"""From a relay's record to a file that replays: a small session with concurrent, interrupted and rewritten calls."""
 
 import asyncio
 import json
@@ -23,13 +23,13 @@ BASH = {"name": "Bash", "description": "Runs a command, whichever it may be, in 
 
 
 class Harness:
-    """Speaks Messages as Claude Code does, and writes down what a tap would."""
+    """Calls Messages as Claude Code does, and writes a record as the relay does."""
 
     def __init__(self, rig, record):
         self.rig, self.record = rig, record
 
     async def call(self, system, messages, *, leave_at=None):
-        """One call; with `leave_at` it hangs up when it has heard so many words. Returns the blocks of the reply."""
+        """Makes one call; with `leave_at` it disconnects after this many words. Returns the blocks of the reply."""
         body = {"model": "sim", "max_tokens": 9999, "system": PROMPT + system, "messages": messages, "tools": [BASH], "stream": True}
         path, got = "/s/s/h/claude-code/v1/messages?beta=true", b""
         headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "authorization": "Bearer secret"}
@@ -47,7 +47,7 @@ class Harness:
 
 
 def blocks(told):
-    """The reply's blocks, put together as a client does."""
+    """The reply's blocks, joined as a client does."""
     made = []
     for event in (json.loads(line[6:]) for line in told.split("\n") if line.startswith("data: ")):
         if event["type"] == "content_block_start":
@@ -67,7 +67,7 @@ def blocks(told):
 
 @pytest.fixture
 async def recorded(tmp_path):
-    """The folder of a run: a main line that is interrupted, and two agents beside it."""
+    """The folder of a run: a main line that is interrupted, and two concurrent agents."""
     folder, record = tmp_path / "claude-code", []
     folder.mkdir()
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.0005)) as rig:
@@ -95,7 +95,7 @@ async def recorded(tmp_path):
     return folder
 
 
-async def test_it_replays_as_it_was_recorded(recorded, tmp_path):
+async def test_it_replays_as_recorded(recorded, tmp_path):
     recording = read(make("claude-code", recorded, tmp_path))
     calls = recording.calls
     assert [call.after for call in calls if call.expected["match"] == "root"] == [[], [1], [1]]
@@ -104,7 +104,7 @@ async def test_it_replays_as_it_was_recorded(recorded, tmp_path):
     assert not differences(recording, await replay(recording))
 
 
-def test_nothing_of_the_makers_is_left(recorded, tmp_path):
+def test_no_text_of_the_makers_is_left(recorded, tmp_path):
     text = make("claude-code", recorded, tmp_path).read_text()
     for of_makers in ("careful", "whichever", "Nothing at all", "secret"):
         assert of_makers not in text
@@ -112,7 +112,7 @@ def test_nothing_of_the_makers_is_left(recorded, tmp_path):
         assert of_the_task in text
 
 
-def test_a_turn_that_the_tap_did_not_see_is_noticed(recorded, tmp_path):
+def test_a_turn_that_the_relay_did_not_record_is_noticed(recorded, tmp_path):
     calls = (recorded / "calls.jsonl").read_text().splitlines(keepends=True)
     (recorded / "calls.jsonl").write_text("".join(calls[1:]))
     with pytest.raises(MakeError, match="1 turns of the export"):

@@ -1,4 +1,4 @@
-"""Nothing in the corpus tells who recorded it, or quotes a harness's makers; and how stand-ins stand in."""
+"""The corpus identifies no recorder and quotes no harness's makers; and stand-ins have the promised shape."""
 
 import re
 from pathlib import Path
@@ -25,13 +25,13 @@ each = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 @each
 @pytest.mark.parametrize("trace", TRACES)
-def test_it_holds_no(path, trace):
+def test_it_contains_no(path, trace):
     found = [match[0] for match in re.finditer(TRACES[trace], path.read_text(encoding="utf-8"))]
     assert not found
 
 
 @each
-def test_it_is_of_a_reasonable_size_and_says_what_it_is(path):
+def test_it_is_of_a_reasonable_size_and_describes_itself(path):
     assert path.stat().st_size < TOO_LARGE
     header = read(path).header
     assert header.format == FORMAT
@@ -59,7 +59,7 @@ def test_a_stand_in_has_the_same_shape_and_other_words(standins):
     assert not set(re.findall(r"[A-Za-z]{4,}", made)) & set(re.findall(r"[A-Za-z]{4,}", PROMPT)) - {"example"}
 
 
-def test_repeats_stay_repeats_and_changes_changes(standins):
+def test_equal_texts_stay_equal_and_different_ones_different(standins):
     assert standins.text(PROMPT) == standins.text(PROMPT)
     assert standins.text("Today is 2026-11-21") != standins.text("Today is 2026-11-22")
     made, longer = standins.text(PROMPT), standins.text(PROMPT + "And more.\n")
@@ -78,7 +78,7 @@ def test_another_key_gives_other_words():
     assert StandIns(b"one").text(PROMPT) != StandIns(b"two").text(PROMPT)
 
 
-def test_whose_text_it_is_decides():
+def test_the_owner_of_a_text_decides():
     sanitiser = Sanitiser(b"key", ["Do it now"], ["I shall list files", "ls -la"], ["call-0123456789abcdef"])
     body = sanitiser.body(
         {

@@ -1,6 +1,6 @@
-"""Real vLLMs of several versions, one after the other, each without the plugin and with it, and a proxy in front.
+"""Fixtures: real vLLMs of several versions, one after the other, each without and with the plugin, and a proxy in front.
 
-What runs the servers and the harnesses is the end-to-end suite's (`tests/system/e2e/rig`).
+Servers and harnesses are those of the end-to-end suite (`tests/system/e2e/rig`).
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from tokencache.testing.tokenizer import build_tokenizer  # noqa: E402
 NATIVE_SINCE = (0, 27)
 MAX_MODEL_LEN = 32768
 BARRIER = [3, 1, 4, 1, 5]
-"""A prompt of ours: once it is answered, the engine has written down every request that ended before."""
+"""A prompt of our own: once it is answered, the engine has logged every request that ended before."""
 
 
 def venvs():
-    """Where the versions are: `$TOKENCACHE_E2E_VLLMS`, folders with spaces between, or every `.venv-vllm-*` of the repository."""
+    """Where the versions are: `$TOKENCACHE_E2E_VLLMS`, folders separated by spaces, or every `.venv-vllm-*` of the repository."""
     named = os.environ.get("TOKENCACHE_E2E_VLLMS", "").split()
     return [Path(name).absolute() for name in named] or sorted(REPOSITORY.glob(".venv-vllm-*"))
 
@@ -108,7 +108,7 @@ class Server(VllmServer):
 
     def environment(self):
         plugins = {"VLLM_PLUGINS": "tokencache" if self.case.plugin else ""}
-        bound = {} if self.case.number >= (0, 24) else {"VLLM_CPU_OMP_THREADS_BIND": "0"}  # 0.20 trips over `nobind`
+        bound = {} if self.case.number >= (0, 24) else {"VLLM_CPU_OMP_THREADS_BIND": "0"}  # 0.20 fails on `nobind`
         return super().environment() | plugins | bound
 
 
@@ -128,7 +128,7 @@ def row(case):
 
 @dataclass
 class Proxied:
-    """A proxy in front of the server, and clients that talk through it or past it."""
+    """A proxy in front of the server, and clients that call it or the server directly."""
 
     url: str
     vllm: str
@@ -165,7 +165,7 @@ async def proxied(server):
 
 @pytest.fixture
 async def agents(proxied):
-    """Makes agents that talk through the proxy by the official clients."""
+    """Makes agents that call the proxy through the official clients."""
     async with contextlib.AsyncExitStack() as stack:
 
         def make(session):
@@ -178,7 +178,7 @@ async def agents(proxied):
 
 @pytest.fixture
 async def books(proxied, server):
-    """Reads what the engine itself wrote down since the last look: prompt ids and sampled ids of every request but our own."""
+    """Reads the engine's own log since the last read: prompt ids and sampled ids of every request but our own."""
     seen = 0
 
     async def unread():

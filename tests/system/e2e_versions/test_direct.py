@@ -1,4 +1,4 @@
-"""Straight at the engine: what it does with supplied ids, natively or by the plugin."""
+"""Calls the engine directly: what it does with supplied ids, natively or by the plugin."""
 
 import json
 
@@ -19,7 +19,7 @@ def _takes_ids(case):
 @pytest.fixture
 def by_plugin(case):
     if case.native:
-        pytest.skip("as vLLM has it")
+        pytest.skip("native in this version")
 
 
 async def chat(proxied, messages, *, stream=False, **fields):
@@ -37,21 +37,21 @@ def supplied(ids):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": "none"}, {"include_reasoning": True}], ids=str)
-async def test_all_else_is_as_ever(proxied, stream, fields):
-    """Ids that are what the messages are rendered to give the same answer: parsers, thoughts, calls, log probabilities beside each id."""
+async def test_everything_else_is_unchanged(proxied, stream, fields):
+    """Ids equal to the rendering of the messages give the same answer: parsers, thoughts, calls, log probabilities at each id."""
     messages = [{"role": "user", "content": "EPISODE:agent please"}]
     plain = await chat(proxied, messages, stream=stream, **fields)
     given = await chat(proxied, HI, stream=stream, **fields, **supplied(plain.prompt))
     assert given.prompt == plain.prompt
     assert given.finish_reason == plain.finish_reason
-    assert await proxied.text(given.ids) == await proxied.text(plain.ids)  # in other tokens: the model never says a thing twice alike
+    assert await proxied.text(given.ids) == await proxied.text(plain.ids)  # in other tokens: the model never samples the same tokens twice
     assert len(given.logprobs) == len(given.ids)
     assert [call["function"] for call in given.calls] == [call["function"] for call in plain.calls]
     assert {k: v for k, v in given.message.items() if k != "tool_calls"} == {k: v for k, v in plain.message.items() if k != "tool_calls"}
 
 
 async def test_a_grammar_still_holds(proxied):
-    """What the grammar forbids is not said, whatever the model would say to this prompt."""
+    """The grammar excludes what the model would otherwise reply to this prompt."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
     fields = {"tools": None, "response_format": form, "max_tokens": 200, "chat_template_kwargs": {"enable_thinking": False}}
     plain = await chat(proxied, [{"role": "user", "content": "EPISODE:agent please"}], **fields)
@@ -72,7 +72,7 @@ async def test_bad_ids_are_refused(proxied, bad, stream):
     assert status == 400, said
 
 
-async def test_tokenize_takes_them_too(proxied):
+async def test_tokenize_accepts_them_too(proxied):
     assert (await proxied.post("/tokenize", {"messages": HI, **supplied([5, 6, 7])}))["tokens"] == [5, 6, 7]
 
 
@@ -87,7 +87,7 @@ async def test_media_is_refused(proxied, fields):
 
 
 def taken(message, replies):
-    """A history that goes on from a reply as harnesses do: text trimmed, thoughts dropped, arguments written anew."""
+    """A history that continues from a reply as harnesses do: text trimmed, thoughts dropped, arguments rewritten."""
     calls = [call | {"function": {**call["function"], "arguments": rewritten(call["function"]["arguments"])}} for call in message.calls]
     said = {"role": "assistant", "content": message.text.strip()} | ({"tool_calls": calls} if calls else {})
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "ok: a.txt\n"} for call in calls]
@@ -98,7 +98,7 @@ def taken(message, replies):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("episode", ["agent", "talk", "odd"])
 async def test_a_required_prefix(proxied, row, episode, stream):
-    """Each turn starts with the one before, `/tokenize` says the same, and what follows is what a rendering has there."""
+    """Each turn starts with the previous one, `/tokenize` returns the same, and what follows is the rendering's tail."""
     messages = [{"role": "system", "content": "Be careful."}, {"role": "user", "content": f"EPISODE:{episode} please"}]
     prefix, done = [], 0
     for n in range(5):

@@ -1,4 +1,4 @@
-"""Through the proxy: what its probe finds by itself on each version, and what sessions then are."""
+"""Calls through the proxy: the level that its probe finds on each version, and the resulting sessions."""
 
 import itertools
 
@@ -18,7 +18,7 @@ async def test_the_probe_finds_the_level_by_itself(proxied, case, row):
     row.cells["level"] = f"`{found['level']}`"
 
 
-def test_what_the_plugin_says_at_start(server, case):
+def test_the_plugin_logs_what_it_wrapped(server, case):
     said = [line.partition("tokencache: ")[2] for line in server.log.read_text().splitlines() if "tokencache: " in line]
     if not case.plugin:
         assert said == []
@@ -32,7 +32,7 @@ def test_what_the_plugin_says_at_start(server, case):
 
 async def test_without_the_plugin_a_required_prefix_is_ignored(proxied, case, row):
     if case.plugin and not case.native:
-        pytest.skip("the plugin takes it: test_direct.py")
+        pytest.skip("the plugin accepts it: test_direct.py")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     plain, given = [await proxied.post("/tokenize", {"messages": messages, **more}) for more in ({}, {"required_prefix_token_ids": [5]})]
     assert given == plain
@@ -42,7 +42,7 @@ async def test_without_the_plugin_a_required_prefix_is_ignored(proxied, case, ro
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("episode", ["agent", "talk", "odd", "free"])
 async def test_chat(proxied, case, row, episode, stream):
-    """By the engine's own echo to the harness; then what is exported is what the engine said."""
+    """Judged from the ids that the engine returned to the harness; then the export is compared with them."""
     words = "Say whatever you like." if episode == "free" else f"EPISODE:{episode} please"
     more = {"max_tokens": 30, "seed": 5} if episode == "free" else {}
     harness = proxied.harness(f"chat-{episode}-{stream}", stream=stream, tools=TOOLS, **more).say(words)
@@ -63,7 +63,7 @@ async def test_chat(proxied, case, row, episode, stream):
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_other_dialects(proxied, agents, books, case, row, *, dialect, stream):
-    """By what the engine wrote down itself: these dialects tell no ids."""
+    """Judged from the engine's own log: these dialects return no ids."""
     agent = agents(f"{dialect}-{stream}").say("EPISODE:spoken please")
     for _ in range(TURNS):
         await agent.turn(dialect, stream=stream)

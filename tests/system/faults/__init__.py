@@ -1,13 +1,13 @@
-"""What happens when something dies: real processes, killed, frozen and cut off, held against the engine's own books.
+"""Fault tests: real processes are killed, frozen and disconnected, and the results compared with the engine's own log.
 
 =============  ======================================================================================================
-`processes`    engines, proxies and Redis, each a process of its own, that can be killed, frozen and started again
-`harness`      a harness that keeps what it was served, in several dialects, and goes on elsewhere when a call fails
-`dialects`     how such a harness asks and is answered: chat completions, Messages, Responses
-`checker`      clients, books and exports held against each other: lost, false, unmarked, marked
+`processes`    engines, proxies and Redis, each a separate process that can be killed, frozen and started again
+`harness`      a harness that keeps what it received, in several dialects, and retries on any replica when a call fails
+`dialects`     how such a harness writes requests and reads answers: chat completions, Messages, Responses
+`checker`      compares clients, the engine's log and exports: lost, false, unmarked, marked
 `stack`        all of these together: what most tests here begin with
-`pipe`         a wire that can be slowed and cut
-`chaos`        the campaign: `make chaos`; `disasters` is what it does to a deployment
-`cut`          a cable is pulled between namespaces
+`pipe`         a connection that can be slowed and cut
+`chaos`        the campaign: `make chaos`; `disasters` are the faults that it injects into a deployment
+`cut`          cuts the network between namespaces
 =============  ======================================================================================================
 """

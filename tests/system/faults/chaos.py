@@ -1,15 +1,15 @@
-"""The campaign: many sessions, two replicas, and something that breaks all the time.
+"""The chaos campaign: many sessions on two replicas while one fault after the other is injected.
 
     make chaos                                    2,000 turns
     make chaos ARGS="--turns 400 --seed 3"
 
-Agents in three dialects, streaming and not, with tools, forks and sub-agents, ask whatever replica comes up; sometimes one
-hangs up in the middle of a reply. Meanwhile disasters strike, one after the other, in an order that the seed decides, each
-kind as often as any other. At the end all that was heard is held against the engines' own books and what a trainer would take
-home (`checker`). A last part does the same to a Redis that keeps no log, and comes back empty.
+Agents in three dialects, streaming and not, with tools, forks and sub-agents, call a random replica each time; sometimes one disconnects in
+the middle of a reply. Meanwhile disasters happen, one after the other, in an order that the seed decides, each kind as often as any
+other. At the end everything the harnesses received is compared with the engines' own log and with the exports that a trainer would fetch
+(`checker`). A last part does the same to a Redis without persistence, which restarts empty.
 
-It ends with 1 where anything was lost, false, or missing without a mark. The seed decides what is asked, what breaks and in which
-order; how calls and disasters meet is the machine's affair.
+The exit code is 1 if anything was lost, false, or missing without a mark. The seed decides what is requested, what breaks and in which
+order; how calls and disasters coincide depends on the machine.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ LOGGED = ("--appendonly", "yes")
 ENGINE = ("--token-delay", "0.002", "--chunk-tokens", "2")
 AT_ONCE, LONGEST = 12, 12
 MOST = 5
-"""So many times the turns that were asked for are taken at most."""
+"""Upper limit on the turns, as a multiple of those requested."""
 LEAVES = 0.03
-"""How often a harness hangs up in the middle of a stream."""
+"""How often a harness disconnects in the middle of a stream."""
 
 
 @dataclass
 class Campaign:
-    """One campaign and what came of it.
+    """One campaign and its results.
 
-    `frozen` is for how many seconds Redis freezes when it does, `kinds` are the disasters that may strike (all, if none is named),
-    `between` is how many turns pass from the end of one to the next.
+    `frozen` is how many seconds Redis freezes, `kinds` are the permitted disasters (all, if none is named), `between` is how many turns
+    pass
+    from the end of one disaster to the next.
     """
 
     turns: int
@@ -72,7 +73,7 @@ class Campaign:
         self._news = asyncio.Condition()
 
     async def run(self, folder: Path) -> Findings:
-        """Run it; logs and books are left in `folder`."""
+        """Runs it; logs stay in `folder`."""
         began = time.monotonic()
         with (
             RealRedis(*LOGGED) as server,
@@ -81,7 +82,7 @@ class Campaign:
             closing(Disasters(stack, server, wire, self.seed, passing=self._passing, frozen=self.frozen)) as disasters,
         ):
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as group:
-                group.create_task(self._strike(disasters))  # what fails on either side ends the other
+                group.create_task(self._strike(disasters))  # a failure on either side ends the other
                 await asyncio.gather(*(self._work(n, http, stack) for n in range(AT_ONCE)))
                 self._over = True
                 await self._tell(0)
@@ -91,7 +92,7 @@ class Campaign:
         return found
 
     async def _strike(self, disasters: Disasters) -> None:
-        """Let disasters strike until all turns are taken; each kind once before any strikes again."""
+        """Injects disasters until all turns are done; each kind once before any repeats."""
         kinds = sorted(self.kinds or disasters.all)
         rng = random.Random(self.seed + 1)
         while not self._over:
@@ -105,7 +106,7 @@ class Campaign:
             self._all_struck = True
 
     async def _passing(self, turns: int) -> None:
-        """Wait until so many more turns were taken or given up, or none will be."""
+        """Waits until this many more turns are done or given up, or no more will be."""
         until = self._taken + turns
         async with self._news:
             await self._news.wait_for(lambda: self._over or self._taken >= until)
@@ -117,11 +118,11 @@ class Campaign:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether there are turns to take: as many as were asked for, and more until each kind of disaster has struck once."""
+        """Whether turns remain: as many as requested, and more until each kind of disaster has happened once."""
         return self._taken < self.turns or (not self._all_struck and self._taken < MOST * self.turns)
 
     async def _work(self, worker: int, http: aiohttp.ClientSession, stack: Stack) -> None:
-        """Run one session after the other."""
+        """Runs one session after the other."""
         rng = random.Random(f"{self.seed}:{worker}")
         number = 0
         while self._goes_on:
@@ -155,7 +156,7 @@ class Campaign:
 
 
 async def run_empty(seed: int, folder: Path, agents_at_once: int = 12) -> Findings:
-    """Let a Redis without a log be killed and come back empty in the middle of some sessions, while others have ended."""
+    """Kills a Redis without persistence and restarts it empty in the middle of some sessions, while others have ended."""
     rng = random.Random(seed)
     with Stack(folder, options=OPTIONS, engine=ENGINE) as stack:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -178,7 +179,7 @@ async def run_empty(seed: int, folder: Path, agents_at_once: int = 12) -> Findin
 
 
 def report(campaign: Campaign, found: Findings) -> str:
-    """Write the figures of a campaign, a line each."""
+    """Writes the figures of a campaign, a line each."""
     whole = len({agent.session for agent in campaign.agents}) - len(found.marked)
     reasons = Counter(kind for kinds in found.marked.values() for kind in kinds)
     lines = [
@@ -204,9 +205,9 @@ def main() -> int:
     asked = argparse.ArgumentParser(prog="make chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--turns", type=int, default=2000)
     asked.add_argument("--seed", type=int, default=6)
-    asked.add_argument("--frozen", type=float, default=30.0, help="for how many seconds Redis freezes")
-    asked.add_argument("--only", nargs="*", default=(), help="these kinds of disasters alone")
-    asked.add_argument("--keep", type=Path, help="folder for logs and books; it must be there, and empty")
+    asked.add_argument("--frozen", type=float, default=30.0, help="how many seconds Redis freezes")
+    asked.add_argument("--only", nargs="*", default=(), help="only these kinds of disasters")
+    asked.add_argument("--keep", type=Path, help="folder for logs; it must exist and be empty")
     options = asked.parse_args()
     with tempfile.TemporaryDirectory(prefix="tokencache-chaos-") as folder:
         at = options.keep or Path(folder)

@@ -1,17 +1,17 @@
-"""The checker: what harnesses heard, what the engine's books say and what is exported, held against each other.
+"""Compares three independent records: what harnesses received, the engine's own log, and the export.
 
-Three witnesses, none of whom knows what the others say. Of them there must be
+Of these there must be
 
-* nothing *lost*: a reply that a harness was given whole stands in a recorded turn, or its session says that it is incomplete;
-* nothing *false*: every recorded turn is what the books say was sampled, behind the prompt that the books say, with the log
-  probabilities that they say, once; its prompt holds the words of its own call's history and of no other; a turn that
-  continues another begins with that one's very tokens; and the export holds together in itself (`trajectories.verify`);
-* nothing *unmarked*: what the engine sampled and no turn records, its session says is missing;
-* nothing *unnamed*: and it says of which call, so that no hole hides behind the mark of another.
+* nothing *lost*: a reply that a harness received whole is in a recorded turn, or its session is marked incomplete;
+* nothing *false*: every recorded turn is what the log says was sampled, after the prompt in the log, with the log probabilities in the
+  log, once; its prompt contains the text of its own call's history and of no other; a turn that continues another begins with that
+  turn's tokens; and the export is consistent in itself (`trajectories.verify`);
+* nothing *unmarked*: if the engine sampled something that no turn records, its session reports it as missing;
+* nothing *unnamed*: the report names the call, so that no hole hides behind the mark of another.
 
-A store may lose its memory (Redis without a log). What it knew is then gone, and what was told of it: a session that is not
-there (`gone`), or that begins in the middle of a conversation and says so, `unrecognised-reply` (`beheaded`). Both are
-counted apart, and allowed only where the caller says that memory was lost.
+A store may lose its memory (Redis without persistence). Then sessions are lost with their incidents: a session does not exist (`gone`), or
+begins in the middle of a conversation and reports `unrecognised-reply` (`beheaded`). Both are counted separately, and allowed only if the
+caller states that memory was lost.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 _MARK = re.compile(r"#([\w.-]+-\d+)#")
 _CUT_SHORT = frozenset({"aborted", "upstream-broke", "engine-error", "engine-aborted"})
-"""Marks of turns that may hold the beginning of what was sampled."""
+"""Marks of turns that may contain only the beginning of what was sampled."""
 UNKNOWN = "unrecognised-reply"
 
 
 @dataclass
 class Findings:
-    """What was found, in sentences; `marked` are the sessions that say they are incomplete, and the kinds of holes that they name."""
+    """The findings, as sentences; `marked` are the sessions marked incomplete, with the kinds of holes that they name."""
 
     turns: int = 0
     recorded: int = 0
@@ -83,7 +83,7 @@ def check(
     *,
     memory_lost: bool = False,
 ) -> Findings:
-    """Hold the witnesses against each other; `exports` are native trajectories, `None` for a session that is not there."""
+    """Compares the records; `exports` are native trajectories, `None` for a session that does not exist."""
     found = Findings()
     calls: dict[str, list[Asked]] = defaultdict(list)
     for one in asked:
@@ -102,14 +102,16 @@ def check(
 
 
 def _missing(session: str, calls: Sequence[Asked], entries: Sequence[GroundTruthEntry], found: Findings, *, memory_lost: bool) -> None:
-    """A session that the store does not know."""
+    """A session that the store does not have."""
     heard = [one for one in calls if one.heard is not None]
     found.turns += len(heard)
     if memory_lost:
         found.gone.append(session)
         return
-    found.lost += [f"session {session}, call {one.mark}: was heard whole, and the session is not there" for one in heard]
-    found.unmarked += [f"session {session}: {len(e.completion_ids)} tokens were sampled, and it is not there" for e in entries if not heard]
+    found.lost += [f"session {session}, call {one.mark}: was received whole, and the session does not exist" for one in heard]
+    found.unmarked += [
+        f"session {session}: {len(e.completion_ids)} tokens were sampled, and it does not exist" for e in entries if not heard
+    ]
 
 
 class _Session:
@@ -131,7 +133,7 @@ class _Session:
         self._false(*[f"turn {turn}: is trained {times} times" for turn, times in counted.items() if times > 1])
         self._false(*map(str, verify(msgspec.convert(self._export, Trajectory))))
         if not self._export["complete"] and not self._holes:
-            self._false("is incomplete, and says no reason")
+            self._false("is incomplete without a reason")
         by_mark = {one.mark: one for one in self._calls}
         answers: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         for one in sorted(self._turns.values(), key=lambda one: bool(_CUT_SHORT & set(one.turn["marks"]))):
@@ -156,7 +158,7 @@ class _Session:
             if _key(call.heard.text, [(name, arguments) for _, name, arguments in call.heard.calls]) in answers[call.mark]:
                 self._found.recorded += 1
             elif not forgiven:
-                self._found.lost.append(f"session {self._name}, call {call.mark}: was heard whole, and no turn records it ({call.ends})")
+                self._found.lost.append(f"session {self._name}, call {call.mark}: was received whole, and no turn records it ({call.ends})")
 
     def _unmarked(self) -> None:
         """What was sampled and is in no turn: an incident must name its call, whose id is the end of the request's."""
@@ -170,15 +172,15 @@ class _Session:
         self._found.false += [f"session {self._name}: {one}" for one in words]
 
     def _words(self, one: _Recorded, marks: list[str], by_mark: Mapping[str, Asked]) -> None:
-        """The prompt must hold the history of the call that it answers, and nothing else."""
+        """The prompt must contain exactly the history of the call that it answers."""
         call = by_mark.get(marks[-1]) if marks else None
         if call is None:
             self._false(f"turn {one.turn['turn']}: answers no call of this session's harness ({marks[-1:]})")
         elif tuple(marks) != call.marks:
-            self._false(f"turn {one.turn['turn']}: its prompt has the words of {marks}, its call's history of {call.marks}")
+            self._false(f"turn {one.turn['turn']}: its prompt has the marks {marks}, its call's history {call.marks}")
 
     def _books(self, one: _Recorded) -> None:
-        """The books must have an entry of these tokens, or of a longer reply where the turn says that it was cut short."""
+        """The log must have an entry of these tokens, or of a longer reply if the turn is marked as cut short."""
         cut_short = bool(_CUT_SHORT & set(one.turn["marks"]))
         n = len(one.completion)
         for entry in self._left:
@@ -187,7 +189,7 @@ class _Session:
                 self._left.remove(entry)
                 return
         if n or not cut_short:  # a reply may have been cut off before its first token
-            self._false(f"turn {one.turn['turn']} ({one.turn['match']}): the books have no such generation of {n} tokens")
+            self._false(f"turn {one.turn['turn']} ({one.turn['match']}): the log has no such generation of {n} tokens")
 
     def _parent(self, one: _Recorded) -> None:
         if (one.turn["parent"] is not None) != (one.turn["match"] in {"continue", "branch"}):
@@ -217,7 +219,7 @@ def _text(token_ids: Sequence[int]) -> str:
 
 
 def _marks(text: str) -> list[str]:
-    """The marks in a prompt, each once, in order: the results of several calls of one turn bring the same one."""
+    """The marks in a prompt, each once, in order: the results of several calls of one turn have the same one."""
     return list(dict.fromkeys(_MARK.findall(text)))
 
 
@@ -227,5 +229,5 @@ def _said(completion: str) -> tuple[str, Any]:
 
 
 def _key(text: str, calls: Iterable[tuple[str, str]]) -> tuple[str, Any]:
-    """A reply, by what all dialects say of it alike."""
+    """The dialect-independent content of a reply."""
     return text.strip(), [(name, json.loads(arguments or "{}")) for name, arguments in calls]

@@ -7,7 +7,7 @@ from tests.support.redis_server import find_binary
 from tests.system.faults.stack import Stack
 
 QUICK = ("--store-timeout", "0.5", "--hold", "5", "--linger", "0.5")
-"""What is waited for in operation is waited for here, too, and not for long."""
+"""Short timeouts: the tests wait for the same conditions as in operation, but not for long."""
 
 
 def pytest_collection_modifyitems(items):
@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Starts stacks that a module's tests share; what they are made of is named by their arguments."""
+    """Starts stacks that a module's tests share; the arguments describe them."""
     if find_binary() is None:
         pytest.skip("no redis-server on this machine")
     stacks: dict[str, Stack] = {}

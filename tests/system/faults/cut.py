@@ -1,8 +1,8 @@
-"""A cable is pulled: proxy, Redis and engine each in a network of its own, with a wire between each two that can go down.
+"""Cuts the network: proxy, Redis and engine each in a network of its own, with a link between each two that can go down.
 
-Run as root of a fresh user and network namespace: `unshare -rn python -m tests.system.faults.cut redis FOLDER`. The proxy and its harness
-are here; Redis and the engine each live in a namespace behind a pair of virtual interfaces. A pulled cable says nothing: no
-connection is refused or reset, packets just do not arrive. What was found is printed as JSON.
+Run as root of a new user and network namespace: `unshare -rn python -m tests.system.faults.cut redis FOLDER`. The proxy and its harness are
+here; Redis and the engine each run in a namespace behind a pair of virtual interfaces. A cut link gives no signal: no connection is refused
+or reset, packets are just lost. The results are printed as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OPTIONS = ("--store-timeout", "0.5", "--hold", "20", "--linger", "0.5")
 REDIS, ENGINE = 1, 2
-"""The numbers of the two networks: 10.77.<number>.0/24, with us at .1 and them at .2."""
+"""The numbers of the two networks: 10.77.<number>.0/24, with this side at .1 and the other at .2."""
 
 
 def ip(*words: str, within: list[str] = []) -> None:  # noqa: B006 - never changed
@@ -39,7 +39,7 @@ def ip(*words: str, within: list[str] = []) -> None:  # noqa: B006 - never chang
 
 
 class Network:
-    """A namespace at the other end of a wire."""
+    """A namespace at the other end of a link."""
 
     def __init__(self, number: int) -> None:
         self.address = f"10.77.{number}.2"
@@ -68,7 +68,7 @@ class Network:
 
 
 class Apart(Stack):
-    """A stack whose Redis and engine are elsewhere."""
+    """A stack whose Redis and engine are in other namespaces."""
 
     def __init__(self, folder: Path, redis: Network, engine: Network) -> None:
         super().__init__(folder, replicas=1, store=f"redis://{redis.address}:6379/0", options=OPTIONS)
@@ -88,13 +88,13 @@ class Apart(Stack):
 
 
 async def cut_from_redis(stack: Stack, wire: Network, http: aiohttp.ClientSession) -> Findings:
-    """The wire to Redis goes in the middle of replies, and calls go on."""
+    """The link to Redis goes down in the middle of replies, and calls continue."""
     agents = [Agent(f"cut-{dialect.name}", dialect, http, stack.urls, watch=_at(4, wire.pull)) for dialect in DIALECTS]
     for agent in agents:
         watch, agent.watch = agent.watch, lambda _: None
         assert await agent.turn()
         agent.watch = watch
-    assert all(await asyncio.gather(*(agent.turn() for agent in agents))), "its reply waits for no cable"
+    assert all(await asyncio.gather(*(agent.turn() for agent in agents))), "its reply does not wait for the link"
     for agent in agents:
         agent.watch = lambda _: None
         assert await agent.turn()
@@ -109,7 +109,7 @@ async def cut_from_redis(stack: Stack, wire: Network, http: aiohttp.ClientSessio
 
 
 async def cut_from_engine(stack: Stack, wire: Network, http: aiohttp.ClientSession) -> Findings:
-    """The wire to the engine goes in the middle of replies: their harnesses give up; the next call waits for the wire."""
+    """The link to the engine goes down in the middle of replies: their harnesses give up; the next call waits for the link."""
     agents = [Agent(f"cut-{dialect.name}", dialect, http, stack.urls) for dialect in DIALECTS]
     for agent in agents:
         assert await agent.turn()

@@ -1,7 +1,7 @@
-"""How a harness asks and is answered, in three dialects: bodies out of its history, what it heard out of bytes.
+"""Writes a harness's requests and reads its answers in three dialects: chat completions, Messages, Responses.
 
-A stream counts as heard whole only where it ended as its dialect says: `[DONE]` behind a finish reason, `message_stop`,
-`response.completed`. Anything else is a call that failed, as it is to the SDKs.
+A stream counts as received whole only if it ended as its dialect requires: `[DONE]` after a finish reason, `message_stop`,
+`response.completed`. Anything else is a failed call, as it is for the SDKs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Item = dict[str, Any]
 
 @dataclass
 class Heard:
-    """A reply as its harness has it: text, calls (id, name, arguments as JSON text), and what goes back into the history."""
+    """A reply as its harness has it: text, calls (id, name, arguments as JSON text), and the form that it has in the history."""
 
     text: str = ""
     calls: list[list[str]] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Messages:
 
 
 class Responses:
-    """OpenAI's Responses; the history goes back as items."""
+    """OpenAI's Responses; the history is sent back as items."""
 
     name, path = "responses", "/v1/responses"
 

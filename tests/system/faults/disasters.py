@@ -1,8 +1,8 @@
-"""What the campaign does to a deployment: each of these breaks something, lets calls run into it, and mends it.
+"""The campaign's disasters: each breaks something in a deployment, lets calls run into it, and repairs it.
 
-A disaster is over when all replicas are ready again and say the same of every session: what one of them owed the store is
-paid. So each is alone, and a hole that nothing names is the fault of that one. (Two at once, a dead store and then a dead
-replica, take the one that knew of a hole along with the place where it would have been noted: see docs/faults.md.)
+A disaster is over when all replicas are ready again and report the same for every session, so that no store write is pending. So
+disasters do not overlap, and an unnamed hole is the fault of the last one. (Two at once, a dead store and then a dead replica, lose both
+the replica that knew of a hole and the place where it would have been noted: see docs/faults.md.)
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "engine-torn-down": {"kind": "close", "after": 4},
     "engine-torn-down-at-once": {"kind": "close"},
 }
-"""Faults of one request, as an engine takes them (`tokencache.testing.faults`)."""
+"""Faults of one request, as the simulated engine accepts them (`tokencache.testing.faults`)."""
 
 
 class Disasters:
-    """Breaks and mends a stack whose replicas reach Redis over a wire.
+    """Breaks and repairs a stack whose replicas reach Redis over a pipe.
 
-    `seed` decides which replica or engine is hit. `passing` waits until so many more turns were taken, or given up; `frozen` is for how
-    many seconds Redis freezes.
+    `seed` decides which replica or engine is hit. `passing` waits until this many more turns were made, or given up; `frozen` is how many
+    seconds Redis freezes.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Disasters:
         }  # fmt: skip
 
     async def strike(self, name: str) -> None:
-        """Let one disaster happen, and wait until it is over."""
+        """Runs one disaster, and waits until it is over."""
         await self.all[name]()
         await asyncio.to_thread(self._recover)
 
@@ -76,10 +76,10 @@ class Disasters:
     def _recover(self) -> None:
         for process in (*self._stack.engines, *self._stack.proxies):
             process.ready()
-        until(self._agree, "the replicas do not say the same of all sessions", _RECOVERY_SECONDS)
+        until(self._agree, "the replicas do not report the same for all sessions", _RECOVERY_SECONDS)
 
     def _agree(self) -> bool:
-        """Whether no replica knows of an incident that the others, asked later, do not."""
+        """Whether no replica knows of an incident that the others, queried later, do not."""
         first, last = self._stack.proxies[0], self._stack.proxies[-1]
         return all(self._incidents(one) <= self._incidents(other) for one, other in ((first, last), (last, first)))
 
@@ -140,7 +140,7 @@ class Disasters:
             await self._passing(2)
 
     async def _fail_over(self) -> None:
-        """A planned failover: writes wait until the replica has everything (an unplanned one loses what it has not)."""
+        """A planned failover: writes wait until the replica has everything (an unplanned one loses what it does not have yet)."""
         old = self._server
         heir = RealRedis("--appendonly", "yes")
         await asyncio.to_thread(heir.__enter__)

@@ -1,10 +1,10 @@
-"""A harness that keeps what it was served: an agent of one session, before any number of replicas.
+"""A harness that keeps what it received: an agent of one session that calls any number of replicas.
 
-Each call brings a *mark* of its own, `#session-7#`, in what it adds to the history. A prompt is then the prompt of one call
-and no other, and says by itself whose words are in it: that is how the checker knows a false match when it sees one.
+Each call adds its own *mark*, `#session-7#`, to the history. A prompt then belongs to exactly one call, and shows whose text is in it: so
+the checker recognises a false match.
 
-What fails is asked again, unchanged, of whatever replica comes up, as SDKs and load balancers do between them; what is
-given up is forgotten, and the agent goes on from where it was.
+Failed calls are retried unchanged on a random replica, as SDKs and load balancers do. A call that is given up is forgotten, and the agent
+continues from where it was.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ HEADER = "X-Tokencache-Session"
 
 
 class LeftError(Exception):
-    """The harness hung up in the middle of a reply, on purpose."""
+    """The harness disconnected in the middle of a reply, on purpose."""
 
 
 @dataclass
 class Asked:
     """One call as its harness knows it.
 
-    `marks` are those in its history, its own last. `heard` is the reply if it was given whole. `ends` says how each try ended.
+    `marks` are those in its history, its own last. `heard` is the reply if it was received whole. `ends` lists how each attempt ended.
     """
 
     session: str
@@ -49,10 +49,10 @@ class Asked:
 
 @dataclass
 class Agent:
-    """One session's harness; `replicas` are base URLs, of which each try takes one by chance.
+    """One session's harness; `replicas` are base URLs, of which each attempt uses a random one.
 
-    `tries` is how often a call is made at most, `patience` how many seconds each may take. `watch` is told after each event of a
-    stream how many have come; it may raise `LeftError` to hang up.
+    `tries` is the maximum number of attempts per call, `patience` the timeout of each in seconds. `watch` is called after each event of a
+    stream with the number of events so far; it may raise `LeftError` to disconnect.
     """
 
     session: str
@@ -71,7 +71,7 @@ class Agent:
     last: Heard | None = None
 
     async def turn(self, words: str = "Go on, please.") -> Heard | None:
-        """Make one call: with results if the last reply called tools, else with the user's words. `None`: it was given up."""
+        """Makes one call: with results if the last reply called tools, else with a user message. `None`: it was given up."""
         asked = Asked(self.session, (*self.marks, f"{self.session}-{len(self.asked)}"))
         self.asked.append(asked)
         text = f"#{asked.mark}# {words}"
@@ -93,19 +93,19 @@ class Agent:
         return None
 
     def start_over(self) -> None:
-        """Forget the conversation: the next call begins a new one in the same session, as a sub-agent does."""
+        """Forgets the conversation: the next call begins a new one in the same session, as a sub-agent does."""
         self.history, self.marks, self.last = [], (), None
 
     def remember(self) -> tuple[Any, ...]:
-        """Where the conversation stands, for `go_back`."""
+        """The state of the conversation, for `go_back`."""
         return self.history, self.marks, self.last
 
     def go_back(self, to: tuple[Any, ...]) -> None:
-        """Roll the conversation back: the next call branches off."""
+        """Rolls the conversation back: the next call branches off."""
         self.history, self.marks, self.last = to
 
     async def _ask(self, history: list[dict[str, Any]], attempt: int) -> Heard | str:
-        """Make one try: what was heard, or in a word why it was not heard whole."""
+        """Makes one attempt: returns the reply, or a word for why it was not received whole."""
         body = self.dialect.body(history, stream=self.streams)
         headers = {HEADER: self.session} | ({"x-stainless-retry-count": str(attempt)} if attempt else {})
         async with asyncio.timeout(self.patience):
@@ -123,7 +123,7 @@ class Agent:
 
 
 async def _events(answer: aiohttp.ClientResponse):
-    """The data of each event as it comes; a break of the connection is an error of the client's."""
+    """The data of each event as it arrives; a broken connection raises the client's error."""
     pending = b""
     async for chunk in answer.content.iter_any():
         *whole, pending = (pending + chunk).split(b"\n\n")

@@ -1,6 +1,6 @@
-"""A wire that can be slow, cut or laid elsewhere: a TCP relay in a thread of its own, so that tests may wait beside it.
+"""A TCP relay that can be slow, cut or redirected; it runs in a thread of its own, so that tests may block.
 
-What a load balancer's or a failover's address is to a proxy: one place to connect to, whoever is behind it.
+It takes the place of a load balancer's or a failover's address: one address to connect to, whatever server is behind it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _START_SECONDS = 20.0
 
 
 class Pipe:
-    """Use it with `with`. `to` is the port that new connections lead to; `delay` how many seconds everything takes, each way."""
+    """Use it with `with`. `to` is the port that new connections lead to; `delay` the seconds that everything is delayed, each way."""
 
     def __init__(self, to: int) -> None:
         self.to, self.delay = to, 0.0
@@ -44,7 +44,7 @@ class Pipe:
         self._thread.join(_START_SECONDS)
 
     def cut(self) -> None:
-        """Tear down all connections; new ones are taken."""
+        """Closes all connections; new ones are accepted."""
         self._loop.call_soon_threadsafe(self._abort)
 
     def _abort(self) -> None:

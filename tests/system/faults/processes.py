@@ -1,6 +1,6 @@
-"""Engines and proxies as processes of their own: killed, frozen, told to stop, and started again at the same address.
+"""Engines and proxies as separate processes: killed, frozen, stopped, and started again at the same address.
 
-They are waited for by asking them, never by sleeping; what they print goes to a file that a failed start shows.
+Tests wait for them by polling, never by a fixed sleep; their output goes to a file that a failed start shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OK = 200
 
 
 def ask(url: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
-    """Ask for JSON; status 0 where nobody answers."""
+    """Requests JSON; status 0 if there is no answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)  # noqa: S310 - loopback
     try:
@@ -43,10 +43,10 @@ def ask(url: str, body: Any = None, method: str | None = None) -> tuple[int, Any
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:
-    """Ask until what is wanted is there.
+    """Polls until a condition holds.
 
     Raises:
-        TimeoutError: it did not come.
+        TimeoutError: It did not hold in time.
     """
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -57,7 +57,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = START_SECOND
 
 
 class Process:
-    """One process; `within` are words that start it elsewhere, such as in another network namespace."""
+    """One process; `within` is a command prefix that starts it elsewhere, such as in another network namespace."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, *, within: Sequence[str] = (), **environment: str) -> None:
         self.name = name
@@ -88,7 +88,7 @@ class Process:
         self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """As a crash would end it; nothing if it is over already."""
+        """Kills it as a crash would; does nothing if it has ended already."""
         if self._running is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._running.kill()
@@ -96,7 +96,7 @@ class Process:
             self._running = None
 
     def ended(self, seconds: float = START_SECONDS) -> int:
-        """Wait until it has ended by itself; its exit code."""
+        """Waits until it has ended by itself; returns its exit code."""
         assert self._running is not None
         return self._running.wait(seconds)
 
@@ -104,7 +104,7 @@ class Process:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait for it to be ready; one that ends meanwhile is an error at once."""
+        """Waits for it to be ready; raises an error at once if it ends."""
 
         def look() -> Any:
             if not self.alive:
@@ -118,7 +118,7 @@ class Process:
 
 
 class Engine(Process):
-    """A simulated engine whose books outlive it; several may share the file."""
+    """A simulated engine whose log outlives it; several may share the file."""
 
     def __init__(
         self, name: str, folder: Path, ground_truth: Path, *options: str, host: str = "127.0.0.1", port: int = 0, within: Sequence[str] = ()
@@ -133,12 +133,12 @@ class Engine(Process):
         return self
 
     def order(self, words: str, **fault: Any) -> None:
-        """Order a fault for the next request that holds these words."""
+        """Orders a fault for the next request that contains these words."""
         status, said = ask(self.url + ROUTE, [fault | {"words": words}])
         assert status == _OK, said
 
     def forgive(self) -> None:
-        """Forget the faults that have not come true."""
+        """Removes the ordered faults that have not happened."""
         ask(self.url + ROUTE, method="DELETE")
 
 
@@ -155,5 +155,5 @@ class Proxy(Process):
         return self
 
     def stop(self) -> None:
-        """Ask it to finish what is under way and end."""
+        """Asks it to finish the calls in progress and end."""
         self.signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A whole deployment on loopback: Redis, an engine with books that outlive it, some replicas of the proxy, and a checker."""
+"""A whole deployment on loopback: Redis, an engine with a persistent log, some replicas of the proxy, and a checker."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SESSIONS = "/tokencache/v1/sessions"
 
 
 class Stack:
-    """Start it with `with`; everything is stopped behind it.
+    """Start it with `with`; everything is stopped afterwards.
 
     Args:
-        folder: for logs and books.
+        folder: for logs.
         replicas: how many proxies.
         redis: further arguments of `redis-server`.
-        store: the URL of another Redis, which somebody else started.
+        store: the URL of another Redis, started elsewhere.
         options: further options of `tokencache serve`.
         engine: further options of the engine.
         engines: how many engines.
@@ -80,7 +80,7 @@ class Stack:
         self._stack.close()
 
     def replica(self, name: str, *options: str) -> Proxy:
-        """One more replica, not started."""
+        """Makes one more replica, not started."""
         upstream = ",".join(engine.url for engine in self.engines)
         return Proxy(
             name, self.folder, "--upstream", upstream, "--store", self._store or self.redis.url, "--log-level", "warning",
@@ -94,9 +94,9 @@ class Stack:
         return self._asked(f"{SESSIONS}/{session}/trajectories?drift=off")
 
     def check(self, agents: Iterable[Agent], *, memory_lost: bool = False, settle: float = 2.0) -> Findings:
-        """Wait until the calls of all agents are over, take their sessions home, and hold all that is known against each other.
+        """Waits until the calls of all agents are over, exports their sessions, and compares all records.
 
-        `settle` is for how many seconds a call may go on that its harness left; one that a dead replica left open stays so.
+        `settle` is how many seconds a call may continue that its harness left; one that a dead replica left open stays open.
         """
         agents = list(agents)
         sessions = {agent.session for agent in agents}
@@ -112,7 +112,7 @@ class Stack:
         return bool((self.info(session) or {}).get("open_calls"))
 
     def _asked(self, path: str) -> Any:
-        """What any living replica answers; `None` for what is not there."""
+        """The answer of any living replica; `None` for what does not exist."""
         for proxy in self.proxies:
             if proxy.alive:
                 return self._at(proxy, path)

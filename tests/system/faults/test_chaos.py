@@ -17,12 +17,12 @@ async def test_nothing_is_lost_and_nothing_is_false(tmp_path):
     assert found.clean, f"{report(campaign, found)}\n{found.words}"
     assert sum(len(agent.asked) for agent in campaign.agents) >= 150
     assert set(campaign.faults) >= set(KINDS)
-    assert found.marked, "disasters leave holes, and sessions say so"
+    assert found.marked, "disasters leave holes, and sessions report them"
     assert found.recorded > found.turns // 3
 
 
-async def test_a_store_that_comes_back_empty(tmp_path):
+async def test_a_store_that_restarts_empty(tmp_path):
     found = await run_empty(6, tmp_path)
     assert found.clean, found.words
-    assert found.gone, "of a session that is over nothing is left, and no trainer can take it for whole"
+    assert found.gone, "nothing is left of a session that is over, so no trainer can mistake it for complete"
     assert found.beheaded

@@ -1,4 +1,4 @@
-"""The checker can fail: a good run passes, and each way of spoiling it is found, under its own name."""
+"""Tests the checker: a good run passes, and each way of spoiling one is found, under its own name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOLE = {"kind": "store-error", "detail": "", "hole": True, "call": "00c0ffee", "
 
 
 class Evidence:
-    """What a run left behind: three sessions in three dialects, the first with a fork and a second conversation."""
+    """The records of a run: three sessions in three dialects, the first with a fork and a second conversation."""
 
     def __init__(self, asked, ground_truth, exports):
         self.asked, self.ground_truth, self.exports = asked, ground_truth, exports
@@ -187,7 +187,7 @@ async def test_what_is_spoiled_is_found(evidence, spoil, kind):
     assert not found.clean
 
 
-async def test_what_is_said_to_be_missing_is_not_lost(evidence):
+async def test_what_is_marked_missing_is_not_lost(evidence):
     forgotten = copy.deepcopy(evidence.entry)
     forgotten.request_id = f"chatcmpl-{HOLE['call']}"
     evidence.ground_truth.append(forgotten)
@@ -201,14 +201,14 @@ async def test_what_is_said_to_be_missing_is_not_lost(evidence):
     assert found.recorded == found.turns - 1
 
 
-async def test_a_lost_memory_is_counted_apart_and_only_where_it_was_lost(evidence):
+async def test_lost_memory_is_counted_separately_and_only_where_it_was_lost(evidence):
     drop_session(evidence)
     found = evidence.found(memory_lost=True)
     assert found.clean
     assert found.gone == ["s-chat"]
     evidence.heard.heard.text = "What no turn records."
     messages = evidence.exports["s-messages"]
-    evidence.asked.remove(next(one for one in evidence.asked if one.session == "s-messages"))  # as if the first call's life had ended
+    evidence.asked.remove(next(one for one in evidence.asked if one.session == "s-messages"))  # as if the first call's epoch had ended
     messages["sequences"][0]["turns"][0]["reason"] = UNKNOWN
     assert evidence.found(memory_lost=True).beheaded == ["s-messages"]
     assert evidence.found().lost

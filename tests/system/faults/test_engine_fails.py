@@ -1,4 +1,4 @@
-"""An engine is killed in mid-stream, freezes, refuses, breaks off: no half reply passes for a whole one, and the hole is marked."""
+"""Engine failures: killed in mid-stream, frozen, refusing, breaking off. No partial reply counts as whole, and the hole is marked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect
 
 @pytest.fixture
 def stack(started):
-    # A call waits for an engine that is being started again; on a busy machine a start takes longer than QUICK allows.
+    # A call waits for an engine that is being restarted; on a busy machine a start takes longer than QUICK allows.
     made = started(replicas=1, engine=("--token-delay", "0.005"), options=(*QUICK, "--hold", "30"))
     if not made.engine.alive:
         made.engine.start()
@@ -42,7 +42,7 @@ async def test_killed_in_mid_stream(stack, http, dialect):
     assert await agent.turn() is None
     agent.watch = lambda _: None
     stack.engine.start()
-    assert await agent.turn(), "it is held until the engine is back"
+    assert await agent.turn(), "it is queued until the engine is back"
     found = stack.check([agent])
     assert found.clean, found.words
     assert found.marked == {agent.session: ["upstream-broke"]}
@@ -66,7 +66,7 @@ async def test_frozen_in_mid_stream_until_the_harness_gives_up(stack, http, dial
     assert await agent.turn()
     found = stack.check([agent])
     assert found.clean, found.words
-    assert found.marked == {}, "what the harness heard is recorded as what it is: a reply that was cut short"
+    assert found.marked == {}, "the part that the harness received is recorded as a reply that was cut short"
     marks = [set(turn["marks"]) for sequence in stack.export(agent.session)["sequences"] for turn in sequence["turns"]]
     assert {"aborted"} in marks
 
@@ -86,8 +86,8 @@ async def test_hung(stack, http, dialect, streams):
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
-async def test_hung_and_asked_again(stack, http, streams):
-    """Who asks again wants a reply: it must not be made to wait for the one that does not come, nor may that one stand open for ever."""
+async def test_hung_and_retried(stack, http, streams):
+    """A retry must not wait for a reply that never arrives, and the hung call must not stay open forever."""
     agent = Agent(f"again-{streams}", DIALECTS[0], http, stack.urls, streams, tries=4, patience=1.0)
     assert await agent.turn()
     stack.engine.order(agent.session, kind="hang")
@@ -100,11 +100,11 @@ async def test_hung_and_asked_again(stack, http, streams):
 
 @KINDS
 @pytest.mark.parametrize("code", [429, 503])
-async def test_refused_for_now(stack, http, dialect, code):
+async def test_refused_temporarily(stack, http, dialect, code):
     agent = Agent(f"refused-{dialect.name}-{code}", dialect, http, stack.urls)
     assert await agent.turn()
     stack.engine.order(agent.session, **status(code))
-    assert await agent.turn(), "it is asked again: an engine that says 'not now' has sampled nothing"
+    assert await agent.turn(), "it is retried: an engine that answers 'not now' has sampled nothing"
     found = stack.check([agent])
     assert found.clean, found.words
     assert found.marked == {}
@@ -116,7 +116,7 @@ async def test_500(stack, http, dialect):
     assert await agent.turn()
     stack.engine.order(agent.session, **status(500))
     assert await agent.turn() is None
-    assert agent.asked[-1].ends == ["500"], "an engine that broke may have sampled: only its harness can say whether to ask again"
+    assert agent.asked[-1].ends == ["500"], "an engine that broke may have sampled: only its harness can decide whether to retry"
     assert await agent.turn()
     found = stack.check([agent])
     assert found.clean, found.words
@@ -141,11 +141,11 @@ async def test_a_stream_that_breaks_off(stack, http, dialect, fault):
     assert await agent.turn()
     found = stack.check([agent])
     assert found.clean, found.words
-    assert list(found.marked) == [agent.session], "the engine may have said more than came"
+    assert list(found.marked) == [agent.session], "the engine may have sampled more than arrived"
 
 
 @KINDS
-async def test_a_stream_that_falls_silent(stack, http, dialect):
+async def test_a_stream_that_stalls(stack, http, dialect):
     agent = Agent(f"silent-{dialect.name}", dialect, http, stack.urls, patience=1.0)
     assert await agent.turn()
     stack.engine.order(agent.session, kind="stall")

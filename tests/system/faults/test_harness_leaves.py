@@ -1,4 +1,4 @@
-"""A harness hangs up, at every point at which it can: what was sampled by then is recorded, as what it is, or said to be missing."""
+"""A harness disconnects at every possible point: what was sampled by then is recorded as cut short, or reported as missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stack(started):
 
 
 def raw_request(agent, words, *, stream):
-    """A call as bytes; its mark is entered in the agent's book of what it asked, as heard by nobody."""
+    """A call as bytes; the agent's list of calls gets its mark, as a call without a reply."""
     body = json.dumps(agent.dialect.body([*agent.history, *agent.dialect.user(words)], stream=stream)).encode()
     head = f"POST {agent.dialect.path} HTTP/1.1\r\nHost: tokencache\r\nContent-Type: application/json\r\n"
     return f"{head}{HEADER}: {agent.session}\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body
@@ -37,11 +37,11 @@ def hang_up(writer):
 
 
 @KINDS
-async def test_before_its_request_is_whole(stack, http, dialect):
-    """Nothing was asked, so nothing is sampled, and nothing is missing."""
+async def test_before_its_request_is_complete(stack, http, dialect):
+    """There was no complete request, so nothing is sampled, and nothing is missing."""
     agent = Agent(f"early-{dialect.name}", dialect, http, stack.urls)
     assert await agent.turn()
-    head, body = raw_request(agent, "never sent to its end", stream=True)
+    head, body = raw_request(agent, "never sent completely", stream=True)
     for sent in (head[:10], head[:-2], head, head + body[:1], head + body[: len(body) // 2], head + body[:-1]):
         _, writer = await connect(stack.urls[0])
         writer.write(sent)
@@ -56,7 +56,7 @@ async def test_before_its_request_is_whole(stack, http, dialect):
 
 @KINDS
 async def test_after_each_event(stack, http, dialect):
-    """And once it has left, its next call goes on from what it had before, or asks again."""
+    """After it has disconnected, its next call continues from what it had before, or repeats the request."""
 
     def leaving(at):
         def watch(events):
@@ -79,19 +79,19 @@ async def test_after_each_event(stack, http, dialect):
     assert found.clean, found.words
     for agent in left:
         turns = [turn for sequence in stack.export(agent.session)["sequences"] for turn in sequence["turns"]]
-        assert len(turns) == 3 or agent.session in found.marked, "what it heard of the reply is a turn, or is said to be missing"
+        assert len(turns) == 3 or agent.session in found.marked, "the received part of the reply is a turn, or is reported as missing"
 
 
 @KINDS
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
-async def test_as_soon_as_it_has_asked_and_before_the_last_byte(stack, http, dialect, streams):
-    """Of a reply that has left us we cannot know whether it was read to its end: it is recorded, and may be asked for again."""
+async def test_right_after_the_request_and_before_the_last_byte(stack, http, dialect, streams):
+    """The proxy cannot know whether a reply that it sent was read to its end: it is recorded, and may be requested again."""
     agent = Agent(f"bytes-{dialect.name}-{streams}", dialect, http, stack.urls, streams)
     assert await agent.turn()
     agent.tries = 2
 
     async def all_but(last):
-        """Make the agent's next call by hand, and hang up `last` bytes before its answer's end; `None`: at once."""
+        """Makes the agent's next call by hand, and disconnects `last` bytes before its answer's end; `None`: at once."""
         mark = f"{agent.session}-{len(agent.asked)}"
         head, body = raw_request(agent, f"#{mark}# Go on, please.", stream=streams)
         reader, writer = await connect(stack.urls[0])
@@ -102,7 +102,7 @@ async def test_as_soon_as_it_has_asked_and_before_the_last_byte(stack, http, dia
             assert len(whole) > last
         hang_up(writer)
 
-    agent.start_over()  # the call by hand begins a conversation, and the agent then makes the very same call
+    agent.start_over()  # the call by hand begins a conversation, and the agent then makes the same call
     await all_but(None)
     assert await agent.turn()
     agent.start_over()
@@ -113,9 +113,9 @@ async def test_as_soon_as_it_has_asked_and_before_the_last_byte(stack, http, dia
 
 
 async def _answer(reader):
-    """An HTTP answer up to where only its last byte is missing, as far as the reader of bytes can tell."""
+    """An HTTP answer up to its last byte, as far as a reader of bytes can detect it."""
     head = await reader.readuntil(b"\r\n\r\n")
     for line in head.lower().split(b"\r\n"):
         if line.startswith(b"content-length:"):
             return await reader.readexactly(int(line.partition(b":")[2]) - 1)
-    return await reader.readuntil(b"\r\n0\r\n\r")  # chunked: its very last byte is a line feed
+    return await reader.readuntil(b"\r\n0\r\n\r")  # chunked: its last byte is a line feed

@@ -1,4 +1,4 @@
-"""A network that is cut between two namespaces: between proxy and Redis, and between proxy and engine (`cut`)."""
+"""The network is cut between two namespaces: between proxy and Redis, and between proxy and engine (`cut`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica is killed, or told to stop: the others go on, and what it had not recorded is said to be missing."""
+"""A replica is killed, or stopped: the others continue, and what it had not recorded is reported as missing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_killed_in_mid_stream(stack, http, dialect):
     assert await agent.turn()
     found = stack.check([agent], settle=0.2)
     assert found.clean, found.words
-    assert list(found.marked) == [agent.session], "what was on its way through the replica that died is missing"
+    assert list(found.marked) == [agent.session], "the reply in progress on the replica that died is missing"
     assert matches(stack, agent.session)[-1] == "continue"
 
 
@@ -81,7 +81,7 @@ async def test_killed_between_turns(stack, http):
         assert matches(stack, agent.session) == ["root", "continue", "continue"]
 
 
-async def test_told_to_stop_it_finishes_what_is_under_way(stack, http):
+async def test_a_stopped_replica_finishes_calls_in_progress(stack, http):
     first, second = stack.proxies
     kinds = [(dialect, streams) for dialect in DIALECTS for streams in (True, False)]
     agents = [Agent(f"drained-{dialect.name}-{streams}", dialect, http, [first.url], streams) for dialect, streams in kinds]

@@ -1,4 +1,4 @@
-"""Redis dies, freezes, is full, slow or read-only, fails over, comes back empty: harnesses notice nothing, and no hole is hidden."""
+"""Redis dies, freezes, is full, slow or read-only, fails over, restarts empty: harnesses see no error, and no hole is hidden."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ async def take(agents, turns=1):
 
 
 async def well(stack):
-    """Wait until every replica can write to the store, and what it owes is written."""
+    """Waits until every replica can write to the store, and pending writes are done."""
     for proxy in stack.proxies:
         await asyncio.to_thread(proxy.ready)
 
 
 def settled(stack, agents):
-    """Wait until each session says what a replica may still owe it: that it is incomplete."""
+    """Waits until each session is marked incomplete if a replica still has to write to it."""
     until(lambda: all((stack.info(agent.session) or {}).get("complete") is False for agent in agents), "nothing is marked", 10)
 
 
@@ -82,12 +82,12 @@ async def test_calls_while_it_is_dead(started, http):
     await take([*agents, *away], 2)
     found = stack.check([*agents, *away])
     assert found.clean, found.words
-    assert found.marked == {agent.session: ["store-error"] for agent in agents}, "and those who did not call then are whole"
+    assert found.marked == {agent.session: ["store-error"] for agent in agents}, "sessions without calls in that time are complete"
     for agent in agents:
-        assert ("continue", UNKNOWN) in labels(stack, agent.session), "what was said meanwhile is not known, and not guessed"
+        assert ("continue", UNKNOWN) in labels(stack, agent.session), "turns of that time are not known, and not guessed"
 
 
-async def test_killed_while_replies_are_under_way(started, http):
+async def test_killed_during_replies(started, http):
     stack = started(redis=LOGGED["always"], engine=PACE)
     agents = agents_of("underway", http, stack.urls)
     await take(agents, 2)
@@ -121,15 +121,15 @@ async def test_killed_and_started_again_empty(tmp_path, http):
         await take(agents, 3)
         found = stack.check([*agents, *away], memory_lost=True)
         assert found.clean, found.words
-        assert sorted(found.gone) == sorted(agent.session for agent in away), "they are not there: no trainer takes them for whole"
+        assert sorted(found.gone) == sorted(agent.session for agent in away), "they do not exist: no trainer mistakes them for complete"
         assert sorted(found.beheaded) == sorted(agent.session for agent in agents)
         for agent in agents:
-            assert labels(stack, agent.session)[0] == ("plain", UNKNOWN), "a new life begins, and says that there was one before"
+            assert labels(stack, agent.session)[0] == ("plain", UNKNOWN), "a new epoch begins, and reports that one preceded it"
             assert labels(stack, agent.session)[1][0] == "continue"
 
 
-async def test_replicas_agree_after_it_came_back_empty(tmp_path, http):
-    """What was lost is lost; but what is recorded from then on is found by all, by a replica that starts later, too."""
+async def test_replicas_agree_after_it_restarted_empty(tmp_path, http):
+    """What was lost is lost; but all replicas find what is recorded from then on, including a replica that starts later."""
     with Stack(tmp_path, options=QUICK) as stack:
         stack.redis.kill()
         stack.redis.start()
@@ -207,19 +207,19 @@ async def test_read_only(started, http):
 
 @pytest.fixture
 def wired(tmp_path):
-    """A stack whose replicas reach Redis over a wire."""
+    """A stack whose replicas reach Redis over a pipe."""
     with RealRedis() as server, Pipe(server.port) as wire, Stack(tmp_path, options=QUICK, store=wire.url) as stack:
         yield stack, server, wire
 
 
 async def test_failing_over_to_a_replica(wired, http):
-    """An address that moves: the primary is killed, its replica promoted, and the wire laid there."""
+    """An address that moves: the primary is killed, its replica promoted, and the pipe redirected to it."""
     stack, server, wire = wired
     agents = agents_of("failover", http, stack.urls)
     with RealRedis("--replicaof", "127.0.0.1", str(server.port)) as heir, client(server) as primary, client(heir) as replica:
         await asyncio.to_thread(until, lambda: replica.info("replication")["master_link_status"] == "up", "no replication")
         await take(agents, 3)
-        assert primary.wait(1, 20_000) == 1  # replication is asynchronous: what had not arrived would be gone
+        assert primary.wait(1, 20_000) == 1  # replication is asynchronous: what had not arrived would be lost
         server.kill()
         wire.to = heir.port
         wire.cut()
@@ -233,7 +233,7 @@ async def test_failing_over_to_a_replica(wired, http):
     assert sorted(found.marked) == sorted(agent.session for agent in agents)
 
 
-async def test_a_connection_that_is_cut_costs_nothing(wired, http):
+async def test_a_connection_that_is_cut_loses_nothing(wired, http):
     stack, _, wire = wired
     agents = agents_of("cut", http, stack.urls)
     for _ in range(4):
@@ -245,7 +245,7 @@ async def test_a_connection_that_is_cut_costs_nothing(wired, http):
 
 
 async def test_slow(wired, http):
-    """Slower than usual is not down: all is recorded. Slower than the limit is, and is said."""
+    """A slow store is not a failed one: all is recorded. Slower than the limit counts as failed, and is reported."""
     stack, _, wire = wired
     slow, slower = agents_of("slow", http, stack.urls), agents_of("slower", http, stack.urls)
     await take([*slow, *slower])

@@ -1,7 +1,7 @@
-"""Fuzz the pure parsers for a while: `python -m tests.system.fuzz --seconds 60`, or some of them by name.
+"""Fuzzes the pure parsers for a while: `python -m tests.system.fuzz --seconds 60`, or some of them by name.
 
-With atheris (`pip install atheris`; wheels for Linux) inputs are guided by coverage: each target is a process of its own. Without it
-hypothesis goes on where the test-suite stops. What fails is kept under `.fuzz/`, and is the first that is tried the next time.
+With atheris (`pip install atheris`; wheels for Linux) inputs are guided by coverage: each target is a separate process. Without it
+hypothesis continues where the test suite stops. Failing inputs are kept under `.fuzz/` and tried first the next time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROUND = 500
 
 
 def guided(name: str, seconds: int) -> int:
-    """Run one target with atheris, in its own process: libFuzzer ends the one it runs in."""
+    """Runs one target with atheris, in a separate process: libFuzzer ends the one it runs in."""
     corpus, found = KEPT / name, KEPT / "found"
     for folder in (corpus, found):
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def guided(name: str, seconds: int) -> int:
 
 
 def run_guided(name: str, arguments: list[str]) -> None:
-    """Be that process."""
+    """Runs as that process."""
     import atheris
 
     with atheris.instrument_imports(include=["tokencache", "tests.system.fuzz.targets"]):
@@ -53,7 +53,7 @@ def run_guided(name: str, arguments: list[str]) -> None:
 
 
 def by_chance(name: str, seconds: int) -> int:
-    """Run one target with hypothesis."""
+    """Runs one target with hypothesis."""
     until, rounds = time.monotonic() + seconds, 0
 
     @settings(max_examples=ROUND, deadline=None, database=DirectoryBasedExampleDatabase(KEPT / "examples"))
@@ -69,16 +69,16 @@ def by_chance(name: str, seconds: int) -> int:
 
 
 def main() -> int:
-    """Fuzz the targets that are named, or all, for equal parts of the time."""
+    """Fuzzes the named targets, or all, each for an equal part of the time."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.system.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("targets", nargs="*", metavar="target", help=", ".join(TARGETS))
-    parser.add_argument("--seconds", type=int, default=120, help="for all of them together (default: 120)")
+    parser.add_argument("--seconds", type=int, default=120, help="total seconds for all targets (default: 120)")
     asked = parser.parse_args()
     unknown = set(asked.targets) - set(TARGETS)
     if unknown:
-        parser.error(f"no such target: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown target: {', '.join(sorted(unknown))}")
     names = asked.targets or list(TARGETS)
     way = guided if importlib.util.find_spec("atheris") else by_chance
     print(f"{len(names)} targets, {asked.seconds} s, {'atheris' if way is guided else 'hypothesis: atheris is not installed'}")

@@ -1,4 +1,4 @@
-"""A target per test: engine, proxy, an honest session, and the log."""
+"""A target per test: engine, proxy, a well-behaved session, and the log."""
 
 import logging
 

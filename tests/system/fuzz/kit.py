@@ -1,7 +1,7 @@
-"""Attacks on a running proxy, and what must hold after each: it answers or refuses, nobody else notices, and the record stays true.
+"""Attacks on a running proxy, and the checks after each: it answers or refuses, others are not affected, the record stays true.
 
-`Target` is a proxy with an honest session (the *oracle*) that goes on between attacks. `Strict` is an engine that reads what reaches it
-with another parser than ours (h11), so that whatever two servers could read in two ways shows.
+`Target` is a proxy with a well-behaved session (the *oracle*) that continues between attacks. `Strict` is an engine that reads requests
+with another parser than ours (h11), to detect bytes that two servers read in different ways.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 20.0
 OURS = (": internal error", "Unhandled exception", "cannot be said", "not recorded", "is not planned")
-"""What the log says where it is the proxy that failed."""
+"""Log lines of a failure in the proxy itself."""
 ASK = json.dumps({"model": "sim", "messages": [user("EPISODE:talk")]}).encode()
 ANTHROPIC, RESPONSES, GEMINI = "/v1/messages", "/v1/responses", "/v1beta/models/sim:generateContent"
 DIALECTS = {"chat": CHAT, "messages": ANTHROPIC, "responses": RESPONSES, "gemini": GEMINI, "completions": "/v1/completions"}
@@ -32,7 +32,7 @@ DIALECTS = {"chat": CHAT, "messages": ANTHROPIC, "responses": RESPONSES, "gemini
 def request(
     body: bytes = ASK, *headers: bytes, line: bytes = b"", path: str = CHAT, session: str | None = "attack", length: bool = True
 ) -> bytes:
-    """The bytes of a request, with whatever headers."""
+    """The bytes of a request, with any headers."""
     head = [line or f"POST {path} HTTP/1.1".encode(), b"Host: h", b"Content-Type: application/json"]
     head += [f"{HEADER}: {session}".encode()] if session is not None else []
     head += [b"Content-Length: %d" % len(body)] if length else []
@@ -44,7 +44,7 @@ def chunked(body: bytes = ASK) -> bytes:
 
 
 async def send(url: str, *pieces: bytes, half_close: bool = True) -> bytes:
-    """Send bytes, a piece at a time, and read until the server has nothing more to say."""
+    """Sends bytes, a piece at a time, and reads until the server sends nothing more."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     said = bytearray()
@@ -67,12 +67,12 @@ async def send(url: str, *pieces: bytes, half_close: bool = True) -> bytes:
 
 
 async def ask(url: str, *pieces: bytes) -> list[tuple[int, dict[str, str], bytes]]:
-    """Send one or more requests on one connection; each answer's status, headers and body. The connection is closed by the last request."""
+    """Sends requests on one connection; returns each answer's status, headers and body. The last request closes the connection."""
     return answers(await send(url, *pieces, half_close=False))
 
 
 def answers(said: bytes) -> list[tuple[int, dict[str, str], bytes]]:
-    """Read answers with another parser than ours; an answer that is none is an error here."""
+    """Reads answers with another parser than ours; a malformed answer is an error here."""
     found = []
     while said:
         peer = h11.Connection(h11.CLIENT)
@@ -96,7 +96,7 @@ def answers(said: bytes) -> list[tuple[int, dict[str, str], bytes]]:
 
 @dataclass
 class Target:
-    """A proxy under attack, and the session that must not notice."""
+    """A proxy under attack, and the session that must not be affected."""
 
     rig: Rig
     log: Any
@@ -114,7 +114,7 @@ class Target:
         self.steps += 1
 
     async def unharmed(self, *attackers: str) -> None:
-        """The oracle goes on exactly; new calls work; what is recorded of the attackers is true, and nothing of it is left open."""
+        """The oracle continues exactly; new calls work; the records of the attackers are true, and none of their calls is left open."""
         await self.step()
         exported = await self.rig.check("oracle")
         assert [len(sequence["turns"]) for sequence in exported["sequences"]] == [self.steps]
@@ -127,7 +127,7 @@ class Target:
 
 
 async def settled(rig: Rig, session: str) -> None:
-    """What is recorded of a session satisfies the invariants and the engine's books, and no call of it stays open."""
+    """A session's records satisfy the invariants and the engine's log, and none of its calls stays open."""
     info = await rig.store.session(session)
     if info is None:
         return
@@ -143,7 +143,7 @@ async def settled(rig: Rig, session: str) -> None:
 
 @dataclass
 class Strict:
-    """An engine that reads requests with h11 and answers all of them alike; `wrong` is what h11 would not read."""
+    """An engine that reads requests with h11 and gives all of them the same answer; `wrong` is what h11 rejected."""
 
     seen: list[tuple[str, str, bytes]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -184,5 +184,5 @@ class Strict:
             server.close()
 
     def asked(self, marks: str = "/t/") -> list[tuple[str, str, bytes]]:
-        """What was relayed: the probe's own questions are not."""
+        """The relayed requests, without the probe's own."""
         return [one for one in self.seen if marks in one[1]]

@@ -1,6 +1,6 @@
-"""Pure parsers that read what strangers write, each as a function of bytes that raises nothing but what it says it raises.
+"""Pure parsers of untrusted input, each as a function of bytes that raises only its documented errors.
 
-Run by hypothesis in the test-suite (`test_parsers.py`), and by atheris, guided by coverage, in `make fuzz`.
+hypothesis runs them in the test suite (`test_parsers.py`), and atheris, guided by coverage, in `make fuzz`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATHS = {"messages": "/v1/messages", "responses": "/v1/responses", "gemini": "/v
 
 
 def driven(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine that waits for nothing: what it asks for is there at once."""
+    """Runs a coroutine that never waits: everything that it awaits is available at once."""
     try:
         while True:
             work.send(None)
@@ -75,7 +75,7 @@ def _dialect(name: str) -> Callable[[bytes], None]:
 
 
 def chat(data: bytes) -> None:
-    """A body reads alike whole and as the growth of another."""
+    """A body parses the same whole and as an extension of another."""
     bodies = IncrementalParser()
     try:
         call = read_chat(data, bodies, "s")
@@ -107,7 +107,7 @@ def message(data: bytes) -> None:
 
 
 def arguments(data: bytes) -> None:
-    """What is canonical already stays as it is."""
+    """What is canonical already is not changed."""
     text = data.decode("utf-8", "surrogatepass") if _decodes(data) else data.decode("latin-1")
     once = canonical_arguments(text)
     if not once.startswith(b"\x00raw:") and b"\\u0000" not in once:
@@ -123,21 +123,21 @@ def _decodes(data: bytes) -> bool:
 
 
 def events(data: bytes) -> None:
-    """However a stream is cut, its events are the same, and nothing of it is lost."""
+    """However a stream is split, its events are the same, and none of its bytes is lost."""
     whole = EventSplitter()
     at_once = list(whole.feed(data))
     assert b"".join(at_once) + whole.rest == data
     pieces = EventSplitter()
     cut = [event for n in range(0, len(data), 3) for event in pieces.feed(data[n : n + 3])]
     assert b"".join(cut) + pieces.rest == data
-    if b"\r" not in data:  # where CR and LF come in two pieces the one may end an event that the other belongs to
+    if b"\r" not in data:  # if CR and LF arrive in two pieces, the CR may end an event that the LF belongs to
         assert cut == at_once
     for event in at_once:
         data_of(event)
 
 
 def reply(data: bytes) -> None:
-    """What an engine may say: read, or kept as unreadable, never an exception."""
+    """Any output of an engine is parsed, or kept as unreadable, without an exception."""
     kept = Reply(1)
     kept.add(kept.without_experts(data))
     read_completion(data)
@@ -148,7 +148,7 @@ def reply(data: bytes) -> None:
 
 
 def path(data: bytes) -> None:
-    """A session's name is one or none; what is left of a path is a path, and leads out of nothing."""
+    """A session's name is valid or none; the rest of a path is a path, and does not escape."""
     text = "/" + data.decode("latin-1")
     route_of(text)
     finder = SessionFinder(MemoryStore(), header="X-Tokencache-Session", sources=SessionSources())

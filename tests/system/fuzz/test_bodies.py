@@ -1,4 +1,4 @@
-"""Bodies: compressed, enormous, nested, odd. Each is answered or refused in the dialect's words, and nothing of it stays behind."""
+"""Bodies: compressed, enormous, nested, malformed. Each is answered or refused with the dialect's error, and leaves no state."""
 
 import asyncio
 import gzip
@@ -40,7 +40,7 @@ USERS = {
 
 
 async def post(target, dialect, body, *headers):
-    """The one answer to a body: no fault of ours, and JSON where it is an error (an engine's own 500 is the engine's)."""
+    """The one answer to a body: no internal error, and JSON if it is an error (an engine's own 500 is the engine's)."""
     (answer,) = answers(await send(target.url, request(body, *headers, CLOSE, path=DIALECTS[dialect]), half_close=False))
     assert b"tokencache failed" not in answer[2]
     if 400 <= answer[0] < 500:
@@ -50,7 +50,7 @@ async def post(target, dialect, body, *headers):
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "gzip, gzip", "x-gzip", "bomb"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_compressed_requests_are_refused_in_words(target, dialect, coding):
+async def test_compressed_requests_are_refused_with_a_reason(target, dialect, coding):
     body = {"gzip": gzip.compress(ASK), "deflate": zlib.compress(ASK), "bomb": BOMB}.get(coding, ASK)
     named = "gzip" if coding == "bomb" else coding
     answer = await post(target, dialect, body, f"Content-Encoding: {named}".encode())
@@ -59,7 +59,7 @@ async def test_compressed_requests_are_refused_in_words(target, dialect, coding)
     await target.unharmed()
 
 
-async def test_a_compressed_request_outside_a_session_goes_on_as_it_came():
+async def test_a_compressed_request_outside_a_session_is_relayed_unchanged():
     kept = []
 
     async def engine(request):
@@ -81,8 +81,8 @@ async def test_a_compressed_request_outside_a_session_goes_on_as_it_came():
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_engine_that_compresses_unasked(dialect, caplog):
-    """Nobody asked it to: what it said cannot be read, so the session says that something is missing. No crash, no endless memory."""
+async def test_an_engine_that_compresses_without_being_asked(dialect, caplog):
+    """Its answer cannot be read, so the session reports that something is missing. No crash, no unlimited memory."""
 
     async def engine(request):
         await request.read()
@@ -157,7 +157,7 @@ async def test_a_million_of_anything(target, what):
     ],
 )
 async def test_only_structure_counts(body, refused):
-    """Code and JSON in a message are one text, however long; and counting itself takes no more than its length."""
+    """Code and JSON in a message are one text, however long; and counting takes time linear in its length."""
     if not refused:
         await check_values(body)
         return
@@ -190,8 +190,8 @@ NESTED = {
 
 @pytest.mark.parametrize("deep", DEEP)
 @pytest.mark.parametrize(("dialect", "member"), [(dialect, member) for dialect, members in NESTED.items() for member in members])
-async def test_nested_without_end(target, dialect, member, deep):
-    """A whole one and one that never ends, in every member that somebody looks into."""
+async def test_unlimited_nesting(target, dialect, member, deep):
+    """A complete one and one that never ends, in every member that is parsed."""
     answer = await post(target, dialect, shape(dialect, more=member % DEEP[deep]))
     assert answer[0] in {400, 413}
     await target.unharmed("attack")
@@ -211,8 +211,8 @@ async def test_nested_in_the_text_of_arguments(target, dialect):
     await target.unharmed("attack")
 
 
-async def test_while_the_largest_is_read_others_are_served(target):
-    """Several large bodies at once, and the honest session in between."""
+async def test_others_are_served_while_the_largest_is_read(target):
+    """Several large bodies at once, and the well-behaved session in between."""
     large = shape("chat", entries=b",".join(b'{"role":"user","content":"%d"}' % n for n in range(5000)))
     attack = asyncio.gather(*(post(target, "chat", large) for _ in range(4)))
     while not attack.done():
@@ -222,7 +222,7 @@ async def test_while_the_largest_is_read_others_are_served(target):
     await target.unharmed("attack")
 
 
-async def test_the_trainers_routes_take_nonsense_too(target):
+async def test_the_trainers_routes_handle_malformed_bodies_too(target):
     for body in (
         b"",
         b"[" * MILLION,

@@ -1,4 +1,4 @@
-"""Where one request ends and the next begins: two servers that disagree on it let a stranger speak in another's name (smuggling)."""
+"""Request framing: if two servers disagree on where a request ends, an attacker can send requests in another's name (smuggling)."""
 
 import pytest
 
@@ -89,7 +89,7 @@ PASSED = {
 
 
 async def both(raw, session):
-    """What the proxy answers, and what reaches an engine behind it that reads with another parser."""
+    """What the proxy answers, and what reaches an engine after it that reads with another parser."""
     engine = Strict()
     async with engine.serve() as up, proxied(upstream=up) as rig:
         said = await send(rig.url, raw.replace(b"X-Tokencache-Session: attack\r\n", b"") if session is None else raw, half_close=False)
@@ -108,26 +108,26 @@ async def test_what_can_be_read_in_two_ways_is_refused(name, session):
 
 
 @pytest.mark.parametrize("name", NO_HTTP)
-async def test_what_is_no_http_is_refused(name):
+async def test_what_is_not_http_is_refused(name):
     said, seen = await both(NO_HTTP[name], None)
     head, _, body = said.partition(b"\r\n\r\n")
     assert b" 400 " in head.partition(b"\r\n")[0]
     assert not head.startswith(b"HTTP/1.1 200")
-    assert len(body) < 1000  # what was sent does not come back
+    assert len(body) < 1000  # the sent bytes are not returned
     assert not seen
 
 
 @pytest.mark.parametrize("session", ["attack", None])
 @pytest.mark.parametrize("name", PASSED)
-async def test_what_is_passed_on_ends_where_it_ended(name, session):
+async def test_a_relayed_request_ends_where_it_ended(name, session):
     raw, body = PASSED[name]
     said, seen = await both(raw, session)
     assert [one[0] for one in answers(said)] == [200]
     assert [one[1:] for one in seen] == [("/t/x", body)]
 
 
-async def test_requests_in_a_row_on_one_connection():
-    """Each is answered in its turn, whatever stands in the bodies before it."""
+async def test_pipelined_requests_on_one_connection():
+    """Each is answered in order, whatever the bodies before it contain."""
     row = [request(b"%d " % n + SMUGGLED, path=f"/t/{n}", session=f"s{n % 3}") for n in range(40)]
     engine = Strict()
     async with engine.serve() as up, proxied(upstream=up) as rig:
@@ -138,8 +138,8 @@ async def test_requests_in_a_row_on_one_connection():
 
 
 @pytest.mark.parametrize("session", ["attack", None])
-async def test_half_a_body_reaches_nobody_as_a_whole_one(session):
-    """The sender goes away in the middle; its connection to the engine is never used again."""
+async def test_an_incomplete_body_never_arrives_as_a_complete_one(session):
+    """The sender disconnects in the middle; its connection to the engine is never reused."""
     engine = Strict()
     async with engine.serve() as up, proxied(upstream=up) as rig:
         half = request(ASK, b"Content-Length: 500", path="/t/half", session=session, length=False)

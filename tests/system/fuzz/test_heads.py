@@ -1,4 +1,4 @@
-"""Heads: what a stranger writes into paths, names, keys and headers comes out of no other header, path or answer of ours."""
+"""Heads: untrusted text in paths, names, keys and headers never appears in another header, path or answer."""
 
 import json
 
@@ -29,7 +29,7 @@ def get(path, *headers):
 
 
 def clean(said):
-    """Exactly one answer, which says nothing in its head that was put in its mouth; no fault of ours."""
+    """Exactly one answer, whose head contains no injected text; no internal error."""
     (answer,) = answers(said)
     assert INJECTED not in {name.lower() for name in answer[1]}
     assert answer[0] < 500, answer
@@ -59,7 +59,7 @@ async def test_percent_encoded_lines_in_a_path(target, place, text):
         "/a%2fb/../../x",
     ],
 )
-async def test_a_path_that_climbs_leads_nowhere(place):
+async def test_a_path_that_climbs_is_harmless(place):
     engine = Strict()
     async with engine.serve() as up, proxied(upstream=f"{up}/behind") as rig:
         (answer,) = answers(await send(rig.url, get(place), half_close=False))
@@ -68,7 +68,7 @@ async def test_a_path_that_climbs_leads_nowhere(place):
 
 
 async def test_a_path_through_a_session_reaches_no_route_of_ours():
-    """`/s/a/../../tokencache/…` is not the trainer's, and an encoded slash makes no route."""
+    """`/s/a/../../tokencache/…` is not the trainer's route, and an encoded slash makes no route."""
     async with proxied(admin_key="the trainer's own key") as rig:
         for path in (
             "/s/a/../../tokencache/v1/sessions",
@@ -86,14 +86,14 @@ ODD_KEYS = [b"tck-\xff\xfe", b"tck-" + b"a" * 10_000, b"tcs-\xff", b"tcs-a\tb", 
 
 @pytest.mark.parametrize("key", ODD_KEYS)
 @pytest.mark.parametrize("name", [b"Authorization: Bearer ", b"x-api-key: ", b"x-goog-api-key: "])
-async def test_keys_that_are_none(target, key, name):
+async def test_invalid_keys(target, key, name):
     answer = clean(await send(target.url, request(ASK, name + key, CLOSE, session=None), half_close=False))
     assert answer[0] in {400, 401, 404}
     await target.unharmed()
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"a b", b"a/b", b"", b"-a", b"a" * 300, "ü".encode(), b"{}", b"a,b", b"*", b"a\tb"])
-async def test_session_names_that_are_none(target, name):
+async def test_invalid_session_names(target, name):
     answer = clean(await send(target.url, request(ASK, f"{HEADER}: ".encode() + name, CLOSE, session=None), half_close=False))
     assert (answer[0], b"session name" in answer[2]) == (400, True)
     await target.unharmed()
@@ -116,8 +116,8 @@ async def test_two_sessions_in_one_request(target, two):
 
 @pytest.mark.parametrize("text", CRLF, ids=repr)
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_lines_in_what_a_body_names(target, dialect, text):
-    """Model names and handles come out in bodies and in the engine's request, never in a head."""
+async def test_line_breaks_in_names_within_a_body(target, dialect, text):
+    """Model names and handles appear in bodies and in the engine's request, never in a head."""
     path = DIALECTS[dialect]
     model = f"sim{text}"
     body = {
@@ -136,8 +136,8 @@ async def test_lines_in_what_a_body_names(target, dialect, text):
     await target.unharmed("attack")
 
 
-async def test_what_goes_on_to_the_engine_and_what_does_not():
-    """Towards the engine: its own Host; nothing of one connection; a session's name where it is asked for; the rest as it came."""
+async def test_which_headers_are_forwarded_to_the_engine():
+    """To the engine: its own Host; no connection headers; the session's name if it is configured; the rest unchanged."""
     heads = []
 
     class Listening(Strict):
@@ -167,7 +167,7 @@ async def test_what_goes_on_to_the_engine_and_what_does_not():
         assert found.get(b"x-session-id") == named
 
 
-async def test_odd_routes_in_a_row(target):
+async def test_unusual_routes_in_a_row(target):
     for raw in (
         b"OPTIONS * HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n",
         b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n",

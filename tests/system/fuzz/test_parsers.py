@@ -1,4 +1,4 @@
-"""The targets of the fuzzer, for a bounded number of examples from a fixed seed; `make fuzz` goes on from there."""
+"""Runs the fuzzer's targets for a bounded number of examples from a fixed seed; `make fuzz` continues from there."""
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -17,7 +17,7 @@ ODD = [
 
 @st.composite
 def spoiled(draw, seeds):
-    """A good input with a few of its bytes taken out, doubled, or replaced by what parsers stumble over."""
+    """A good input with a few of its bytes removed, doubled, or replaced by bytes that are hard for parsers."""
     data = bytearray(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(0, 6))):
         at, length = draw(st.integers(0, len(data))), draw(st.integers(0, 12))
@@ -27,12 +27,12 @@ def spoiled(draw, seeds):
 
 
 def inputs(name):
-    """What a target is tried with."""
+    """The inputs for a target."""
     return spoiled(SEEDS[name]) | st.binary(max_size=200)
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_it_reads_or_refuses(name):
+def test_it_parses_or_refuses(name):
     @settings(max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(data=inputs(name))
     @example(data=b"")

@@ -43,7 +43,7 @@ def nearly_http(draw):
 
 
 def tried(strategy, run):
-    """Let hypothesis choose in a thread of its own, and run what it chose in this loop."""
+    """Lets hypothesis choose in a thread of its own, and runs its choices in this loop."""
     loop = asyncio.get_running_loop()
 
     @QUIETLY

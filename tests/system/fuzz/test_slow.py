@@ -1,4 +1,4 @@
-"""Slow senders: a head or a body that dribbles holds a connection for a bounded time, and nobody else waits for it."""
+"""Slow senders: a slow head or body holds a connection for a bounded time, and other clients do not wait for it."""
 
 import asyncio
 import io
@@ -25,7 +25,7 @@ async def connected(url):
 
 
 async def dribble(url, raw, *, every=0.01):
-    """Send a byte at a time until the server has had enough; what it said."""
+    """Sends a byte at a time until the server closes the connection; returns its answer."""
     reader, writer = await connected(url)
     said = asyncio.create_task(reader.read())
     try:
@@ -49,20 +49,20 @@ async def dribble(url, raw, *, every=0.01):
     [b"GET / HTTP/1.1\r\nHost: h\r\n" + b"X-A: b\r\n" * 10_000, b"\r\n" * 100_000, b"GET /" + b"a" * 60_000],
     ids=["headers", "lines", "path"],
 )
-async def test_a_head_that_dribbles(target, raw):
+async def test_a_slow_head(target, raw):
     assert await dribble(target.url, raw) == b""
     await target.unharmed()
 
 
-async def test_a_head_behind_a_request_that_dribbles(target):
-    """On a connection that was well used before."""
+async def test_a_slow_head_after_a_normal_request(target):
+    """On a connection that was used normally before."""
     said = await dribble(target.url, request(ASK) + b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 10_000, every=0)
     assert said == b"" or answers(said)[0][0] == 200
     await target.unharmed("attack")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/tokenize"])
-async def test_a_body_that_dribbles(target, path):
+async def test_a_slow_body(target, path):
     reader, writer = await connected(target.url)
     writer.write(request(b"", b"Content-Length: 100000", path=path, length=False))
     said = asyncio.create_task(read_message(reader, answers="POST"))
@@ -80,7 +80,7 @@ async def test_a_body_that_dribbles(target, path):
     await target.unharmed("attack")
 
 
-async def test_a_relayed_body_that_dribbles():
+async def test_a_slow_relayed_body():
     """It is given up on both sides: no engine keeps half a request for it."""
     engine = Strict()
     async with engine.serve() as up, proxied(upstream=up) as rig:
@@ -94,8 +94,8 @@ async def test_a_relayed_body_that_dribbles():
     assert not engine.asked()
 
 
-async def test_who_has_not_begun_to_ask_is_not_hurried(target):
-    """Clients keep connections in a pool: one is still good when another's head was given up."""
+async def test_idle_connections_stay_open(target):
+    """Clients keep connections in a pool: one stays usable when another's head has timed out."""
     reader, writer = await connected(target.url)
     assert await dribble(target.url, b"GET /" + b"a" * 60_000) == b""
     writer.write(request(ASK, b"Connection: close"))
@@ -106,8 +106,8 @@ async def test_who_has_not_begun_to_ask_is_not_hurried(target):
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
-async def test_a_hundred_that_hold_a_connection_each(target):
-    """While they hold on, the honest session goes on."""
+async def test_a_hundred_slow_connections(target):
+    """Meanwhile the well-behaved session continues."""
     held = [await connected(target.url) for _ in range(100)]
     for n, (_, writer) in enumerate(held):
         writer.write(
@@ -123,7 +123,7 @@ async def test_a_hundred_that_hold_a_connection_each(target):
     assert [await target.rig.store.session(f"x{n}") for n in range(0, 100, 2)] == [None] * 50  # nothing began
 
 
-async def test_an_engine_that_reads_slowly_is_not_the_senders_fault(target):
-    """Only waiting for the sender counts: a body that is all there is never too slow."""
+async def test_an_engine_that_reads_slowly_does_not_time_out_the_sender(target):
+    """Only waiting for the sender counts: a complete body is never too slow."""
     async with target.rig.http.post(target.url + "/t/x", data=io.BytesIO(b"x" * 2_000_000)) as answer:
         assert answer.status in {404, 405}

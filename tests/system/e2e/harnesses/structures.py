@@ -111,7 +111,7 @@ STRUCTURES = {
                 say("\nthird\n", "\nThere it is — naïve ☕.\n "),
             ],
             "claude-code_compacted": [
-                "the last answer before the compaction is here",
+                "the last answer before the compaction stands here",
                 say("\nwhere was I\n", "Looking again.\n", shell("Bash", "wc -c made.txt")),
                 say("\nend\n", "Eight bytes ✅.\n"),
             ],
