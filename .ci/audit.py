@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Ask whether a vulnerability is known in what the lock file pins: `audit.py requirements.lock`.
+"""Checks the packages pinned in a lock file for known vulnerabilities: `audit.py requirements.lock`.
 
-pip-audit asks PyPI, or OSV. Where a service does not answer, or a mirror knows nothing of vulnerabilities, pip-audit may say that all is
-well. So each service is asked first about a release that is known to be vulnerable: one that does not know even that knows nothing.
+pip-audit queries PyPI, or OSV. If a service does not answer, or a mirror has no vulnerability data, pip-audit may report that all is well.
+So each service is first queried for a release that is known to be vulnerable: a service that does not report it has no data.
 
-Exit code 0: none is known, or nobody could be asked, which is said aloud. 1: there is one, or something could not be looked up.
+Exit code 0: none is known, or no service could be queried, which is printed. 1: there is one, or something could not be looked up.
 """
 
 import json
@@ -23,7 +23,7 @@ AUDITOR = (sys.executable, "-m", "pip_audit")
 
 
 def ask(service: str, requirements: Path, auditor: Sequence[str]) -> list[dict]:
-    """Say what a service knows of pinned requirements: for each its name, version and `vulns`; empty where it cannot be asked."""
+    """A service's data for pinned requirements: for each its name, version and `vulns`; empty if it cannot be queried."""
     command = [*auditor, "--vulnerability-service", service, "--requirement", str(requirements), "--no-deps", "--disable-pip"]
     try:
         done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -33,13 +33,13 @@ def ask(service: str, requirements: Path, auditor: Sequence[str]) -> list[dict]:
 
 
 def main(lock: Path, auditor: Sequence[str] = AUDITOR) -> int:
-    """Audit a lock file with the first service that knows anything; returns the exit code."""
+    """Audits a lock file with the first service that has data; returns the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         known = Path(folder, "known.txt")
         known.write_text(KNOWN)
         service = next((one for one in SERVICES if any(found.get("vulns") for found in ask(one, known, auditor))), None)
     if service is None:
-        print("NOT AUDITED: no service that knows of vulnerabilities can be reached from here (PyPI, OSV)")
+        print("NOT AUDITED: no service with vulnerability data can be reached from here (PyPI, OSV)")
         return 0
     found = ask(service, lock, auditor)
     skipped = [one for one in found if "vulns" not in one]

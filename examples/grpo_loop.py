@@ -1,4 +1,4 @@
-"""A GRPO-like loop: groups of rollouts, rewards, advantages, and a loss on the tokens that were sampled. In numbers, no torch.
+"""A GRPO-like loop: groups of rollouts, rewards, advantages, and a loss on the sampled tokens. Plain numbers, no torch.
 
 The engine is simulated; for a real one run `tokencache serve --upstream …`, and give the client its URL. Needs openai.
 """
@@ -18,7 +18,7 @@ STEPS, GROUPS, ROLLOUTS, TURNS = 2, 3, 4, 4
 
 
 async def play(session: AsyncSession, secret: int) -> float:
-    """The agent: a guessing game of several turns, in nothing but text. Returns its reward."""
+    """The agent: a guessing game of several turns, in plain text. Returns its reward."""
     messages = [{"role": "user", "content": "Guess a number from 1 to 9."}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
         for turn in range(TURNS):
@@ -32,7 +32,7 @@ async def play(session: AsyncSession, secret: int) -> float:
 
 
 def loss(rollout: Trajectory, advantage: float) -> float:
-    """Policy gradient. A trainer recomputes the log probabilities on these very ids, and holds them against the recorded ones."""
+    """Policy gradient. A trainer recomputes the log probabilities on these ids and compares them with the recorded ones."""
     total = 0.0
     for one in rollout.sequences:  # several if the harness rewrote its history; their weights add up to 1
         sampled = [logprob for logprob, mask in zip(one.logprobs, one.loss_mask, strict=True) if mask]

@@ -26,10 +26,10 @@ _ENVIRONMENT = {
 
 @contextlib.contextmanager
 def vllm_server(folder: Path) -> Iterator[str]:
-    """Serve a model folder while the context is open; yields the server's URL. Its log is `vllm.log` in the folder.
+    """Serves a model folder while the context is open; yields the server's URL. Its log is `vllm.log` in the folder.
 
     Raises:
-        RuntimeError: it did not start; the message holds the end of the log.
+        RuntimeError: It did not start; the message has the end of the log.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -62,7 +62,7 @@ def _answers(url: str) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and the engine process that it started: they are a process group of their own."""
+    """Ends the server and the engine process that it started: they are in their own process group."""
     for ask, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, ask)

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 with random weights and a tokenizer of its own: nothing is downloaded."""
+"""A tiny Qwen3 with random weights and its own tokenizer: nothing is downloaded."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from tokencache.testing import build_tokenizer
 
 
 def make_model(folder: Path) -> None:
-    """Write a model folder that vLLM can serve and transformers can load.
+    """Writes a model folder that vLLM can serve and transformers can load.
 
-    The weights are larger than usual at the start of a training, so that one token's probability tells it from another's.
-    vLLM's CPU attention wants heads of 32 or more; the output matrix is not the input's, or such a model repeats itself.
+    The weights are larger than usual at the start of a training, so that the tokens' probabilities are distinct. vLLM's CPU attention needs
+    heads of at least 32; the output matrix differs from the input's, otherwise such a model repeats itself.
     """
     tokenizer = build_tokenizer()  # byte-level BPE with a template like Qwen3's
     tokenizer.save(folder)

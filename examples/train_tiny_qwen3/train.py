@@ -1,9 +1,9 @@
-"""Trains a tiny Qwen3 on what it said through the proxy, and shows why the exact tokens matter.
+"""Trains a tiny Qwen3 on rollouts through the proxy, and shows why the exact tokens matter.
 
-A model with random weights is served by a real vLLM on CPU, and talked to over several turns through tokencache. The sequences
-that come back are put into the same model in plain torch: before the first step it must find the log probabilities that were
-recorded. Then the same histories are rendered and tokenized from their text, as a trainer without the tokens has to: it finds
-others. At last a few steps of policy gradient. See README.md beside this file.
+A real vLLM on CPU serves a model with random weights, and a simple harness has conversations of several turns with it through tokencache.
+The exported sequences are given to the same model in plain torch: before the first step it must compute the log probabilities that were
+recorded. Then the same histories are rendered and tokenized from their text, as a trainer without the tokens has to: the results differ.
+Finally a few steps of policy gradient follow. See README.md in this folder.
 """
 
 import argparse
@@ -29,13 +29,13 @@ GROUPS, ROLLOUTS, TURNS, MAX_TOKENS = 3, 4, 3, 48
 STEPS, LEARNING_RATE, CLIP = 5, 5e-4, 0.2
 STOP = "<|im_end|>"
 SAME = 1e-3
-"""Log probabilities no further apart are the same: two engines add up their float32 in another order."""
+"""Log probabilities within this distance count as equal: two engines add up their float32 in different order."""
 
 Message = dict[str, str]
 
 
 async def talk(session: AsyncSession, group: int) -> list[Message]:
-    """One rollout: a harness that speaks nothing but text. Returns its own history, as it wrote it down."""
+    """One rollout with a harness that uses only text. Returns its own history."""
     messages = [{"role": "user", "content": f"Tell me something, number {group}."}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
         for turn in range(TURNS):
@@ -47,10 +47,10 @@ async def talk(session: AsyncSession, group: int) -> list[Message]:
 
 
 async def rollouts(engine: str) -> tuple[list[Trajectory], dict[str, list[Message]]]:
-    """Run all rollouts through a proxy in front of the engine; returns what it recorded, and the harnesses' own histories."""
+    """Runs all rollouts through a proxy in front of the engine; returns what it recorded, and the harnesses' own histories."""
     async with serving(Settings(upstream=engine, port=0)) as (url, _), AsyncClient(url) as client:
         names = [f"g{group}-{n}" for group in range(GROUPS) for n in range(ROLLOUTS)]
-        # The policy is sampled as it is: whatever the harness asks for, temperature 1 and no cuts.
+        # The policy is sampled unmodified: temperature 1 and no cuts, whatever the harness requests.
         sessions = [await client.create(name, sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0}) for name in names]
         said = await asyncio.gather(*(talk(session, i // ROLLOUTS) for i, session in enumerate(sessions)))
         taken = [trajectory async for trajectory in client.iterate(names)]
@@ -74,18 +74,18 @@ def sampled(sequence: Sequence) -> torch.Tensor:
 
 
 def recorded(sequence: Sequence) -> torch.Tensor:
-    """The log probabilities those were sampled with."""
+    """The log probabilities with which those were sampled."""
     return torch.tensor(sequence.logprobs[1:])[sampled(sequence)]
 
 
 def compared(tokens: int, apart: list[float]) -> dict[str, float]:
-    """Sum up: sampled tokens, those that were found again, those of them whose log probability is another, and by how much."""
+    """Counts sampled tokens, those found again, and those of them with another log probability, and gives the largest difference."""
     return {"tokens": tokens, "found": len(apart), "differ": sum(one > SAME for one in apart), "max_difference": max(apart)}
 
 
 @torch.no_grad()
 def exact(policy: Qwen3ForCausalLM, taken: list[Trajectory]) -> dict[str, float]:
-    """Hold the recorded log probabilities against the policy's own, on the tokens of the proxy."""
+    """Compares the recorded log probabilities with the policy's own, on the tokens of the proxy."""
     apart = []
     for sequence in sequences_of(taken):
         apart += (logprobs(policy, sequence.token_ids)[sampled(sequence)] - recorded(sequence)).abs().tolist()
@@ -96,7 +96,7 @@ def exact(policy: Qwen3ForCausalLM, taken: list[Trajectory]) -> dict[str, float]
 def retokenized(
     policy: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, taken: list[Trajectory], said: dict[str, list[Message]]
 ) -> dict[str, float]:
-    """The same on tokens made of text: each reply behind a rendering of its history, token beside token where they are the same."""
+    """The same on tokens made from text: each reply after a rendering of its history, compared token by token where they are equal."""
     tokens, apart = 0, []
     for trajectory in taken:
         messages = said[trajectory.session]
@@ -114,7 +114,7 @@ def retokenized(
 
 
 def advantages(taken: list[Trajectory], said: dict[str, list[Message]]) -> dict[str, float]:
-    """Reward each rollout for the share of plain letters in what was said; returns its advantage over its group."""
+    """Rewards each rollout for the share of plain letters in its replies; returns its advantage over its group."""
     texts = {one.session: "".join(m["content"] for m in said[one.session] if m["role"] == "assistant") for one in taken}
     rewards = {name: sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for name, text in texts.items()}
     found = {}
@@ -126,7 +126,7 @@ def advantages(taken: list[Trajectory], said: dict[str, list[Message]]) -> dict[
 
 
 def train(policy: Qwen3ForCausalLM, taken: list[Trajectory], advantage: dict[str, float]) -> list[dict[str, float]]:
-    """Take a few steps on the clipped surrogate of PPO and GRPO; each sequence counts with its weight."""
+    """Takes a few steps on the clipped surrogate of PPO and GRPO; each sequence counts with its weight."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
     before = torch.cat([p.detach().flatten().clone() for p in policy.parameters()])
     steps = []
@@ -148,9 +148,9 @@ def train(policy: Qwen3ForCausalLM, taken: list[Trajectory], advantage: dict[str
 
 
 def main() -> None:
-    """Do it all, and print what was found."""
+    """Runs everything and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     torch.manual_seed(0)
     disable_progress_bar()
@@ -166,7 +166,7 @@ def main() -> None:
     figures["exact"] = exact(policy, taken)
     figures["retokenized"] = retokenized(policy, tokenizer, taken, said)
     print("before the first step    sampled   found again   other logprob   max |difference|")
-    for words, one in (("the proxy's tokens", figures["exact"]), ("tokens made of text", figures["retokenized"])):
+    for words, one in (("the proxy's tokens", figures["exact"]), ("tokens made from text", figures["retokenized"])):
         print(f"{words:22} {one['tokens']:9} {one['found']:13} {one['differ']:15} {one['max_difference']:18.1e}")
 
     figures["steps"] = train(policy, taken, advantages(taken, said))

@@ -1,4 +1,4 @@
-"""The mock engine within the test's own loop: it keeps what it was asked."""
+"""The mock engine within the test's own loop; it keeps its requests."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from bench import mock
 
 
 class Heard(mock.Server):
-    """The mock engine; keeps what it was asked."""
+    """The mock engine, which keeps its requests."""
 
     asked: list[tuple[bytes, bytes]]
 

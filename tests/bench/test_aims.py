@@ -1,4 +1,4 @@
-"""From a run's raw figures to figures, aims and verdicts."""
+"""Turning a run's raw figures into figures, aims and verdicts."""
 
 import pytest
 
@@ -71,13 +71,13 @@ def test_too_few_calls_or_torn_sessions_judge_nothing(spoilt):
     assert aims({"rollouts": [{"target": "proxy memory"} | good | spoilt]}) == []
 
 
-def test_the_median_of_rollouts_counts_not_the_best():
+def test_the_median_of_rollouts_counts_not_the_maximum():
     runs = [{"target": "proxy memory", "calls_per_s": rate, "calls": 50, "torn": []} for rate in (1200.0, 900.0, 950.0)]
     (aim,) = aims({"rollouts": [*runs, {"target": "relay", "calls_per_s": 9000.0}]})
     assert (aim["figure"], aim["met"]) == (950.0, False)
 
 
-def test_memory_of_fewer_streams_is_reckoned_up_to_those_wanted():
+def test_memory_of_fewer_streams_is_extrapolated_to_those_wanted():
     run = {
         "target": "proxy memory", "streams": 8192, "wanted": 16384, "errors": 0, "unfinished": 1, "slowest_over_median": 1.5,
         "torn": [], "idle_bytes": 2**30, "bytes_per_stream": 2**17,
@@ -89,7 +89,7 @@ def test_memory_of_fewer_streams_is_reckoned_up_to_those_wanted():
     assert "what 16,384 would take" in memory["aim"]
 
 
-def test_growth_leaves_out_what_reading_the_body_costs():
+def test_growth_excludes_what_reading_the_body_costs():
     marks = [
         {"targets": {"p": {"cpu_us": cpu}, "relay": {"cpu_us": relay}}, "parse_us": {"objects": parse, "split": 0.0}}
         for cpu, relay, parse in ((1000.0, 400.0, 100.0), (1900.0, 600.0, 400.0))
@@ -117,11 +117,11 @@ def test_absolute_figures_are_compared_on_the_same_machine_only():
         ({"target": 0.5, "engine": 0.3, "generator": 0.99}, 0.1, "generator"),
     ],
 )
-def test_what_held_a_target_up_is_named(shares, waited, what):
+def test_what_limited_a_target_is_named(shares, waited, what):
     assert limit(shares, waited) == what
 
 
-def test_added_latency_one_after_the_other_is_beside_the_direct_median():
+def test_added_latency_of_consecutive_calls_is_relative_to_the_direct_median():
     def run(p50, p99):
         return {"calls": 50, "torn": [], "calls_per_s": 1.0, "cpu_us": 1.0, "latency_us": [p50] * 99 + [p99, p99]}
 
@@ -131,7 +131,7 @@ def test_added_latency_one_after_the_other_is_beside_the_direct_median():
     assert (p99["figure"], p99["met"]) == (6.0, False)
 
 
-def test_the_floor_stands_beside_an_aim_where_it_was_measured():
+def test_the_floor_is_next_to_an_aim_where_it_was_measured():
     row = cost(700.0)
     assert all(aim["floors"] == {} for aim in aims({"cost": [row]}))
     row["targets"] |= {"floor": seen(500.0, 600.0), "floor local": seen(1.0, 1.0), "floor proven": seen(600.0, 900.0)}
@@ -186,7 +186,7 @@ def test_the_floor_is_judged_under_load_as_the_proxy_is():
     assert [aim["floors"]["floor"] for aim in (p50, p99, cpu, rate)] == [1.0, 1.0, 3.0, 100.0]
 
 
-def test_growth_beyond_the_floor_is_what_remains_ours():
+def test_growth_beyond_the_floor_is_the_remaining_cost():
     marks = [
         {"turn": turn, "body_bytes": 1, "parse_us": {"objects": 0.0}, "targets": {"direct": seen(0.0), **costs}}
         for turn, costs in (

@@ -1,4 +1,4 @@
-"""The floor before the mock engine: the ids of a history reach the engine, the echo does not reach the client."""
+"""The floor in front of the mock engine: the ids of a history reach the engine, the echo does not reach the client."""
 
 import json
 import re
@@ -15,7 +15,7 @@ IDS = '"prompt_token_ids":['
 
 @pytest.fixture(params=[False, True], ids=["engine's tail", "local"])
 async def ask(request, engine):
-    """Ask the floor: a body, and the session, if any."""
+    """Calls the floor with a body, and the session, if any."""
     async with pool() as session:
         runner = await listening(0, Floor(engine, session, local=request.param).handle)
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"
@@ -31,7 +31,7 @@ async def ask(request, engine):
 
 
 def said(text):
-    """What the model said, and the ids that it sampled."""
+    """The model's text, and the ids that it sampled."""
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] or [json.loads(text)]
     choices = [choice for event in events for choice in event["choices"]]
     words = [(choice.get("delta") or choice["message"]).get("content") or "" for choice in choices]
@@ -74,12 +74,12 @@ async def test_without_a_session_it_is_the_bare_relay(ask, asked):
     assert asked == [(b"/v1/chat/completions", body)]
 
 
-def test_old_sessions_make_room():
+def test_old_sessions_are_evicted():
     kept = Sessions()
     for name in "abc":
         kept.keep(name, [bytes(_MOST // 2)])
     assert [bool(kept.take(name)) for name in "abc"] == [False, True, True]
 
 
-def test_a_tail_begins_behind_the_mocks_end_of_turn():
+def test_a_tail_begins_after_the_mocks_end_of_turn():
     assert b"%d," % mock.END == STOP

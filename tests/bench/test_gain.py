@@ -1,4 +1,4 @@
-"""The parts of `bench.gain` that need no vLLM: what is said and asked, what streams are made into, tables, page, picture."""
+"""The parts of `bench.gain` that need no vLLM: messages, requests, parsing of streams, tables, page, picture."""
 
 import json
 import random
@@ -59,11 +59,11 @@ def test_the_middle_of_the_calls_of_one_kind_and_their_spread():
     assert seen[0].computed == 1000
 
 
-def test_calls_on_the_way_are_in_no_table():
+def test_calls_between_marks_are_in_no_table():
     assert points({"calls": [record(kind="grow")]}) == []
 
 
-def test_a_proxied_row_says_how_many_times_faster_it_is_than_the_direct_one_of_its_mark(found):
+def test_a_proxied_row_gives_its_speedup_over_the_direct_one_of_its_mark(found):
     found["calls"].append(record("direct", "loop", 8000, 1000.0))
     found["calls"].append(record("proxy", "loop", 8000, 250.0, hits=1990))
     shown = first_tokens(found, "loop", drift=True)
@@ -120,7 +120,7 @@ def test_a_stream_becomes_the_message_that_a_harness_would_send_back():
 
 
 class Played(Rollout):
-    """A session whose calls are answered at once, as the model was told to answer."""
+    """A session whose calls are answered at once, with the reply that the request forces."""
 
     def call(self, kind, mark, hear, sizes, *, calls):
         self.hear(hear)
@@ -144,7 +144,7 @@ def played():
 
 
 def test_a_reply_is_written_as_the_template_writes_it(played):
-    """Else there would be no replies without drift, and the direct calls would be made to look worse than they are."""
+    """Otherwise no reply would be without drift, and the figures of direct calls would be too bad."""
     tokenizer = build_tokenizer()
     for calls in (True, False):
         rollout = played(True)
@@ -154,7 +154,7 @@ def test_a_reply_is_written_as_the_template_writes_it(played):
         assert tokenizer.resample(rollout.said, random.Random(1), 0.0) == tokenizer.encode(rollout.said)
 
 
-def test_an_agent_is_measured_in_its_loop_and_when_the_user_speaks_again(played):
+def test_an_agent_is_measured_in_its_loop_and_after_a_user_message(played):
     rollout = played(True)
     for _ in agent(rollout, [1000, 2000], 3):
         pass
@@ -166,7 +166,7 @@ def test_an_agent_is_measured_in_its_loop_and_when_the_user_speaks_again(played)
         assert at == pytest.approx(mark, rel=0.35)
 
 
-def test_a_chat_hears_only_its_user(played):
+def test_a_chat_has_only_user_messages(played):
     rollout = played(False)
     for _ in chat(rollout, [500, 1000], 2):
         pass

@@ -1,4 +1,4 @@
-"""The load generator: what it counts, against the mock engine on a real socket."""
+"""The load generator: what it counts, tested with the mock engine on a real socket."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def answer(ended_ms, status=200, error=""):
 
 
 def test_open_loop_counts_from_when_a_call_was_due():
-    """Three calls due at 10, 20 and 30 ms, all held up until 100 ms: they waited 90, 80 and 70 ms, whenever they were sent."""
+    """Three calls due at 10, 20 and 30 ms, all delayed until 100 ms: they waited 90, 80 and 70 ms, whenever they were sent."""
     found = summary([(10 * MS, answer(100)), (20 * MS, answer(100)), (30 * MS, answer(100))], 0, 50 * MS, open_loop=True)
     assert found["latency_us"][0] == 70_000
     assert found["latency_us"][100] == 90_000
@@ -39,14 +39,14 @@ def test_closed_loop_counts_what_was_answered_in_the_measured_time():
     assert (found["calls"], found["calls_per_s"]) == (2, 40.0)
 
 
-def test_errors_are_counted_and_told_and_are_no_latency():
+def test_errors_are_counted_and_reported_without_a_latency():
     found = summary([(0, answer(20)), (0, answer(30, 500, "broken")), (0, answer(30, 500, "broken"))], 0, 50 * MS, open_loop=False)
     assert (found["calls"], found["errors"]) == (1, 2)
     assert found["error_words"] == [("500: broken", 2)]
     assert found["latency_us"][100] == 20_000
 
 
-async def test_rollouts_say_what_they_heard(port, capsys):
+async def test_rollouts_send_back_the_replies(port, capsys):
     spec = Spec(ports=[port], sessions=True, connections=3, once=True, turns=4, seconds=20.0, tokens=16)
     generator = Generator(spec)
     found = await generator.run()
@@ -55,7 +55,7 @@ async def test_rollouts_say_what_they_heard(port, capsys):
     assert capsys.readouterr().out.split() == ["go", "end"]
 
 
-async def test_streams_tell_their_pauses_and_lag(port, capsys):
+async def test_streams_report_their_pauses_and_lag(port, capsys):
     spec = Spec(
         ports=[port], sessions=False, connections=2, once=True, turns=1, seconds=20.0, tokens=5, chunks=5, pace_ms=20, warm_turn=True
     )
@@ -66,14 +66,14 @@ async def test_streams_tell_their_pauses_and_lag(port, capsys):
     assert found["lag_us"][0] >= 0
 
 
-async def test_open_loop_calls_come_by_themselves(port, capsys):
+async def test_open_loop_calls_start_without_waiting_for_others(port, capsys):
     found = await Generator(Spec(ports=[port], sessions=False, rate=200.0, seconds=0.5)).run()
     assert capsys.readouterr().out
     assert found["errors"] == 0
     assert found["calls"] > 0
 
 
-async def test_nobody_listens_is_an_error_not_a_crash(unused_port, capsys):
+async def test_a_closed_port_is_an_error_not_a_crash(unused_port, capsys):
     found = await Generator(Spec(ports=[unused_port], sessions=False, connections=1, once=True, turns=2, seconds=5.0)).run()
     assert capsys.readouterr().out
     assert (found["calls"], found["errors"]) == (0, 2)
@@ -89,7 +89,7 @@ async def unused_port():
     return port
 
 
-async def test_a_connection_hears_the_whole_answer(port):
+async def test_a_connection_reads_the_whole_answer(port):
     connection = await Connection.open(port, "127.0.0.2")
     body = b'{"messages":[{"role":"user","content":"hi"}],"model":"mock","mock_tokens":4}'
     heard = await connection.call(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body), body)
@@ -100,7 +100,7 @@ async def test_a_connection_hears_the_whole_answer(port):
 
 
 class Able(Target):
-    """A target without processes that may open as many files as it likes."""
+    """A target without processes that may open any number of files."""
 
     def streams_possible(self):
         return 1 << 20
@@ -117,13 +117,13 @@ class Able(Target):
         ("1 MB", 16, {"litellm"}),
     ],
 )
-def test_a_row_leaves_out_what_another_row_tells(shape, connections, left_out):
+def test_a_row_omits_what_another_row_measures(shape, connections, left_out):
     targets = {name: Able(name, ()) for name in ("direct", "relay", "floor", "floor local", "litellm", "proxy memory")}
     targets["proxy memory x2"] = Able("proxy memory x2", (), workers=2)
     assert targets.keys() - chosen(targets, Row(shape, connections, 1.0, 1)).keys() == left_out
 
 
-def test_only_who_keeps_sessions_is_given_the_long_window():
+def test_only_targets_with_sessions_get_the_long_window():
     row = Row("141 KB", 1024, 20.0, 1)
     assert row.spec().seconds - row.spec(fast=True).seconds == 16.0
     assert Row("141 KB", 64, 2.5, 3).spec(fast=True) == Row("141 KB", 64, 2.5, 3).spec()

@@ -1,4 +1,4 @@
-"""Which room a sample counts for."""
+"""Assignment of a sample to a package."""
 
 import importlib.util
 import subprocess
@@ -28,7 +28,7 @@ from bench.report import profile
         (["threading.py"], REST),
     ],
 )
-def test_a_sample_counts_for_the_innermost_frame_that_has_a_room(files, name):
+def test_a_sample_counts_for_the_innermost_frame_that_has_a_package(files, name):
     assert room(files) == name
 
 
@@ -46,22 +46,22 @@ def test_shares_follow_from_the_raw_lines_of_py_spy():
         shares([])
 
 
-def test_every_place_in_the_table_is_there():
-    """A file that was renamed would silently count for another room."""
+def test_every_path_in_the_table_exists():
+    """A file that was renamed would silently count for another package."""
     for prefix in ROOMS:
         package, _, rest = prefix.partition("/")
         folder = Path(next(iter(importlib.util.find_spec(package).submodule_search_locations)))
         assert list(folder.glob(f"{rest}*")), prefix
 
 
-def test_the_table_shows_what_each_room_takes():
+def test_the_table_shows_the_share_of_each_package():
     rows = [{"shape": "1 KB", "target": "relay", "cpu_us": 1200.0, "rooms_us": {LOOP: 200.0, SERVER: 1000.0}}]
     shown = profile(rows)
     assert shown.head == ["", "1 KB, relay"]
     assert shown.rows == [[LOOP, "200"], [SERVER, "1,000"], ["all", "1,200"]]
 
 
-def test_without_py_spy_the_word_is_how_to_get_it(monkeypatch):
+def test_without_py_spy_the_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(profiled, "binary", lambda: None)
     with pytest.raises(FileNotFoundError, match="make bench-others"):
         profiled.run_profile(None, [], 1.0)

@@ -1,4 +1,4 @@
-"""The floor with proof, before the mock engine: ids go and are kept, nothing shows that was not asked for, what is wrong is noticed."""
+"""The floor with verification, on the mock engine: ids are sent and kept, unrequested fields are hidden, errors are noticed."""
 
 import array
 import json
@@ -15,7 +15,7 @@ from bench.talk import Talk
 
 @pytest.fixture
 async def proven(engine):
-    """The proven floor, and a way to ask it within one session."""
+    """The proven floor, and a function that calls it within one session."""
     async with pool() as session:
         floor = Proven(engine, session)
         runner = await listening(0, floor.handle)
@@ -67,5 +67,5 @@ async def test_an_engine_that_used_another_prompt_is_noticed(proven, monkeypatch
     talk = Talk("echo", size=3000, messages=4, mock_tokens=8)
     _, reply = await proven.ask(talk.body())
     talk.hear(words(reply), 100)
-    monkeypatch.setattr(mock, "_SUPPLIED", b"no such words")  # it renders the messages itself, and says so
+    monkeypatch.setattr(mock, "_SUPPLIED", b"no such words")  # it renders the messages itself, and returns those ids
     assert (await proven.ask(talk.body()))[0] == 500

@@ -1,4 +1,4 @@
-"""The queueing simulation against what is known in closed form."""
+"""Compares the queueing simulation with closed formulas."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from bench.queueing import constant, empirical, exponential, scaled, simulate
 
 
 def mean(percentiles):
-    """The mean of what percentiles 0 to 100 describe, the open end left out."""
+    """The mean of the distribution that percentiles 0 to 100 describe, without the open end."""
     return sum((a + b) / 2 for a, b in itertools.pairwise(percentiles)) / 100
 
 
@@ -28,19 +28,19 @@ def test_constant_service_waits_half_as_long_as_exponential():
     assert found[0] == pytest.approx(1.0)
 
 
-def test_two_servers_wait_as_erlang_says():
+def test_two_servers_wait_as_erlangs_formula_gives():
     """M/M/2: mean time in the system 1 / (1 - load²) service times, load = rate / 2."""
     found = simulate(2 * 0.7, exponential(1.0), servers=2, calls=200_000)
     assert mean(found) == pytest.approx(1 / (1 - 0.7**2), rel=0.1)
 
 
-def test_more_than_can_be_served_is_said():
+def test_overload_is_an_error():
     with pytest.raises(ValueError, match=r"overloaded: 1\.[45]"):
         simulate(1.5, constant(1.0))
     simulate(1.5, constant(1.0), servers=2, calls=100)
 
 
-def test_drawn_values_are_spread_as_the_percentiles_say():
+def test_drawn_values_are_distributed_as_the_percentiles():
     found = simulate(1e-9, empirical([float(q) for q in range(101)]), calls=50_000)
     assert [round(found[q]) for q in (10, 50, 90)] == pytest.approx([10, 50, 90], abs=1.5)
     assert simulate(1e-9, scaled(constant(3.0), 2.0), calls=100)[50] == pytest.approx(6.0)

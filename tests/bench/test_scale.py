@@ -1,4 +1,4 @@
-"""From costs to needs, and the pages that are written from raw figures."""
+"""Computing needs from costs, and writing pages from raw figures."""
 
 import msgspec
 import pytest
@@ -33,14 +33,14 @@ def test_a_longer_history_costs_network_not_redis():
     assert long_.redis_gib == short.redis_gib
 
 
-def test_what_is_scarce_first_is_named():
+def test_the_first_bottleneck_is_named():
     plenty = need(16_000, Load(), COST)
     assert first_bottleneck(plenty, nic_gbit=0.001).startswith("network")
     assert first_bottleneck(plenty, redis_gib=0.001).startswith("Redis memory")
     assert first_bottleneck(plenty, node_cores=1, redis_gib=1e9, nic_gbit=1e9).startswith("proxy CPU")
 
 
-def test_prediction_stands_beside_what_was_measured():
+def test_prediction_is_next_to_the_measurement():
     flat = [1000] * 101
     runs = [{"target": "proxy memory", "rate": rate, "latency_us": flat} for rate in (100.0, 500.0, 1200.0)]
     shown = checked({"open": {"cpu_us": 1000.0, "runs": runs}})
@@ -51,7 +51,7 @@ def test_prediction_stands_beside_what_was_measured():
     assert over[2].startswith("overloaded")
 
 
-def test_a_table_stands_where_the_page_has_its_marks():
+def test_a_table_is_written_between_the_marks_of_the_page():
     shown = Shown("t", ["what", "figure"], [["a", "1"]], "said of it")
     text = replaced("x\n<!-- cost -->\nold\n<!-- /cost -->\ny", "cost", markdown(shown))
     assert text == "x\n<!-- cost -->\n| what | figure |\n|---|--:|\n| a | 1 |\n\nsaid of it.\n<!-- /cost -->\ny"

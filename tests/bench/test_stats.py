@@ -1,4 +1,4 @@
-"""The bench's arithmetic: what it calls a percentile, a figure, a change."""
+"""The bench's statistics: definitions of a percentile, a figure, a change."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def test_at_least_q_percent_do_not_exceed_the_percentile(values, q):
 
 
 @given(numbers)
-def test_quantiles_begin_at_the_least_and_end_at_the_most(values):
+def test_quantiles_begin_at_the_minimum_and_end_at_the_maximum(values):
     found = quantiles(values)
     assert len(found) == 101
     assert (found[0], found[100]) == (min(values), max(values))
@@ -37,12 +37,12 @@ def test_no_values_have_no_quantiles():
         percentile([], 50)
 
 
-def test_trimmed_mean_forgets_the_outer_tenths():
+def test_trimmed_mean_ignores_the_outer_tenths():
     assert trimmed([1000.0, *[2.0] * 8, -1000.0]) == 2.0
     assert trimmed([3.0]) == 3.0
 
 
-def test_blocks_are_medians_of_what_followed_each_other():
+def test_blocks_are_medians_of_consecutive_values():
     assert blocks([1, 1, 1, 5, 5, 5, 9, 9, 9], 3) == [1, 5, 9]
     assert blocks([4.0, 6.0], 5) == [4.0, 6.0]
 
@@ -62,8 +62,8 @@ def test_figure_is_median_and_half_the_range():
         ([120, 120], [100, 100], "higher", "better"),
         ([80, 80], [100, 100], "lower", "better"),
         ([80, 80], [100, 100], "higher", "worse"),
-        ([120, 100, 140], [100, 100], "lower", "same"),  # now wavers by 20
-        ([120, 120], [100, 80, 120], "lower", "same"),  # then wavered by 20
+        ([120, 100, 140], [100, 100], "lower", "same"),  # now varies by 20
+        ([120, 120], [100, 80, 120], "lower", "same"),  # then varied by 20
         ([125, 121, 123], [100, 97, 104], "lower", "worse"),
     ],
 )
@@ -71,5 +71,5 @@ def test_a_change_is_what_exceeds_the_noise_of_both_and_five_percent(now, then, 
     assert compare(figure(now, "us", better), figure(then, "us", better)) == verdict
 
 
-def test_a_figure_that_was_not_there_is_new():
+def test_a_figure_without_a_baseline_is_new():
     assert compare(figure([1.0], "us"), None) == "new"

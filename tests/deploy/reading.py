@@ -1,4 +1,4 @@
-"""What the files of the deployment say: compose file, image, manifests, rules, dashboard, and the tables of the pages."""
+"""Reads the deployment files: compose file, image, manifests, rules, dashboard, and the tables of the pages."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def manifests(folder: str) -> list[dict[str, Any]]:
 
 
 def pods(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and specification of each pod that the manifests make."""
+    """Name and specification of each pod that the manifests create."""
     for thing in manifests(folder):
         if "template" in thing.get("spec", {}):
             yield thing["metadata"]["name"], thing["spec"]["template"]["spec"]
@@ -96,7 +96,7 @@ def dashboard_queries() -> list[str]:
 
 
 def selected(query: str) -> list[tuple[str, dict[str, str]]]:
-    """Parse a query; return what it selects: names of series, each with its label matchers."""
+    """Parses a query; returns what it selects: names of series, each with its label matchers."""
     found = []
 
     def look(part: promql_parser.Expr) -> None:

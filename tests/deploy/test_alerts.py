@@ -1,4 +1,4 @@
-"""Alerts ring when they should, as Prometheus itself evaluates them; and the page's one-liner makes its rule file."""
+"""Alerts fire when they should, as Prometheus itself evaluates them; and the page's one-line command creates its rule file."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ CASES = Path(__file__).with_name("alerts.test.yaml")
 
 @pytest.fixture
 def rule_file(tmp_path):
-    """The rule file that the kustomization's one-liner makes."""
+    """The rule file that the kustomization's one-line command creates."""
     said = (reading.MONITORING / "kustomization.yaml").read_text()
     line = re.search(r"^#\s+(sed .*) > tokencache-rules\.yml$", said, re.MULTILINE)[1]
     made = subprocess.run(line, shell=True, cwd=reading.ROOT, check=True, capture_output=True, timeout=30)  # noqa: S602 - it is to be pasted
@@ -28,12 +28,12 @@ def test_the_rule_file_is_the_specification(rule_file):
     assert yaml.safe_load(rule_file.read_text()) == rule["spec"]
 
 
-def test_every_alert_is_tried():
+def test_every_alert_has_a_test():
     tried = {case["alertname"] for test in yaml.safe_load(CASES.read_text())["tests"] for case in test["alert_rule_test"]}
     assert tried == {rule["alert"] for rule in reading.rules() if "alert" in rule}
 
 
-def test_alerts_ring(rule_file):
+def test_alerts_fire(rule_file):
     if shutil.which("promtool") is None:
         pytest.skip("no promtool on this machine: it comes with Prometheus (Debian: prometheus)")
     shutil.copy(CASES, rule_file.parent)

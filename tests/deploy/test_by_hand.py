@@ -1,7 +1,7 @@
-"""What the containers do, without containers: the very commands, environments and health checks of compose file and image.
+"""Runs the containers' commands without containers, with the environments and health checks of compose file and image.
 
-The package is built and installed as the Dockerfile does it. The proxy then runs as it does in its container: in a directory, and
-with a home, that it cannot write to, and with a limit that lets it write no file at all, as on a read-only root.
+The package is built and installed as the Dockerfile does it. The proxy then runs as in its container: with a working directory and a home
+that it cannot write to, and with a limit that forbids writing any file, as on a read-only root.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECONDS = 30
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A fresh virtual environment with the built wheel and what it needs, and nothing else."""
+    """A fresh virtual environment with only the built wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("image")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     subprocess.run(build, cwd=reading.ROOT, check=True, capture_output=True, timeout=120)
@@ -50,7 +50,7 @@ def installed(tmp_path_factory):
 class Container:
     """A service of the compose file, as a process of this machine.
 
-    `elsewhere`: texts of its command, environment and health check that are otherwise here, such as names of hosts and paths.
+    `elsewhere`: replacements in its command, environment and health check, such as names of hosts and paths.
     """
 
     def __init__(self, service, *, folder: Path, path: str, elsewhere: dict[str, str], writes: bool, image=((), ())) -> None:
@@ -93,7 +93,7 @@ class Container:
             await self.process.communicate()
 
     async def well(self) -> bool:
-        """Ask as the container's health check does."""
+        """Runs the container's health check."""
         assert self.process.returncode is None, (await self.process.communicate())[0].decode()
         kind, *words = self._check
         words = [self._here(word) for word in words]
@@ -102,7 +102,7 @@ class Container:
         return asked.returncode == 0
 
     async def ended(self) -> tuple[int | None, str]:
-        """Wait for its end; returns its exit code, and all that it printed."""
+        """Waits for its end; returns its exit code, and all its output."""
         printed, _ = await asyncio.wait_for(self.process.communicate(), SECONDS)
         return self.process.returncode, printed.decode()
 
@@ -152,11 +152,11 @@ async def test_the_containers_commands(installed, tmp_path):
         await store.open()
         turns = {name: len(await store.turns(name)) for name in ("demo", "slow", "long")}
         await store.close()
-    assert turns == {"demo": 2, "slow": 1, "long": 1}  # all that was said is in Redis's log
+    assert turns == {"demo": 2, "slow": 1, "long": 1}  # all replies are in Redis's log
 
 
 async def _calls(http):
-    """Two turns of one session, the second continuing the first; a long one, whose export is made in another process."""
+    """Two turns of one session, the second continuing the first; a long one, whose export runs in another process."""
     first = await _say(http, "demo", [user("list")])
     await _say(http, "demo", [user("list"), echo(first), *results(first)])
     async with http.get("/tokencache/v1/sessions/demo/trajectories") as refused:
@@ -182,7 +182,7 @@ async def _exported(http, session):
 
 
 async def _stopped_in_mid_stream(proxy, http):
-    """Stop the proxy while it streams; the stream goes on to its end."""
+    """Stops the proxy while it streams; the stream continues to its end."""
     body = {"model": "sim", "messages": [user("count")], "stream": True}
     async with http.post(CHAT, json=body, headers={HEADER: "slow"}) as answer:
         beginning = await answer.content.readuntil(b"\n\n")

@@ -1,4 +1,4 @@
-"""Dashboard, alerts and the operations page speak of the metrics that there are, and of all of them."""
+"""Dashboard, alerts and the operations page name existing metrics, and all of them."""
 
 import json
 import re
@@ -34,12 +34,12 @@ RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 QUERIES = [*(rule["expr"] for rule in RULES), *reading.dashboard_queries()]
 
 
-def test_no_metric_is_overlooked():
+def test_no_metric_is_missing():
     assert {name.removesuffix("_total").removesuffix("_bucket") for name in SERIES} == {f.name for f in metrics.REGISTRY.collect()}
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_a_query_asks_for_what_there_is(query):
+def test_a_query_selects_existing_series(query):
     asked = reading.selected(query)
     assert asked
     for name, matchers in asked:
@@ -55,7 +55,7 @@ def test_the_dashboard_shows_every_metric():
     assert shown == set(SERIES)
 
 
-def test_the_dashboard_hangs_together():
+def test_the_dashboard_is_consistent():
     panels = reading.panels()
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = [tuple(panel["gridPos"].values()) for panel in panels]
@@ -72,7 +72,7 @@ def test_the_page_explains_every_metric():
     assert said == {name.removesuffix("_bucket"): labels for name, labels in SERIES.items()}
 
 
-def test_no_page_speaks_of_metrics_that_are_not_there():
+def test_no_page_names_metrics_that_do_not_exist():
     known = {*SERIES, *(name.removesuffix("_bucket") for name in SERIES)}
     for page in ("operations.md", "deploy.md"):
         said = set(re.findall(r"`(tokencache_\w+)", (reading.ROOT / "docs" / page).read_text()))
@@ -84,7 +84,7 @@ def test_the_page_names_every_alert():
     assert said == {rule["alert"] for rule in RULES if "alert" in rule}
 
 
-def test_alerts_say_what_and_how_bad():
+def test_alerts_have_a_description_and_a_severity():
     for rule in RULES:
         if "alert" in rule:
             assert rule["labels"]["severity"] in {"critical", "warning"}
@@ -100,7 +100,7 @@ def test_the_page_explains_every_incident():
     assert kinds(PAGE, "Incidents, and what to do", 1) == kinds(API, "Incidents", 1)
 
 
-def test_the_alert_spares_what_leaves_no_hole():
+def test_the_alert_ignores_incidents_without_a_hole():
     spared = {kind for kind, hole in kinds(API, "Incidents", 1).items() if not hole}
     for query in QUERIES:
         for name, matchers in reading.selected(query):

@@ -1,4 +1,4 @@
-"""What continuous integration installs is pinned, by hash, and looked up where vulnerabilities are known."""
+"""The dependencies of continuous integration are pinned, by hash, and checked for known vulnerabilities."""
 
 import importlib.util
 import json
@@ -44,7 +44,7 @@ print(json.dumps({"dependencies": found, "fixes": []}))
 
 @pytest.fixture
 def audited(tmp_path, capsys):
-    """Audit two packages with a stand-in for pip-audit: the services that know anything, what is ill, what is not found."""
+    """Audits two packages with a stand-in for pip-audit: the services that know anything, what is vulnerable, what is not found."""
     lock = tmp_path / "requirements.lock"
     lock.write_text("alpha==1\nbeta==2\n")
 
@@ -69,13 +69,13 @@ def test_what_cannot_be_looked_up_fails_it_too(audited):
     assert "could not be looked up: alpha" in told
 
 
-def test_a_service_that_knows_nothing_is_said_to_be_none(audited):
+def test_a_service_without_data_is_reported(audited):
     code, told = audited([], ill=["alpha"])
     assert code == 0
     assert told.startswith("NOT AUDITED")
 
 
-def test_all_that_the_package_and_its_tools_need_is_pinned():
+def test_everything_that_the_package_and_its_tools_need_is_pinned():
     project = tomllib.loads((reading.ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     for wanted in map(Requirement, needed):

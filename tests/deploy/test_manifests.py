@@ -13,7 +13,7 @@ from tokencache.config import Settings
 
 PREFIX = "TOKENCACHE_"
 WRITING = 15
-"""Seconds after the time to drain: calls that were cut write what they came to."""
+"""Seconds after the drain timeout: calls that were cut off are recorded."""
 FOLDERS = ("kubernetes/replicas", "kubernetes/sidecar")
 PODS = [pytest.param(name, pod, id=name) for folder in FOLDERS for name, pod in reading.pods(folder)]
 OURS = [
@@ -26,7 +26,7 @@ OURS = [
 
 
 def settings_of(environment, monkeypatch):
-    """The settings that a container's environment makes."""
+    """The settings that a container's environment results in."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     unknown = {name for name in environment if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields}
@@ -35,7 +35,7 @@ def settings_of(environment, monkeypatch):
 
 
 def environment_of(container):
-    """A container's environment; secrets are `secret`, and `$(NAME)` is what was said before."""
+    """A container's environment; secrets are `secret`, and `$(NAME)` is a variable defined earlier."""
     said = dict(reading.image_environment())
     for source in container.get("envFrom", ()):
         (generated,) = yaml.safe_load((reading.DEPLOY / "kubernetes/replicas/kustomization.yaml").read_text())["configMapGenerator"]
@@ -48,7 +48,7 @@ def environment_of(container):
 
 
 @pytest.mark.parametrize(("name", "pod", "container"), OURS, ids=[name for name, *_ in OURS])
-def test_kubernetes_says_settings_that_there_are(name, pod, container, monkeypatch):
+def test_kubernetes_sets_existing_settings(name, pod, container, monkeypatch):
     settings = settings_of(environment_of(container), monkeypatch)
     assert container["args"] == reading.image_list("CMD")
     assert settings.admin_key == "secret"
@@ -70,7 +70,7 @@ def test_pods_are_hardened(name, pod):
 
 @pytest.mark.parametrize(("name", "pod"), PODS)
 def test_service_links_do_not_overwrite_the_port(name, pod):
-    """Beside a Service called `tokencache`, Kubernetes would say `TOKENCACHE_PORT=tcp://10.0.0.7:8100`, which is no port."""
+    """With a Service called `tokencache`, Kubernetes would set `TOKENCACHE_PORT=tcp://10.0.0.7:8100`, which is not a port."""
     assert pod["enableServiceLinks"] is False
 
 
@@ -82,8 +82,8 @@ def test_a_pod_is_given_time_to_drain(name, pod, container, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "pod", "container"), OURS, ids=[name for name, *_ in OURS])
-def test_who_is_alive_is_not_killed_for_an_engine(name, pod, container):
-    """Readiness of what all replicas share is asked at the start alone."""
+def test_a_live_pod_is_not_killed_because_of_an_engine(name, pod, container):
+    """What all replicas share is part of readiness only at the start."""
     asked = {probe: container[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe") if probe in container}
     paths = {probe: said["httpGet"]["path"] if "httpGet" in said else said["exec"]["command"][1] for probe, said in asked.items()}
     assert paths.pop("startupProbe") == "/readyz"
@@ -91,10 +91,10 @@ def test_who_is_alive_is_not_killed_for_an_engine(name, pod, container):
     for said in asked.values():
         if "exec" in said:
             assert said["exec"]["command"][0] == "tokencache-health"
-            assert environment_of(container)["TOKENCACHE_HOST"] == "127.0.0.1"  # the kubelet is elsewhere
+            assert environment_of(container)["TOKENCACHE_HOST"] == "127.0.0.1"  # the kubelet is on another host
 
 
-def test_selectors_find_what_they_mean():
+def test_selectors_match_their_targets():
     things = reading.manifests("kubernetes/replicas")
     labels = {thing["metadata"]["name"]: thing["spec"]["template"]["metadata"]["labels"] for thing in things if "template" in thing["spec"]}
     for thing in things:
@@ -108,7 +108,7 @@ def test_selectors_find_what_they_mean():
     assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
 
 
-def test_roles_that_the_policies_let_through_are_there():
+def test_roles_that_the_policies_admit_exist():
     policies = [thing for thing in reading.manifests("kubernetes/replicas") if thing["kind"] == "NetworkPolicy"]
     assert len(policies) == 3
     words = re.search(r"`tokencache-role`: ([a-z, ]+)", (reading.DEPLOY / "kubernetes/replicas/network.yaml").read_text())
@@ -144,7 +144,7 @@ def test_kustomize_builds_them():
         assert {thing["kind"] for thing in reading.manifests(folder)} <= {thing["kind"] for thing in yaml.safe_load_all(built.stdout)}
 
 
-def test_redis_keeps_what_it_is_told():
+def test_redis_keeps_its_data():
     (pod,) = [pod for name, pod in reading.pods("kubernetes/replicas") if name == "tokencache-redis"]
     (redis,) = pod["containers"]
     said = [redis["args"], reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]["redis"]["command"]]
@@ -168,7 +168,7 @@ def test_compose_refuses_an_empty_admin_key(shell):
         reading.compose(**shell)
 
 
-def test_compose_says_settings_that_there_are(monkeypatch):
+def test_compose_sets_existing_settings(monkeypatch):
     shell = {
         "TOKENCACHE_ADMIN_KEY": reading.KEY,
         "TOKENCACHE_SAMPLING": '{"temperature": 1}',
@@ -206,14 +206,14 @@ def test_compose_gives_a_proxy_time_to_drain(monkeypatch):
     assert 60 * int(minutes) + int(seconds) >= drain + WRITING
 
 
-def test_what_is_no_engine_is_hardened():
+def test_containers_other_than_the_engine_are_hardened():
     for name in ("redis", "tokencache"):
         service = reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"][name]
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
 
 
-def test_the_image_is_run_by_nobody_and_holds_no_tools():
+def test_the_image_runs_as_nobody_and_contains_no_tools():
     said = dict(reading.final_stage())
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", said["USER"])
     assert "pip uninstall" in said["RUN"]

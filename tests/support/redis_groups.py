@@ -16,14 +16,14 @@ SERVICE = "tokencache"
 
 
 class RealSentinel(RealRedis):
-    """A Sentinel that watches one primary, and alone decides after half a second that it is down."""
+    """A Sentinel that monitors one primary, and alone decides after half a second that it is down."""
 
     def __init__(self, primary: RealRedis, binary: str | None = None) -> None:
         super().__init__(binary=binary)
         self._primary = primary
 
     def _command(self, binary: str, settings: list[str]) -> list[str]:
-        config = Path(self._folder.name, "sentinel.conf")  # a Sentinel writes what it learns into its own settings
+        config = Path(self._folder.name, "sentinel.conf")  # a Sentinel writes what it learns into its own configuration
         config.write_text(
             f"sentinel monitor {SERVICE} 127.0.0.1 {self._primary.port} 1\n"
             f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 2000\n"

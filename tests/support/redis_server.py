@@ -113,7 +113,7 @@ class RealRedis:
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Let the server hang: connections stay open, but get no replies."""
+        """Makes the server hang: connections stay open, but get no replies."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -133,7 +133,7 @@ class RealRedis:
 
     def _signal(self, which: signal.Signals) -> None:
         if self._process is None:
-            raise RuntimeError("the server does not run")
+            raise RuntimeError("the server is not running")
         self._process.send_signal(which)
 
     def _answers(self) -> bool:

@@ -1,4 +1,4 @@
-"""An agent's loop in each dialect, with the official clients; what comes back is sent back as these clients give it."""
+"""An agent's loop in each dialect, with the official clients; replies are sent back as these clients return them."""
 
 import anthropic
 import openai

@@ -1,9 +1,9 @@
-"""Asks NeMo Gym's own model server (nemo-gym 0.7.0) what it sends to vLLM, and what it answers. Run by an interpreter that has nemo-gym.
+"""Queries NeMo Gym's own model server (nemo-gym 0.7.0): what it sends to vLLM, and what it answers. Needs an interpreter with nemo-gym.
 
 Standard input: a JSON list of questions `{"path": …, "body": …, "refusal": …}`; `refusal` is vLLM's error body (status 400), or absent.
-A question `{"validate": …, "body": …}` has an answer of that path read by Gym's own class.
-Standard output: a JSON list of `{"sent": …, "status": …, "answer": …}` in the same order. `sent` is the body for vLLM's chat
-completions, `null` if Gym's server refused the request before that; `answer` is its own answer, as text.
+A question `{"validate": …, "body": …}` has an answer of that path parsed by Gym's own class.
+Standard output: a JSON list of `{"sent": …, "status": …, "answer": …}` in the same order. `sent` is the body for vLLM's chat completions,
+`null` if Gym's server refused the request before that; `answer` is its own answer, as text.
 """
 
 import json
@@ -38,7 +38,7 @@ ANSWERS = {"/v1/chat/completions": NeMoGymChatCompletion, "/v1/responses": NeMoG
 
 
 class Vllm:
-    """Takes the place of Gym's client of vLLM."""
+    """Replaces Gym's client of vLLM."""
 
     def __init__(self) -> None:
         self.sent: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
-"""An agent of NeMo Gym's kind: it drives a model server turn by turn, and keeps what comes back, as `simple_agent` does.
+"""An agent of NeMo Gym's kind: it calls a model server turn by turn, and keeps what comes back, as `simple_agent` does.
 
-`carries` says whether it sends back the members with token ids: Gym's own agents do, a harness that was not written for Gym drops
-them. Either way `output` is what its rollout hands on: what was served, with all its members, and what it was told in between.
+`carries` determines whether it sends back the members with token ids: Gym's own agents do, a harness that was not written for Gym drops
+them. Either way `output` is the rollout's result: what was served, with all its members, and the results and user messages in between.
 """
 
 import copy
@@ -21,7 +21,7 @@ def bare(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def carrying(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What NeMo RL looks at of a rollout (`_is_trainable_output_item`)."""
+    """The test by which NeMo RL selects the items of a rollout (`_is_trainable_output_item`)."""
     return [entry for entry in entries if entry.get("generation_token_ids")]
 
 
@@ -39,7 +39,7 @@ class Agent:
     output: list[dict[str, Any]] = field(default_factory=list)
 
     async def turn(self, **members: Any) -> list[dict[str, Any]]:
-        """Call the model once, and take in what it said; returns the message, or the items, as they were served."""
+        """Calls the model once and adds its reply; returns the message, or the items, as they were served."""
         said = await (self._chat(members) if self.dialect == "chat" else self._responses(members))
         self.output += said
         heard = [copy.deepcopy(entry) if self.carries else bare(entry) for entry in said]
@@ -81,12 +81,12 @@ class Agent:
             return json.loads(text)["output"]
         heard = [json.loads(part.partition("data: ")[2]) for part in text.split("\n\n") if part]
         done = [event["item"] for event in heard if event["type"] == "response.output_item.done"]
-        assert heard[-1]["response"]["output"] == done  # who puts the items together comes to the same
+        assert heard[-1]["response"]["output"] == done  # a client that joins the items gets the same
         return done
 
     @staticmethod
     def _told(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What follows: results of the calls, or the user's next words."""
+        """The next input: results of the calls, or the user's next message."""
         if "type" not in said[0]:
             return [{"role": "tool", "tool_call_id": call["id"], "content": "a.txt\n"} for call in said[0].get("tool_calls") or ()] or [
                 user("go on")

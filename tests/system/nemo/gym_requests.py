@@ -1,6 +1,6 @@
 """Requests to NeMo Gym's model server, and what it sends to vLLM for each: nemo-gym 0.7.0, `vllm_model` as Gym configures it for training.
 
-`essential` leaves out of a chat request what changes neither the prompt nor the sampling in vLLM, or is written in two ways.
+`essential` removes from a chat request what changes neither the prompt nor the sampling in vLLM, or can be written in two ways.
 """
 
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "a.txt"
 
 
 class Case(NamedTuple):
-    """A request, and the essentials of what Gym's server sends for it.
+    """A request, and the essential parts of what Gym's server sends for it.
 
-    `sent` is `None` where Gym's server refuses the request. `ours` is what the proxy sends where that differs, and `why` says why it does.
+    `sent` is `None` if Gym's server refuses the request. `ours` is what the proxy sends if that differs, and `why` gives the reason.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 
 def essential(body: dict[str, Any]) -> dict[str, Any]:
-    """What of a chat request vLLM makes the prompt of and samples with."""
+    """The parts of a chat request from which vLLM builds the prompt and its sampling parameters."""
     left = {name: value for name, value in body.items() if name not in _WITHOUT_EFFECT and value is not None}
     if "max_completion_tokens" in left:
         left["max_tokens"] = left.pop("max_completion_tokens")
@@ -47,7 +47,7 @@ _NAMES = """
     metadata moderation prompt_cache_key prompt_cache_retention safety_identifier service_tier store user
 """
 _WITHOUT_EFFECT = frozenset(_NAMES.split())
-"""What each asks of vLLM for itself (the model by its name, ids, log probabilities, a stream); what vLLM takes and does not use."""
+"""What each server requests of vLLM for itself (the model by its name, ids, log probabilities, a stream); what vLLM accepts and ignores."""
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -247,7 +247,7 @@ CASES = [
         CHAT,
         {"messages": [HI, {"role": "assistant", "content": "I write <think>x</think> here."}, HI]},
         {"messages": [HI, {"role": "assistant", "content": "I write  here.", "reasoning": "x"}, HI]},
-        "the model may have sampled it: the reply must be found again",
+        "the model may have sampled it: the reply must be recognised",
         {"messages": [HI, {"role": "assistant", "content": "I write <think>x</think> here."}, HI]},
     ),
     Case(
@@ -255,7 +255,7 @@ CASES = [
         CHAT,
         {"messages": [HI, {"role": "assistant", "content": "<think>a</think><think>b</think>c"}, HI]},
         {"messages": [HI, {"role": "assistant", "content": "c", "reasoning": "a"}, HI]},
-        "the model may have sampled it: the reply must be found again",
+        "the model may have sampled it: the reply must be recognised",
         {"messages": [HI, {"role": "assistant", "content": "<think>a</think><think>b</think>c"}, HI]},
     ),
     Case(
@@ -301,7 +301,7 @@ CASES = [
                 HI,
             ]
         },
-        "the engine gets them as exact ids, where they are known",
+        "the engine gets them as exact ids, if they are known",
         {"messages": [HI, {"role": "assistant", "content": "Yes."}, HI]},
     ),
     Case(
@@ -469,7 +469,7 @@ CASES = [
         RESPONSES,
         {"input": [HI, thought("a", "b"), words("c"), HI]},
         {"messages": [HI, {"role": "assistant", "content": "c", "reasoning": "a"}, HI]},
-        "Gym keeps the first only",
+        "Gym keeps only the first",
         {"messages": [HI, {"role": "assistant", "content": "c", "reasoning": "a\nb"}, HI]},
     ),
     Case(

@@ -1,10 +1,10 @@
-"""NeMo Gym's model server before NeMo RL's worker, as far as its contract goes, and strict where it is.
+"""A test server with the contract of NeMo Gym's model server in front of NeMo RL's worker, as strict as the original.
 
-NVIDIA-NeMo/Gym, `responses_api_models/vllm_model/app.py` and `nemo_gym/openai_utils.py`: members of a request that it does not know
-are refused (422), what `metadata` holds for the engine is unpacked, the three token members of a message are all there or none,
-reasoning goes out within the text, and the worker's ids on the message. It renders nothing: `/tokenize` is not there.
+NVIDIA-NeMo/Gym, `responses_api_models/vllm_model/app.py` and `nemo_gym/openai_utils.py`: unknown members of a request are refused (422),
+the engine's parameters in `metadata` are unpacked, the three token members of a message are all present or all absent, reasoning is sent
+within the text, and the worker's ids on the message. It renders nothing: it has no `/tokenize`.
 
-This is written from that description, for tests of the proxy before it.
+It was written from that description, for tests of the proxy in front of it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _KNOWS = set(_MEMBERS.split())
 
 @dataclass
 class GymServer:
-    """A model server before the worker at `upstream`; `calls` are the bodies that it was sent."""
+    """A model server in front of the worker at `upstream`; `calls` are the bodies that it received."""
 
     upstream: str
     return_token_id_information: bool = True
@@ -36,7 +36,7 @@ class GymServer:
 
     @contextlib.asynccontextmanager
     async def serve(self):
-        """Serve on a free port; yields the base URL."""
+        """Serves on a free port; yields the base URL."""
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/v1/chat/completions", self._chat)
         async with aiohttp.ClientSession() as self._http, listening(app) as url:

@@ -1,4 +1,4 @@
-"""The proxy before NeMo RL's worker, or before Gym's server before that, on the simulated engine."""
+"""Fixtures: the proxy in front of NeMo RL's worker, or of Gym's server and the worker, on the simulated engine."""
 
 import contextlib
 
@@ -36,6 +36,6 @@ async def before_gym(worker=Worker, engine=None, gym=None, **settings):
 
 
 async def ready(rig):
-    """Probe for the name that harnesses use, and for none: the probe's own calls are over then."""
+    """Probes for the name that harnesses use, and for none: then the probe's own calls are over."""
     await rig.proxy.engine.model()
     await rig.proxy.engine.model("sim")

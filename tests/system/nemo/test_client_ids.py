@@ -1,4 +1,4 @@
-"""Ids that agents carry, as evidence: eight rollouts in one session, a store that was restarted, ids of somebody else."""
+"""Token ids that clients send, as evidence: eight rollouts in one session, a store that was restarted, foreign ids."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ async def lines(rig, session="s"):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_eight_rollouts_of_the_same_words_in_one_session_are_told_apart(dialect):
+async def test_eight_rollouts_with_the_same_text_in_one_session_are_distinguished(dialect):
     async with proxied(engine_of(), return_token_id_information=True) as rig:
         agents = rollouts(rig, dialect)
         for _ in WORDS:
@@ -49,8 +49,8 @@ async def test_eight_rollouts_of_the_same_words_in_one_session_are_told_apart(di
         assert all(sequence["root"] == sequence["id"] for sequence in exported["sequences"])
 
 
-async def test_so_they_are_at_once():
-    """Calls whose replies carry ids join nobody, however equal they are (docs/retries.md)."""
+async def test_concurrent_ones_are_distinguished():
+    """Calls whose replies carry ids are never joined as duplicates, even if they are equal (docs/retries.md)."""
     async with proxied(engine_of(), return_token_id_information=True) as rig:
         agents = rollouts(rig)
         await asyncio.gather(*(agent.run(len(WORDS)) for agent in agents))
@@ -58,7 +58,7 @@ async def test_so_they_are_at_once():
         await rig.check()
 
 
-async def test_without_ids_equal_words_are_not_told_apart_and_nothing_is_guessed():
+async def test_without_ids_equal_texts_are_not_distinguished_and_nothing_is_guessed():
     async with proxied(engine_of(), return_token_id_information=True) as rig:
         agents = rollouts(rig, n=3, carries=False)
         for _ in range(2):
@@ -82,7 +82,7 @@ async def test_a_rollout_that_branches_is_one_rollout():
         assert branch["root"] == branch["parent"]
 
 
-async def test_other_words_are_no_turn_whatever_ids_stand_beside_them():
+async def test_another_text_is_not_a_turn_whatever_ids_it_carries():
     async with proxied(engine_of(), return_token_id_information=True) as rig:
         agents = rollouts(rig, n=2)
         for agent in agents:
@@ -120,7 +120,7 @@ async def test_after_a_restart_the_client_s_ids_begin_the_prompt(dialect, episod
     (sequence,) = exported["sequences"]
     assert sequence["token_ids"] == row.token_ids
     start = sequence["turns"][0]["prompt"][1]
-    assert sequence["loss_mask"] == [0] * start + row.mask[start:], "what was not recorded here is context"
+    assert sequence["loss_mask"] == [0] * start + row.mask[start:], "tokens that were not recorded here are context"
     assert [incident["kind"] for incident in incidents] == [UNRECORDED]
     assert "not recorded here" in incidents[0]["detail"]
     assert "begins with them" in incidents[0]["detail"]
@@ -142,7 +142,7 @@ async def test_eight_rollouts_survive_a_restart():
     assert sorted(sequence["token_ids"] for sequence in exported["sequences"]) == sorted(trained(agent).token_ids for agent in agents)
 
 
-async def test_a_retry_of_the_first_call_after_a_restart_is_the_same_again():
+async def test_a_retry_of_the_first_call_after_a_restart_gets_the_same_prompt():
     engine = engine_of()
     async with proxied(engine, return_token_id_information=True) as rig:
         agent = Agent(rig, history=[user("EPISODE:same")])
@@ -194,8 +194,8 @@ async def test_what_is_not_proven_is_not_used(edit):
     assert exported["complete"]
 
 
-async def test_so_it_is_before_nemo_rl_s_worker(monkeypatch):
-    """A worker that cannot read its own ids (it has no `/detokenize`): what was spelled otherwise than it renders cannot be proven."""
+async def test_the_same_in_front_of_nemo_rl_s_worker(monkeypatch):
+    """A worker that cannot decode its own ids (it has no `/detokenize`): tokens that differ from its rendering cannot be proven."""
     async with before_worker(engine=engine_of(), return_token_id_information=True) as (rig, worker):
         agent = Agent(rig, history=[user("EPISODE:same")], session="one")
         await agent.run(2)
@@ -208,7 +208,7 @@ async def test_so_it_is_before_nemo_rl_s_worker(monkeypatch):
 
 
 async def test_ids_of_another_session_are_not_looked_up():
-    """They are used as the client's, like those of another proxy: nothing of the other session is."""
+    """They are used as the client's, like those of another proxy; nothing of the other session is."""
     async with proxied(engine_of(), return_token_id_information=True) as rig:
         agent = Agent(rig, history=[user("EPISODE:same")], session="one")
         await agent.run(2)

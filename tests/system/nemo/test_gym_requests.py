@@ -1,4 +1,4 @@
-"""The proxy as Gym's model server sends vLLM what Gym's own server sends it: a stored table, and the installed package where there is one.
+"""As Gym's model server, the proxy sends vLLM what Gym's own server sends: checked with a stored table, and the package if installed.
 
 `TOKENCACHE_NEMO_GYM_PYTHON` names an interpreter that has nemo-gym 0.7.0, if it is not this one.
 """
@@ -26,7 +26,7 @@ NAMES = [case.name for case in CASES]
 
 
 def ask_gym(questions):
-    """What Gym's own server sends and answers (`ask_gym`); skips where it is not installed."""
+    """What Gym's own server sends and answers (`ask_gym`); skips if it is not installed."""
     python = os.environ.get("TOKENCACHE_NEMO_GYM_PYTHON") or (sys.executable if importlib.util.find_spec("nemo_gym") else "")
     if not python:
         pytest.skip("nemo-gym 0.7.0 is not installed: name an interpreter that has it by TOKENCACHE_NEMO_GYM_PYTHON")
@@ -48,7 +48,7 @@ async def rig():
 
 
 async def sent(rig, path, body, session="s"):
-    """What the proxy sends for a request within a session; whether the engine takes it does not matter."""
+    """What the proxy sends for a request within a session, whether or not the engine accepts it."""
     before = len(rig.engine.requests)
     async with rig.http.post(rig.url + path, json=body, headers={HEADER: session} if session else {}) as answer:
         said = await answer.text()
@@ -81,7 +81,7 @@ def test_every_difference_is_one_and_has_its_reason(case):
         (CHAT, [tool(strict=True)], "without a session"),
     ],
 )
-async def test_nobody_else_s_requests_are_changed(path, tools, how):
+async def test_other_requests_are_not_changed(path, tools, how):
     metadata = {"chat_template_kwargs": '{"a": 1}', "extra_body": '{"top_k": 5}', "audio_data": SOUND}
     body = {"model": "sim", "tools": tools, "metadata": metadata, "messages" if path == CHAT else "input": [HI]}
     async with proxied(return_token_id_information=how == "without a session") as rig:
@@ -92,8 +92,8 @@ async def test_nobody_else_s_requests_are_changed(path, tools, how):
     assert path == RESPONSES or found["metadata"] == metadata
 
 
-async def test_a_history_that_grows_is_read_alike(rig):
-    """What was rewritten once stays so while the history grows, byte by byte the same as in one that is read anew."""
+async def test_a_history_that_grows_is_parsed_alike(rig):
+    """What was rewritten once stays rewritten while the history grows, with the same bytes as in a history that is parsed whole."""
     thinking = {"role": "assistant", "content": "<think>Hm.</think>\nYes."}
     grown = [HI]
     for _ in range(3):
@@ -110,7 +110,7 @@ parts = st.lists(texts.map(lambda text: {"type": "text", "text": text}), max_siz
 
 @given(content=texts | parts, calls=st.booleans())
 def test_a_reply_is_recognised_in_what_is_sent(content, calls):
-    """Inline thinking that is made a message's reasoning leaves its digest what it was, and the verdict on it."""
+    """Inline thinking that becomes a message's reasoning does not change its digest, or the verdict on it."""
     raw = json.dumps({"role": "assistant", "content": content, **({"tool_calls": [called()]} if calls else {})}).encode()
     came, sends = (read_message(json.loads(one)) for one in (raw, with_reasoning(raw)))
     assert digest(sends) == digest(came)
@@ -128,7 +128,7 @@ def test_a_reply_is_recognised_in_what_is_sent(content, calls):
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
-async def test_metadata_that_cannot_be_read_are_refused_by_name(rig, path, metadata, named):
+async def test_metadata_that_cannot_be_parsed_are_refused_by_name(rig, path, metadata, named):
     body = {"model": "sim", "metadata": metadata, "messages" if path == CHAT else "input": [HI]}
     async with rig.http.post(rig.url + path, json=body, headers={HEADER: "s"}) as answer:
         assert answer.status == 400
@@ -138,7 +138,7 @@ async def test_metadata_that_cannot_be_read_are_refused_by_name(rig, path, metad
 
 @pytest.mark.parametrize("role", [True, False])
 async def test_strict_of_a_tool_of_messages(role):
-    """Gym's server leaves it out of every dialect's tools; whether it is passed on otherwise is the codec's business."""
+    """Gym's server removes it from every dialect's tools; otherwise the codec decides whether it is forwarded."""
     asked = {"name": "bash", "strict": True, "input_schema": tool()["function"]["parameters"]}
     async with proxied(return_token_id_information=role) as rig:
         found = await sent(rig, "/v1/messages", {"model": "sim", "max_tokens": 9, "messages": [HI], "tools": [asked]})
@@ -146,14 +146,14 @@ async def test_strict_of_a_tool_of_messages(role):
 
 
 async def test_one_model_for_every_name():
-    """As Gym's server has it, by an alias."""
+    """As in Gym's server, by an alias."""
     async with proxied(return_token_id_information=True, model_aliases={"*": "sim"}) as rig:
         for named in ({"model": "policy_model"}, {}):
             assert (await sent(rig, CHAT, {"messages": [HI], **named}))["model"] == "sim"
 
 
 @pytest.mark.parametrize("messages", [7, [7], None, "hi"])
-async def test_audio_beside_messages_that_cannot_be_read(rig, messages):
+async def test_audio_in_messages_that_cannot_be_parsed(rig, messages):
     body = {"model": "sim", "metadata": {"audio_data": SOUND}, "messages": messages}
     async with rig.http.post(rig.url + CHAT, json=body, headers={HEADER: "s"}) as answer:
         assert answer.status == 400

@@ -1,4 +1,4 @@
-"""The proxy as a model server of NeMo Gym's kind: what its agents get, what they send back, and what NeMo RL makes of it."""
+"""The proxy as a model server of NeMo Gym's kind: what its agents receive and send back, and NeMo RL's check of the result."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ async def rig():
 
 
 def trained(output):
-    """A rollout as NeMo RL takes it in: its own check is in `follow`."""
+    """A rollout as NeMo RL reads it: its own check is in `follow`."""
     return follow(token_fields(entry) for entry in carrying(output))
 
 
@@ -56,8 +56,8 @@ async def test_a_rollout_is_one_line_for_nemo_rl(rig, dialect, stream, carries):
 @pytest.mark.parametrize("carries", [True, False], ids=["carries", "drops"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_so_it_is_before_nemo_rl_s_worker(dialect, stream, carries, monkeypatch):
-    """A whole line of NVIDIA's: Gym's agent, the proxy as its model server, NeMo RL's worker, the engine."""
+async def test_the_same_in_front_of_nemo_rl_s_worker(dialect, stream, carries, monkeypatch):
+    """A complete NVIDIA setup: Gym's agent, the proxy as its model server, NeMo RL's worker, the engine."""
     monkeypatch.setenv("TOKENCACHE_ENGINE", "nemo-rl")
     engine = SimulatedEngine(episodes=EPISODES, seed=7)
     eos = engine.tokenizer.id_of("<|im_end|>")
@@ -74,14 +74,14 @@ async def test_so_it_is_before_nemo_rl_s_worker(dialect, stream, carries, monkey
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_the_ids_are_those_of_the_engine_s_books(rig, dialect):
+async def test_the_ids_are_those_of_the_engine_s_log(rig, dialect):
     output = await Agent(rig, dialect).run()
     ground_truth = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.book()]
     assert [token_fields(entry) for entry in carrying(output)] == ground_truth
 
 
 async def test_nemo_rl_refuses_what_was_tokenized_again(rig):
-    """The same agent on the engine itself: its template strips, its tokenizer joins, and NeMo RL's check says so."""
+    """The same agent on the engine itself: its template strips, its tokenizer joins, and NeMo RL's check fails."""
     said = [user("EPISODE:demo")]
     calls = []
     for _ in range(4):
@@ -94,7 +94,7 @@ async def test_nemo_rl_refuses_what_was_tokenized_again(rig):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_an_agent_carries_changes_nothing_of_what_is_sent_and_kept(stream):
+async def test_ids_that_an_agent_sends_back_change_neither_prompt_nor_record(stream):
     kept, sent = [], []
     for carries in (True, False):
         async with proxied(return_token_id_information=True) as rig:
@@ -110,7 +110,7 @@ async def test_what_an_agent_carries_changes_nothing_of_what_is_sent_and_kept(st
     assert not any(name in sent[0] for name in TOKEN_FIELDS)
 
 
-async def test_an_agent_that_carries_only_some(rig):
+async def test_an_agent_that_sends_back_only_some(rig):
     agent = Agent(rig)
     for agent.carries in (True, False, False):
         await agent.turn()
@@ -120,12 +120,12 @@ async def test_an_agent_that_carries_only_some(rig):
 
 
 def named(text):
-    """A text with the n-th tool call's id in the place of a random one."""
+    """A text with the n-th tool call's id in place of a random one."""
     ids = list(dict.fromkeys(re.findall(r"chatcmpl-tool-\w+", text)))
     return re.sub(r"chatcmpl-tool-\w+", lambda found: f"call {ids.index(found[0])}", text)
 
 
-async def test_items_carry_them_on_the_last_of_an_answer(rig):
+async def test_the_last_item_of_an_answer_carries_the_ids(rig):
     agent = Agent(rig, "responses")
     for _ in range(3):
         items = await agent.turn()
@@ -134,7 +134,7 @@ async def test_items_carry_them_on_the_last_of_an_answer(rig):
     assert items[0]["summary"] == [{"type": "summary_text", "text": items[0]["content"][0]["text"]}]
 
 
-async def test_an_answer_without_a_word_has_an_item_to_carry_them():
+async def test_an_answer_without_text_has_an_item_that_carries_the_ids():
     engine = SimulatedEngine(episodes={"demo": [""]}, seed=7)
     async with proxied(engine, return_token_id_information=True) as rig:
         (item,) = await Agent(rig, "responses").turn()
@@ -142,7 +142,7 @@ async def test_an_answer_without_a_word_has_an_item_to_carry_them():
         assert token_fields(item)[1] == rig.book()[-1].completion_ids
 
 
-async def test_every_choice_has_its_own(rig):
+async def test_every_choice_has_its_own_ids(rig):
     _, answer = await rig.post("s", messages=[user("EPISODE:demo")], n=2)
     said = [token_fields(choice["message"]) for choice in answer["choices"]]
     assert said == [(b.prompt_ids, b.completion_ids, b.logprobs) for b in sorted(rig.book(), key=lambda b: b.index)]
@@ -153,12 +153,12 @@ async def test_only_with_the_option_and_only_within_a_session(dialect):
     async with proxied() as plain:
         assert not carrying(await Agent(plain, dialect).run(1))
     async with proxied(return_token_id_information=True) as rig:
-        if dialect == "chat":  # the engine that is simulated has no Responses of its own
+        if dialect == "chat":  # the simulated engine has no Responses route of its own
             assert not carrying(await Agent(rig, dialect, session="").run(1))
 
 
 async def test_all_three_or_none(rig):
-    """Without log probabilities there is nothing to train: NeMo Gym refuses a part of them."""
+    """Without log probabilities there is nothing to train: NeMo Gym refuses messages with only some of the members."""
     agent = Agent(rig)
     with without_logprobs(rig):
         (message,) = await agent.turn()
@@ -183,7 +183,7 @@ def without_logprobs(rig):
     rig.proxy.engine.upstream.send = take
 
 
-async def test_responses_are_kept_without_them(rig):
+async def test_responses_are_stored_without_the_ids(rig):
     agent = Agent(rig, "responses", history=[user("EPISODE:demo")])
     items = await agent.turn()
     name = f"resp_{items[0]['id'].split('_')[1]}"
@@ -198,7 +198,7 @@ WRONG = {
     "another prompt": lambda entry: entry["prompt_token_ids"].__setitem__(3, 1),
     "another generation": lambda entry: entry["generation_token_ids"].__setitem__(-1, 1),
     "parted elsewhere": lambda entry: entry["generation_token_ids"].insert(0, entry["prompt_token_ids"].pop()),
-    "a part of them": lambda entry: entry.pop("prompt_token_ids"),
+    "only some of them": lambda entry: entry.pop("prompt_token_ids"),
     "no ids": lambda entry: entry.__setitem__("prompt_token_ids", "all of them"),
     "none generated": lambda entry: entry.update(generation_token_ids=[]),
 }
@@ -206,7 +206,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_other_ids_than_were_given_out_are_noted_and_never_used(rig, dialect, wrong):
+async def test_ids_that_differ_from_the_served_ones_are_noted_and_never_used(rig, dialect, wrong):
     agent = Agent(rig, dialect)
     await agent.turn()
     WRONG[wrong](carrying(agent.history)[-1])
@@ -230,7 +230,7 @@ async def test_an_older_one_that_differs_is_noted_too(rig, dialect):
     await rig.check()
 
 
-async def test_log_probabilities_that_no_json_knows_are_no_reason_to_fail(rig):
+async def test_log_probabilities_that_are_invalid_json_cause_no_error(rig):
     agent = Agent(rig)
     await agent.turn()
     carrying(agent.history)[-1]["generation_log_probs"][0] = float("nan")
@@ -240,8 +240,8 @@ async def test_log_probabilities_that_no_json_knows_are_no_reason_to_fail(rig):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_rollout_that_parts_is_refused_by_nemo_rl_and_exported_in_two(rig, dialect):
-    """An edited context is a line of its own: NeMo RL asserts on the rollout, the export gives it two, and each holds."""
+async def test_a_rollout_that_splits_is_refused_by_nemo_rl_and_exported_as_two(rig, dialect):
+    """An edited context is a separate line: NeMo RL asserts on the rollout, the export has two sequences, and each is contiguous."""
     agent = Agent(rig, dialect, history=[{"role": "system", "content": "Be brief."}, user("EPISODE:demo")])
     await agent.run(2)
     agent.history[0] = {"role": "system", "content": "Be brief, and kind."}
@@ -249,7 +249,7 @@ async def test_a_rollout_that_parts_is_refused_by_nemo_rl_and_exported_in_two(ri
     with pytest.raises(AssertionError, match="Non-contiguous"):
         trained(agent.output)
     assert await matches(rig) == ["root", "continue", "resplice"]
-    assert await kinds(rig) == []  # what came back was given out, if in another line
+    assert await kinds(rig) == []  # the returned ids had been served, though in another line
     rows = read_nemo_gym(await rig.get("/tokencache/v1/sessions/s/trajectories?format=nemo-gym"))
     assert len(rows) == 2
     assert sum(sum(row.mask) for row in rows) == sum(len(book.completion_ids) for book in rig.book())
@@ -312,7 +312,7 @@ def test_ids_are_taken_out_of_a_message(raw, rest, echo):
 
 @pytest.mark.parametrize("required", [[1, 2, 3], [1], "all", [1.5], [-1]], ids=str)
 async def test_a_prefix_that_the_prompt_will_not_have_is_refused(rig, required):
-    """NVIDIA-NeMo/Gym #1545: agents that say their prefix themselves. Without it the call is not made."""
+    """NVIDIA-NeMo/Gym #1545: agents that send their prefix themselves. Without it the call is not made."""
     agent = Agent(rig)
     await agent.turn()
     status, said = await rig.post(messages=agent.history, required_prefix_token_ids=required)
@@ -345,7 +345,7 @@ def whole(entry):
         ("/v1beta/models/sim:generateContent", {"contents": [{"role": "user", "parts": [{"text": "EPISODE:demo"}]}]}),
     ],
 )
-async def test_so_it_is_in_every_dialect(rig, path, body):
+async def test_the_same_in_every_dialect(rig, path, body):
     status, said = await rig.post(path=path, **body, required_prefix_token_ids=[1, 2, 3])
     assert (status, len(rig.book())) == (400, 0)
     assert "required_prefix_token_ids" in said["error"]["message"]
@@ -365,7 +365,7 @@ async def test_a_prefix_that_is_recorded_is_honoured(rig, dialect, carries):
     assert await matches(rig) == ["root", "continue", "continue", "continue"]
 
 
-async def test_so_it_is_where_the_next_prompt_is_asked_for(rig):
+async def test_the_same_where_the_next_prompt_is_previewed(rig):
     agent = Agent(rig)
     _, (second,) = await agent.turn(), await agent.turn()
     asked = {"model": "sim", "messages": agent.history, "tools": TOOLS}

@@ -39,14 +39,14 @@ def test_the_command_prints_the_folder_that_gym_searches():
     assert said.stdout.strip() == str(SEARCH_DIR)
 
 
-def test_the_folder_has_what_gym_wants_of_a_server():
+def test_the_folder_has_what_gym_requires_of_a_server():
     ((kind, by_name),) = yaml.safe_load(CONFIG.read_text())["policy_model"].items()
     assert kind == FOLDER.parent.name
     assert (FOLDER / by_name[FOLDER.name]["entrypoint"]).is_file()
     assert (FOLDER / "requirements.txt").read_text() == "tokencache\n"
 
 
-def test_gym_finds_it_and_takes_its_settings(monkeypatch):
+def test_gym_finds_it_and_accepts_its_settings(monkeypatch):
     registry = pytest.importorskip("nemo_gym.model_registry")
     from tokencache.integrations.nemo_gym.model_server import TokencacheModelConfig
 

@@ -1,4 +1,4 @@
-"""Through the proxy to NeMo Gym's model server: the ids stand on the last assistant's message, and the tail is the engine's."""
+"""Through the proxy to NeMo Gym's model server: the last assistant message carries the ids, and the tail is the engine's."""
 
 import json
 import logging
@@ -34,14 +34,14 @@ async def test_an_agent_with_tools(dialect, stream):
         assert not any("stream" in call for call in gym.calls)
 
 
-async def test_what_is_found_and_how():
+async def test_the_detected_driver_and_level():
     async with before_gym() as (rig, _):
         (model,) = {model["model"]: model for model in (await rig.readiness())["engine"]["models"]}.values()
         assert (model["model"], model["level"], model["driver"], model["tokenizes"]) == ("sim", "exact", "nemo-gym", False)
         assert model["how"].startswith("the ids on the last assistant's message begin the prompt; its tail is the engine's")
 
 
-async def test_members_that_gym_does_not_know_travel_in_its_metadata():
+async def test_members_that_gym_does_not_know_are_sent_in_its_metadata():
     own = {"extra_body": '{"min_p": 0.1, "repetition_penalty": 1.1}', "task": "t"}
     async with before_gym() as (rig, gym):
         await rig.say("s", ASK, metadata=own, top_k=7, min_p=0.2, chat_template_kwargs={"enable_thinking": False}, stop=None)
@@ -77,7 +77,7 @@ async def test_a_prompt_that_does_not_begin_with_the_history_is_no_continuation(
         await rig.check()
 
 
-async def test_a_server_that_keeps_the_ids_to_itself_is_said_loudly(caplog):
+async def test_a_server_that_does_not_return_the_ids_is_logged_as_an_error(caplog):
     with caplog.at_level(logging.INFO):
         async with before_gym(gym={"return_token_id_information": False}) as (rig, _):
             await chat(rig, "s", 2, stream=True)

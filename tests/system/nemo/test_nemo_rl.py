@@ -1,4 +1,4 @@
-"""Through the proxy to NeMo RL's worker: each turn extends the one before, by the engine's own books, in every dialect."""
+"""Through the proxy to NeMo RL's worker: each turn extends the previous one, in the engine's own log, in every dialect."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientS
 
 
 def episodes(worker):
-    """The calls of harnesses: the proxy's own questions ask for no weight versions."""
+    """The calls of harnesses: the proxy's own requests ask for no weight versions."""
     return [call for call in worker.calls if "return_weight_versions" in call]
 
 
@@ -48,7 +48,7 @@ async def test_an_agent_with_tools(dialect, stream):
         assert not any(message.keys() & set(TOKEN_FIELDS) for call in asked for message in call["messages"])
 
 
-async def test_what_is_found_and_how():
+async def test_the_detected_driver_and_level():
     async with before_worker() as (rig, _):
         model = await found(rig)
         assert (model["model"], model["level"], model["driver"]) == ("sim", "exact", "nemo-rl")
@@ -60,7 +60,7 @@ async def test_what_is_found_and_how():
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("shown", [{}, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}], ids=str)
-async def test_the_harness_sees_what_vllm_would_show(stream, shown):
+async def test_the_harness_gets_what_vllm_would_return(stream, shown):
     async with before_worker() as (rig, _):
         status, said = await rig.post(messages=ASK, tools=TOOLS, stream=stream, **shown)
         assert status == 200
@@ -76,7 +76,7 @@ async def test_the_harness_sees_what_vllm_would_show(stream, shown):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_reply_that_was_cut_short_is_gone_on_from(stream):
+async def test_a_reply_that_was_cut_short_is_continued(stream):
     async with before_worker() as (rig, worker):
         message = await rig.say("s", ASK, tools=TOOLS, stream=stream, max_tokens=9)
         await rig.say("s", [*ASK, echo(message), *results(message)], tools=TOOLS, stream=stream)
@@ -101,8 +101,8 @@ async def test_an_edited_context_is_respliced_up_to_the_last_reply():
         await rig.check()
 
 
-async def test_ids_of_another_message_than_the_last_reply_are_not_handed_in():
-    """A reply that nobody knows stands behind the known one: the worker would cut there."""
+async def test_ids_of_another_message_than_the_last_reply_are_not_sent():
+    """An unknown reply follows the known one: the worker would cut there."""
     async with before_worker() as (rig, worker):
         message = await rig.say("s", ASK, tools=TOOLS)
         known = [*ASK, echo(message), *results(message)]
@@ -114,7 +114,7 @@ async def test_ids_of_another_message_than_the_last_reply_are_not_handed_in():
         await rig.check()
 
 
-async def test_ids_that_a_harness_brings_go_no_further():
+async def test_ids_that_a_harness_sends_are_not_forwarded():
     async with before_worker() as (rig, worker):
         message = await rig.say("s", ASK, tools=TOOLS)
         other = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-1.0]}
@@ -128,11 +128,11 @@ async def test_ids_that_a_harness_brings_go_no_further():
         await rig.check()
 
 
-# ---- what the worker does not serve
+# ---- routes that the worker does not have
 
 
-async def test_the_worker_is_not_asked_for_what_it_does_not_serve(monkeypatch):
-    """Each 404 is a line in its log: what it lacks is found out once, by the probe and the first look."""
+async def test_the_worker_gets_no_requests_for_routes_it_lacks(monkeypatch):
+    """Each 404 is a line in its log: missing routes are detected once, by the probe and the first look-up."""
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.005)
     async with before_worker() as (rig, worker):
         looks = []
@@ -152,7 +152,7 @@ async def test_the_worker_is_not_asked_for_what_it_does_not_serve(monkeypatch):
 
 
 async def test_the_model_is_listed_within_a_session():
-    """Harnesses, and `tokencache run`, ask for it; the worker has no `/v1/models`, and the probe knows the name."""
+    """Harnesses, and `tokencache run`, request it; the worker has no `/v1/models`, and the probe knows the name."""
     async with before_worker() as (rig, worker):
         seen = len(worker.unknown)
         for path, headers in (("/s/r1/v1/models", {}), ("/v1/models", {"Authorization": "Bearer tcs-r1"})):
@@ -211,17 +211,17 @@ async def test_without_it_the_refusal_says_which_option_to_set():
         assert [incident["kind"] for incident in (await rig.info())["incidents"]] == ["engine-refused"]
 
 
-# ---- workers that do otherwise
+# ---- workers that behave differently
 
 
 class Ignores(Worker):
-    """Does not know the field, as stock vLLM."""
+    """Does not know the field, like stock vLLM."""
 
     async def _prompt(self, body):
         return await forgetful(self, body, ())
 
 
-async def test_a_worker_that_ignores_the_field_is_found_out_at_once():
+async def test_a_worker_that_ignores_the_field_is_detected_at_once():
     async with before_worker(Ignores) as (rig, worker):
         model = await found(rig)
         assert (model["level"], model["why"]) == ("record", "supplied ids are ignored")
@@ -232,7 +232,7 @@ async def test_a_worker_that_ignores_the_field_is_found_out_at_once():
 
 
 class Changing(Worker):
-    """Does as it should until `otherwise` is set, and then something else with the prompts of episodes."""
+    """Behaves correctly until `otherwise` is set, and then changes the prompts of episodes."""
 
     otherwise = None
 
@@ -273,7 +273,7 @@ async def shortened(worker, body, right):
         (shortened, "cut the prompt"),
     ],
 )
-async def test_what_the_worker_really_used_is_what_is_recorded(otherwise, told, stream):
+async def test_the_prompt_that_the_worker_used_is_recorded(otherwise, told, stream):
     async with before_worker(Changing) as (rig, worker):
         message = await rig.say("s", ASK, tools=TOOLS, stream=stream)
         messages = [*ASK, echo(message), *results(message)]
@@ -294,7 +294,7 @@ async def test_what_the_worker_really_used_is_what_is_recorded(otherwise, told, 
 
 
 class Slow(Worker):
-    """Answers nothing of an episode until it is let go, and then perhaps with an error."""
+    """Answers no episode until it is released, and then possibly with an error."""
 
     go: asyncio.Event
     status = 200
@@ -321,7 +321,7 @@ ASKS = {
 
 @pytest.mark.parametrize("status", [200, 400])
 @pytest.mark.parametrize("dialect", ASKS)
-async def test_a_harness_that_streams_hears_signs_of_life(dialect, status):
+async def test_a_harness_that_streams_receives_keep_alives(dialect, status):
     path, body, sign = ASKS[dialect]
     async with before_worker(Slow, keep_alive=0.01) as (rig, worker):
         worker.go, worker.status = asyncio.Event(), status
@@ -340,7 +340,7 @@ async def test_a_harness_that_streams_hears_signs_of_life(dialect, status):
         assert info["complete"]
 
 
-async def test_a_refusal_before_any_sign_of_life_has_its_own_status():
+async def test_a_refusal_before_any_keep_alive_has_its_own_status():
     async with before_worker(Slow) as (rig, worker):
         worker.go, worker.status = asyncio.Event(), 400
         worker.go.set()
@@ -348,8 +348,8 @@ async def test_a_refusal_before_any_sign_of_life_has_its_own_status():
         assert (status, said["error"]["message"]) == (400, "no room")
 
 
-async def test_the_turn_stands_before_the_first_word_leaves():
-    """A whole reply is known before any of it is said: whoever hears its beginning can go on elsewhere."""
+async def test_the_turn_is_stored_before_the_first_event_leaves():
+    """A whole reply is known before any of it is sent: a client that receives its beginning may continue on another replica."""
     async with before_worker() as (rig, _):
         headers = {HEADER: "s"}
         async with rig.http.post(rig.url + CHAT, json={"model": "sim", "messages": ASK, "stream": True}, headers=headers) as answer:
@@ -366,7 +366,7 @@ async def test_the_option_names_the_driver():
         assert ((await found(rig))["driver"], [turn["match"] for turn in await rig.turns()]) == ("nemo-rl", IN_ONE_LINE[:2])
 
 
-async def test_another_drivers_words_are_not_tried_then():
+async def test_other_drivers_requests_are_not_tried_then():
     engine = SimulatedEngine()
     async with engine.serve() as up, Worker(up, engine.tokenizer.stop_id).serve() as url, proxied(engine, upstream=url, **VLLM) as rig:
 

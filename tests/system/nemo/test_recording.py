@@ -1,4 +1,4 @@
-"""A real recording of NeMo Gym's: two calls of Qwen3-0.6B with their ids, as Gym gives them out and takes them back."""
+"""A real recording of NeMo Gym's: two calls of Qwen3-0.6B with their ids, as Gym returns and accepts them."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tokencache.engine.drivers.nemo_rl import ids_from_messages
 from tokencache.engine.reply import Reply
 
 FILE = Path(__file__).parents[4] / "shared/data/gym/round_trip_test_data.json"
-pytestmark = pytest.mark.skipif(not FILE.exists(), reason="the recording is not there")
+pytestmark = pytest.mark.skipif(not FILE.exists(), reason="the recording is missing")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def messages():
 
 
 def reply_of(message):
-    """What the driver reads of an answer with this message."""
+    """What the driver reads from an answer with this message."""
     answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "model": "m"}
     reply = Reply()
     reply.add(ids_from_messages(json.dumps(answer).encode()))
@@ -59,8 +59,8 @@ def test_the_ids_are_read_from_the_messages(messages):
         assert choice.message(with_reasoning=True).content == message["content"]
 
 
-def test_the_second_call_breaks_the_line_and_it_is_seen(messages):
-    """Its prompt was rendered afresh: what the model had thought is missing, from the second sampled token on."""
+def test_the_second_call_breaks_the_line_and_it_is_noticed(messages):
+    """Its prompt was rendered again: the model's thinking is missing, from the second sampled token on."""
     (_, first), (_, second) = replies(messages)
     one, two = turn_of(first, 0, match="root"), turn_of(second, 1, match="continue", parent="t0")
     seen = json.loads(first.prompt.raw) + first.choices[0].ids
@@ -74,7 +74,7 @@ def test_the_second_call_breaks_the_line_and_it_is_seen(messages):
 
 
 def test_its_messages_are_recognised_when_they_come_back(messages):
-    """With their ids or without: the reply is the model's own, in its place."""
+    """With or without their ids: the reply is the model's own, in its place."""
     (place, first), _ = replies(messages)
     asked = read_chat(json.dumps({"model": "m", "messages": messages[:place]}).encode(), IncrementalParser())
     turn, _ = turn_of(first, 0, match="root", position_key=asked.chain[-1])

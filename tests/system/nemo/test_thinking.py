@@ -1,4 +1,4 @@
-"""Thinking that the engine leaves in the text: behind Gym's model server, and before an engine without a reasoning parser."""
+"""Thinking that the engine leaves in the text: behind Gym's model server, and on an engine without a reasoning parser."""
 
 import json
 
@@ -15,7 +15,7 @@ THOUGHT = "\nI look first — naïve café ☕.\n"
 
 
 class Front:
-    """The proxy before an engine that leaves thinking in the text; `calls` is what that was sent."""
+    """The proxy in front of an engine that leaves thinking in the text; `calls` are the requests that the engine received."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -60,13 +60,13 @@ async def test_each_dialect_has_it_where_thinking_belongs(kind):
         hidden = await ask(front.rig, path, contents)
         assert not any("naïve café" in part["text"] for part in hidden["candidates"][0]["content"]["parts"])
         said = await ask(front.rig, CHAT, {"model": "sim", "messages": [user("EPISODE:talk")]})
-        assert said["choices"][0]["message"]["content"].startswith(f"<think>{THOUGHT}</think>")  # as the engine says it
+        assert said["choices"][0]["message"]["content"].startswith(f"<think>{THOUGHT}</think>")  # as the engine returns it
 
 
 @pytest.mark.parametrize("kind", ["gym", "no parser"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", AGENTS)
-async def test_a_rollout_stays_one_line_and_the_engine_gets_its_own_words_back(kind, dialect, stream):
+async def test_a_rollout_stays_one_line_and_the_engine_gets_its_own_text_back(kind, dialect, stream):
     async with Front(kind) as front:
         await AGENTS[dialect](front.rig, "s", 4, stream=stream)
         turns = await front.rig.turns()
@@ -80,10 +80,10 @@ async def test_a_rollout_stays_one_line_and_the_engine_gets_its_own_words_back(k
         (row,) = (await front.rig.get("/tokencache/v1/sessions/s/trajectories?format=nemo-gym"))["responses"]
         said = [item for item in row["response"]["output"] if item.get("role") == "assistant"]
         texts = [part["text"] for item in said for part in item["content"]]
-        assert not any("think>" in text for text in texts)  # NeMo RL takes a tag there for malformed thinking
+        assert not any("think>" in text for text in texts)  # NeMo RL treats a tag there as malformed thinking
         thoughts = [item["summary"][0]["text"] for item in row["response"]["output"] if item["type"] == "reasoning"]
         assert thoughts[0] == THOUGHT
-        if dialect in {"messages", "responses"}:  # these clients send back all that they got
+        if dialect in {"messages", "responses"}:  # these clients send back everything that they received
             assert [message["content"] for message in sent] == [message.content for message in served[:-1]]
             assert not any("inline-think" in turn["forgiven"] for turn in turns)
 
@@ -105,7 +105,7 @@ async def test_a_client_that_loses_some_of_it(kind, lost):
         assert [turn["match"] for turn in turns] == ["root", "continue", "continue"]
         rule = "reasoning-dropped" if lost == "thinking" else "inline-think"
         assert all(rule in turn["forgiven"] for turn in turns[1:])
-        if kind == "gym":  # Gym's server takes thinking in the text only
+        if kind == "gym":  # Gym's server accepts thinking only in the text
             assert all(lost == "thinking" or "<think>" in json.dumps(call["messages"][1]) for call in front.calls[1:])
 
 

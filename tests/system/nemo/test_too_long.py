@@ -1,4 +1,4 @@
-"""A prompt that is too long, where the proxy takes the place of Gym's model server: an empty completion, as Gym's own server answers."""
+"""A prompt that is too long, with the proxy as Gym's model server: an empty completion, as Gym's own server answers."""
 
 import json
 
@@ -34,7 +34,7 @@ async def answer_to(rig, path, body, session="s"):
 
 
 def ending(path, text, *, stream):
-    """How a reply ended, and what it said."""
+    """How a reply ended, and its text."""
     if not stream:
         said = json.loads(text)
     elif path == RESPONSES:
@@ -65,7 +65,7 @@ EMPTY = {
 
 
 async def refused(rig, session="s"):
-    """The session's incidents, all of them refusals that were answered so."""
+    """The session's incidents, which must all be refusals answered this way."""
     info = await rig.info(session)
     assert info["complete"]
     assert {(incident["kind"], incident["hole"]) for incident in info["incidents"]} == {("engine-refused", False)}
@@ -85,7 +85,7 @@ async def test_a_first_prompt_that_is_too_long(rig, path, stream):
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 async def test_a_refusal_within_the_engine_s_stream(rig, path):
-    """vLLM finds some faults of a request only after its 200."""
+    """vLLM detects some errors of a request only after its 200."""
     rig.engine.faults.append(Fault.error_event(0, REFUSAL, status=400))
     status, text = await answer_to(rig, path, asking(path, "hi", stream=True))
     assert status == 200
@@ -123,7 +123,7 @@ async def test_a_rollout_that_grows_too_long_ends_and_keeps_its_turns(rig, diale
         "The decoder prompt (length 2001) is longer than the maximum model length of 2000. Make sure that `max_model_len` is no smaller.",
     ],
 )
-async def test_the_words_by_which_vllm_says_it(rig, refusal, stream):
+async def test_the_error_texts_of_vllm(rig, refusal, stream):
     rig.engine.faults.append(Fault.answer(400, json.dumps({"error": {"message": refusal, "type": "BadRequestError", "code": 400}})))
     status, text = await answer_to(rig, CHAT, asking(CHAT, "hi", stream=stream))
     assert (status, ending(CHAT, text, stream=stream)) == (200, EMPTY[CHAT, stream])
@@ -138,8 +138,8 @@ async def test_every_other_refusal_is_passed_on(rig, status, refusal):
 
 
 @pytest.mark.parametrize("role", [True, False])
-async def test_nobody_else_is_answered_so(role):
-    """Without the option, and without a session, it is the engine's 400."""
+async def test_other_calls_get_the_engine_s_refusal(role):
+    """Without the option, or without a session, it is the engine's 400."""
     engine = SimulatedEngine(episodes=EPISODES, seed=7, max_model_len=2000)
     async with proxied(engine, return_token_id_information=role) as rig:
         status, text = await answer_to(rig, CHAT, asking(CHAT, LONG), session="" if role else "s")
@@ -147,8 +147,8 @@ async def test_nobody_else_is_answered_so(role):
     assert "context length" in text
 
 
-async def test_gym_s_own_classes_take_it_and_its_own_server_answers_the_same(rig):
-    """Where nemo-gym is installed."""
+async def test_gym_s_own_classes_accept_it_and_its_own_server_answers_the_same(rig):
+    """If nemo-gym is installed."""
     questions = [{"path": path, "body": asking(path, "hi", stream=stream), "refusal": REFUSAL} for path, stream in EMPTY]
     for (path, stream), own in zip(EMPTY, ask_gym(questions), strict=True):
         assert ending(path, own["answer"], stream=stream) == EMPTY[path, stream]
@@ -156,6 +156,6 @@ async def test_gym_s_own_classes_take_it_and_its_own_server_answers_the_same(rig
     assert [found["status"] for found in ask_gym(ours)] == [200, 200]
 
 
-def test_gym_s_own_server_refuses_and_passes_on_as_the_table_says():
+def test_gym_s_own_server_refuses_and_forwards_as_the_table_lists():
     (own,) = ask_gym([{"path": CHAT, "body": {"messages": [HI]}, "refusal": "'tools' must be a list"}])
     assert own["status"] == 500  # Gym's server raises: a client of the proxy gets the engine's 400

@@ -1,4 +1,4 @@
-"""The documented edge cases of NeMo RL's splice, as vectors for the server that stands for its worker."""
+"""The documented edge cases of NeMo RL's splice, as vectors for the test server that replaces its worker."""
 
 import json
 import os
@@ -17,13 +17,13 @@ QWEN3_EOS = 151645
     [
         # an empty prefix changes nothing
         ([], [1, EOS], [1, EOS, 3], [1, EOS, 3]),
-        # the model's own tokens up to the end of its turn, the template's behind it
+        # the model's own tokens up to the end of its turn, then the template's
         ([11, 40, 220, 17, EOS], [11, 40, 1001, EOS], [11, 40, 1001, EOS, 21, 22, 40], [11, 40, 220, 17, EOS, 21, 22, 40]),
         # a truncated turn: the template's end of turn closes it
         ([11, 40, 220], [11, 40, 220, EOS], [11, 40, 220, EOS, 21], [11, 40, 220, EOS, 21]),
-        # several ends of turn: the one behind the last assistant's message counts
+        # several ends of turn: the one after the last assistant message counts
         ([5, EOS, 6, EOS, 7, EOS], [5, EOS, 6, EOS, 9, EOS], [5, EOS, 6, EOS, 9, EOS, 8, EOS], [5, EOS, 6, EOS, 7, EOS, 8, EOS]),
-        # reasoning that the template strips once a user speaks shifts places, not counts
+        # reasoning that the template strips once a user message follows shifts positions, not counts
         ([5, EOS, 90, 91, 7, EOS], [5, EOS, 90, 91, 7, EOS], [5, EOS, 7, EOS, 8, EOS, 4], [5, EOS, 90, 91, 7, EOS, 8, EOS, 4]),
     ],
 )
@@ -31,7 +31,7 @@ def test_vectors(prefix, template_prefix, template, spliced):
     assert splice(prefix, template_prefix, template, EOS) == spliced
 
 
-@pytest.mark.skipif("TOKENCACHE_NEMO_RL_VECTORS" not in os.environ, reason="TOKENCACHE_NEMO_RL_VECTORS names no file of NeMo RL's")
+@pytest.mark.skipif("TOKENCACHE_NEMO_RL_VECTORS" not in os.environ, reason="TOKENCACHE_NEMO_RL_VECTORS does not name a file of NeMo RL")
 def test_nemo_rl_s_own_vector():
     """`tests/unit/models/generation/maybe_correct_merged_tokens_test_data.json` of NVIDIA-NeMo/RL (at 7ea279a), a turn of Qwen3's."""
     vector = json.loads(Path(os.environ["TOKENCACHE_NEMO_RL_VECTORS"]).read_text())
@@ -42,6 +42,6 @@ def test_nemo_rl_s_own_vector():
 
 
 @pytest.mark.parametrize(("template_prefix", "template"), [([1, 3], [1, 3, 4]), ([1, EOS, EOS], [1, EOS, 4])])
-def test_without_its_end_of_turn_there_is_no_place(template_prefix, template):
+def test_without_its_end_of_turn_the_position_is_not_found(template_prefix, template):
     with pytest.raises(AssertionError, match="EOS token"):
         splice([9], template_prefix, template, EOS)

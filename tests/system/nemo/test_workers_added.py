@@ -27,7 +27,7 @@ def _briskly(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def training(workers=2):
-    """A run of NeMo RL: yields its workers by the URLs that it reports, `/v1` at the end, and the engine's books."""
+    """A run of NeMo RL: yields its workers by the URLs that it reports, `/v1` at the end, and the engine's log."""
     engine = SimulatedEngine(episodes=EPISODES, seed=7)
     async with engine.serve() as up, contextlib.AsyncExitStack() as stack:
         made = [Worker(up, engine.tokenizer.stop_id, max_model_len=engine.max_model_len) for _ in range(workers)]
@@ -66,7 +66,7 @@ async def test_workers_are_added_and_one_is_taken_out(dialect):
                 assert (await rig.check(session))["complete"]
 
 
-async def test_a_session_goes_on_at_another_worker():
+async def test_a_session_continues_on_another_worker():
     async with training() as (workers, engine), aiohttp.ClientSession() as http:
         store = MemoryStore()
         async with serving(Settings(port=0, hold=0, engine="nemo-rl"), store) as (url, proxy), AsyncClient(url) as client:

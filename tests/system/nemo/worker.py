@@ -1,14 +1,13 @@
-"""The contract of NeMo RL's vLLM worker, as a server before any engine that takes exact prompts.
+"""A test server with the contract of NeMo RL's vLLM worker, in front of any engine that accepts exact prompts.
 
 NeMo RL (`nemo_rl/models/generation/vllm/vllm_worker_async.py`, `openai_server_utils.py`) serves the policy over
-`POST /v1/chat/completions`, never streamed, and `POST /tokenize`, and nothing else. Both take `required_prefix_token_ids`: the
-messages are rendered twice, whole and up to the last assistant's message, and what stands before the N-th end of turn is
-replaced by the exact ids, N being how many the shorter rendering has. Without that field the last message that carries
-`prompt_token_ids` says the prefix; with it the ids on messages are not looked at. Sampling parameters other than the trainer's
-are an assertion, which a client sees as a bare 500; who asks for log probabilities must say `top_logprobs`, too. The ids and log
-probabilities of an answer stand on its message.
+`POST /v1/chat/completions`, never streamed, and `POST /tokenize`, and nothing else. Both accept `required_prefix_token_ids`: the messages
+are rendered twice, whole and up to the last assistant message, and everything before the N-th end of turn is replaced by the exact ids, N
+being the count in the shorter rendering. Without that field the last message that carries `prompt_token_ids` determines the prefix; with
+it the ids on messages are ignored. Sampling parameters that differ from the trainer's raise an assertion, which a client receives as a
+bare 500; a request for log probabilities must set `top_logprobs`, too. An answer's message carries its ids and log probabilities.
 
-This is written from that description, to be run before the simulated engine and before a real vLLM.
+It was written from that description, for the simulated engine and a real vLLM.
 """
 
 import contextlib
@@ -24,10 +23,10 @@ TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_prob
 
 
 def splice(prefix, template_prefix, template, eos):
-    """Put an exact prefix in the place of a rendered history.
+    """Replaces a rendered history by an exact prefix.
 
     Raises:
-        AssertionError: the rendering has fewer ends of turn than its own beginning.
+        AssertionError: The rendering has fewer ends of turn than its own beginning.
     """
     if not prefix:
         return template
@@ -40,9 +39,9 @@ def splice(prefix, template_prefix, template, eos):
 
 @dataclass
 class Worker:
-    """A worker before the engine at `upstream`, whose end of turn is `eos`.
+    """A worker in front of the engine at `upstream`, whose end of turn is `eos`.
 
-    `calls` are the bodies of the chat calls that it was sent; `unknown` the paths that it answered with 404.
+    `calls` are the bodies of the chat calls that it received; `unknown` the paths that it answered with 404.
     """
 
     upstream: str
@@ -55,7 +54,7 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def serve(self):
-        """Serve on a free port; yields the base URL."""
+        """Serves on a free port; yields the base URL."""
         app = web.Application(client_max_size=2**28, middlewares=[_assertions])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
@@ -101,7 +100,7 @@ class Worker:
         return web.json_response({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": None})
 
     async def _prompt(self, body):
-        """The prompt of a request: rendered, and spliced where a prefix is required."""
+        """The prompt of a request: rendered, and spliced if a prefix is required."""
         messages = body["messages"]
         prefix = body.get("required_prefix_token_ids")
         if prefix is None:
@@ -127,7 +126,7 @@ class Worker:
 
 @web.middleware
 async def _assertions(request, handler):
-    """What uvicorn makes of an exception that nobody catches."""
+    """uvicorn's answer to an unhandled exception."""
     try:
         return await handler(request)
     except (AssertionError, KeyError):
