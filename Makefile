@@ -1,7 +1,7 @@
-# `make demo` is the place to start. Every target sets up what it needs.
+# Start with `make demo`. Every target installs what it needs.
 #
 # Needs: Python 3.11 or later, a C compiler (for the Redis that the tests start), and a package index.
-# The viewer's tests want Chromium: tests/api/viewer/install_chromium.sh installs Debian's (as root); else they are skipped.
+# The viewer's tests need Chromium, or they are skipped: tests/api/viewer/install_chromium.sh installs Debian's (as root).
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,7 +22,7 @@ E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspa
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV))
 E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
 PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
-# tests/system/nemo again, where NeMo Gym's own classes are there to be compared with
+# runs tests/system/nemo again, in an environment with NeMo Gym, to compare with its own classes
 NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/system/nemo
 
 .DEFAULT_GOAL := help
@@ -31,7 +31,7 @@ NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/syst
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
-install: $(STAMP) ## the package and its tools into .venv, changed sources take effect at once
+install: $(STAMP) ## install the package (editable) and its tools into .venv
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version}")'
@@ -41,18 +41,18 @@ $(STAMP): pyproject.toml requirements.lock
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-lock: ## write requirements.lock anew after pyproject.toml changed; ARGS=--upgrade takes the newest releases
+lock: ## update requirements.lock after a change of pyproject.toml; ARGS=--upgrade uses the newest releases
 	@test -x $(BIN)/uv || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip --disable-pip-version-check install -q uv; }
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 		--output-file requirements.lock --quiet $(ARGS)
 
-audit: $(STAMP) ## whether a vulnerability is known in what requirements.lock pins
+audit: $(STAMP) ## check requirements.lock for known vulnerabilities
 	$(BIN)/python .ci/audit.py requirements.lock
 
-demo: $(STAMP) ## one agent, directly and through the proxy, on a simulated engine: seconds, no GPU
+demo: $(STAMP) ## run one agent directly and through the proxy, on a simulated engine: seconds, no GPU
 	@$(BIN)/tokencache demo $(ARGS)
 
-lint: docs ## ruff, its formatter, mypy, the import contracts, and the links of the documentation
+lint: docs ## run ruff, its formatter, mypy, the import contracts, and check the links of the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -61,47 +61,47 @@ lint: docs ## ruff, its formatter, mypy, the import contracts, and the links of 
 docs: $(STAMP) ## build the documentation site into site/; a broken link fails the build
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-lint-deploy: $(STAMP) ## the Dockerfile, the compose file, the manifests
+lint-deploy: $(STAMP) ## check the Dockerfile, the compose file and the manifests
 	$(BIN)/hadolint Dockerfile
 	TOKENCACHE_ADMIN_KEY=none $(BIN)/docker-compose --profile '*' config --quiet
 	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: disable}}' docker-compose.yml deploy
 	$(BIN)/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*/*.yaml))
 
-check: lint ## lint, types and the fast tests: under a minute, for every edit
+check: lint ## run lint, types and the fast tests: under a minute, after every edit
 	$(PYTEST) $(FAST_TESTS)
 
-test: lint lint-deploy ## lint, types, and all tests but the end-to-end ones, in parallel; JOBS=0 runs them one by one, COVERAGE=1 measures
+test: lint lint-deploy ## run lint, types, and all tests but the end-to-end ones, in parallel; JOBS=0 disables that, COVERAGE=1 measures coverage
 	$(PYTEST) $(if $(COVERAGE),--cov=tokencache)
 
-coverage: ## the same as `make test COVERAGE=1`: fails below the level in pyproject.toml
+coverage: ## run `make test COVERAGE=1`, which fails below the level in pyproject.toml
 	$(MAKE) test COVERAGE=1
 
-e2e: e2e-install ## a real vLLM on CPU, Claude Code, Codex, Hermes, OpenCode and more: a quarter of an hour and 7 GB the first time
+e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenCode and more; 15 minutes, 7 GB the first time
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/system/e2e
 	$(NEMO_GYM_TESTS)
 	$(MAKE) consumers
 
-consumers: $(STAMP) ## the formats, read by the trainers' own published classes (their wheels, without what they depend on)
+consumers: $(STAMP) ## test the export formats with the trainers' own classes (their wheels, without dependencies)
 	mkdir -p .consumers
 	for w in $(CONSUMERS); do ls .consumers/$${w%%==*}-$${w##*==}-*.whl >/dev/null 2>&1 || \
 		$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --dest .consumers $$w || exit 1; done
 	TOKENCACHE_CONSUMERS=$(abspath .consumers) $(PYTEST_E2E) tests/trajectories/formats/test_published.py
 
-e2e-harnesses: e2e-engine ## every real harness that can be installed; writes docs/harnesses.md
+e2e-harnesses: e2e-engine ## test every real harness that can be installed; writes docs/harnesses.md
 	-tests/system/e2e/harnesses/install.sh $(HARNESS_DIR)
 	$(E2E) TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/system/e2e/harnesses
 
-e2e-versions: $(STAMP) ## older vLLMs with the plugin and without, VLLM_VERSIONS="0.24 0.25"; writes docs/engines.md
+e2e-versions: $(STAMP) ## test older vLLMs with and without the plugin, VLLM_VERSIONS="0.24 0.25"; writes the table in docs/engines.md
 	for v in $(VLLM_VERSIONS); do PYTHON=$(PYTHON) tests/system/e2e_versions/install.sh .venv-vllm-$$v "$$v.*" || exit 1; done
 	TOKENCACHE_E2E_VLLMS="$(VLLM_VERSIONS:%=.venv-vllm-%)" TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/system/e2e_versions
 
-e2e-nemo: $(STAMP) ## NVIDIA's nemo-gym with the proxy in each of its places, on a real vLLM: three minutes
+e2e-nemo: $(STAMP) ## test NVIDIA's nemo-gym with the proxy in each position, on a real vLLM: three minutes
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
 	$(E2E) $(PYTEST_E2E) tests/system/e2e/test_nemo_gym.py
 	$(NEMO_GYM_TESTS)
 
-e2e-install: e2e-engine ## install what `make e2e` needs; `make e2e` does it, too
+e2e-install: e2e-engine ## install what `make e2e` needs (`make e2e` does so, too)
 	tests/system/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
 
 e2e-engine: $(STAMP)
@@ -109,28 +109,28 @@ e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
 
-chaos: $(STAMP) ## 2,000 turns while proxies, Redis and engines are killed, frozen and cut off: some minutes. ARGS="--turns N --seed S"
+chaos: $(STAMP) ## run 2,000 turns while proxies, Redis and engines are killed, frozen and cut off: some minutes. ARGS="--turns N --seed S"
 	$(BIN)/python -m tests.system.faults.chaos $(ARGS)
 
-fuzz: $(STAMP) ## the parsers that read what strangers write, for two minutes; guided by coverage after .venv/bin/pip install atheris. ARGS="path --seconds 600"
+fuzz: $(STAMP) ## fuzz the parsers of untrusted input for two minutes; guided by coverage if atheris is in .venv. ARGS="path --seconds 600"
 	$(BIN)/python -m tests.system.fuzz $(ARGS)
 
-adversary: $(STAMP) ## random agent sessions against reading, matching, planning and recording, judged message by message. ARGS="--turns 1000000 --processes 2"
+adversary: $(STAMP) ## test parsing, matching, planning and recording with random agent sessions. ARGS="--turns 1000000 --processes 2"
 	$(BIN)/python -m tests.system.adversary $(ARGS)
 
-bench: bench-others ## what the proxy costs, beside a bare relay, nginx, LiteLLM and more: 25 minutes, on a quiet machine
+bench: bench-others ## measure what the proxy costs, next to a bare relay, nginx, LiteLLM and more: 25 minutes, on an idle machine
 	$(BIN)/python -m bench $(ARGS)
 
-bench-quick: bench-others ## less of it, in under two minutes
+bench-quick: bench-others ## run a part of the bench in under two minutes
 	$(BIN)/python -m bench --quick $(ARGS)
 
-bench-engine: $(STAMP) ## what the engine gains: first tokens and prefix cache of a real vLLM on CPU, with the proxy and without: twelve minutes
+bench-engine: $(STAMP) ## measure the engine's gain: first token and prefix cache of a real vLLM on CPU, with and without the proxy: twelve minutes
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) $(BIN)/python -m bench.gain $(ARGS)
 
 bench-others: $(STAMP)
 	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs
 
-clean: ## remove .venv, caches and builds (the .venv-vllm*, .venv-miniswe, .venv-nemo-gym, .bench-venvs and .harnesses stay: gigabytes)
+clean: ## remove .venv, caches and builds (keeps .venv-vllm*, .venv-miniswe, .venv-nemo-gym, .bench-venvs and .harnesses: gigabytes)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist site bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

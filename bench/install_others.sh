@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the bench compares the proxy with, each in a virtual environment of its own: bench/install_others.sh FOLDER
-# What cannot be installed is left out of the bench's tables, which say so; this script never fails.
+# Installs the programs that the bench compares with the proxy, each in its own virtual environment: bench/install_others.sh FOLDER
+# The bench's tables omit a program that cannot be installed, and name it; this script never fails.
 set -uo pipefail
 folder=$1
 python=${PYTHON:-python3}

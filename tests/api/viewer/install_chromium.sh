@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs Debian's Chromium for the viewer's tests, if it is not there and this user may install packages.
-# Without it these tests are skipped, and say so.
+# Installs Debian's Chromium for the viewer's tests, if it is missing and this user may install packages.
+# Without it these tests are skipped with a reason.
 set -uo pipefail
 for name in chromium chromium-browser google-chrome; do
     if command -v "$name" >/dev/null; then echo "chromium: there already ($(command -v "$name"))"; exit 0; fi

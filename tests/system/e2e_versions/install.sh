@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: install.sh VENV VERSION          e.g. install.sh .venv-vllm-0.25 '0.25.*'
-# Installs a release of vLLM's CPU build into VENV, and this project beside it as a user of the plugin would: five minutes and 6 GB the
-# first time. Where that version is there already, only the project is installed anew.
+# Installs a release of vLLM's CPU build into VENV, and this project, as a user of the plugin would: five minutes and 6 GB the first
+# time. If that version is already installed, installs only the project again.
 set -euo pipefail
 venv=$1
 wanted=$2

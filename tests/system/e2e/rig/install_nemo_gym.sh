@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # usage: install_nemo_gym.sh VENV
-# Installs NVIDIA's nemo-gym and this package into VENV: half a minute and 1 GB the first time, nothing when that version is there
-# already.
+# Installs NVIDIA's nemo-gym and this package into VENV: half a minute and 1 GB the first time; does nothing if that
+# version is already installed.
 #
-# nemo-gym 0.7.0 declares Python 3.13.14, but what the tests run of it works on Python 3.11 (its one newer import,
-# itertools.batched in nemo_gym/exporters/mlflow.py, is not among that). So its own requirements are installed as they
-# are declared, and nemo-gym itself without pip's check of the Python version.
+# nemo-gym 0.7.0 declares Python 3.13.14, but the parts that the tests use work on Python 3.11 (its one newer import,
+# itertools.batched in nemo_gym/exporters/mlflow.py, is not among them). So its declared requirements are installed, and
+# nemo-gym itself without pip's check of the Python version.
 set -euo pipefail
 version=0.7.0
 venv=$1
@@ -33,7 +33,7 @@ for requirement in headers.get_all("Requires-Dist", []):
     if "extra ==" not in requirement:
         print(requirement)
 PYTHON
-# pip takes over a minute for these 200 packages; and what tests/system/nemo needs to run in this environment, too
+# pip takes over a minute for these 200 packages; the last ones are needed to run tests/system/nemo in this environment
 pip install -q uv
 "$venv/bin/uv" pip install -q --python "$venv/bin/python" -r "$downloads/requirements.txt" -e "$repository[testing]" \
     pytest pytest-asyncio hypothesis google-genai

