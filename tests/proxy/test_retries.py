@@ -451,3 +451,28 @@ async def test_a_store_that_failed_at_the_end_keeps_nobody_waiting():
             assert said(await second)["content"]
         info = await rig.info()
         assert (info["turns"], info["complete"], info["open_calls"]) == (1, False, [])
+
+
+@pytest.mark.parametrize(("policy", "status"), [("fail", 503), ("relay", 200)])
+async def test_a_duplicate_of_a_call_that_was_opened_without_an_answer_is_served(policy, status):
+    """The store opens the first call, but its answer is lost; a retry has found that call meanwhile."""
+    async with proxied(on_store_error=policy) as rig:
+        go, begin = asyncio.Event(), rig.store.begin
+
+        async def loses_its_answer(*args, **more):
+            rig.store.begin = begin
+            await begin(*args, **more)
+            await go.wait()
+            raise StoreError("slow")
+
+        rig.store.begin = loses_its_answer
+        first = asyncio.create_task(send(rig))
+        await until(lambda: open_calls(rig))
+        second = asyncio.create_task(send(rig, **RETRY))
+        await asyncio.sleep(0.1)
+        go.set()
+        assert (await first)[0] == status
+        async with asyncio.timeout(5):
+            assert said(await second)["content"]
+        info = await rig.info()
+        assert (info["turns"], info["open_calls"]) == (1, [])

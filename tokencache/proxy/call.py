@@ -129,6 +129,8 @@ class CallAttempt:
             self.state = TRANSITIONS[self.state][event]
         except KeyError:
             raise IllegalTransitionError(f"a call that is {self.state} cannot {event}") from None
+        if self._ended is not None and self.ended:
+            self._ended.set()
 
     async def __aenter__(self) -> Self:
         """Do nothing: `open` opens the call."""
@@ -205,14 +207,15 @@ class CallAttempt:
 
     @property
     def ended(self) -> bool:
-        """Whether the end of the call is in the store, or was lost."""
+        """Whether the end of the call is in the store, or was lost, or the call was never opened."""
         return self.state in TERMINAL
 
-    async def until_ended(self) -> None:
-        """Wait until the end of the call is in the store, or was lost."""
+    async def until_ended(self) -> bool:
+        """Wait until the call has ended; false if the store did not confirm that it opened it, so that it may be open there still."""
         self._ended = self._ended or asyncio.Event()
         if not self.ended:
             await self._ended.wait()
+        return self._begun is not None
 
     def cancel(self, task: "asyncio.Task[Any]") -> None:
         """Cancel the task that serves the call; while the store is written to, as soon as that is done."""
@@ -255,8 +258,6 @@ class CallAttempt:
         finally:
             cancelled = self.state is State.STORING_CANCELLED
             self._advance(Event.WRITTEN if written else Event.FAILED)
-            if self._ended is not None:
-                self._ended.set()
         if cancelled:
             raise asyncio.CancelledError
 

@@ -198,9 +198,7 @@ class CallsInFlight:
 
     async def _watch(self, session: str, epoch: str, duplicate: OpenCall, key: bytes) -> _Ended:
         local, died = self._calls.get(duplicate.call), False
-        if local is not None and not local.ended:
-            await local.until_ended()
-        else:
+        if local is None or local.ended or not await local.until_ended():
             died = await self._closed_for_lost_replica(session, epoch, duplicate)
         found = (await self._store.find(session, [key]))[0]
         return _Ended(tuple(hit.turn for hit in found if hit.turn.call == duplicate.call), died)
