@@ -64,7 +64,7 @@ async def test_a_rollout_from_key_to_tokens(rig, client):
     assert trajectory.figures.turns == 2
     (sequence,) = trajectory.sequences
     assert len(sequence.token_ids) == len(sequence.loss_mask) == len(sequence.logprobs) == sequence.tokens
-    for span, entry in zip(sequence.turns, rig.book("r1"), strict=True):
+    for span, entry in zip(sequence.turns, rig.ground_truth("r1"), strict=True):
         (start, end), (_, prompt) = span.completion, span.prompt
         assert sequence.token_ids[:prompt] == entry.prompt_ids
         assert sequence.token_ids[start:end] == entry.completion_ids
@@ -111,7 +111,7 @@ async def test_the_sampling_of_a_key_is_sent_to_the_engine(rig, client):
 async def test_the_budget_of_a_key_ends_its_session(rig, client):
     session = await client.create(budget=Budget(calls=1))
     await chat(session)
-    assert len(rig.book(session.id)) == 1
+    assert len(rig.ground_truth(session.id)) == 1
     assert [incident.kind for incident in (await session.state()).incidents] == ["budget-spent"]
 
 

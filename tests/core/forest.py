@@ -15,7 +15,7 @@ class Forest:
         self.turns: list[Turn] = []
         self.tokens: dict[str, Tokens] = {}
         self.prefix: dict[str, bytes] = {}
-        self.books: list[tuple[list[int], list[int], list[float]]] = []
+        self.ground_truth: list[tuple[list[int], list[int], list[float]]] = []
 
     def add(self, prompt, completion, parent=None, *, base=None, match=None, marks=(), logprobs=None, **more):
         """Record a turn: `prompt` is all of it, or what comes behind the parent's prefix."""
@@ -45,7 +45,7 @@ class Forest:
         )
         self.turns.append(turn)
         self.tokens[name] = Tokens(ids.tail(packed, shared), own, ids.pack_logprobs(values))
-        self.books.append((ids.unpack(packed), completion, values))
+        self.ground_truth.append((ids.unpack(packed), completion, values))
         return name
 
     def change(self, name, **fields):

@@ -73,17 +73,17 @@ def test_extension_with_a_turn_missing_or_out_of_order():
 # engine_agrees
 
 
-def books(forest):
-    return [(list(p), list(c), list(lp)) for p, c, lp in forest.books]
+def ground_truth(forest):
+    return [(list(p), list(c), list(lp)) for p, c, lp in forest.ground_truth]
 
 
 def test_engine_agrees_whatever_the_order():
     forest = line(3)
-    assert invariants.engine_agrees(forest.turns, forest.tokens, books(forest)[::-1]) == []
+    assert invariants.engine_agrees(forest.turns, forest.tokens, ground_truth(forest)[::-1]) == []
     twins = Forest()
     for _ in range(2):
         twins.add([1], [2], logprobs=[-0.5])
-    assert invariants.engine_agrees(twins.turns, twins.tokens, twins.books) == []
+    assert invariants.engine_agrees(twins.turns, twins.tokens, twins.ground_truth) == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_engine_agrees_whatever_the_order():
 )
 def test_engine_disagrees(part, value, word):
     forest = line(3)
-    kept = books(forest)
+    kept = ground_truth(forest)
     assert list(kept[1][part]) != value
     kept[1] = tuple(value if i == part else x for i, x in enumerate(kept[1]))
     told(
@@ -111,15 +111,15 @@ def test_engine_disagrees(part, value, word):
 
 def test_an_entry_that_nobody_recorded_and_a_turn_that_the_engine_never_made():
     forest = line(3)
-    found = invariants.engine_agrees(forest.turns[:2], forest.tokens, books(forest))
+    found = invariants.engine_agrees(forest.turns[:2], forest.tokens, ground_truth(forest))
     assert found == ["engine's entry 2: recorded by no turn (13 prompt and 2 completion tokens)"]
-    told(invariants.engine_agrees(forest.turns, forest.tokens, books(forest)[:2]), "turn t2")
+    told(invariants.engine_agrees(forest.turns, forest.tokens, ground_truth(forest)[:2]), "turn t2")
     told(invariants.engine_agrees(forest.turns, forest.tokens, []), "turn t0", "turn t1", "turn t2")
-    told(invariants.engine_agrees(forest.turns, forest.tokens, books(forest) + books(forest)[:1]), "engine's entry 3")
+    told(invariants.engine_agrees(forest.turns, forest.tokens, ground_truth(forest) + ground_truth(forest)[:1]), "engine's entry 3")
     doubled = Forest()
     for _ in range(2):
         doubled.add([1], [2], logprobs=[-0.5])
-    told(invariants.engine_agrees(doubled.turns, doubled.tokens, doubled.books[:1]), "turn t1")
+    told(invariants.engine_agrees(doubled.turns, doubled.tokens, doubled.ground_truth[:1]), "turn t1")
 
 
 def test_what_an_aborted_turn_and_one_without_log_probabilities_may_lack():
@@ -333,7 +333,7 @@ def test_audit_of_a_session_that_was_played():
 )
 def test_audit_and_books_let_no_broken_record_pass(fields):
     forest = line(3)
-    kept = books(forest)
+    kept = ground_truth(forest)
     forest.change("t1", **fields)
     assert invariants.audit(forest.turns, forest.tokens) or invariants.engine_agrees(forest.turns, forest.tokens, kept)
 

@@ -23,7 +23,7 @@ def test_any_forest_is_trained_once_and_exactly(rng):
     built = sequences(forest.turns, forest.tokens)
     assert sum(len(s.turns) for s in built) == len(forest.turns)
     pairs = sorted((t, p) for s in built for t, p, m in zip(s.token_ids, s.logprobs, s.loss_mask, strict=True) if m)
-    assert pairs == sorted((t, p) for _, c, lp in forest.books if lp for t, p in zip(c, lp, strict=True))
+    assert pairs == sorted((t, p) for _, c, lp in forest.ground_truth if lp for t, p in zip(c, lp, strict=True))
 
 
 @MANY
@@ -31,7 +31,7 @@ def test_any_forest_is_trained_once_and_exactly(rng):
 def test_every_prefix_is_rebuilt_from_deltas(rng):
     forest = grow(rng)
     lookup = {turn.id: (turn, forest.tokens[turn.id]) for turn in forest.turns}
-    for turn, (prompt, completion, _) in zip(forest.turns, forest.books, strict=True):
+    for turn, (prompt, completion, _) in zip(forest.turns, forest.ground_truth, strict=True):
         prefix = rebuild_prefix(lookup, turn.id)
         assert ids.unpack(prefix.prompt) == prompt
         assert ids.unpack(prefix.ids) == prompt + completion

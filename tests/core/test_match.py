@@ -27,7 +27,7 @@ from tokencache.core.verdict import Cut, Verdict, delivered_prefix, judge, pack_
 def test_no_match_is_ever_wrong_and_all_invariants_hold(rng):
     world = play(rng)
     assert invariants.audit(world.turns, world.tokens) == []
-    assert invariants.engine_agrees(world.turns, world.tokens, world.books) == []
+    assert invariants.engine_agrees(world.turns, world.tokens, world.ground_truth) == []
     built = sequences(world.turns, world.tokens)
     trained = sum(sum(s.loss_mask) for s in built)
     assert trained == sum(t.completion_tokens for t in world.turns if "no-logprobs" not in t.marks)

@@ -126,7 +126,7 @@ def rewritten(message: Message) -> Message:
 
 @dataclass
 class World:
-    """One session: what was recorded, what the engine's books say, and what is true."""
+    """One session: what was recorded, the engine's ground-truth log, and what is true."""
 
     rng: random.Random
     turns: list[Turn] = field(default_factory=list)
@@ -137,7 +137,7 @@ class World:
     own: dict[str, list[Anchor]] = field(default_factory=dict)
     asked: dict[str, list[Entry]] = field(default_factory=dict)
     recorded: dict[Any, list[str]] = field(default_factory=lambda: defaultdict(list))
-    books: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)
+    ground_truth: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
     sayings: dict[str, list[Any]] = field(default_factory=dict)
     leniency: Leniency = field(default_factory=Leniency)
@@ -307,7 +307,7 @@ class World:
             stopped=completion[-1:] == [END],
             marks=(*(("no-logprobs",) if bare and completion else ()), *(("aborted",) if leave else ())),
         )
-        self.books.append((prompt, whole, [*values, *[-1.0] * (len(whole) - len(completion))]))
+        self.ground_truth.append((prompt, whole, [*values, *[-1.0] * (len(whole) - len(completion))]))
         self.turns.append(turn)
         self.tokens[name] = Tokens(ids.tail(packed, shared), ids.pack(completion), b"" if bare else ids.pack_logprobs(values))
         self.prefixes[name] = packed + ids.pack(completion)

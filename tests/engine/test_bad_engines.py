@@ -119,7 +119,7 @@ async def test_a_tokenizer_that_changes_during_a_session():
     """The engine refuses ids of the old vocabulary; the call is sent plainly, and new sequences continue as usual."""
     async with standing() as (rig, intermediary):
         messages = await episode(rig, 1)
-        (old,) = rig.book()
+        (old,) = rig.ground_truth()
         probes = len(rig.engine.tokenizations)
 
         def refuse(route, body):
@@ -165,7 +165,7 @@ async def test_a_fault_of_every_call_does_not_cause_a_probe_with_every_call():
     async with standing() as (rig, intermediary):
         histories = {name: await rig.say(name, ASK, tools=TOOLS) for name in ("a", "b", "c")}
         asked = len(rig.engine.tokenizations)
-        old = [book.prompt_ids for book in rig.engine.ground_truth if book.session in histories]
+        old = [entry.prompt_ids for entry in rig.engine.ground_truth if entry.session in histories]
         probes = []
 
         def refuse(route, body):

@@ -1,6 +1,6 @@
 """What the proxy's tests share: an engine with a proxy before it, on real sockets, and ways to talk to both.
 
-`proxied` starts everything and stops it; `Rig` talks to engine and proxy, and holds exports against the engine's books.
+`proxied` starts everything and stops it; `Rig` calls engine and proxy, and compares exports with the engine's ground-truth log.
 """
 
 from __future__ import annotations
@@ -158,18 +158,18 @@ class Rig:
     async def exported(self, session: str = "s") -> Any:
         return await self.get(f"/tokencache/v1/sessions/{session}/trajectories")
 
-    def book(self, session: str = "s") -> list[Any]:
+    def ground_truth(self, session: str = "s") -> list[Any]:
         return [entry for entry in self.engine.ground_truth if entry.session == session]
 
     async def check(self, session: str = "s", *, aborted: int = 0) -> Any:
-        """Hold what is exported of a session against the engine's books; returns the export.
+        """Compares a session's export with the engine's ground-truth log; returns the export.
 
-        `aborted` is how many entries of the books were cut short: of those a beginning is recorded.
+        `aborted` is the number of entries of the log that were cut short: the turns record the beginning of those.
         """
         exported = await self.exported(session)
         known = await self.store.turns(session)
         tokens = await self.store.tokens(session, [turn.id for turn in known])
-        ground_truth = [entry for entry in self.book(session) if entry.completion_ids or entry.finish_reason != "abort"]
+        ground_truth = [entry for entry in self.ground_truth(session) if entry.completion_ids or entry.finish_reason != "abort"]
         assert not invariants.audit(known, tokens, session=session)
         assert not invariants.engine_agrees(
             known, tokens, [(b.prompt_ids, b.completion_ids, b.logprobs) for b in ground_truth], session=session
@@ -212,5 +212,5 @@ async def proxied(engine: SimulatedEngine | None = None, store: Any = None, *, u
         serving(Settings(upstream=upstream or up, port=0, **settings), store) as (url, proxy),
     ):
         if upstream is None:
-            await proxy.engine.model()  # the probe's own calls are over before a test looks at the books
+            await proxy.engine.model()  # the probe's own calls are over before a test reads the ground-truth log
         yield Rig(url, up, engine, proxy, store, http)

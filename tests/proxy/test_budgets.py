@@ -136,7 +136,7 @@ async def test_calls_that_come_at_once_at_the_bound():
         rig.engine.token_delay = 0.001
         said = await asyncio.gather(*(rig.say("s", [user(f"{SAY} {n}")], stream=n % 2 == 0) for n in range(10)))
         assert sum(message["content"] == LAST_WORDS for message in said) == 6
-        assert len(rig.book("s")) == 4
+        assert len(rig.ground_truth("s")) == 4
         assert len(await spent(rig)) == 6
         await rig.check()
 

@@ -48,9 +48,9 @@ async def goes_on(rig, session="s"):
 async def test_in_the_middle_of_a_stream(events):
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
         await leave_after(rig, events)
-        await rig.engine.until(lambda: rig.book("s") and rig.book("s")[0].aborted)
+        await rig.engine.until(lambda: rig.ground_truth("s") and rig.ground_truth("s")[0].aborted)
         info = await settled(rig)
-        entry = rig.book("s")[0]
+        entry = rig.ground_truth("s")[0]
         assert entry.finish_reason == "abort"
         (turn,) = await rig.turns()
         assert (turn["marks"], turn["finish_reason"], turn["match"]) == (["aborted"], "abort", "root")
@@ -69,13 +69,13 @@ async def test_in_the_middle_of_a_stream(events):
 async def test_before_anything_came(stream):
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.05), linger=0) as rig:
         call = asyncio.create_task(rig.http.post(rig.url + CHAT, json={**ASK, "stream": stream}, headers={HEADER: "s"}))
-        await rig.engine.until(lambda: bool(rig.book("s")))
+        await rig.engine.until(lambda: bool(rig.ground_truth("s")))
         if not stream:
             call.cancel()
         else:
             (await call).close()
         await asyncio.gather(call, return_exceptions=True)
-        await rig.engine.until(lambda: rig.book("s")[0].aborted)
+        await rig.engine.until(lambda: rig.ground_truth("s")[0].aborted)
         info = await settled(rig)
         assert "client-gone" in {i["kind"] for i in info["incidents"]}
         rig.engine.token_delay = 0
@@ -107,7 +107,7 @@ async def test_while_the_call_is_planned():
         assert (info["complete"], info["turns"]) == (True, 1)
         go.set()
         await goes_on(rig)
-        assert len(rig.book("s")) == 3
+        assert len(rig.ground_truth("s")) == 3
 
 
 async def test_while_the_call_is_opened():
@@ -135,7 +135,7 @@ async def test_while_the_call_is_opened():
         go.set()
         info = await settled(rig)
         assert (info["complete"], info["turns"]) == (True, 0)
-        assert not rig.book("s")
+        assert not rig.ground_truth("s")
         await goes_on(rig)
 
 
@@ -172,7 +172,7 @@ async def test_while_the_turn_is_stored(stream):
 
 @pytest.mark.parametrize("linger", [0, 10])
 async def test_many_leave_at_random_points(linger):
-    """Every moment of a call, whatever it is: each session ends up closed, and equal to the engine's books."""
+    """At any moment of a call: each session ends up closed, and equal to the ground-truth log."""
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.001), linger=linger) as rig:
 
         async def one(n):
@@ -188,7 +188,7 @@ async def test_many_leave_at_random_points(linger):
             await rig.say(f"s{n}", [user("EPISODE:talk")])
             info = await settled(rig, f"s{n}")
             aborted = sum("aborted" in turn["marks"] for turn in await rig.turns(f"s{n}"))
-            whole = [entry for entry in rig.book(f"s{n}") if not entry.aborted]
+            whole = [entry for entry in rig.ground_truth(f"s{n}") if not entry.aborted]
             assert len(whole) + aborted == info["turns"]
 
 

@@ -108,7 +108,7 @@ async def test_a_stream_that_ends_early(rig, fault, after):
     assert not info["complete"]
     kinds = {i["kind"] for i in info["incidents"]}
     assert kinds & {"upstream-broke", "engine-error"}
-    entry = rig.book("s")[0]
+    entry = rig.ground_truth("s")[0]
     turns = await rig.turns()
     assert len(turns) == (1 if after else 0)
     for turn in turns:
@@ -149,7 +149,7 @@ async def test_the_connection_breaks_behind_the_finish(rig):
             end = "broken"
     assert end == "broken"
     said = [json.loads(event) for event in events(got.decode())]
-    finished = rig.book("s")[0].finish_reason not in (None, "abort")
+    finished = rig.ground_truth("s")[0].finish_reason not in (None, "abort")
     assert (said[-1]["choices"][0]["finish_reason"] is not None) == finished
     assert not (await rig.info())["complete"]
 

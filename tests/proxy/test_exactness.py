@@ -1,4 +1,4 @@
-"""What is exported equals the engine's own books: every token, every log probability, each once, whatever harnesses do.
+"""The export equals the engine's ground-truth log: every token, every log probability, each once, whatever harnesses do.
 
 The checks are in `kit.Rig.check`. So that they cannot pass by never splicing, what happened is counted, too: most turns
 must be continued token for token, and each way for a prompt to come about must have occurred.
@@ -43,7 +43,7 @@ def assert_faithful(rig: Rig, session: str, exported: dict) -> None:
     """
     engine = rig.engine
     bodies = {headers.get("X-Request-ID"): body for headers, body in zip(engine.headers, engine.requests, strict=True)}
-    asked = {tuple(entry.prompt_ids): bodies[entry.request_id.removeprefix("chatcmpl-")] for entry in rig.book(session)}
+    asked = {tuple(entry.prompt_ids): bodies[entry.request_id.removeprefix("chatcmpl-")] for entry in rig.ground_truth(session)}
     ends = {turn["turn"]: turn["prompt_tokens"] + turn["completion_tokens"] for s in exported["sequences"] for turn in s["turns"]}
     for sequence in exported["sequences"]:
         for turn in sequence["turns"]:
@@ -69,7 +69,9 @@ async def let_loose(engine: SimulatedEngine, seed: int, sessions: int, steps: in
     async with proxied(engine, **settings) as rig:
         harnesses = [Harness(rig, f"s{i}", seed) for i in range(sessions)]
         await asyncio.gather(*(harness.run(steps) for harness in harnesses))
-        assert len(engine.ground_truth) - sum(len(rig.book(h.session)) for h in harnesses) < 40  # the probe's own; the rest is checked
+        assert (
+            len(engine.ground_truth) - sum(len(rig.ground_truth(h.session)) for h in harnesses) < 40
+        )  # the probe's own; the rest is checked
         for harness in harnesses:
             exported = await rig.check(harness.session)
             assert exported["complete"], exported["incidents"]
@@ -109,7 +111,7 @@ async def test_a_plain_conversation_is_one_sequence(rig, stream):
     assert exported["complete"]
     assert [turn["match"] for turn in exported["sequences"][0]["turns"]] == ["root"] + ["continue"] * 5
     assert len(exported["sequences"]) == 1
-    assert [entry.ids_supplied for entry in rig.book()] == [False] + [True] * 5
+    assert [entry.ids_supplied for entry in rig.ground_truth()] == [False] + [True] * 5
     spans = [turn[part] for turn in exported["sequences"][0]["turns"] for part in ("prompt", "completion")]
     assert [a[1] for a in spans[:-1]] == [b[0] for b in spans[1:]]
 
@@ -144,7 +146,7 @@ async def test_the_same_words_in_two_sessions_never_share_tokens():
         for name in names:
             exported = await rig.check(name)
             assert [len(sequence["turns"]) for sequence in exported["sequences"]] == [3]
-            firsts.add(tuple(rig.book(name)[0].completion_ids))
+            firsts.add(tuple(rig.ground_truth(name)[0].completion_ids))
         assert len(firsts) > 1
 
 

@@ -105,7 +105,7 @@ async def test_of_two_replies_with_the_same_words_the_handle_tells_which_came_ba
     said = [await ask(rig, dialect), await ask(rig, dialect)]
     await ask(rig, dialect, said[which])
     *tried, turn = await rig.turns()
-    assert len({tuple(entry.completion_ids) for entry in rig.book()[:2]}) == len(said), "other tokens for the same words"
+    assert len({tuple(entry.completion_ids) for entry in rig.ground_truth()[:2]}) == len(said), "other tokens for the same words"
     assert (turn["match"], turn["parent"]) == ("continue", tried[which]["turn"])
     await rig.check()
 
@@ -130,7 +130,7 @@ async def test_beside_other_words_it_proves_nothing(rig, dialect):
     turn = (await rig.turns())[-1]
     assert turn["match"] == "plain"
     assert turn["reason"] in {"rewritten-reply", "foreign-reply"}
-    prompt = rig.engine.tokenizer.decode(rig.book()[-1].prompt_ids)
+    prompt = rig.engine.tokenizer.decode(rig.ground_truth()[-1].prompt_ids)
     assert "twenty-eight" in prompt
 
 
@@ -141,7 +141,7 @@ async def test_it_is_worth_nothing_in_another_session(rig, dialect):
     await ask(rig, dialect, said, session="other")
     turns = await rig.turns("other")
     assert [turn["match"] for turn in turns][-1] in {"continue", "plain"}
-    own = rig.book("other")
+    own = rig.ground_truth("other")
     if turns[-1]["match"] == "continue":  # by its words, which were said here, too: in the tokens that were sampled here
         assert own[-1].prompt_ids[: len(own[0].prompt_ids) + len(own[0].completion_ids)] == own[0].prompt_ids + own[0].completion_ids
     await rig.check("other")

@@ -33,7 +33,7 @@ async def conversation(rig):
     await ask(rig, history)
     assert [turn["match"] for turn in await rig.turns()] == ["root", "continue", "continue", "continue"]
     await rig.check()
-    return rig.engine.tokenizer.decode(rig.book()[-1].prompt_ids)
+    return rig.engine.tokenizer.decode(rig.ground_truth()[-1].prompt_ids)
 
 
 async def test_where_the_template_takes_them_they_stay_in_place():

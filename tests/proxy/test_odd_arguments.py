@@ -26,7 +26,7 @@ async def spliced(rig, messages):
     await rig.say("s", messages, tools=TOOLS)
     turn = (await rig.turns())[-1]
     assert turn["match"] in {"continue", "resplice"}, turn
-    tokenizer, prompt = rig.engine.tokenizer, rig.book()[-1].prompt_ids
+    tokenizer, prompt = rig.engine.tokenizer, rig.ground_truth()[-1].prompt_ids
     status, plain = await rig.post(None, "/tokenize", model="sim", messages=messages, tools=TOOLS)
     assert status == 200
     return turn, tokenizer.decode(prompt), tokenizer.decode(plain["tokens"])

@@ -35,7 +35,7 @@ async def test_it_never_moves_the_boundary(rig, text):
         messages = [*messages, echo(message), *turn(text, message)]
     exported = await rig.check()
     assert [t["match"] for s in exported["sequences"] for t in s["turns"]] == ["root", "continue", "continue", "continue"]
-    for entry, body in zip(rig.book(), [b for b in rig.engine.requests if b.get("return_weight_versions")], strict=True):
+    for entry, body in zip(rig.ground_truth(), [b for b in rig.engine.requests if b.get("return_weight_versions")], strict=True):
         rendered = rig.engine.tokenizer.decode(rig.engine._render(body, {}))
         last = max(i for i, m in enumerate(body["messages"]) if m["role"] != "assistant")
         begin = next((i for i in range(last, -1, -1) if body["messages"][i]["role"] == "assistant"), -1) + 1

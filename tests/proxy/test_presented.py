@@ -182,7 +182,7 @@ def test_the_splitter_loses_nothing_and_does_not_mind_cuts(parts, data):
 
 
 async def test_a_network_that_delivers_crumbs(rig):
-    """Between proxy and engine stands a wire that hands on a few bytes at a time; the harness and the books cannot tell."""
+    """A relay between proxy and engine forwards a few bytes at a time: neither the harness nor the ground-truth log shows a difference."""
 
     async def carry(reader, writer, step):
         while data := await reader.read(1 << 16):

@@ -119,9 +119,9 @@ async def incidents(rig, session="s"):
 
 async def leave(rig, body=ASK, session="s", **headers):
     """Ask, and leave as soon as the engine generates."""
-    before = len(rig.book(session))
+    before = len(rig.ground_truth(session))
     call = asyncio.create_task(send(rig, body, session=session, **headers))
-    await rig.engine.until(lambda: len(rig.book(session)) > before and bool(rig.book(session)[-1].completion_ids))
+    await rig.engine.until(lambda: len(rig.ground_truth(session)) > before and bool(rig.ground_truth(session)[-1].completion_ids))
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
 
@@ -151,14 +151,14 @@ async def test_a_call_like_one_in_flight_gets_its_reply(store, streams, more):
         if streams[0] is streams[1]:
             assert said(answers[0]) == said(answers[1])
             assert await incidents(rig) == {"retry-joined": 1}
-            assert len(rig.book()) == (3 if more == "choices" else 1)
+            assert len(rig.ground_truth()) == (3 if more == "choices" else 1)
             if more == "choices" and not streams[0]:
                 assert [c["message"]["content"] for c in answers[0][1]["choices"]] == [
                     c["message"]["content"] for c in answers[1][1]["choices"]
                 ]
                 assert answers[0][1]["id"] == answers[1][1]["id"]
         else:
-            assert len({entry.request_id for entry in rig.book()}) == 2
+            assert len({entry.request_id for entry in rig.ground_truth()}) == 2
         exported = await rig.check()
         assert exported["complete"]
 
@@ -182,9 +182,9 @@ async def test_many_at_once_are_one_call_unless_their_sdk_says_that_each_is_the_
     await wanted(rig)
     go.set()
     assert len({said(await call)["content"] for call in calls}) == 1
-    assert len(rig.book()) == 1
+    assert len(rig.ground_truth()) == 1
     await asyncio.gather(*(send(rig, session="sdk", **FIRST) for _ in range(8)))
-    assert len(rig.book("sdk")) == 8
+    assert len(rig.ground_truth("sdk")) == 8
     assert "retry-joined" not in await incidents(rig, "sdk")
     await rig.check()
     await rig.check("sdk")
@@ -205,7 +205,7 @@ async def test_a_harness_that_left_comes_back(store, headers, stream):
         go.set()
         text = said(await again)["content"]
         await settled(rig)
-        (entry,) = rig.book()
+        (entry,) = rig.ground_truth()
         assert not entry.aborted
         (turn,) = await rig.turns()
         assert turn["marks"] == ["unanswered"]
@@ -213,7 +213,7 @@ async def test_a_harness_that_left_comes_back(store, headers, stream):
         assert (await rig.check())["complete"]
         rig.engine.token_delay = 0
         assert said(await send(rig, body))["content"] is not None  # it was heard: this is another sample
-        assert len(rig.book()) == 2
+        assert len(rig.ground_truth()) == 2
         assert text
 
 
@@ -225,7 +225,7 @@ async def test_what_nobody_heard_is_said_once(store):
         assert (turn["marks"], turn["finish_reason"]) == (["unanswered"], "stop")
         first, second = await send(rig), await send(rig)
         assert said(first)["content"] == turn["served"]["content"]
-        assert len(rig.book()) == 2
+        assert len(rig.ground_truth()) == 2
         assert said(second)["content"]
         assert [turn["marks"] for turn in await rig.turns()] == [["unanswered"], ["second-sample"]]
         assert await incidents(rig) == {"retry-replayed": 1}
@@ -235,12 +235,12 @@ async def test_what_nobody_heard_is_said_once(store):
 async def test_nobody_comes_back_in_time():
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.5), linger=0.05) as rig:
         await leave(rig)
-        await rig.engine.until(lambda: rig.book()[0].aborted)
+        await rig.engine.until(lambda: rig.ground_truth()[0].aborted)
         await settled(rig)
         assert await incidents(rig) >= Counter({"client-gone": 1})
         rig.engine.token_delay = 0
         assert said(await send(rig, **RETRY))["content"]
-        assert len(rig.book()) == 2
+        assert len(rig.ground_truth()) == 2
 
 
 async def test_who_waits_keeps_it_going():
@@ -248,7 +248,7 @@ async def test_who_waits_keeps_it_going():
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.02), linger=0.4) as rig:
         await leave(rig)
         said(await send(rig))
-        (entry,) = rig.book()
+        (entry,) = rig.ground_truth()
         assert not entry.aborted
 
 
@@ -259,12 +259,12 @@ async def test_a_stream_of_which_something_was_shown_ends_at_once():
             while got.count(b"\n\n") < 3:
                 got += await answer.content.readany()
             answer.close()
-        await rig.engine.until(lambda: rig.book()[0].aborted)
+        await rig.engine.until(lambda: rig.ground_truth()[0].aborted)
         await settled(rig)
         assert [turn["marks"] for turn in await rig.turns()] == [["aborted"]]
         rig.engine.token_delay = 0
         said(await send(rig, {**ASK, "stream": True}, **RETRY))  # nothing whole is there to be said again
-        assert len(rig.book()) == 2
+        assert len(rig.ground_truth()) == 2
 
 
 async def test_the_twin_is_elsewhere(store):
@@ -278,10 +278,10 @@ async def test_the_twin_is_elsewhere(store):
         go.set()
         assert said(await first) == said(await second)
         said(await third)
-        assert len(rig.book()) == 2
+        assert len(rig.ground_truth()) == 2
         assert await incidents(rig) == {"retry-joined": 1}
         assert said(await send(rig, url=url, **RETRY)) == said(await first)
-        assert len(rig.book()) == 2
+        assert len(rig.ground_truth()) == 2
         await rig.check()
 
 
@@ -294,7 +294,7 @@ async def test_the_twins_replica_is_gone(store, monkeypatch):
         async with asyncio.timeout(20):
             answers = await asyncio.gather(*(send(rig) for _ in range(3)))
         assert len({said(answer)["content"] for answer in answers}) == 1
-        assert len(rig.book()) == 1
+        assert len(rig.ground_truth()) == 1
         found = await incidents(rig)
         assert (found["replica-lost"], found["retry-joined"]) == (1, 2)
         info = await rig.info()
@@ -314,7 +314,7 @@ async def test_the_twin_was_refused(rig, status):
     go.set()
     assert (await first)[0] == status
     assert said(await second)["content"]
-    assert len(rig.book()) == 1
+    assert len(rig.ground_truth()) == 1
 
 
 async def test_sealed_meanwhile(rig):
@@ -354,14 +354,14 @@ async def test_a_second_sample_is_a_sibling(store):
         assert [turn["match"] for turn in turns] == ["root", "continue", "branch"]
         assert [turn["marks"] for turn in turns] == [[], [], ["second-sample"]]
         assert turns[1]["parent"] == turns[2]["parent"] == turns[0]["turn"]
-        assert len(rig.book()) == 3
+        assert len(rig.ground_truth()) == 3
         assert (await rig.check())["complete"]
 
 
 async def test_idempotency_keys_tell_calls_apart(rig):
     for key in ("a", "b", "a"):
         said(await send(rig, **{"Idempotency-Key": key}))
-    assert len(rig.book()) == 2
+    assert len(rig.ground_truth()) == 2
     assert await incidents(rig) == {"retry-replayed": 1}
 
 
@@ -369,7 +369,7 @@ async def test_a_storm_of_repetitions_does_not_grow_the_session(rig):
     first = said(await send(rig))
     for _ in range(3 * ONE_BY_ONE):
         assert said(await send(rig, **RETRY)) == first
-    assert len(rig.book()) == 1
+    assert len(rig.ground_truth()) == 1
     assert (await incidents(rig))["retry-replayed"] == ONE_BY_ONE + 1  # the 32nd is the next that is told
     await rig.check()
 
@@ -380,7 +380,7 @@ async def test_what_is_not_kept_is_sampled_anew(rig, more):
         status, body = await send(rig, {**ASK, **more}, **headers)
         assert status == 200
         assert body["choices"][0]["logprobs" if "logprobs" in more else "token_ids"]
-    assert len(rig.book()) == 2
+    assert len(rig.ground_truth()) == 2
     assert [turn["marks"] for turn in await rig.turns()] == [[], ["second-sample"]]
 
 
@@ -389,16 +389,16 @@ async def test_fewer_calls_are_taken_for_repetitions(repeats, joined):
     async with proxied(repeats=repeats) as rig:
         go = gate(rig)
         calls = [asyncio.create_task(send(rig)) for _ in range(3)]
-        await rig.engine.until(lambda: len(rig.book()) == 3)
+        await rig.engine.until(lambda: len(rig.ground_truth()) == 3)
         calls.append(asyncio.create_task(send(rig, **RETRY)))
         if joined:
             await wanted(rig)
         else:
-            await rig.engine.until(lambda: len(rig.book()) == 4)
+            await rig.engine.until(lambda: len(rig.ground_truth()) == 4)
         go.set()
         for call in calls:
             said(await call)
-        assert len(rig.book()) == 4 - joined
+        assert len(rig.ground_truth()) == 4 - joined
         await rig.check()
 
 
@@ -409,9 +409,9 @@ async def test_a_second_sample_that_was_refused_is_what_is_repeated(store):
         rig.engine.faults.append(Fault.answer(500, "{}"))
         assert (await send(rig, **FIRST))[0] == 500
         second = (await send(rig, **RETRY))[1]["id"]
-        assert len(rig.book()) == 2
+        assert len(rig.ground_truth()) == 2
         assert (await send(rig, **RETRY))[1]["id"] == second != first
-        assert len(rig.book()) == 2
+        assert len(rig.ground_truth()) == 2
         assert [turn["marks"] for turn in await rig.turns()] == [[], ["second-sample"]]
         await rig.check()
 
@@ -427,7 +427,7 @@ async def test_a_waiting_stream_hears_signs_of_life(rig):
             go.set()
             rest = await answer.text()
         assert said((200, [json.loads(line) for line in events(rest) if line.startswith("{")])) == said(await first)
-        assert len(rig.book()) == 1
+        assert len(rig.ground_truth()) == 1
 
 
 async def test_a_store_that_failed_at_the_end_keeps_nobody_waiting():

@@ -81,7 +81,7 @@ async def test_a_repetition_gets_the_same_reply(rig, way):
     assert again_kind == kind == "application/json"
     told, once = json.loads(again), json.loads(first)
     assert _lasting(told) == _lasting(once)
-    assert len({entry.request_id for entry in rig.book()}) == 1
+    assert len({entry.request_id for entry in rig.ground_truth()}) == 1
     assert await incidents(rig) == {"retry-replayed": 1}
 
 
@@ -97,7 +97,7 @@ async def test_a_repetition_gets_the_same_stream(rig, way):
     kind, first = await ask(rig, STREAMS[way])
     again_kind, again = await ask(rig, STREAMS[way], **RETRY)
     assert again_kind == kind
-    assert len(rig.book()) == 1
+    assert len(rig.ground_truth()) == 1
     if way == "responses":  # its last event holds all that was said
         assert [words(text)[-1]["response"]["output"] for text in (first, again)] == [words(first)[-1]["response"]["output"]] * 2
     assert added_up(first) == added_up(again) != {}
@@ -158,13 +158,13 @@ async def slow():
 
 
 async def sampled_once(rig):
-    """Wait until nothing is open; then the engine's books must hold one whole reply, and so must the export."""
+    """Waits until no call is open; then the ground-truth log must have one whole reply, and so must the export."""
 
     async def closed():
         return not await open_calls(rig)
 
     await until(closed, 10)
-    (entry,) = rig.book()
+    (entry,) = rig.ground_truth()
     assert not entry.aborted
     assert (await rig.check())["complete"]
 
@@ -223,7 +223,7 @@ async def test_a_stream_that_has_not_begun_is_joined_as_one(slow):
     go.set()
     texts = [(await one)[1] for one in (first, second)]
     assert added_up(texts[0]) == added_up(texts[1])
-    assert len(slow.book()) == 1
+    assert len(slow.ground_truth()) == 1
 
 
 async def heard(speak):

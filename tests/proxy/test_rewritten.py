@@ -127,11 +127,11 @@ async def test_what_was_heard_before_an_interrupt_goes_on_in_its_own_tokens(char
         else:
             assert second["match"] in {"continue", "resplice"}
             assert "interrupted" in second["forgiven"]
-            prompt = rig.book("s")[-1].prompt_ids
+            prompt = rig.ground_truth("s")[-1].prompt_ids
             assert heard in rig.engine.tokenizer.decode(prompt)
-            assert prompt[: first["prompt_tokens"]] == rig.book("s")[0].prompt_ids
+            assert prompt[: first["prompt_tokens"]] == rig.ground_truth("s")[0].prompt_ids
             kept = second["anchors"][0]["end"] if second["anchors"] else first["prompt_tokens"] + first["completion_tokens"]
-            sampled = rig.book("s")[0].completion_ids
+            sampled = rig.ground_truth("s")[0].completion_ids
             assert prompt[first["prompt_tokens"] : kept] == sampled[: kept - first["prompt_tokens"]]
             assert rig.engine.tokenizer.decode(sampled[: kept - first["prompt_tokens"]]).endswith(heard)
         await rig.say("s", [*history, {"role": "assistant", "content": "Yes."}, user("go on")])

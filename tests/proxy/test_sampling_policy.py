@@ -127,7 +127,7 @@ async def test_a_pinned_seed_answers_the_same_prompt_alike():
     async with proxied(SimulatedEngine(seed=1), sampling={"seed": 5}) as rig:
         for session in ("a", "b"):
             await rig.say(session, [user("Say something.")])
-        (one,), (other,) = rig.book("a"), rig.book("b")
+        (one,), (other,) = rig.ground_truth("a"), rig.ground_truth("b")
         assert (one.prompt_ids, one.completion_ids) == (other.prompt_ids, other.completion_ids)
 
 

@@ -33,7 +33,7 @@ async def test_an_agent_with_tools(rig, way):
             reply = await sdk.chat.completions.create(model="sim", messages=messages, tools=TOOLS)
             choice = reply.choices[0]
             assert choice.finish_reason == ("tool_calls" if turn < 2 else "stop")
-            assert reply.usage.prompt_tokens == len(rig.book()[-1].prompt_ids)
+            assert reply.usage.prompt_tokens == len(rig.ground_truth()[-1].prompt_ids)
             messages += answers(choice.message)
     exported = await rig.check()
     assert [[t["match"] for t in s["turns"]] for s in exported["sequences"]] == [["root"] + ["continue"] * 3]
@@ -49,7 +49,7 @@ async def test_an_agent_that_streams(rig):
                 async for _event in stream:
                     pass
                 final = await stream.get_final_completion()
-            assert final.usage.completion_tokens == len(rig.book()[-1].completion_ids)
+            assert final.usage.completion_tokens == len(rig.ground_truth()[-1].completion_ids)
             messages += answers(final.choices[0].message)
     exported = await rig.check()
     assert [len(s["turns"]) for s in exported["sequences"]] == [4]
@@ -76,7 +76,7 @@ async def test_logprobs_and_ids_for_who_asks(rig):
         reply = await sdk.chat.completions.create(
             model="sim", messages=[user("EPISODE:talk")], logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True}
         )
-    entry = rig.book()[-1]
+    entry = rig.ground_truth()[-1]
     assert reply.choices[0].token_ids == entry.completion_ids
     assert reply.prompt_token_ids == entry.prompt_ids
     assert [item.logprob for item in reply.choices[0].logprobs.content] == entry.logprobs

@@ -63,10 +63,10 @@ async def test_an_agent_with_tools(rig, way, thoughts):
         reply = await sdk.models.generate_content(
             model="sim", contents=contents, config=config(thoughts=thoughts, system_instruction="Be brief.")
         )
-        usage, book = reply.usage_metadata, rig.book()[-1]
+        usage, entry = reply.usage_metadata, rig.ground_truth()[-1]
         assert bool(reply.function_calls) == (turn < 2)
-        assert usage.prompt_token_count == len(book.prompt_ids)
-        assert usage.candidates_token_count + (usage.thoughts_token_count or 0) == len(book.completion_ids)
+        assert usage.prompt_token_count == len(entry.prompt_ids)
+        assert usage.candidates_token_count + (usage.thoughts_token_count or 0) == len(entry.completion_ids)
         assert reply.model_version == "sim"
         assert bool(reply.candidates[0].content.parts[0].thought) == thoughts
         contents += answers([reply.candidates[0].content])
@@ -82,7 +82,7 @@ async def test_an_agent_that_streams(rig, thoughts):
     for _ in range(4):
         parts, last = await streamed(sdk, contents, config(thoughts=thoughts))
         assert last.candidates[0].finish_reason is types.FinishReason.STOP
-        assert last.usage_metadata.prompt_token_count == len(rig.book()[-1].prompt_ids)
+        assert last.usage_metadata.prompt_token_count == len(rig.ground_truth()[-1].prompt_ids)
         contents += answers(parts)
     assert await matches(rig) == IN_ONE_LINE
     assert all(turn["stream"] for turn in await rig.turns())
@@ -95,7 +95,7 @@ async def test_a_stream_is_a_stream(rig):
     stream = await client(rig).aio.models.generate_content_stream(model="sim", contents=[said("EPISODE:talk")], config=config())
     first = await anext(aiter(stream))
     assert first.candidates[0].content.parts[0].text
-    assert rig.book()[-1].finish_reason is None
+    assert rig.ground_truth()[-1].finish_reason is None
     async for _ in stream:
         pass
     assert len(await until(rig.turns)) == 1
@@ -177,7 +177,7 @@ async def test_counting_tokens(rig):
     sdk = client(rig).aio
     counted = await sdk.models.count_tokens(model="sim", contents="EPISODE:talk")
     await sdk.models.generate_content(model="sim", contents="EPISODE:talk")
-    assert counted.total_tokens == len(rig.book()[-1].prompt_ids)
+    assert counted.total_tokens == len(rig.ground_truth()[-1].prompt_ids)
 
 
 async def test_models(rig):

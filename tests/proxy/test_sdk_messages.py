@@ -48,8 +48,8 @@ async def test_an_agent_with_tools(rig, way):
             reply = await sdk.messages.create(**asked(messages, system="Be brief."))
             assert reply.stop_reason == ("tool_use" if turn < 2 else "end_turn")
             usage = reply.usage
-            assert usage.input_tokens + usage.cache_read_input_tokens == len(rig.book()[-1].prompt_ids)
-            assert usage.output_tokens == len(rig.book()[-1].completion_ids)
+            assert usage.input_tokens + usage.cache_read_input_tokens == len(rig.ground_truth()[-1].prompt_ids)
+            assert usage.output_tokens == len(rig.ground_truth()[-1].completion_ids)
             assert reply.content[0].type == "thinking"
             messages += answers(reply)
     assert await matches(rig) == IN_ONE_LINE
@@ -67,7 +67,7 @@ async def test_an_agent_that_streams(rig, beta):
                 final = await stream.get_final_message()
             assert kinds[0] == "message_start"
             assert kinds.count("content_block_stop") == len(final.content)
-            assert final.usage.output_tokens == len(rig.book()[-1].completion_ids)
+            assert final.usage.output_tokens == len(rig.ground_truth()[-1].completion_ids)
             messages += answers(final)
     assert await matches(rig) == IN_ONE_LINE
     await rig.check()
@@ -77,7 +77,7 @@ async def test_an_agent_that_streams(rig, beta):
 async def test_a_stream_says_the_length_of_the_prompt_at_once(rig):
     async with client(rig) as sdk:
         events = [event async for event in await sdk.messages.create(**asked([user("EPISODE:talk")], stream=True))]
-    assert events[0].message.usage.input_tokens == len(rig.book()[-1].prompt_ids)
+    assert events[0].message.usage.input_tokens == len(rig.ground_truth()[-1].prompt_ids)
     assert sum(event.type == "content_block_delta" for event in events) > 10  # as it came, not in one piece
 
 
@@ -141,7 +141,7 @@ async def test_counting(rig):
         for _ in range(2):
             counted = await sdk.messages.count_tokens(model="sim", messages=messages, tools=[BASH], system="Be brief.")
             reply = await sdk.messages.create(**asked(messages, system="Be brief."))
-            assert counted.input_tokens == len(rig.book()[-1].prompt_ids)
+            assert counted.input_tokens == len(rig.ground_truth()[-1].prompt_ids)
             messages += answers(reply)
 
 

@@ -67,8 +67,8 @@ async def test_an_agent_that_sends_its_whole_history(rig, stream, options, shape
         for turn in range(4):
             response = await ask(sdk, stream, input=items, instructions="You are helpful.", **options)
             assert response.status == "completed"
-            assert response.usage.input_tokens == len(rig.book()[-1].prompt_ids)
-            assert response.usage.output_tokens == len(rig.book()[-1].completion_ids)
+            assert response.usage.input_tokens == len(rig.ground_truth()[-1].prompt_ids)
+            assert response.usage.output_tokens == len(rig.ground_truth()[-1].completion_ids)
             assert response.output[0].type == "reasoning"
             assert ("function_call" in [item.type for item in response.output]) is (turn < 2)
             items += [*shape(response), *results(response)]
@@ -155,7 +155,7 @@ async def test_the_count_of_an_answer_that_is_to_be_continued(rig):
         asked = await sdk.responses.create(model="sim", input=items)
         ended = [START, items[1] | {"status": "completed"}]
         assert (await sdk.responses.input_tokens.count(model="sim", input=ended)).input_tokens > counted.input_tokens
-    assert counted.input_tokens == asked.usage.input_tokens == len(rig.book()[-1].prompt_ids)
+    assert counted.input_tokens == asked.usage.input_tokens == len(rig.ground_truth()[-1].prompt_ids)
 
 
 async def test_custom_tools_and_namespaces(rig):

@@ -296,7 +296,7 @@ async def _same_talk(plan):
             await rig.check(name)
             turns = await rig.store.turns(name)
             assert [turn.match for turn in turns] == ["root"] + ["continue"] * (len(turns) - 1)
-            for before, after in zip(rig.book(name), rig.book(name)[1:], strict=False):
+            for before, after in zip(rig.ground_truth(name), rig.ground_truth(name)[1:], strict=False):
                 own = [*before.prompt_ids, *before.completion_ids]
                 assert after.prompt_ids[: len(own)] == own
 

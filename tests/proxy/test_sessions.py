@@ -183,7 +183,10 @@ async def test_turns_show_what_happened(rig):
     assert second["sampling"] == {"temperature": 0.5, "max_tokens": 500}
     assert (second["model"], second["dialect"], second["finish_reason"]) == ("sim", "chat", "tool_calls")
     assert [c["name"] for c in second["served"]["tool_calls"]] == ["bash", "bash"]
-    assert (first["prompt_tokens"], second["completion_tokens"]) == (len(rig.book()[0].prompt_ids), len(rig.book()[1].completion_ids))
+    assert (first["prompt_tokens"], second["completion_tokens"]) == (
+        len(rig.ground_truth()[0].prompt_ids),
+        len(rig.ground_truth()[1].completion_ids),
+    )
 
 
 async def test_health_readiness_metrics(rig):
@@ -213,7 +216,7 @@ async def test_tokenize_returns_what_the_next_call_sends(rig, more):
         status, said = await rig.post("s", "/tokenize", model="sim", messages=messages, tools=TOOLS, **more)
         assert (status, set(said)) == (200, {"count", "max_model_len", "tokens", "token_strs"})
         message = await rig.say("s", messages, tools=TOOLS, **more)
-        assert said["tokens"] == rig.book()[-1].prompt_ids
+        assert said["tokens"] == rig.ground_truth()[-1].prompt_ids
         assert (said["count"], said["max_model_len"]) == (len(said["tokens"]), 131072)
         messages = [*messages, echo(message), *results(message)]
     assert [t["match"] for t in await rig.turns()] == ["root"] + ["continue"] * 3
@@ -221,7 +224,7 @@ async def test_tokenize_returns_what_the_next_call_sends(rig, more):
     edited = [{"role": "system", "content": "Other."}, *messages[1:]]
     said = (await rig.post("s", "/tokenize", model="sim", messages=edited, tools=TOOLS, **more))[1]
     await rig.say("s", edited, tools=TOOLS, **more)
-    assert said["tokens"] == rig.book()[-1].prompt_ids
+    assert said["tokens"] == rig.ground_truth()[-1].prompt_ids
     assert (await rig.turns())[-1]["match"] == "resplice"
 
 

@@ -21,7 +21,7 @@ SESSIONS = [f"s{n}" for n in range(8)]
 
 
 class Fleet:
-    """Engines that can be stopped and started; to a rig they are one engine with one set of books."""
+    """Engines that can be stopped and started; a rig uses them as one engine with one ground-truth log."""
 
     def __init__(self, engines):
         self.engines = engines

@@ -1,6 +1,6 @@
 """The structure of real sessions: sub-agents side by side, side calls, compaction, rollback, retries, several model names.
 
-Each test plays one kind of traffic in one session and holds the export against the engine's own books (`Rig.check`).
+Each test runs one kind of traffic in one session and compares the export with the engine's ground-truth log (`Rig.check`).
 """
 
 import asyncio

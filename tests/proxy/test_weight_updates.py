@@ -193,7 +193,7 @@ async def test_an_aborted_reply_is_sampled_afresh(held, after, times):
     (line,) = [s for s in exported["sequences"] if not any("engine-aborted" in t["marks"] for t in s["turns"])]
     assert len(line["turns"]) == 4
     assert all(len(s["turns"]) == 1 and not s["continued"] for s in exported["sequences"] if s is not line)
-    prompts = {tuple(entry.prompt_ids) for entry in held.book()[2 : 3 + times]}
+    prompts = {tuple(entry.prompt_ids) for entry in held.ground_truth()[2 : 3 + times]}
     assert len(prompts) == 1
     assert (await kinds(held), exported["complete"]) == (["engine-aborted"] * times, True)
 

@@ -39,9 +39,9 @@ async def test_a_whole_reply(ask):
     assert list(choice) == CHOICE
     assert choice["text"] == EPISODES["talk"][0]
     assert [choice[name] for name in ("logprobs", "token_ids", "prompt_token_ids")] == [None] * 3
-    (book,) = ask.engine.ground_truth
-    assert plain["usage"]["completion_tokens"] == len(book.completion_ids)
-    assert book.prompt_ids == ask.engine.tokenizer.encode("EPISODE:talk")
+    (entry,) = ask.engine.ground_truth
+    assert plain["usage"]["completion_tokens"] == len(entry.completion_ids)
+    assert entry.prompt_ids == ask.engine.tokenizer.encode("EPISODE:talk")
 
 
 async def test_batches_of_text_and_of_ids(ask):
@@ -50,10 +50,10 @@ async def test_batches_of_text_and_of_ids(ask):
         ask.engine.ground_truth.clear()
         _, said = await ask(prompt=prompt, n=2, logprobs=1, return_token_ids=True)
         assert [choice["index"] for choice in said["choices"]] == [0, 1, 2, 3]
-        for choice, book in zip(said["choices"], ask.engine.ground_truth, strict=True):
-            assert choice["prompt_token_ids"] == book.prompt_ids
-            assert choice["token_ids"] == book.completion_ids
-            assert choice["logprobs"]["token_logprobs"] == book.logprobs
+        for choice, entry in zip(said["choices"], ask.engine.ground_truth, strict=True):
+            assert choice["prompt_token_ids"] == entry.prompt_ids
+            assert choice["token_ids"] == entry.completion_ids
+            assert choice["logprobs"]["token_logprobs"] == entry.logprobs
             assert all(len(top) == 2 for top in choice["logprobs"]["top_logprobs"])
         assert ask.engine.ground_truth[0].prompt_ids == ids != ask.engine.ground_truth[2].prompt_ids
 
@@ -66,15 +66,15 @@ async def test_streams(ask):
     usage = full.pop()
     ground_truth = ask.engine.ground_truth[2:]
     assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == sum(len(book.completion_ids) for book in ground_truth)
+    assert usage["usage"]["completion_tokens"] == sum(len(entry.completion_ids) for entry in ground_truth)
     assert all(list(chunk["choices"][0]) == STREAMED for chunk in plain + full)
     assert all(chunk["choices"][0]["token_ids"] is None for chunk in plain)
-    for index, book in enumerate(ground_truth):
+    for index, entry in enumerate(ground_truth):
         mine = [chunk["choices"][0] for chunk in full if chunk["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in mine) == EPISODES["talk"][0]
-        assert list(chain.from_iterable(choice["token_ids"] for choice in mine)) == book.completion_ids
-        assert list(chain.from_iterable(choice["logprobs"]["token_logprobs"] for choice in mine)) == book.logprobs
-        assert [choice["prompt_token_ids"] for choice in mine] == [book.prompt_ids] + [None] * (len(mine) - 1)
+        assert list(chain.from_iterable(choice["token_ids"] for choice in mine)) == entry.completion_ids
+        assert list(chain.from_iterable(choice["logprobs"]["token_logprobs"] for choice in mine)) == entry.logprobs
+        assert [choice["prompt_token_ids"] for choice in mine] == [entry.prompt_ids] + [None] * (len(mine) - 1)
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
 
 

@@ -47,8 +47,8 @@ async def test_an_agent_with_tools(dialect, stream):
         assert [turn["match"] for turn in await rig.turns()] == ["root"] + ["continue"] * 3
         assert [len(sequence["turns"]) for sequence in (await rig.check())["sequences"]] == [4]
         assert (await rig.info())["incidents"] == []
-        ground_truth = rig.book()
-        assert [call["prompt"] for call in rig.engine.completions] == [book.prompt_ids for book in ground_truth[1:]]
+        ground_truth = rig.ground_truth()
+        assert [call["prompt"] for call in rig.engine.completions] == [entry.prompt_ids for entry in ground_truth[1:]]
         for earlier, later in itertools.pairwise(ground_truth):
             prefix = earlier.prompt_ids + earlier.completion_ids
             assert later.prompt_ids[: len(prefix)] == prefix
@@ -121,9 +121,9 @@ async def test_the_harness_gets_what_chat_would_return():
             status, said = await two_turns(rig, **shown)
             assert status == 200
             (choice,) = said["choices"]
-            assert said["prompt_token_ids"] == rig.book()[1].prompt_ids
-            assert choice["token_ids"] == rig.book()[1].completion_ids
-            assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == rig.book()[1].logprobs
+            assert said["prompt_token_ids"] == rig.ground_truth()[1].prompt_ids
+            assert choice["token_ids"] == rig.ground_truth()[1].completion_ids
+            assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == rig.ground_truth()[1].logprobs
             assert {len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]} == {2}
             message = choice["message"]
             words = [message["content"], message["reasoning"], [call["function"] for call in message["tool_calls"]]]
@@ -191,7 +191,7 @@ async def test_nothing_is_lost_if_derender_fails(stream):
         assert status == 502
         assert "no parser today" in said["error"]["message"]
         turn = (await rig.turns())[1]
-        assert turn["completion_tokens"] == len(rig.book()[1].completion_ids)
+        assert turn["completion_tokens"] == len(rig.ground_truth()[1].completion_ids)
         assert "engine-error" in turn["marks"]
         await rig.say("s", history, tools=TOOLS, stream=stream)
         assert [turn["match"] for turn in await rig.turns()] == ["root", "continue", "branch"]

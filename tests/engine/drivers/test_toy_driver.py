@@ -113,7 +113,7 @@ async def test_sessions_continue_on_exact_tokens(kind, stream):
             message = await rig.say("s", messages, tools=TOOLS, stream=stream)
             messages += [echo(message), *results(message)]
         assert [turn["match"] for turn in await rig.turns()] == ["root", "continue", "continue"]
-        assert toy.prompts == [entry.prompt_ids for entry in rig.book()[1:]]
+        assert toy.prompts == [entry.prompt_ids for entry in rig.ground_truth()[1:]]
         assert [len(sequence["turns"]) for sequence in (await rig.check())["sequences"]] == [3]
 
 

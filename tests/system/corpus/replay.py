@@ -153,7 +153,7 @@ class _Session:
 
 def _outcome(recording: Recording, rig: Rig, exported: dict[str, Any]) -> Replayed:
     """Joins the export with the calls; the engine's log shows which turn belongs to which call."""
-    entries = {int(_named_in(entry.request_id).removeprefix("call-")): entry for entry in rig.book(SESSION)}
+    entries = {int(_named_in(entry.request_id).removeprefix("call-")): entry for entry in rig.ground_truth(SESSION)}
     turns, sequences = {}, []
     for sequence in exported["sequences"]:
         numbers = []

@@ -46,7 +46,7 @@ class Stack:
         engine: Sequence[str] = (),
         engines: int = 1,
     ) -> None:
-        self.folder, self.ground_truth = folder, folder / "books.jsonl"
+        self.folder, self.ground_truth = folder, folder / "ground_truth.jsonl"
         self.redis = RealRedis(*redis)
         self._store, self._options, self._replicas = store, options, replicas
         self.engines = [Engine(f"engine-{n}", folder, self.ground_truth, *engine, "--seed", str(n)) for n in range(engines)]

@@ -137,8 +137,8 @@ async def settled(rig: Rig, session: str) -> None:
     turns = await rig.store.turns(session)
     tokens = await rig.store.tokens(session, [turn.id for turn in turns])
     assert not invariants.audit(turns, tokens, session=session)
-    books = [(book.prompt_ids, book.completion_ids, book.logprobs) for book in rig.book(session)]
-    assert not invariants.engine_agrees(turns, tokens, books, session=session)
+    ground_truth = [(entry.prompt_ids, entry.completion_ids, entry.logprobs) for entry in rig.ground_truth(session)]
+    assert not invariants.engine_agrees(turns, tokens, ground_truth, session=session)
 
 
 @dataclass

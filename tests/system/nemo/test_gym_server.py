@@ -76,7 +76,7 @@ async def test_the_same_in_front_of_nemo_rl_s_worker(dialect, stream, carries, m
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_the_ids_are_those_of_the_engine_s_log(rig, dialect):
     output = await Agent(rig, dialect).run()
-    ground_truth = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.book()]
+    ground_truth = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.ground_truth()]
     assert [token_fields(entry) for entry in carrying(output)] == ground_truth
 
 
@@ -139,13 +139,13 @@ async def test_an_answer_without_text_has_an_item_that_carries_the_ids():
     async with proxied(engine, return_token_id_information=True) as rig:
         (item,) = await Agent(rig, "responses").turn()
         assert (item["type"], [part["text"] for part in item["content"]]) == ("message", [""])  # Gym's converter writes it so
-        assert token_fields(item)[1] == rig.book()[-1].completion_ids
+        assert token_fields(item)[1] == rig.ground_truth()[-1].completion_ids
 
 
 async def test_every_choice_has_its_own_ids(rig):
     _, answer = await rig.post("s", messages=[user("EPISODE:demo")], n=2)
     said = [token_fields(choice["message"]) for choice in answer["choices"]]
-    assert said == [(b.prompt_ids, b.completion_ids, b.logprobs) for b in sorted(rig.book(), key=lambda b: b.index)]
+    assert said == [(b.prompt_ids, b.completion_ids, b.logprobs) for b in sorted(rig.ground_truth(), key=lambda b: b.index)]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -252,7 +252,7 @@ async def test_a_rollout_that_splits_is_refused_by_nemo_rl_and_exported_as_two(r
     assert await kinds(rig) == []  # the returned ids had been served, though in another line
     rows = read_nemo_gym(await rig.get("/tokencache/v1/sessions/s/trajectories?format=nemo-gym"))
     assert len(rows) == 2
-    assert sum(sum(row.mask) for row in rows) == sum(len(book.completion_ids) for book in rig.book())
+    assert sum(sum(row.mask) for row in rows) == sum(len(entry.completion_ids) for entry in rig.ground_truth())
 
 
 @pytest.mark.parametrize("path", ["/ng-rollout/7-2", "/ng-rollout/7-2/training-token-capture"])
@@ -290,7 +290,7 @@ async def test_gym_s_own_classes_accept_it(rig, dialect):
         _, text = await agent.post(RESPONSES, {"model": "sim", "input": agent.history})
         read = gym.NeMoGymResponse.model_validate_json(text).output[-1]
         assert isinstance(read, gym.NeMoGymResponseOutputMessageForTraining)
-    assert read.generation_token_ids == rig.book()[-1].completion_ids
+    assert read.generation_token_ids == rig.ground_truth()[-1].completion_ids
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ async def test_a_prefix_that_the_prompt_will_not_have_is_refused(rig, required):
     assert status == 400
     assert said["error"]["param"] == "required_prefix_token_ids"
     assert "required_prefix_token_ids" in said["error"]["message"]
-    assert len(rig.book()) == 1
+    assert len(rig.ground_truth()) == 1
     info = await rig.info()
     assert (info["complete"], info["incidents"]) == (True, [])
     await agent.turn()
@@ -328,7 +328,7 @@ async def test_a_prefix_that_the_prompt_will_not_have_is_refused(rig, required):
 
 async def test_a_prefix_without_a_reply_before_it_is_refused(rig):
     status, said = await rig.post(messages=[user("EPISODE:demo")], required_prefix_token_ids=[1, 2, 3])
-    assert (status, len(rig.book())) == (400, 0)
+    assert (status, len(rig.ground_truth())) == (400, 0)
     assert "no recorded reply" in said["error"]["message"]
 
 
@@ -347,7 +347,7 @@ def whole(entry):
 )
 async def test_the_same_in_every_dialect(rig, path, body):
     status, said = await rig.post(path=path, **body, required_prefix_token_ids=[1, 2, 3])
-    assert (status, len(rig.book())) == (400, 0)
+    assert (status, len(rig.ground_truth())) == (400, 0)
     assert "required_prefix_token_ids" in said["error"]["message"]
 
 

@@ -26,7 +26,7 @@ async def test_an_agent_with_tools(dialect, stream):
         assert [turn["reason"] for turn in turns[1:]] == ["tail-by-engine"] * 3
         assert [len(sequence["turns"]) for sequence in (await rig.check())["sequences"]] == [4]
         assert (await rig.info())["incidents"] == []
-        for call, before in zip(gym.calls[1:], rig.book()[:-1], strict=True):
+        for call, before in zip(gym.calls[1:], rig.ground_truth()[:-1], strict=True):
             *others, last = [message for message in call["messages"] if message["role"] == "assistant"]
             given = [last[name] for name in TOKEN_FIELDS]
             assert given == [before.prompt_ids, before.completion_ids, before.logprobs]

@@ -41,8 +41,8 @@ async def test_an_agent_with_tools(dialect, stream):
         assert {turn["dialect"] for turn in turns} == {dialect}
         assert [len(sequence["turns"]) for sequence in (await rig.check())["sequences"]] == [4]
         assert (await rig.info())["incidents"] == []
-        asked, ground_truth = episodes(worker), rig.book()
-        prefixes = [book.prompt_ids + book.completion_ids for book in ground_truth]
+        asked, ground_truth = episodes(worker), rig.ground_truth()
+        prefixes = [entry.prompt_ids + entry.completion_ids for entry in ground_truth]
         assert [call.get("required_prefix_token_ids") for call in asked] == [None, *prefixes[:-1]]
         assert not any("stream" in call or "stream_options" in call for call in asked)
         assert not any(message.keys() & set(TOKEN_FIELDS) for call in asked for message in call["messages"])
@@ -64,15 +64,15 @@ async def test_the_harness_gets_what_vllm_would_return(stream, shown):
     async with before_worker() as (rig, _):
         status, said = await rig.post(messages=ASK, tools=TOOLS, stream=stream, **shown)
         assert status == 200
-        (book,) = rig.book()
+        (entry,) = rig.ground_truth()
         text = json.dumps(said)
         assert "generation_token_ids" not in text
         assert "generation_log_probs" not in text
         choices = [choice for chunk in (said if stream else [said]) for choice in chunk["choices"]]
         ids = [token for choice in choices for token in choice.get("token_ids") or ()]
         values = [entry["logprob"] for choice in choices for entry in (choice.get("logprobs") or {"content": ()})["content"]]
-        assert ids == (book.completion_ids if "return_token_ids" in shown else [])
-        assert values == (book.logprobs if "logprobs" in shown else [])
+        assert ids == (entry.completion_ids if "return_token_ids" in shown else [])
+        assert values == (entry.logprobs if "logprobs" in shown else [])
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -95,8 +95,8 @@ async def test_an_edited_context_is_respliced_up_to_the_last_reply():
         _, second = await rig.turns()
         assert second["match"] == "resplice"
         prefix = episodes(worker)[1]["required_prefix_token_ids"]
-        first, book = rig.book()
-        assert prefix == book.prompt_ids[: len(prefix)]
+        first, entry = rig.ground_truth()
+        assert prefix == entry.prompt_ids[: len(prefix)]
         assert prefix[-len(first.completion_ids) :] == first.completion_ids
         await rig.check()
 
@@ -120,10 +120,10 @@ async def test_ids_that_a_harness_sends_are_not_forwarded():
         other = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-1.0]}
         messages = [*ASK, {**echo(message), **other}, *results(message)]
         status, _ = await rig.post(messages=messages, tools=TOOLS, required_prefix_token_ids=[9, 9])
-        assert (status, len(rig.book())) == (400, 1)
+        assert (status, len(rig.ground_truth())) == (400, 1)
         await rig.say("s", messages, tools=TOOLS)
-        (book, _), call = rig.book(), episodes(worker)[1]
-        assert call["required_prefix_token_ids"] == book.prompt_ids + book.completion_ids
+        (entry, _), call = rig.ground_truth(), episodes(worker)[1]
+        assert call["required_prefix_token_ids"] == entry.prompt_ids + entry.completion_ids
         assert not call["messages"][1].keys() & set(TOKEN_FIELDS)
         await rig.check()
 

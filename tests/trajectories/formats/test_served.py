@@ -20,7 +20,7 @@ async def test_every_format_trains_what_the_engine_sampled():
         messages = [{**system, "content": "You help, briefly."}, *messages[1:], echo(said), *results(said)]
         await rig.say("s", messages, tools=TOOLS)
         await rig.say("s", [user("a title")])
-        ground_truth = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.book("s")]
+        ground_truth = [(b.prompt_ids, b.completion_ids, b.logprobs) for b in rig.ground_truth("s")]
         native = await rig.exported("s")
         assert len(ground_truth) == 6
         assert len(native["sequences"]) == 4

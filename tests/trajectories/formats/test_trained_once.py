@@ -48,8 +48,8 @@ def test_sessions_of_every_shape(name, shape):
 @given(rng=st.randoms(use_true_random=False))
 def test_sessions_of_any_shape(name, rng):
     forest = grow(rng)
-    assume(all(prompt for prompt, _, _ in forest.books))  # no engine answers an empty prompt
-    assert faults(READERS[name](as_received(name, of_forest(forest))), forest.books) == []
+    assume(all(prompt for prompt, _, _ in forest.ground_truth))  # no engine answers an empty prompt
+    assert faults(READERS[name](as_received(name, of_forest(forest))), forest.ground_truth) == []
 
 
 def dropped(rows):

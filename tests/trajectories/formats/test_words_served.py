@@ -27,8 +27,8 @@ async def test_the_messages_of_a_row_are_those_that_the_engine_received():
         bodies = {headers.get("X-Request-ID"): body for headers, body in zip(engine.headers, engine.requests, strict=True)}
         compared, starts = 0, set()
         for harness in harnesses:
-            book = rig.book(harness.session)
-            asked = {tuple(entry.prompt_ids): bodies[entry.request_id.removeprefix("chatcmpl-")]["messages"] for entry in book}
+            ground_truth = rig.ground_truth(harness.session)
+            asked = {tuple(entry.prompt_ids): bodies[entry.request_id.removeprefix("chatcmpl-")]["messages"] for entry in ground_truth}
             formats = {
                 name: await rig.get(f"/tokencache/v1/sessions/{harness.session}/trajectories?format={name}")
                 for name in ("nemo-gym", "verifiers", "atif")
