@@ -9,7 +9,7 @@ import pytest
 from google import genai
 from google.genai import errors as gemini_errors
 
-from tests.proxy.kit import CHAT, proxied, user
+from tests.proxy.kit import CHAT, HEADER, events, proxied, user
 from tokencache.proxy.ledger import ONE_BY_ONE
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
@@ -149,6 +149,26 @@ async def test_a_call_that_was_open_still_ends(rig):
     exported = await rig.check()
     assert (exported["complete"], exported["sealed"], len(exported["sequences"])) == (True, True, 1)
     assert await late(rig) == []
+
+
+async def test_a_stream_that_has_begun_ends_with_an_error():
+    """A slow store says only after the first keep-alive event that the session is sealed: the error is then an event."""
+    async with proxied(keep_alive=0.01) as rig:
+        await sealed(rig)
+        begin, go = rig.store.begin, asyncio.Event()
+
+        async def slow(*args, **more):
+            await go.wait()
+            return await begin(*args, **more)
+
+        rig.store.begin = slow
+        body = {"model": "sim", "messages": [user(SAY)], "stream": True}
+        async with rig.http.post(rig.url + CHAT, json=body, headers={HEADER: "s"}) as answer:
+            assert await answer.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+            go.set()
+            *_, error, end = [event for event in events(await answer.text()) if event.startswith(("{", "["))]
+        assert (json.loads(error)["error"]["code"], json.loads(error)["error"]["type"], end) == (503, "store_error", "[DONE]")
+        assert len(await late(rig)) == 1
 
 
 async def test_a_session_of_the_same_name_begins_anew():

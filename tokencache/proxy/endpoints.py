@@ -56,6 +56,7 @@ from tokencache.proxy.response import Exchange, Response
 from tokencache.proxy.sessions import Origin
 from tokencache.store.base import SessionSealedError
 
+_UNAVAILABLE = 503
 _MODELS = ("GET", "/v1/models")
 _UNRECORDED = ("POST", "/inference/v1/generate")
 """Samples tokens, and no dialect records it. Within a session it leaves a hole, and an incident."""
@@ -275,7 +276,8 @@ class Endpoints:
                     await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
                 if response.opened is None:
                     raise
-                return await response.fail(why.status, f"the call was given up: {why}")
+                status = why.status if isinstance(why, EngineError | HarnessError) else _UNAVAILABLE
+                return await response.fail(status, f"the call was given up: {why}")
 
     async def _note_unrecorded(self, asked: SessionRequest, dialect: str, what: str) -> None:
         """Add an incident for a request that samples and is only relayed.
