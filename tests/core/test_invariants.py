@@ -331,7 +331,7 @@ def test_audit_of_a_session_that_was_played():
         {"base": None, "shared": 0, "delta": ids.pack([0, 50, 51, 100, 9, 1, 50, 51])},
     ],
 )
-def test_audit_and_books_let_no_broken_record_pass(fields):
+def test_audit_and_ground_truth_reject_every_broken_record(fields):
     forest = line(3)
     kept = ground_truth(forest)
     forest.change("t1", **fields)

@@ -2,9 +2,9 @@
 
 usage: python -m tests.system.corpus.make RUNS [HARNESS …] [--out FOLDER]
 
-`RUNS` holds one folder per run, named after the harness (`codex`, or `codex-proxied`; `codex_agents` for a run of another kind), and in it
-`calls.jsonl`, written by `tests/system/e2e/harnesses/tap.py`, and `export.json`, the session's trajectories as the proxy exported them
-afterwards. The engine of these tests uses the simulated engine's tokenizer, so the exported ids are decoded with that.
+`RUNS` holds one folder per run, named after the harness (`codex`, or `codex-proxied`; `codex_agents` for a run of another kind). It has
+`calls.jsonl`, written by `tests/system/e2e/harnesses/recording_relay.py`, and `export.json`, the session's trajectories as the proxy
+exported them afterwards. The engine of these tests uses the simulated engine's tokenizer, so the exported ids are decoded with that.
 
 The recording is sanitised (`sanitise`), and a check verifies that no run of 40 characters of a replaced text is left. If it fails, nothing
 is written.

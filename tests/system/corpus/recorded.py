@@ -88,7 +88,7 @@ def read_run(folder: Path) -> Run:
             turns = [one for one in turns if one[0] is not found.turn]
             exchanges[found.turn["turn"]] = found
     if turns:
-        raise MakeError(f"{len(turns)} turns of the export belong to no call that the tap saw")
+        raise MakeError(f"{len(turns)} turns of the export belong to no call that the relay recorded")
     if any(one.turn["finish_reason"] == "length" for one in exchanges.values()):
         raise MakeError("a reply was ended by its token limit: that cannot be replayed in other tokens")
     return Run(adapter, sorted(exchanges.values(), key=lambda one: one.began), exported, others)

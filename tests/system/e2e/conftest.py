@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 from episodes import EPISODES
-from rig.engine_books import read_books
+from rig.ground_truth import read_ground_truth
 from rig.harness import Harness
 from rig.model import make_model
 from rig.server import MODEL, REPOSITORY, VllmServer, default_venv
@@ -66,7 +66,7 @@ class Servers:
     def _around(self, tokenizer):
         model = make_model(self._tokenizer_dir(tokenizer), self._tmp.mktemp("model"))
         folder = self._tmp.mktemp("vllm")
-        return VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, books=folder / "books.jsonl")
+        return VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, ground_truth=folder / "ground_truth.jsonl")
 
     def _tokenizer_dir(self, tokenizer):
         folder = self._tmp.mktemp("tokenizer")
@@ -166,30 +166,30 @@ BARRIER = [3, 1, 4, 1, 5]
 """A prompt of our own: once it is answered, the engine has logged every request that ended before."""
 
 
-class Books:
+class GroundTruth:
     """The engine's own log of a test's calls: prompt ids and sampled ids, in order.
 
     Only calls of episodes: to learn a template's tails the proxy also makes the engine render small conversations.
     """
 
     def __init__(self, proxied, server):
-        self.proxied, self.path, self.seen = proxied, server.books, 0
+        self.proxied, self.path, self.seen = proxied, server.ground_truth, 0
 
-    async def unread(self):
+    async def read_new(self):
         """Every request that the engine has finished since the last read."""
         await self.proxied.post("/v1/completions", {"model": MODEL, "prompt": BARRIER, "max_tokens": 1})
-        found = read_books(self.path)
+        found = read_ground_truth(self.path)
         seen, self.seen = self.seen, len(found)
         return found[seen:]
 
-    async def news(self):
+    async def read_new_episodes(self):
         """Those of episodes."""
-        return [(prompt, sampled) for prompt, sampled in await self.unread() if "EPISODE:" in await self.proxied.detokenize(prompt)]
+        return [(prompt, sampled) for prompt, sampled in await self.read_new() if "EPISODE:" in await self.proxied.detokenize(prompt)]
 
 
 @pytest.fixture
-async def books(proxied, vllm_server):
+async def ground_truth(proxied, vllm_server):
     """The engine's log from here on."""
-    books = Books(proxied, vllm_server)
-    await books.unread()
-    return books
+    ground_truth = GroundTruth(proxied, vllm_server)
+    await ground_truth.read_new()
+    return ground_truth

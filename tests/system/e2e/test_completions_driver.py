@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from conftest import Books, proxying
+from conftest import GroundTruth, proxying
 from episodes import EPISODES
 from rig.exported import assert_exported, generations, trajectory, turns
 from rig.harness import TOOLS
@@ -27,7 +27,7 @@ def scaled_out(servers, tmp_path_factory):
         tokenizer, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("vllm")
         build_tokenizer().save(tokenizer)
         model = make_model(tokenizer, tmp_path_factory.mktemp("model"))
-        return VllmServer(model, EPISODES, workdir=folder, books=folder / "books.jsonl", options=["--enable-scale-out"])
+        return VllmServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl", options=["--enable-scale-out"])
 
     return servers.keep("scaled-out", make)
 
@@ -42,9 +42,9 @@ async def before(scaled_out):
 @pytest.fixture
 async def told(before, scaled_out):
     """The engine's log from here on."""
-    books = Books(before, scaled_out)
-    await books.unread()
-    return books
+    ground_truth = GroundTruth(before, scaled_out)
+    await ground_truth.read_new()
+    return ground_truth
 
 
 def words(reply):
@@ -73,9 +73,9 @@ async def test_every_turn_extends_the_previous_one(before, told, episode, stream
     assert harness.contiguous == (TURNS - 1, TURNS - 1)
     assert_exported(await trajectory(before, "s"), harness.heard)
     assert [turn["match"] for turn in await turns(before, "s")] == ["root"] + ["continue"] * (TURNS - 1)
-    books = await told.news()
-    assert [(reply.prompt, reply.ids) for reply in harness.heard] == [(list(prompt), list(said)) for prompt, said in books]
-    for (prompt, said), (later, _) in itertools.pairwise(books):
+    ground_truth = await told.read_new_episodes()
+    assert [(reply.prompt, reply.ids) for reply in harness.heard] == [(list(prompt), list(said)) for prompt, said in ground_truth]
+    for (prompt, said), (later, _) in itertools.pairwise(ground_truth):
         assert list(later)[: len(prompt) + len(said)] == [*prompt, *said]
 
 
@@ -86,7 +86,7 @@ async def test_in_every_dialect(before, told, dialect, stream):
     assert [turn["match"] for turn in await turns(before, "s")] == ["root", "continue", "continue"]
     exported = await trajectory(before, "s")
     assert [(prompt, said) for prompt, said, _ in generations(exported)] == [
-        (tuple(prompt), tuple(said)) for prompt, said in await told.news()
+        (tuple(prompt), tuple(said)) for prompt, said in await told.read_new_episodes()
     ]
 
 

@@ -63,15 +63,15 @@ async def pairs(proxied, dialect, **more):
 
 
 @DIALECTS
-async def test_the_same_prompts(proxied, books, dialect):
+async def test_the_same_prompts(proxied, ground_truth, dialect):
     """The engine's log has the same ids for both; both sides' counting routes return their number."""
     bodies = {name: request(dialect, name) | {LIMITS[dialect]: 1} for name in REQUESTS[dialect]}
     urls = f"{proxied.url}/s/same", proxied.vllm
     for body in bodies.values():
         for url in urls:
             said(await send(proxied.http, url, ROUTES[dialect], body))
-    booked = [prompt for prompt, _ in await books.news()]
-    ours, theirs = (dict(zip(bodies, prompts, strict=True)) for prompts in (booked[::2], booked[1::2]))
+    logged = [prompt for prompt, _ in await ground_truth.read_new_episodes()]
+    ours, theirs = (dict(zip(bodies, prompts, strict=True)) for prompts in (logged[::2], logged[1::2]))
     differ = {name for name in bodies if ours[name] != theirs[name]}
     assert differ == {name for of, name in OTHER_PROMPTS if of == dialect}
     for url, prompts in zip(urls, (ours, theirs), strict=True):

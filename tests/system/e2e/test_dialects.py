@@ -34,19 +34,19 @@ def extends(later, earlier):
     return later[0][: len(prompt) + len(sampled)] == prompt + sampled
 
 
-async def assert_one_line(proxied, books, agent, dialects):
+async def assert_one_line(proxied, ground_truth, agent, dialects):
     """In the engine's own log every turn extends the previous one, and each token that it sampled is exported once."""
-    booked = await books.news()
-    assert len(booked) == len(dialects)
-    assert all(extends(later, earlier) for earlier, later in itertools.pairwise(booked))
-    assert [reply.prompt_tokens for reply in agent.replies] == [len(prompt) for prompt, _ in booked]
+    logged = await ground_truth.read_new_episodes()
+    assert len(logged) == len(dialects)
+    assert all(extends(later, earlier) for earlier, later in itertools.pairwise(logged))
+    assert [reply.prompt_tokens for reply in agent.replies] == [len(prompt) for prompt, _ in logged]
     found = await turns(proxied, agent.session)
     assert [(turn["match"], turn["reason"]) for turn in found] == [("root", ""), *[("continue", "")] * (len(dialects) - 1)]
     assert [turn["dialect"] for turn in found] == list(dialects)
     exported = await trajectory(proxied, agent.session)
     assert exported["complete"]
     assert {incident["kind"] for incident in exported["incidents"]} <= {"engine-refused"}  # nothing was sampled there
-    assert [(list(prompt), list(sampled)) for prompt, sampled, _ in generations(exported)] == booked
+    assert [(list(prompt), list(sampled)) for prompt, sampled, _ in generations(exported)] == logged
 
 
 MANNERS = {"whole": ((False,), False), "stream": ((True,), False), "forgetful": ((True, False), True)}
@@ -54,37 +54,37 @@ MANNERS = {"whole": ((False,), False), "stream": ((True,), False), "forgetful": 
 
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_agent_with_tools(proxied, books, agents, dialect, manner):
+async def test_an_agent_with_tools(proxied, ground_truth, agents, dialect, manner):
     """Thoughts, text before calls, parallel calls, unusual spacing; the client's own objects are sent back, or all is rebuilt."""
     streams, forgetful = MANNERS[manner]
     agent = agents("line", forgetful=forgetful).say("EPISODE:spoken please")
     for n in range(6):
         await agent.turn(dialect, stream=streams[n % len(streams)])
     assert [len(reply.calls) for reply in agent.replies] == [2, 1, 1, 2, 0, 0]
-    await assert_one_line(proxied, books, agent, [dialect] * 6)
+    await assert_one_line(proxied, ground_truth, agent, [dialect] * 6)
 
 
 @pytest.mark.parametrize("forgetful", [False, True], ids=["faithful", "forgetful"])
-async def test_another_dialect_at_every_turn(proxied, books, agents, forgetful):
+async def test_another_dialect_at_every_turn(proxied, ground_truth, agents, forgetful):
     """Canonical messages are independent of dialects: whichever dialect the earlier turns used, the next one finds them."""
     dialects = ["chat", "messages", "responses", "gemini", "messages", "gemini", "chat", "responses"]
     agent = agents("mixed", forgetful=forgetful).say("EPISODE:spoken please")
     for n, dialect in enumerate(dialects):
         await agent.turn(dialect, stream=n % 3 == 1)
-    await assert_one_line(proxied, books, agent, dialects)
+    await assert_one_line(proxied, ground_truth, agent, dialects)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_counted_tokens_equal_the_prompt_that_is_sent(books, agents, dialect):
+async def test_counted_tokens_equal_the_prompt_that_is_sent(ground_truth, agents, dialect):
     """Before the first call, and within a conversation, where a fresh rendering would have other tokens."""
     agent, counted = agents("counted").say("EPISODE:spoken please"), []
     for n in range(4):
         counted.append(await agent.client(dialect).count(agent.history))
         await agent.turn(dialect, stream=n % 2 == 1)
-    assert counted == [len(prompt) for prompt, _ in await books.news()]
+    assert counted == [len(prompt) for prompt, _ in await ground_truth.read_new_episodes()]
 
 
-async def test_responses_that_name_the_previous_one(proxied, books, agents):
+async def test_responses_that_name_the_previous_one(proxied, ground_truth, agents):
     """Only what is new is sent; the earlier items are taken from the proxy's own records."""
     agent = agents("named").say("EPISODE:spoken please")
     client, previous = agent.client("responses"), openai.omit
@@ -98,18 +98,18 @@ async def test_responses_that_name_the_previous_one(proxied, books, agents):
             answer = await client.sdk.responses.create(**asked)
         previous = answer.id
         agent.take(client.read(answer))
-    await assert_one_line(proxied, books, agent, ["responses"] * 5)
+    await assert_one_line(proxied, ground_truth, agent, ["responses"] * 5)
 
 
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
-async def test_directly_no_turn_extends_the_previous_one(books, agents, dialect):
+async def test_directly_no_turn_extends_the_previous_one(ground_truth, agents, dialect):
     """The engine's own routes, for comparison: the client's objects are sent back unchanged, and still the tokens differ."""
     agent = agents(None).say("EPISODE:spoken please")
     for n in range(5):
         await agent.turn(dialect, stream=n % 2 == 1)
-    booked = await books.news()
-    assert len(booked) == 5
-    assert not any(extends(later, earlier) for earlier, later in itertools.pairwise(booked))
+    logged = await ground_truth.read_new_episodes()
+    assert len(logged) == 5
+    assert not any(extends(later, earlier) for earlier, later in itertools.pairwise(logged))
 
 
 MUCH = "word " * 40_000
@@ -157,7 +157,7 @@ def by(why):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_refusals_raise_the_clients_own_errors_and_the_session_continues(proxied, books, agents, dialect, stream):
+async def test_refusals_raise_the_clients_own_errors_and_the_session_continues(proxied, ground_truth, agents, dialect, stream):
     agent = agents("refused").say("EPISODE:spoken please")
     client = agent.client(dialect)
     await agent.turn(dialect, stream=stream)
@@ -166,4 +166,4 @@ async def test_refusals_raise_the_clients_own_errors_and_the_session_continues(p
             await client.send(client.request(agent.history) | WRONG[dialect][what], stream=stream)
         assert (what, by(refused.value)) == (what, word)
     await agent.turn(dialect, stream=stream)
-    await assert_one_line(proxied, books, agent, [dialect] * 2)
+    await assert_one_line(proxied, ground_truth, agent, [dialect] * 2)

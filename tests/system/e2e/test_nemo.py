@@ -73,13 +73,13 @@ async def test_every_turn_extends_the_previous_one(before_worker, episode, strea
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", ["messages", "responses", "gemini"])
-async def test_in_every_dialect(before_worker, books, dialect, stream):
+async def test_in_every_dialect(before_worker, ground_truth, dialect, stream):
     before, worker = before_worker
     await AGENTS[dialect](before, "s", 3, stream=stream, start="EPISODE:agent please", model=MODEL)
     assert [turn["match"] for turn in await turns(before, "s")] == ["root", "continue", "continue"]
     exported = await trajectory(before, "s")
     assert [(prompt, said) for prompt, said, _ in generations(exported)] == [
-        (tuple(prompt), tuple(said)) for prompt, said in await books.news()
+        (tuple(prompt), tuple(said)) for prompt, said in await ground_truth.read_new_episodes()
     ]
     assert len(episodes(worker)) == 3
 

@@ -49,11 +49,11 @@ def trained(result):
     return follow(token_fields(item) for item in carrying(result["response"]["output"]))
 
 
-async def assert_exact(proxied, results, books):
+async def assert_exact(proxied, results, ground_truth):
     """Every rollout passes RL's check and the task's verifier, with the ids that the engine logged, which tokenizing would not give."""
     calls = [token_fields(item)[:2] for result in results for item in carrying(result["response"]["output"])]
     assert len(calls) == ROLLOUTS * CALLS
-    assert Counter(map(str, calls)) == Counter(map(str, await books.news()))
+    assert Counter(map(str, calls)) == Counter(map(str, await ground_truth.read_new_episodes()))
     for result in results:
         trained(result)
     assert [result["reward"] for result in results] == [1.0] * ROLLOUTS
@@ -79,7 +79,7 @@ def pointed_at(url):
     return {"NEMO_GYM_MODEL_SERVER_NAME": POLICY, "NEMO_GYM_MODEL_SERVER_BASE_URL": url}
 
 
-async def test_without_the_proxy_rl_refuses_every_rollout(vllm, proxied, books, folder):
+async def test_without_the_proxy_rl_refuses_every_rollout(vllm, proxied, ground_truth, folder):
     server = model_server("vllm_model", vllm, request_prompt_and_generation_token_ids=True)
     async with gym_servers(folder, server) as gym:
         results = await rollouts(gym)
@@ -88,36 +88,36 @@ async def test_without_the_proxy_rl_refuses_every_rollout(vllm, proxied, books, 
             trained(result)
 
 
-async def test_gym_s_model_server_in_front_of_the_proxy(vllm, proxied, books, folder):
+async def test_gym_s_model_server_in_front_of_the_proxy(vllm, proxied, ground_truth, folder):
     named = {"forward_session_id_as_conversation_id": True, "request_prompt_and_generation_token_ids": True}
     async with (
         proxying(vllm, MemoryStore(), session_from="body:conversation_params.conversation_id") as before,
         gym_servers(folder, model_server("vllm_model", before.url, **named)) as gym,
     ):
-        await assert_exact(proxied, await rollouts(gym), books)
+        await assert_exact(proxied, await rollouts(gym), ground_truth)
 
 
 @pytest.mark.parametrize("observed", [True, False], ids=["rollout-id", "cookie"])
-async def test_our_model_server_gives_each_rollout_a_session(vllm, proxied, books, folder, observed):
+async def test_our_model_server_gives_each_rollout_a_session(vllm, proxied, ground_truth, folder, observed):
     async with (
         proxying(vllm, MemoryStore()) as before,
         gym_servers(folder, model_server("tokencache_model", before.url), observability_enabled=observed) as gym,
     ):
         results = await rollouts(gym)
-        await assert_exact(proxied, results, books)
+        await assert_exact(proxied, results, ground_truth)
         if observed:
             await assert_sessions(before, results)
 
 
 @pytest.mark.parametrize("tokenizer", ["qwen3"], indirect=True)
-async def test_the_tokens_of_nemo_rl_s_stored_test_vectors(vllm, proxied, books, folder):
+async def test_the_tokens_of_nemo_rl_s_stored_test_vectors(vllm, proxied, ground_truth, folder):
     """What Qwen3 once sampled and NeMo RL keeps (`maybe_correct_merged_tokens_test_data.json`): " Skin" + "ny" for " Skinny"."""
     async with (
         proxying(vllm, MemoryStore()) as before,
         gym_servers(folder, model_server("tokencache_model", before.url), **OBSERVED) as gym,
     ):
         results = await rollouts(gym)
-        await assert_exact(proxied, results, books)
+        await assert_exact(proxied, results, ground_truth)
         await assert_sessions(before, results)
     for word, halves in SAMPLED_APART.items():
         apart = [await tokenized(proxied, half) for half in halves]
@@ -134,28 +134,28 @@ def spelled(part, ids):
     return any(ids[at : at + len(part)] == part for at in range(len(ids)))
 
 
-async def test_the_proxy_as_gym_s_model_server(vllm, proxied, books, folder):
+async def test_the_proxy_as_gym_s_model_server(vllm, proxied, ground_truth, folder):
     async with (
         proxying(vllm, MemoryStore(), return_token_id_information=True) as before,
         gym_servers(folder, {}, environment=pointed_at(before.url), **OBSERVED) as gym,
     ):
         results = await rollouts(gym)
-        await assert_exact(proxied, results, books)
+        await assert_exact(proxied, results, ground_truth)
         await assert_sessions(before, results)
 
 
-async def test_the_proxy_as_gym_s_model_server_in_front_of_rl_s_worker(vllm, proxied, books, folder):
+async def test_the_proxy_as_gym_s_model_server_in_front_of_rl_s_worker(vllm, proxied, ground_truth, folder):
     async with (
         worker_on(vllm, proxied.http) as (_, worker),
         proxying(worker, MemoryStore(), return_token_id_information=True) as before,
         gym_servers(folder, {}, environment=pointed_at(before.url), **OBSERVED) as gym,
     ):
         results = await rollouts(gym)
-        await assert_exact(proxied, results, books)
+        await assert_exact(proxied, results, ground_truth)
         await assert_sessions(before, results)
 
 
-async def test_the_proxy_in_front_of_gym_s_model_server_and_rl_s_worker(vllm, proxied, books, folder):
+async def test_the_proxy_in_front_of_gym_s_model_server_and_rl_s_worker(vllm, proxied, ground_truth, folder):
     (folder / "inner").mkdir()
     async with contextlib.AsyncExitStack() as stack:
         _, worker = await stack.enter_async_context(worker_on(vllm, proxied.http))
@@ -164,14 +164,14 @@ async def test_the_proxy_in_front_of_gym_s_model_server_and_rl_s_worker(vllm, pr
         before = await stack.enter_async_context(proxying(inner.urls[POLICY], MemoryStore(), **settings))
         gym = await stack.enter_async_context(gym_servers(folder, {}, environment=pointed_at(before.url), **OBSERVED))
         results = await rollouts(gym)
-        await assert_exact(proxied, results, books)
+        await assert_exact(proxied, results, ground_truth)
         await assert_sessions(before, results)
 
 
 CHAT_TOOLS = [{"type": "function", "function": {name: tool[name] for name in ("name", "description", "parameters")}} for tool in TOOLS]
 
 
-async def test_gym_s_capture_puts_the_ids_into_the_result_of_a_harness_that_drops_them(vllm, proxied, books, folder):
+async def test_gym_s_capture_puts_the_ids_into_the_result_of_a_harness_that_drops_them(vllm, proxied, ground_truth, folder):
     captures = folder / "tokens"
     async with (
         proxying(vllm, MemoryStore()) as before,
@@ -195,7 +195,9 @@ async def test_gym_s_capture_puts_the_ids_into_the_result_of_a_harness_that_drop
     assert not rebuilt.get("mask_sample"), rebuilt
     assert (sequence["token_ids"], sequence["loss_mask"], sequence["logprobs"]) == trained(rebuilt)
     calls = [token_fields(item)[:2] for item in carrying(rebuilt["response"]["output"])]
-    assert [(prompt, said) for prompt, said in calls] == [(list(prompt), list(said)) for prompt, said in await books.news()]
+    assert [(prompt, said) for prompt, said in calls] == [
+        (list(prompt), list(said)) for prompt, said in await ground_truth.read_new_episodes()
+    ]
 
 
 async def test_a_harness_that_sends_no_identity_is_logged_once(vllm, folder):

@@ -45,12 +45,12 @@ async def until(condition, seconds=30.0):
 
 
 async def recorded_as_aborted(proxied, session):
-    async def there():
+    async def aborted():
         async with proxied.http.get(f"{proxied.url}/tokencache/v1/sessions/{session}/turns") as answer:
             found = (await answer.json()).get("turns", []) if answer.status == 200 else []
         return bool(found) and "aborted" in found[-1]["marks"]
 
-    await until(there)
+    await until(aborted)
     return (await turns(proxied, session))[-1]
 
 

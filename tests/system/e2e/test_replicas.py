@@ -15,7 +15,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from conftest import Books, Proxied
+from conftest import GroundTruth, Proxied
 from openai import AsyncOpenAI
 from rig.exported import assert_exported, generations, get_json, heard, trajectory
 from rig.harness import SESSION_HEADER, TOOLS
@@ -122,7 +122,7 @@ async def test_a_replica_is_killed_in_mid_stream(pair):
 async def test_a_call_that_its_sdk_retries_is_sampled_once(pair, vllm_server, figures):
     """OpenAI's client times out and retries at the other replica: the engine gets one call."""
     (_, one), (_, two) = pair
-    books = Books(one, vllm_server)
+    ground_truth = GroundTruth(one, vllm_server)
     fields = {"max_tokens": 3000, "seed": 5}
     began = time.monotonic()
     await one.direct(ids=False, system="", **fields).say("EPISODE:long please").ask()
@@ -134,10 +134,10 @@ async def test_a_call_that_its_sdk_retries_is_sampled_once(pair, vllm_server, fi
 
     client = AsyncOpenAI(base_url=f"{one.url}/v1", api_key="tcs-repeated", timeout=patience, max_retries=1)
     client._client.event_hooks["request"].append(balance)
-    await books.unread()
+    await ground_truth.read_new()
     said = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "EPISODE:long please"}], **fields)
     await client.close()
-    sampled = [(prompt, ids) for prompt, ids in await books.unread() if "EPISODE:long" in await one.detokenize(prompt)]
+    sampled = [(prompt, ids) for prompt, ids in await ground_truth.read_new() if "EPISODE:long" in await one.detokenize(prompt)]
     assert [len(ids) for _, ids in sampled] == [said.usage.completion_tokens]
     exported = await trajectory(two, "repeated")
     assert [(list(prompt), list(ids)) for prompt, ids, _ in generations(exported)] == sampled

@@ -19,7 +19,7 @@ sys.path.insert(0, str(REPOSITORY / "tests/system/e2e"))
 import matrix  # noqa: E402
 from episodes import EPISODES  # noqa: E402
 from rig.agent import Agent  # noqa: E402
-from rig.engine_books import read_books  # noqa: E402
+from rig.ground_truth import read_ground_truth  # noqa: E402
 from rig.harness import Harness  # noqa: E402
 from rig.model import make_model  # noqa: E402
 from rig.server import MODEL, VllmServer  # noqa: E402
@@ -116,7 +116,7 @@ class Server(VllmServer):
 def server(case, model, tmp_path_factory):
     """The version's server, with a model whose every turn drifts when its text is tokenized again."""
     folder = tmp_path_factory.mktemp("vllm")
-    with Server(case, model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, books=folder / "books.jsonl") as up:
+    with Server(case, model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, ground_truth=folder / "ground_truth.jsonl") as up:
         yield up
 
 
@@ -177,16 +177,16 @@ async def agents(proxied):
 
 
 @pytest.fixture
-async def books(proxied, server):
+async def ground_truth(proxied, server):
     """Reads the engine's own log since the last read: prompt ids and sampled ids of every request but our own."""
     seen = 0
 
-    async def unread():
+    async def read_new():
         nonlocal seen
         await proxied.post("/v1/completions", {"prompt": BARRIER, "max_tokens": 1})
-        found = read_books(server.books)
+        found = read_ground_truth(server.ground_truth)
         new, seen = found[seen:], len(found)
         return [(prompt, sampled) for prompt, sampled in new if prompt != BARRIER]
 
-    await unread()
-    return unread
+    await read_new()
+    return read_new

@@ -133,12 +133,12 @@ ASKED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 @pytest.mark.usefixtures("by_plugin")
 @pytest.mark.parametrize("place", ["kv_transfer_params", "vllm_xargs"])
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
-async def test_a_required_prefix_in_other_dialects(proxied, books, case, dialect, place):
+async def test_a_required_prefix_in_other_dialects(proxied, ground_truth, case, dialect, place):
     if dialect == "messages" and (place == "vllm_xargs" or case.version.startswith("0.20.")):
         pytest.skip("this version's Messages have no such member")
     given = {"messages": ASKED, "max_tokens": 2} if dialect == "messages" else {"input": ASKED, "max_output_tokens": 2}
     await proxied.post(f"/v1/{dialect}", {**given, place: {"required_prefix_token_ids": [5, 6, 7]}})
-    ((prompt, _),) = await books()
+    ((prompt, _),) = await ground_truth()
     assert prompt[:3] == [5, 6, 7]
     assert (await proxied.text(prompt[3:])).startswith("<|im_end|>\n<|im_start|>user\nc<|im_end|>")
 

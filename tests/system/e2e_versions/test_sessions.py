@@ -62,16 +62,16 @@ async def test_chat(proxied, case, row, episode, stream):
 
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_other_dialects(proxied, agents, books, case, row, *, dialect, stream):
+async def test_other_dialects(proxied, agents, ground_truth, case, row, *, dialect, stream):
     """Judged from the engine's own log: these dialects return no ids."""
     agent = agents(f"{dialect}-{stream}").say("EPISODE:spoken please")
     for _ in range(TURNS):
         await agent.turn(dialect, stream=stream)
-    booked = [(prompt, sampled) for prompt, sampled in await books() if "EPISODE:" in await proxied.text(prompt)]
-    extending = [later[0][: len(p) + len(s)] == p + s for (p, s), later in itertools.pairwise(booked)]
+    logged = [(prompt, sampled) for prompt, sampled in await ground_truth() if "EPISODE:" in await proxied.text(prompt)]
+    extending = [later[0][: len(p) + len(s)] == p + s for (p, s), later in itertools.pairwise(logged)]
     row.count(dialect, sum(extending), len(extending))
     exported = await trajectory(proxied, agent.session)
     assert exported["complete"]
-    assert sorted((list(p), list(s)) for p, s, _ in generations(exported)) == sorted(booked)
-    assert len(booked) == TURNS
+    assert sorted((list(p), list(s)) for p, s, _ in generations(exported)) == sorted(logged)
+    assert len(logged) == TURNS
     assert all(extending) if case.exact else not all(extending)

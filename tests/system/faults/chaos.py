@@ -82,7 +82,7 @@ class Campaign:
             closing(Disasters(stack, server, wire, self.seed, passing=self._passing, frozen=self.frozen)) as disasters,
         ):
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as group:
-                group.create_task(self._strike(disasters))  # a failure on either side ends the other
+                group.create_task(self._inject(disasters))  # a failure on either side ends the other
                 await asyncio.gather(*(self._work(n, http, stack) for n in range(AT_ONCE)))
                 self._over = True
                 await self._tell(0)
@@ -91,7 +91,7 @@ class Campaign:
         self.ends = Counter(end for agent in self.agents for one in agent.asked for end in one.ends)
         return found
 
-    async def _strike(self, disasters: Disasters) -> None:
+    async def _inject(self, disasters: Disasters) -> None:
         """Injects disasters until all turns are done; each kind once before any repeats."""
         kinds = sorted(self.kinds or disasters.all)
         rng = random.Random(self.seed + 1)
@@ -102,7 +102,7 @@ class Campaign:
                 if self._over:
                     return
                 self.faults[kind] += 1
-                await disasters.strike(kind)
+                await disasters.inject(kind)
             self._all_struck = True
 
     async def _passing(self, turns: int) -> None:
@@ -117,7 +117,7 @@ class Campaign:
             self._news.notify_all()
 
     @property
-    def _goes_on(self) -> bool:
+    def _has_turns_left(self) -> bool:
         """Whether turns remain: as many as requested, and more until each kind of disaster has happened once."""
         return self._taken < self.turns or (not self._all_struck and self._taken < MOST * self.turns)
 
@@ -125,10 +125,10 @@ class Campaign:
         """Runs one session after the other."""
         rng = random.Random(f"{self.seed}:{worker}")
         number = 0
-        while self._goes_on:
+        while self._has_turns_left:
             number += 1
             agent = Agent(
-                f"w{worker}.{number}", rng.choice(DIALECTS), http, stack.urls, streams=rng.random() < 0.6, tries=8, patience=4.0,
+                f"w{worker}.{number}", rng.choice(DIALECTS), http, stack.urls, streams=rng.random() < 0.6, tries=8, timeout_s=4.0,
                 pause=0.2, rng=rng, watch=lambda events: self._leave(rng, events),
             )  # fmt: skip
             self.agents.append(agent)
@@ -137,7 +137,7 @@ class Campaign:
     async def _episode(self, agent: Agent, rng: random.Random) -> None:
         stood = agent.remember()
         for _ in range(rng.randint(2, LONGEST)):
-            if not self._goes_on:
+            if not self._has_turns_left:
                 return
             move = rng.random()
             if move < 0.08:
@@ -161,7 +161,7 @@ async def run_empty(seed: int, folder: Path, agents_at_once: int = 12) -> Findin
     with Stack(folder, options=OPTIONS, engine=ENGINE) as stack:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             agents = [
-                Agent(f"e{n}", DIALECTS[n % len(DIALECTS)], http, stack.urls, streams=n % 2 == 0, tries=8, patience=4.0, rng=rng)
+                Agent(f"e{n}", DIALECTS[n % len(DIALECTS)], http, stack.urls, streams=n % 2 == 0, tries=8, timeout_s=4.0, rng=rng)
                 for n in range(agents_at_once)
             ]
             for _ in range(3):
@@ -184,8 +184,8 @@ def report(campaign: Campaign, found: Findings) -> str:
     reasons = Counter(kind for kinds in found.marked.values() for kind in kinds)
     lines = [
         ("turns", f"{sum(len(agent.asked) for agent in campaign.agents)} in {len(campaign.agents)} sessions, seed {campaign.seed}"),
-        ("heard whole", f"{found.turns}, of which recorded: {found.recorded}"),
-        ("tries that failed", _counted(Counter({end: n for end, n in campaign.ends.items() if end != "heard"}))),
+        ("received whole", f"{found.turns}, of which recorded: {found.recorded}"),
+        ("tries that failed", _counted(Counter({end: n for end, n in campaign.ends.items() if end != "received"}))),
         ("faults", f"{campaign.faults.total()}: {_counted(campaign.faults)}"),
         ("lost", str(len(found.lost))),
         ("false", str(len(found.false))),
@@ -217,7 +217,7 @@ def main() -> int:
         (at / "empty").mkdir()
         emptied = asyncio.run(run_empty(options.seed, at / "empty"))
     print(
-        f"{'without a log':<18} {emptied.turns} heard whole, {emptied.recorded} recorded; sessions: {len(emptied.gone)} gone, "
+        f"{'without a log':<18} {emptied.turns} received whole, {emptied.recorded} recorded; sessions: {len(emptied.gone)} gone, "
         f"{len(emptied.beheaded)} beheaded, {len(emptied.marked)} marked; lost {len(emptied.lost)}, false {len(emptied.false)}, "
         f"unmarked {len(emptied.unmarked)}, unnamed {len(emptied.unnamed)}"
     )

@@ -103,14 +103,14 @@ def check(
 
 def _missing(session: str, calls: Sequence[Asked], entries: Sequence[GroundTruthEntry], found: Findings, *, memory_lost: bool) -> None:
     """A session that the store does not have."""
-    heard = [one for one in calls if one.heard is not None]
-    found.turns += len(heard)
+    received = [one for one in calls if one.received is not None]
+    found.turns += len(received)
     if memory_lost:
         found.gone.append(session)
         return
-    found.lost += [f"session {session}, call {one.mark}: was received whole, and the session does not exist" for one in heard]
+    found.lost += [f"session {session}, call {one.mark}: was received whole, and the session does not exist" for one in received]
     found.unmarked += [
-        f"session {session}: {len(e.completion_ids)} tokens were sampled, and it does not exist" for e in entries if not heard
+        f"session {session}: {len(e.completion_ids)} tokens were sampled, and it does not exist" for e in entries if not received
     ]
 
 
@@ -138,8 +138,8 @@ class _Session:
         answers: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         for one in sorted(self._turns.values(), key=lambda one: bool(_CUT_SHORT & set(one.turn["marks"]))):
             marks = _marks(_text(one.prompt))
-            self._words(one, marks, by_mark)
-            self._books(one)
+            self._check_history(one, marks, by_mark)
+            self._check_ground_truth(one)
             self._parent(one)
             if marks:
                 answers[marks[-1]].append(_said(_text(one.completion)))
@@ -152,10 +152,10 @@ class _Session:
 
     def _lost(self, answers: Mapping[str, list[tuple[str, Any]]], *, forgiven: bool) -> None:
         for call in self._calls:
-            if call.heard is None:
+            if call.received is None:
                 continue
             self._found.turns += 1
-            if _key(call.heard.text, [(name, arguments) for _, name, arguments in call.heard.calls]) in answers[call.mark]:
+            if _key(call.received.text, [(name, arguments) for _, name, arguments in call.received.calls]) in answers[call.mark]:
                 self._found.recorded += 1
             elif not forgiven:
                 self._found.lost.append(f"session {self._name}, call {call.mark}: was received whole, and no turn records it ({call.ends})")
@@ -171,7 +171,7 @@ class _Session:
     def _false(self, *words: str) -> None:
         self._found.false += [f"session {self._name}: {one}" for one in words]
 
-    def _words(self, one: _Recorded, marks: list[str], by_mark: Mapping[str, Asked]) -> None:
+    def _check_history(self, one: _Recorded, marks: list[str], by_mark: Mapping[str, Asked]) -> None:
         """The prompt must contain exactly the history of the call that it answers."""
         call = by_mark.get(marks[-1]) if marks else None
         if call is None:
@@ -179,7 +179,7 @@ class _Session:
         elif tuple(marks) != call.marks:
             self._false(f"turn {one.turn['turn']}: its prompt has the marks {marks}, its call's history {call.marks}")
 
-    def _books(self, one: _Recorded) -> None:
+    def _check_ground_truth(self, one: _Recorded) -> None:
         """The log must have an entry of these tokens, or of a longer reply if the turn is marked as cut short."""
         cut_short = bool(_CUT_SHORT & set(one.turn["marks"]))
         n = len(one.completion)

@@ -113,10 +113,10 @@ async def cut_from_engine(stack: Stack, wire: Network, http: aiohttp.ClientSessi
     agents = [Agent(f"cut-{dialect.name}", dialect, http, stack.urls) for dialect in DIALECTS]
     for agent in agents:
         assert await agent.turn()
-        agent.watch, agent.patience = _at(4, wire.pull), 1.5
+        agent.watch, agent.timeout_s = _at(4, wire.pull), 1.5
     assert not any(await asyncio.gather(*(agent.turn() for agent in agents)))
     for agent in agents:
-        agent.watch, agent.patience = lambda _: None, 30.0
+        agent.watch, agent.timeout_s = lambda _: None, 30.0
     asking = [asyncio.create_task(agent.turn()) for agent in agents]
     await asyncio.sleep(1.0)
     assert not any(task.done() for task in asking)

@@ -20,7 +20,7 @@ Item = dict[str, Any]
 
 
 @dataclass
-class Heard:
+class ReceivedReply:
     """A reply as its harness has it: text, calls (id, name, arguments as JSON text), and the form that it has in the history."""
 
     text: str = ""
@@ -36,23 +36,23 @@ class Chat:
     def user(self, text: str) -> list[Item]:
         return [{"role": "user", "content": text}]
 
-    def results(self, heard: Heard, text: str) -> list[Item]:
-        return [{"role": "tool", "tool_call_id": call[0], "content": text} for call in heard.calls]
+    def results(self, received: ReceivedReply, text: str) -> list[Item]:
+        return [{"role": "tool", "tool_call_id": call[0], "content": text} for call in received.calls]
 
     def body(self, history: list[Item], *, stream: bool) -> Item:
         tool = {"type": "function", "function": {"name": _TOOL, "description": _WHAT, "parameters": _PARAMETERS}}
         return {"model": "sim", "messages": history, "tools": [tool], "stream": stream}
 
-    def whole(self, said: Item) -> Heard:
+    def whole(self, said: Item) -> ReceivedReply:
         message = said["choices"][0]["message"]
         calls = [[c["id"], c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()]
-        return self._heard(message.get("content") or "", calls)
+        return self._received(message.get("content") or "", calls)
 
-    def streamed(self, events: list[str]) -> Heard | None:
+    def streamed(self, events: list[str]) -> ReceivedReply | None:
         text, calls, finished = "", [], False
         for event in events:
             if event == "[DONE]":
-                return self._heard(text, calls) if finished else None
+                return self._received(text, calls) if finished else None
             chunk = json.loads(event)
             if "error" in chunk:
                 return None
@@ -66,11 +66,11 @@ class Chat:
                     calls[part["index"]][2] += said.get("arguments") or ""
         return None
 
-    def _heard(self, text: str, calls: list[list[str]]) -> Heard:
+    def _received(self, text: str, calls: list[list[str]]) -> ReceivedReply:
         message: Item = {"role": "assistant", "content": text.strip()}
         if calls:
             message["tool_calls"] = [{"id": c[0], "type": "function", "function": {"name": c[1], "arguments": c[2]}} for c in calls]
-        return Heard(text, calls, [message])
+        return ReceivedReply(text, calls, [message])
 
 
 class Messages:
@@ -81,20 +81,20 @@ class Messages:
     def user(self, text: str) -> list[Item]:
         return [{"role": "user", "content": [{"type": "text", "text": text}]}]
 
-    def results(self, heard: Heard, text: str) -> list[Item]:
-        return [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": call[0], "content": text} for call in heard.calls]}]
+    def results(self, received: ReceivedReply, text: str) -> list[Item]:
+        return [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": call[0], "content": text} for call in received.calls]}]
 
     def body(self, history: list[Item], *, stream: bool) -> Item:
         tool = {"name": _TOOL, "description": _WHAT, "input_schema": _PARAMETERS}
         return {"model": "sim", "max_tokens": 4096, "messages": history, "tools": [tool], "stream": stream}
 
-    def whole(self, said: Item) -> Heard:
+    def whole(self, said: Item) -> ReceivedReply:
         blocks = said["content"]
         text = "".join(block["text"] for block in blocks if block["type"] == "text")
         calls = [[block["id"], block["name"], json.dumps(block["input"])] for block in blocks if block["type"] == "tool_use"]
-        return Heard(text, calls, [{"role": "assistant", "content": blocks or [{"type": "text", "text": ""}]}])
+        return ReceivedReply(text, calls, [{"role": "assistant", "content": blocks or [{"type": "text", "text": ""}]}])
 
-    def streamed(self, events: list[str]) -> Heard | None:
+    def streamed(self, events: list[str]) -> ReceivedReply | None:
         blocks: list[Item] = []
         for event in map(json.loads, events):
             match event["type"]:
@@ -131,22 +131,22 @@ class Responses:
     def user(self, text: str) -> list[Item]:
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}]
 
-    def results(self, heard: Heard, text: str) -> list[Item]:
-        return [{"type": "function_call_output", "call_id": call[0], "output": text} for call in heard.calls]
+    def results(self, received: ReceivedReply, text: str) -> list[Item]:
+        return [{"type": "function_call_output", "call_id": call[0], "output": text} for call in received.calls]
 
     def body(self, history: list[Item], *, stream: bool) -> Item:
         tool = {"type": "function", "name": _TOOL, "description": _WHAT, "parameters": _PARAMETERS, "strict": False}
         return {"model": "sim", "input": history, "tools": [tool], "stream": stream, "store": False}
 
-    def whole(self, said: Item) -> Heard | None:
+    def whole(self, said: Item) -> ReceivedReply | None:
         if said["status"] != "completed":
             return None
         items = said["output"]
         text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
         calls = [[item["call_id"], item["name"], item["arguments"]] for item in items if item["type"] == "function_call"]
-        return Heard(text, calls, items)
+        return ReceivedReply(text, calls, items)
 
-    def streamed(self, events: list[str]) -> Heard | None:
+    def streamed(self, events: list[str]) -> ReceivedReply | None:
         last = json.loads(events[-1]) if events else {}
         return self.whole(last["response"]) if last.get("type") == "response.completed" else None
 

@@ -64,7 +64,7 @@ class Disasters:
             **{name: lambda fault=fault: self._spoil(fault) for name, fault in REQUESTS.items()},
         }  # fmt: skip
 
-    async def strike(self, name: str) -> None:
+    async def inject(self, name: str) -> None:
         """Runs one disaster, and waits until it is over."""
         await self.all[name]()
         await asyncio.to_thread(self._recover)
@@ -172,9 +172,9 @@ class Disasters:
     async def _spoil(self, fault: dict[str, Any]) -> None:
         body = json.dumps({"error": {"message": "not now", "type": "ServerError", "param": None, "code": fault.get("status", 0)}})
         engine = self._rng.choice(self._stack.engines)
-        engine.order("#", **({"body": body} | fault))
+        engine.order_fault("#", **({"body": body} | fault))
         await self._passing(4)
-        engine.forgive()
+        engine.clear_faults()
 
     def _client(self, server: RealRedis | None = None) -> redis.Redis:
         return redis.Redis(port=(server or self._server).port, socket_timeout=20)

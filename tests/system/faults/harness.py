@@ -20,7 +20,7 @@ import aiohttp
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tests.system.faults.dialects import Chat, Heard, Messages, Responses
+    from tests.system.faults.dialects import Chat, Messages, ReceivedReply, Responses
 
 _OK = 200
 HEADER = "X-Tokencache-Session"
@@ -34,12 +34,12 @@ class LeftError(Exception):
 class Asked:
     """One call as its harness knows it.
 
-    `marks` are those in its history, its own last. `heard` is the reply if it was received whole. `ends` lists how each attempt ended.
+    `marks` are those in its history, its own last. `received` is the reply if it was received whole. `ends` lists how each attempt ended.
     """
 
     session: str
     marks: tuple[str, ...]
-    heard: Heard | None = None
+    received: ReceivedReply | None = None
     ends: list[str] = field(default_factory=list)
 
     @property
@@ -51,7 +51,7 @@ class Asked:
 class Agent:
     """One session's harness; `replicas` are base URLs, of which each attempt uses a random one.
 
-    `tries` is the maximum number of attempts per call, `patience` the timeout of each in seconds. `watch` is called after each event of a
+    `tries` is the maximum number of attempts per call, `timeout_s` the timeout of each in seconds. `watch` is called after each event of a
     stream with the number of events so far; it may raise `LeftError` to disconnect.
     """
 
@@ -61,16 +61,16 @@ class Agent:
     replicas: Sequence[str]
     streams: bool = True
     tries: int = 1
-    patience: float = 30.0
+    timeout_s: float = 30.0
     pause: float = 0.05
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     watch: Callable[[int], None] = lambda _: None
     asked: list[Asked] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     marks: tuple[str, ...] = ()
-    last: Heard | None = None
+    last: ReceivedReply | None = None
 
-    async def turn(self, words: str = "Go on, please.") -> Heard | None:
+    async def turn(self, words: str = "Go on, please.") -> ReceivedReply | None:
         """Makes one call: with results if the last reply called tools, else with a user message. `None`: it was given up."""
         asked = Asked(self.session, (*self.marks, f"{self.session}-{len(self.asked)}"))
         self.asked.append(asked)
@@ -81,15 +81,15 @@ class Agent:
             if attempt:
                 await asyncio.sleep(self.pause * self.rng.uniform(0.5, 1.5))
             try:
-                heard = await self._ask(history, attempt)
+                received = await self._ask(history, attempt)
             except (aiohttp.ClientError, TimeoutError, LeftError, json.JSONDecodeError) as why:
                 asked.ends.append(type(why).__name__)
                 continue
-            asked.ends.append(heard if isinstance(heard, str) else "heard")
-            if not isinstance(heard, str):
-                asked.heard = self.last = heard
-                self.history, self.marks = [*history, *heard.echo], asked.marks
-                return heard
+            asked.ends.append(received if isinstance(received, str) else "received")
+            if not isinstance(received, str):
+                asked.received = self.last = received
+                self.history, self.marks = [*history, *received.echo], asked.marks
+                return received
         return None
 
     def start_over(self) -> None:
@@ -104,11 +104,11 @@ class Agent:
         """Rolls the conversation back: the next call branches off."""
         self.history, self.marks, self.last = to
 
-    async def _ask(self, history: list[dict[str, Any]], attempt: int) -> Heard | str:
+    async def _ask(self, history: list[dict[str, Any]], attempt: int) -> ReceivedReply | str:
         """Makes one attempt: returns the reply, or a word for why it was not received whole."""
         body = self.dialect.body(history, stream=self.streams)
         headers = {HEADER: self.session} | ({"x-stainless-retry-count": str(attempt)} if attempt else {})
-        async with asyncio.timeout(self.patience):
+        async with asyncio.timeout(self.timeout_s):
             async with self.http.post(self.rng.choice(self.replicas) + self.dialect.path, json=body, headers=headers) as answer:
                 if answer.status != _OK:
                     await answer.read()

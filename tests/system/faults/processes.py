@@ -132,12 +132,12 @@ class Engine(Process):
         self.wait(lambda: ask(f"{self.url}/v1/models")[0] == _OK, "it does not answer")
         return self
 
-    def order(self, words: str, **fault: Any) -> None:
+    def order_fault(self, words: str, **fault: Any) -> None:
         """Orders a fault for the next request that contains these words."""
         status, said = ask(self.url + ROUTE, [fault | {"words": words}])
         assert status == _OK, said
 
-    def forgive(self) -> None:
+    def clear_faults(self) -> None:
         """Removes the ordered faults that have not happened."""
         ask(self.url + ROUTE, method="DELETE")
 

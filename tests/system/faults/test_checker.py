@@ -31,7 +31,7 @@ class Evidence:
         return self.export["sequences"][0]
 
     @property
-    def heard(self):
+    def received(self):
         return next(one for one in self.asked if one.session == "s-chat")
 
     @property
@@ -132,11 +132,11 @@ def sampled_otherwise(evidence):
 
 
 def words_of_another_call(evidence):
-    evidence.heard.marks = ("s-chat-99", evidence.heard.mark)
+    evidence.received.marks = ("s-chat-99", evidence.received.mark)
 
 
 def of_no_call(evidence):
-    evidence.asked.remove(evidence.heard)
+    evidence.asked.remove(evidence.received)
 
 
 def another_parent(evidence):
@@ -191,7 +191,7 @@ async def test_what_is_marked_missing_is_not_lost(evidence):
     forgotten = copy.deepcopy(evidence.entry)
     forgotten.request_id = f"chatcmpl-{HOLE['call']}"
     evidence.ground_truth.append(forgotten)
-    evidence.heard.heard.text = "What no turn records."
+    evidence.received.received.text = "What no turn records."
     evidence.export["complete"] = False
     evidence.export["incidents"].append(HOLE)
     found = evidence.found()
@@ -206,7 +206,7 @@ async def test_lost_memory_is_counted_separately_and_only_where_it_was_lost(evid
     found = evidence.found(memory_lost=True)
     assert found.clean
     assert found.gone == ["s-chat"]
-    evidence.heard.heard.text = "What no turn records."
+    evidence.received.received.text = "What no turn records."
     messages = evidence.exports["s-messages"]
     evidence.asked.remove(next(one for one in evidence.asked if one.session == "s-messages"))  # as if the first call's epoch had ended
     messages["sequences"][0]["turns"][0]["reason"] = UNKNOWN

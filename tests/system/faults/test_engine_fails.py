@@ -19,7 +19,7 @@ def stack(started):
     made = started(replicas=1, engine=("--token-delay", "0.005"), options=(*QUICK, "--hold", "30"))
     if not made.engine.alive:
         made.engine.start()
-    made.engine.ready().forgive()
+    made.engine.ready().clear_faults()
     made.proxies[0].ready()
     return made
 
@@ -57,12 +57,12 @@ async def test_frozen_in_mid_stream_until_the_harness_gives_up(stack, http, dial
         if events == 5:
             stack.engine.freeze()
 
-    agent.watch, agent.patience = freeze, 1.0
+    agent.watch, agent.timeout_s = freeze, 1.0
     try:
         assert await agent.turn() is None
     finally:
         stack.engine.thaw()
-    agent.watch, agent.patience = lambda _: None, 30.0
+    agent.watch, agent.timeout_s = lambda _: None, 30.0
     assert await agent.turn()
     found = stack.check([agent])
     assert found.clean, found.words
@@ -76,10 +76,10 @@ async def test_frozen_in_mid_stream_until_the_harness_gives_up(stack, http, dial
 async def test_hung(stack, http, dialect, streams):
     agent = Agent(f"hung-{dialect.name}-{streams}", dialect, http, stack.urls, streams)
     assert await agent.turn()
-    stack.engine.order(agent.session, kind="hang")
-    agent.patience = 0.5
+    stack.engine.order_fault(agent.session, kind="hang")
+    agent.timeout_s = 0.5
     assert await agent.turn() is None
-    agent.patience = 30.0
+    agent.timeout_s = 30.0
     assert await agent.turn()
     found = stack.check([agent])
     assert found.clean, found.words
@@ -88,14 +88,14 @@ async def test_hung(stack, http, dialect, streams):
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
 async def test_hung_and_retried(stack, http, streams):
     """A retry must not wait for a reply that never arrives, and the hung call must not stay open forever."""
-    agent = Agent(f"again-{streams}", DIALECTS[0], http, stack.urls, streams, tries=4, patience=1.0)
+    agent = Agent(f"again-{streams}", DIALECTS[0], http, stack.urls, streams, tries=4, timeout_s=1.0)
     assert await agent.turn()
-    stack.engine.order(agent.session, kind="hang")
-    heard = await agent.turn()
+    stack.engine.order_fault(agent.session, kind="hang")
+    received = await agent.turn()
     found = stack.check([agent], settle=5.0)
     assert found.clean, found.words
     assert stack.info(agent.session)["open_calls"] == []
-    assert heard, agent.asked[-1].ends
+    assert received, agent.asked[-1].ends
 
 
 @KINDS
@@ -103,7 +103,7 @@ async def test_hung_and_retried(stack, http, streams):
 async def test_refused_temporarily(stack, http, dialect, code):
     agent = Agent(f"refused-{dialect.name}-{code}", dialect, http, stack.urls)
     assert await agent.turn()
-    stack.engine.order(agent.session, **status(code))
+    stack.engine.order_fault(agent.session, **status(code))
     assert await agent.turn(), "it is retried: an engine that answers 'not now' has sampled nothing"
     found = stack.check([agent])
     assert found.clean, found.words
@@ -114,7 +114,7 @@ async def test_refused_temporarily(stack, http, dialect, code):
 async def test_500(stack, http, dialect):
     agent = Agent(f"broken-{dialect.name}", dialect, http, stack.urls)
     assert await agent.turn()
-    stack.engine.order(agent.session, **status(500))
+    stack.engine.order_fault(agent.session, **status(500))
     assert await agent.turn() is None
     assert agent.asked[-1].ends == ["500"], "an engine that broke may have sampled: only its harness can decide whether to retry"
     assert await agent.turn()
@@ -136,7 +136,7 @@ BREAKS = {
 async def test_a_stream_that_breaks_off(stack, http, dialect, fault):
     agent = Agent(f"{fault['kind']}-{fault['after']}-{dialect.name}", dialect, http, stack.urls)
     assert await agent.turn()
-    stack.engine.order(agent.session, **fault)
+    stack.engine.order_fault(agent.session, **fault)
     assert await agent.turn() is None
     assert await agent.turn()
     found = stack.check([agent])
@@ -146,9 +146,9 @@ async def test_a_stream_that_breaks_off(stack, http, dialect, fault):
 
 @KINDS
 async def test_a_stream_that_stalls(stack, http, dialect):
-    agent = Agent(f"silent-{dialect.name}", dialect, http, stack.urls, patience=1.0)
+    agent = Agent(f"silent-{dialect.name}", dialect, http, stack.urls, timeout_s=1.0)
     assert await agent.turn()
-    stack.engine.order(agent.session, kind="stall")
+    stack.engine.order_fault(agent.session, kind="stall")
     assert await agent.turn() is None
     assert await agent.turn()
     found = stack.check([agent])
@@ -159,7 +159,7 @@ async def test_a_stream_that_stalls(stack, http, dialect):
 async def test_truncated_json(stack, http, dialect):
     agent = Agent(f"truncated-{dialect.name}", dialect, http, stack.urls, streams=False)
     assert await agent.turn()
-    stack.engine.order(agent.session, kind="truncated")
+    stack.engine.order_fault(agent.session, kind="truncated")
     assert await agent.turn() is None
     assert await agent.turn()
     found = stack.check([agent])

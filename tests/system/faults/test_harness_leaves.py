@@ -69,8 +69,8 @@ async def test_after_each_event(stack, http, dialect):
     assert all(await asyncio.gather(*(agent.turn() for agent in agents)))
     for at, agent in enumerate(agents, 1):
         agent.watch = leaving(at)
-    heard = await asyncio.gather(*(agent.turn() for agent in agents))
-    left = [agent for agent, whole in zip(agents, heard, strict=True) if whole is None]
+    received = await asyncio.gather(*(agent.turn() for agent in agents))
+    left = [agent for agent, whole in zip(agents, received, strict=True) if whole is None]
     assert len(left) > EVENTS // 2
     for agent in agents:
         agent.watch = lambda _: None

@@ -95,8 +95,8 @@ async def test_a_stopped_replica_finishes_calls_in_progress(stack, http):
     before = stack.ground_truth.stat().st_size
     asking = [asyncio.create_task(agent.turn()) for agent in agents[1:]]
     await asyncio.to_thread(until, lambda: stack.ground_truth.stat().st_size > before, "nothing is sampled")
-    heard = await asyncio.gather(agents[0].turn(), *asking)
-    assert all(heard), [agent.asked[-1].ends for agent in agents]
+    received = await asyncio.gather(agents[0].turn(), *asking)
+    assert all(received), [agent.asked[-1].ends for agent in agents]
     assert await asyncio.to_thread(first.ended) == 0
     assert ask(f"{first.url}/healthz")[0] == 0
     for agent in agents:

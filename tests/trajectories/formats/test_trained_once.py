@@ -21,7 +21,7 @@ def as_received(name, made):
     return json.loads(msgspec.json.encode(FORMATS[name].write(made)))
 
 
-def books_of(records):
+def ground_truth_of(records):
     lookup = {turn.id: (turn, records.tokens[turn.id]) for turn in records.turns}
     return [
         (
@@ -40,7 +40,7 @@ def test_every_format_has_a_reader():
 @pytest.mark.parametrize("shape", SESSIONS)
 @pytest.mark.parametrize("name", READERS)
 def test_sessions_of_every_shape(name, shape):
-    assert faults(READERS[name](as_received(name, ROLLOUTS[shape])), books_of(SESSIONS[shape])) == []
+    assert faults(READERS[name](as_received(name, ROLLOUTS[shape])), ground_truth_of(SESSIONS[shape])) == []
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -118,8 +118,8 @@ def too_precise(rows):
 @pytest.mark.parametrize("shape", ["linear", "thrown-away", "respliced"])
 def test_the_checker_detects_errors_of_a_writer(shape, broken):
     rows = READERS["native"](as_received("native", ROLLOUTS[shape]))
-    assert faults(rows, books_of(SESSIONS[shape])) == []
-    assert faults(broken(rows), books_of(SESSIONS[shape]))
+    assert faults(rows, ground_truth_of(SESSIONS[shape])) == []
+    assert faults(broken(rows), ground_truth_of(SESSIONS[shape]))
 
 
 def test_the_checker_detects_a_context_that_is_trained_again(monkeypatch):
@@ -136,4 +136,4 @@ def test_the_checker_detects_a_context_that_is_trained_again(monkeypatch):
 
     monkeypatch.setitem(FORMATS, "trl", honest._replace(write=greedy))
     rows = READERS["trl"](as_received("trl", ROLLOUTS["thrown-away"]))
-    assert any("too often" in one for one in faults(rows, books_of(SESSIONS["thrown-away"])))
+    assert any("too often" in one for one in faults(rows, ground_truth_of(SESSIONS["thrown-away"])))

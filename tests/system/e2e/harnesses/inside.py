@@ -59,9 +59,9 @@ def counting(words, times, act):
 async def forward(reader, writer, way_out, after):
     """Carries one connection of the harness over the Unix socket."""
     try:
-        there, back = await asyncio.open_unix_connection(way_out)
+        outside, back = await asyncio.open_unix_connection(way_out)
         try:
-            await asyncio.gather(pump(reader, back), pump(there, writer, after))
+            await asyncio.gather(pump(reader, back), pump(outside, writer, after))
         finally:
             back.close()
     except OSError as why:
@@ -101,7 +101,7 @@ def main():
     if wanted["isolated"]:
         bring_loopback_up()
         socket.sethostname("lab")
-        subprocess.run(["mount", "--bind", wanted["folder"], wanted["room"]], check=True, stdin=subprocess.DEVNULL)
+        subprocess.run(["mount", "--bind", wanted["folder"], wanted["run_dir"]], check=True, stdin=subprocess.DEVNULL)
     code = asyncio.run(run(wanted))
     # not sys.exit: connections that the harness left half open no longer matter
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """One run of one harness: the program in its namespace, the recording relay outside, and the engine's own log of the run.
 
 `$TOKENCACHE_E2E_RECORDS` names a folder that keeps everything about each run through the proxy: `calls.jsonl` (the relay's), `export.json`
-(trajectories and turns, as the proxy exports them) and `books.jsonl` (the engine's log).
+(trajectories and turns, as the proxy exports them) and `ground_truth.jsonl` (the engine's log).
 """
 
 import json
@@ -15,11 +15,11 @@ import namespace
 import structures
 import tasks
 from conftest import proxying
-from rig.engine_books import read_books
+from recording_relay import RecordingRelay, read_calls
 from rig.exported import trajectory, turns
+from rig.ground_truth import read_ground_truth
 from rig.model import make_model
 from rig.server import MODEL, VllmServer
-from tap import Tap, read_calls
 
 from tokencache.adapters import files
 from tokencache.adapters.launch import prepare
@@ -69,7 +69,7 @@ def lab_engine(servers, tmp_path_factory):
         build_tokenizer().save(folder / "tokenizer")
         model = make_model(folder / "tokenizer", folder / "model")
         episodes = tasks.scripts() | structures.scripts()
-        return VllmServer(model, episodes, max_model_len=CONTEXT, workdir=folder, books=folder / "books.jsonl")
+        return VllmServer(model, episodes, max_model_len=CONTEXT, workdir=folder, ground_truth=folder / "ground_truth.jsonl")
 
     return servers.keep("lab", make)
 
@@ -106,8 +106,8 @@ def keep(through, folder):
     shutil.copy(through.run.folder / "calls.jsonl", folder)
     told = {"trajectories": through.exported, "turns": through.turns}
     (folder / "export.json").write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8")
-    books = [json.dumps({"prompt": prompt, "sampled": sampled}) + "\n" for prompt, sampled in through.run.generations]
-    (folder / "books.jsonl").write_text("".join(books), encoding="utf-8")
+    ground_truth = [json.dumps({"prompt": prompt, "sampled": sampled}) + "\n" for prompt, sampled in through.run.generations]
+    (folder / "ground_truth.jsonl").write_text("".join(ground_truth), encoding="utf-8")
 
 
 async def run_harness(program, steps, server, folder, proxy=None, *, session=SESSION, seconds=PATIENCE):
@@ -115,14 +115,14 @@ async def run_harness(program, steps, server, folder, proxy=None, *, session=SES
     namespace.prepare(folder)
     at_port = namespace.port()
     launch = prepare(program.adapter, f"http://127.0.0.1:{at_port}", session, None, MODEL, CONFIGURATION, context=server.max_model_len)
-    outside = folder / CONFIGURATION.relative_to(namespace.ROOM)
+    outside = folder / CONFIGURATION.relative_to(namespace.RUN_DIR)
     files.write(outside, {outside / path.relative_to(CONFIGURATION): text for path, text in launch.files.items()})
     environment = launch.environment(program.environment | {"PATH": program.search_path})
     before = len(await read_generations(server))
     way_out, record = folder / "way-out", folder / "calls.jsonl"
     ended = []
     # without a proxy nothing removes the session from the path
-    async with Tap(proxy or server.url, way_out, record, strip="" if proxy else f"/s/{session}/h/{program.adapter.name}"):
+    async with RecordingRelay(proxy or server.url, way_out, record, strip="" if proxy else f"/s/{session}/h/{program.adapter.name}"):
         for step in steps:
             name, *rest = (*launch.argv, *step.words)
             command = [shutil.which(name, path=program.search_path), *rest]
@@ -140,4 +140,4 @@ async def read_generations(server):
         http.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": BARRIER, "max_tokens": 1}) as answer,
     ):
         assert answer.status == 200, await answer.text()
-    return [(prompt, sampled) for prompt, sampled in read_books(server.books) if prompt != BARRIER]
+    return [(prompt, sampled) for prompt, sampled in read_ground_truth(server.ground_truth) if prompt != BARRIER]

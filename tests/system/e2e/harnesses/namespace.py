@@ -5,7 +5,7 @@ interface, its own processes, its own mounts, a home, work and temporary directo
 and the proxy run outside. A socket with a path crosses network namespaces, so `inside.py` listens on a local port in there and carries
 each connection over that socket, where `recording_relay.py` answers.
 
-In the namespace the run's folder is at `ROOM`, always the same path, so that prompts, which quote it, are the same in every run.
+In the namespace the run's folder is at `RUN_DIR`, always the same path, so that prompts, which quote it, are the same in every run.
 
 If namespaces are not permitted, the program runs without them, its proxy variables point to a closed port, and `Ended.isolated` is false:
 `remark` states this in the report and in the table.
@@ -25,8 +25,8 @@ from pathlib import Path
 
 from rig.server import free_port
 
-ROOM = Path("/tmp/tokencache-lab")  # noqa: S108 - the same on every machine is the point; it is covered by a mount
-WORK, HOME, TMP = ROOM / "work", ROOM / "home", ROOM / "tmp"
+RUN_DIR = Path("/tmp/tokencache-lab")  # noqa: S108 - the same on every machine is the point; it is covered by a mount
+WORK, HOME, TMP = RUN_DIR / "work", RUN_DIR / "home", RUN_DIR / "tmp"
 PORT = 8100
 """The port of the relay inside a network namespace: fixed, for the same reason."""
 
@@ -75,7 +75,7 @@ def prepare(folder):
 
 
 async def run_isolated(command, folder, environment, way_out, at_port, *, seconds=180, interrupt=None):
-    """Runs `command` in `ROOM`/work with only this environment and waits for its end; `way_out` is the socket that `at_port` leads to.
+    """Runs `command` in `RUN_DIR`/work with only this environment and waits for its end; `way_out` is the socket that `at_port` leads to.
 
     `interrupt` is `(words, times)`: send SIGINT once the program has received these words that many times.
     """
@@ -86,7 +86,7 @@ async def run_isolated(command, folder, environment, way_out, at_port, *, second
     wanted = {
         "isolated": bool(words),
         "folder": str(folder),
-        "room": str(ROOM),
+        "run_dir": str(RUN_DIR),
         "socket": str(way_out),
         "port": at_port,
         "command": [str(word) for word in command],
@@ -95,7 +95,7 @@ async def run_isolated(command, folder, environment, way_out, at_port, *, second
         "seconds": seconds,
         "interrupt": interrupt,
     }
-    with _room(folder, covered=bool(words)), (folder / "stdout").open("w+b") as out, (folder / "stderr").open("w+b") as err:
+    with _run_dir(folder, covered=bool(words)), (folder / "stdout").open("w+b") as out, (folder / "stderr").open("w+b") as err:
         process = await asyncio.create_subprocess_exec(
             *words,
             sys.executable,
@@ -119,21 +119,21 @@ async def run_isolated(command, folder, environment, way_out, at_port, *, second
 
 
 @contextlib.contextmanager
-def _room(folder, *, covered):
-    """Provides `ROOM`: as a mount point, or, without namespaces, temporarily as the run's folder itself."""
+def _run_dir(folder, *, covered):
+    """Provides `RUN_DIR`: as a mount point, or, without namespaces, temporarily as the run's folder itself."""
     if covered:
-        ROOM.mkdir(exist_ok=True)
+        RUN_DIR.mkdir(exist_ok=True)
         yield
         with contextlib.suppress(OSError):
-            ROOM.rmdir()
+            RUN_DIR.rmdir()
         return
-    ROOM.mkdir()  # fails if another run uses it
+    RUN_DIR.mkdir()  # fails if another run uses it
     try:
         for name in (WORK.name, HOME.name, TMP.name):
-            shutil.move(folder / name, ROOM / name)
+            shutil.move(folder / name, RUN_DIR / name)
         yield
     finally:
         for name in (WORK.name, HOME.name, TMP.name):
-            if (ROOM / name).exists():
-                shutil.move(ROOM / name, folder / name)
-        shutil.rmtree(ROOM)
+            if (RUN_DIR / name).exists():
+                shutil.move(RUN_DIR / name, folder / name)
+        shutil.rmtree(RUN_DIR)

@@ -25,9 +25,9 @@ class Structure:
     """The run's episode → its steps."""
     sequences: list
     note: str
-    unheard: list = field(default_factory=list)
+    none_received: list = field(default_factory=list)
     """The sequences if a harness ends before it has saved what it received: the next prompt contains nothing of that answer."""
-    heard_whole: list = field(default_factory=list)
+    all_received: list = field(default_factory=list)
     """The sequences if it had received every recorded token: the next prompt extends them."""
     asked: dict = field(default_factory=dict)
     """The model's reply to a prompt that ends in these words, at any turn (`rig/scripted_model.py`)."""
@@ -135,8 +135,8 @@ STRUCTURES = {
         interrupted,
         [("root", "", 1), ("resplice", "interrupted", 1)],
         "Ctrl-C in mid-answer, then `--continue`: the delivered prefix is recognised, token for token; a sequence begins after it",
-        unheard=[("root", "", 1), ("plain", "unrecognised-reply", 1)],
-        heard_whole=[("root", "", 2)],
+        none_received=[("root", "", 1), ("plain", "unrecognised-reply", 1)],
+        all_received=[("root", "", 2)],
     ),
     "opencode_task": Structure(
         "opencode",

@@ -43,7 +43,7 @@ def written_table():
         table.write([*PROGRAMS, *STRUCTURES], table.MISSING | NOT_RUN)
 
 
-def there(name):
+def find_program(name):
     """The program of this name; if it is missing, fails if it was requested, else skips the test and notes the reason for the table."""
     program = PROGRAMS[name]
     if WANTED and name not in WANTED:
@@ -98,9 +98,9 @@ def interrupted(structure, through, calls, tokenizer):
     said = tokenizer.decode(first.sampled)
     words = [words for words in came_back(through.run.calls[-1]["request_body"]) if words in said]
     if second.parent is not None:  # it disconnected right after an event, and has received everything that was recorded
-        return calls, structure.heard_whole
+        return calls, structure.all_received
     if not words:
-        return calls, structure.unheard
+        return calls, structure.none_received
     if ("plain", "interrupt-inside-token", 1) in through.sequences:  # the delivered text ends inside a token: a miss, with a reason
         return calls, [("root", "", 1), ("plain", "interrupt-inside-token", 1)]
     heard = lineages.shared(first.prefix, second.prompt) - len(first.prompt)
@@ -130,7 +130,7 @@ async def test_the_engines_log_equals_what_it_returns_to_clients(engine):
 
 @pytest.mark.parametrize("name", EXPECTED)
 async def test_every_turn_extends_the_previous_one(engine, tokenizer, name, tmp_path, figures):
-    program, expected = there(name), EXPECTED[name]
+    program, expected = find_program(name), EXPECTED[name]
     steps = program.steps(tasks.prompts(name))
     drifted = ()
     if expected.directly:
@@ -153,7 +153,7 @@ async def test_every_turn_extends_the_previous_one(engine, tokenizer, name, tmp_
 @pytest.mark.parametrize("name", STRUCTURES)
 async def test_every_call_is_in_the_right_sequence(engine, tokenizer, name, tmp_path, figures):
     structure = STRUCTURES[name]
-    program = there(structure.harness)
+    program = find_program(structure.harness)
     steps = structure.steps(name)
     through = await run_through_proxy(name, program, steps, engine, tmp_path)
     assert_content(through.run)

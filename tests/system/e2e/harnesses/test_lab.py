@@ -6,7 +6,7 @@ import sys
 import namespace
 import pytest
 from aiohttp import web
-from tap import Tap, read_calls
+from recording_relay import RecordingRelay, read_calls
 
 ASK = """
 import http.client, json, os, socket, sys
@@ -58,7 +58,7 @@ async def upstream():
 async def ask(folder, upstream_port, code, *words, **limits):
     namespace.prepare(folder)
     port = namespace.port()
-    async with Tap(f"http://127.0.0.1:{upstream_port}", folder / "way-out", folder / "calls.jsonl"):
+    async with RecordingRelay(f"http://127.0.0.1:{upstream_port}", folder / "way-out", folder / "calls.jsonl"):
         command = [sys.executable, "-c", code, str(port), *map(str, words)]
         return await namespace.run_isolated(command, folder, {"PATH": "/usr/bin"}, folder / "way-out", port, **{"seconds": 60, **limits})
 
@@ -76,7 +76,7 @@ async def test_only_the_socket_leads_out_of_the_namespace(upstream, tmp_path):
     assert len(found["others"]) <= 2
     assert set(found["environment"]) <= {"HOME", "TMPDIR", "LANG", "TERM", "USER", "TZ", "PATH", "LC_CTYPE"}
     assert (tmp_path / "work/made.txt").read_text() == "here"
-    assert not namespace.ROOM.exists()
+    assert not namespace.RUN_DIR.exists()
 
 
 async def test_the_relay_forwards_unchanged_what_it_records(upstream, tmp_path):

@@ -42,7 +42,7 @@ class VllmServer:
         scripted=True,
         workdir=None,
         options=(),
-        books=None,
+        ground_truth=None,
         start_timeout=240,
     ):
         self.model_dir = Path(model_dir).resolve()
@@ -55,7 +55,7 @@ class VllmServer:
         self.workdir = Path(workdir or tempfile.mkdtemp(prefix="vllm-"))  # the caller removes it: the log stays readable
         self.log = self.workdir / "vllm.log"
         self.options = list(options)
-        self.books = books  # a file: the engine logs every request's ids there, see engine_books.py
+        self.ground_truth = ground_truth  # a file: the engine logs every request's ids there, see ground_truth.py
         self.start_timeout = start_timeout
         self.process = None
 
@@ -65,7 +65,7 @@ class VllmServer:
         command += ["--model", str(self.model_dir), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.max_model_len), "--max-num-seqs", "16"]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
-        processors = ["scripted_model:ScriptedModel"] * self.scripted + ["engine_books:EngineBooks"] * (self.books is not None)
+        processors = ["scripted_model:ScriptedModel"] * self.scripted + ["ground_truth:GroundTruthWriter"] * (self.ground_truth is not None)
         if processors:
             command += ["--logits-processors", *processors]
         return command + self.options
@@ -75,7 +75,7 @@ class VllmServer:
         episodes.write_text(json.dumps(self.episodes), encoding="utf-8")
         return os.environ | {
             "EPISODES": str(episodes),
-            "BOOKS": str(self.books),
+            "GROUND_TRUTH": str(self.ground_truth),
             "PYTHONPATH": str(HERE),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",

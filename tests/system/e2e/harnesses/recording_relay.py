@@ -29,8 +29,8 @@ def read_calls(path):
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-class Tap:
-    """`async with Tap(upstream, socket, record)`: listens while the context is open. `strip` is removed from the beginning of a path."""
+class RecordingRelay:
+    """Listens while the context is open: `async with RecordingRelay(upstream, socket, record)`. Removes the prefix `strip` from paths."""
 
     def __init__(self, upstream, socket, record, *, strip=""):
         self.upstream, self.socket, self.record, self.strip = upstream, Path(socket), Path(record), strip

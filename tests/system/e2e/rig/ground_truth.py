@@ -4,9 +4,9 @@ It is a logits processor that changes no logits and runs inside vLLM's engine pr
 dialects only chat completions and completions return ids to a client; with this log the ids of a call over `/v1/messages` or
 `/v1/responses` are known as well, with or without a proxy in between.
 
-`$BOOKS` names the file. A request that leaves the batch gives a line `{"request": n, "prompt": [...], "sampled": [...]}`; `n` counts
+`$GROUND_TRUTH` names the file. A request that leaves the batch gives a line `{"request": n, "prompt": [...], "sampled": [...]}`; `n` counts
 requests in the order in which the engine first scheduled them. When a batch is full, vLLM also preempts unfinished requests, so of several
-lines with one `n` the last one counts. `read_books` does that.
+lines with one `n` the last one counts. `read_ground_truth` does that.
 """
 
 import json
@@ -19,11 +19,11 @@ except ImportError:  # the tests, which read the log, run without vLLM
     LogitsProcessor = object
 
 
-class EngineBooks(LogitsProcessor):
+class GroundTruthWriter(LogitsProcessor):
     """Keeps the ids of every request in the batch, and writes them when it leaves."""
 
     def __init__(self, vllm_config, device, is_pin_memory):
-        self.file = Path(os.environ["BOOKS"]).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for as long as the engine lives
+        self.file = Path(os.environ["GROUND_TRUTH"]).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for as long as the engine lives
         self.batch = {}  # index in the batch -> (number, prompt ids, list to which vLLM adds the sampled ids)
         self.numbers = {}  # id of that list -> (number, the list itself, so that its id is not reused)
         self.count = 0
@@ -66,7 +66,7 @@ class EngineBooks(LogitsProcessor):
             self.file.write(json.dumps({"request": number, "prompt": prompt, "sampled": list(sampled)}) + "\n")
 
 
-def read_books(path):
+def read_ground_truth(path):
     """Every request as `(prompt ids, sampled ids)`, in the order in which the engine scheduled them."""
     lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     last = {line["request"]: (line["prompt"], line["sampled"]) for line in lines}
