@@ -89,7 +89,7 @@ def _unframed(body: bytes) -> list[bytes]:
         at = line + 4 + size
 
 
-def said(answer: Timed) -> str:
+def reply_text(answer: Timed) -> str:
     """The assistant's text, streamed or whole."""
     if answer.body.startswith(b"{"):
         return json.loads(answer.body)["choices"][0]["message"]["content"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from bench.client import Client, Timed, lag, said
+from bench.client import Client, Timed, lag, reply_text
 from bench.processes import Process, waited
 from bench.stats import blocks, percentile, trimmed, us
 from bench.talk import Talk, names
@@ -103,7 +103,7 @@ class Sample(msgspec.Struct):
     store_cpu: float = 0.0
 
 
-class Played:
+class MeasuredSession:
     """One session on each target that has sessions; the other targets get the same bodies."""
 
     def __init__(self, rig: Rig, make: Callable[[str], Talk], *, stream: bool = False) -> None:
@@ -117,13 +117,13 @@ class Played:
     def step(self, tail: int) -> None:
         """A turn that is not measured."""
         for name, talk in self.talks.items():
-            talk.hear(said(self.rig.call(name, talk.body(), self.session)), tail)
+            talk.add_turn(reply_text(self.rig.call(name, talk.body(), self.session)), tail)
 
     def look(self, targets: Sequence[str], tail: int) -> dict[str, Sample]:
         """A measured turn: one call to each of the targets, in this order."""
         seen = {name: self.observe(name, self.body(name)) for name in targets}
         for name, talk in self.talks.items():
-            talk.hear(said(seen[name][1]), tail)
+            talk.add_turn(reply_text(seen[name][1]), tail)
         return {name: sample for name, (sample, _) in seen.items()}
 
     def observe(self, name: str, body: bytes) -> tuple[Sample, Timed]:
@@ -173,7 +173,7 @@ def run_case(rig: Rig, case: Case) -> dict[str, Any]:
     first = True  # the first session is a warm-up
     n = 0
     while first or len(sizes) < case.calls:
-        played = Played(rig, case.talk, stream=case.chunks > 0)
+        played = MeasuredSession(rig, case.talk, stream=case.chunks > 0)
         played.step(case.tail)
         for _ in range(case.per_session):
             n += 1

@@ -10,7 +10,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.client import Client, said
+from bench.client import Client, reply_text
 from bench.talk import Talk
 from tokencache.config import Settings
 from tokencache.server.serve import serving
@@ -44,7 +44,7 @@ def grow(port: int, turns: int) -> None:
     client, talk = Client(port), Talk("counted", size=1200, messages=2, mock_tokens=200)
     for _ in range(turns):
         answer = client.post(talk.body(), "counted")
-        talk.hear(said(answer), 800)
+        talk.add_turn(reply_text(answer), 800)
 
 
 async def main(upstream: str, turns: int) -> dict[str, float]:

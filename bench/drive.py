@@ -61,13 +61,13 @@ def _watch(engine: Process, target: Target, generator: "subprocess.Popen[str]") 
             raise RuntimeError(f"the load generator exited with code {generator.wait()}")
         return got
 
-    def books() -> list[float]:
+    def accounts() -> list[float]:
         return [target.cpu(), engine.cpu(), target.store_cpu(), sum(process.waited() for process in target.processes)]
 
     line()
-    before = books()
+    before = accounts()
     line()
-    used = [now - then for now, then in zip(books(), before, strict=True)]
+    used = [now - then for now, then in zip(accounts(), before, strict=True)]
     found: dict[str, Any] = json.loads(line())
     found |= {"cpu_s": used[0], "engine_cpu_s": used[1], "store_cpu_s": used[2], "waited_s": round(used[3], 4)}
     found["peak_bytes"] = sum(process.peak() for process in target.processes)
@@ -85,7 +85,7 @@ def limit(shares: dict[str, float], waited: float) -> str:
 
 def _torn(target: Target, session: str, turns: int) -> str:
     """What is wrong with a session: every call must have continued the previous one. Empty if the session is as it should be."""
-    said = "not found"
+    finding = "not found"
     for port in target.ports:
         client = Client(port)
         answer = client.get(f"/tokencache/v1/sessions/{session}/turns")
@@ -94,10 +94,10 @@ def _torn(target: Target, session: str, turns: int) -> str:
             kinds = [turn["match"] for turn in json.loads(answer.body)["turns"]]
             if len(kinds) >= turns and kinds[1:] == ["continue"] * (len(kinds) - 1):
                 return ""
-            said = f"{len(kinds)} of {turns} turns: {' '.join(kinds)[:80]}"
+            finding = f"{len(kinds)} of {turns} turns: {' '.join(kinds)[:80]}"
         elif answer.status != 404:
-            said = f"{answer.status}: {answer.body[:120]!r}"
-    return said
+            finding = f"{answer.status}: {answer.body[:120]!r}"
+    return finding
 
 
 def _checked(target: Target, found: dict[str, Any], spec: Spec, cores: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from bench.client import Client, said
+from bench.client import Client, reply_text
 from bench.cost import Case, Rig
 from bench.processes import ROOT
 from bench.stats import percentile, us
@@ -32,7 +32,7 @@ def run_exports(rig: Rig, name: str, calls: int, rounds: int) -> dict[str, Any]:
     session = "bench-large"
     talk = Talk(session, size=LARGE_BYTES, messages=200, mock_tokens=2000)
     for _ in range(3):
-        talk.hear(said(rig.call(name, talk.body(), session)), 800)
+        talk.add_turn(reply_text(rig.call(name, talk.body(), session)), 800)
     turns = rig.turns(name, session)
     path = f"/tokencache/v1/sessions/{session}/trajectories?drift=off"
     size = len(rig.clients[name].get(path).body)  # the worker has started
@@ -63,7 +63,7 @@ def _small_calls(rig: Rig, name: str, session: str, calls: int) -> list[float]:
     for _ in range(calls):
         answer = rig.call(name, talk.body(), session)
         walls.append(answer.wall)
-        talk.hear(said(answer), SMALL.tail)
+        talk.add_turn(reply_text(answer), SMALL.tail)
     return walls
 
 

@@ -17,7 +17,7 @@ BEYOND = {"in all": None, "beyond reading the body": "objects", "beyond the bare
 """What is subtracted from a call's CPU before late and early calls are compared: nothing, a way of reading the body, a target's CPU."""
 
 
-class Seen(NamedTuple):
+class Series(NamedTuple):
     """A figure's repetitions."""
 
     name: str
@@ -29,21 +29,21 @@ class Seen(NamedTuple):
 
 def figures(found: dict[str, Any]) -> Figures:
     """All figures of a run, by name."""
-    parts: dict[str, Callable[[Any], Iterator[Seen]]] = {
+    parts: dict[str, Callable[[Any], Iterator[Series]]] = {
         "cost": _cost,
         "growth": _growth,
         "load": _load,
         "rollouts": _rollouts,
-        "streams": lambda runs: (Seen(f"streams/{run['target']}/bytes per stream", [run["bytes_per_stream"]], "B") for run in runs),
-        "exports": lambda rows: (Seen(f"exports/{row['target']}/p50 over busy neighbour", [row["p50_ratio"]], "x") for row in rows),
-        "stored": lambda one: iter([Seen("stored/memory/bytes per token", [one["bytes_per_token"]], "B")]),
-        "start_s": lambda walls: iter([Seen("start/seconds to ready", walls, "s", absolute=True)]),
+        "streams": lambda runs: (Series(f"streams/{run['target']}/bytes per stream", [run["bytes_per_stream"]], "B") for run in runs),
+        "exports": lambda rows: (Series(f"exports/{row['target']}/p50 over busy neighbour", [row["p50_ratio"]], "x") for row in rows),
+        "stored": lambda one: iter([Series("stored/memory/bytes per token", [one["bytes_per_token"]], "B")]),
+        "start_s": lambda walls: iter([Series("start/seconds to ready", walls, "s", absolute=True)]),
     }
     seen = [one for part, read in parts.items() if part in found for one in read(found[part])]
     return {one.name: figure(one.values, one.unit, one.better) | ({"absolute": True} if one.absolute else {}) for one in seen if one.values}
 
 
-def _cost(rows: list[dict[str, Any]]) -> Iterator[Seen]:
+def _cost(rows: list[dict[str, Any]]) -> Iterator[Series]:
     for row in rows:
         relay, direct = row["targets"].get("relay"), row["targets"]["direct"]
         for name, seen in row["targets"].items():
@@ -52,17 +52,17 @@ def _cost(rows: list[dict[str, Any]]) -> Iterator[Seen]:
                 continue
             if relay:
                 base = statistics.median(relay["cpu_blocks"])
-                yield Seen(f"{where}/CPU over relay", [value / base for value in seen["cpu_blocks"]], "x")
-            yield Seen(f"{where}/added p50", [value - direct["p50_us"] for value in seen["p50_blocks"]], "us", absolute=True)
-            yield Seen(f"{where}/CPU", seen["cpu_blocks"], "us", absolute=True)
+                yield Series(f"{where}/CPU over relay", [value / base for value in seen["cpu_blocks"]], "x")
+            yield Series(f"{where}/added p50", [value - direct["p50_us"] for value in seen["p50_blocks"]], "us", absolute=True)
+            yield Series(f"{where}/CPU", seen["cpu_blocks"], "us", absolute=True)
 
 
-def _growth(grown: dict[str, Any]) -> Iterator[Seen]:
+def _growth(grown: dict[str, Any]) -> Iterator[Series]:
     for name in grown["marks"][0]["targets"]:
         if name.startswith("proxy"):
-            yield Seen(f"growth/{name}/last over first turn", [growth_beyond(grown["marks"], name, "objects")], "x")
+            yield Series(f"growth/{name}/last over first turn", [growth_beyond(grown["marks"], name, "objects")], "x")
     if grown["redis_bytes_per_token"]:
-        yield Seen("stored/redis/bytes per token", [grown["redis_bytes_per_token"]], "B")
+        yield Series("stored/redis/bytes per token", [grown["redis_bytes_per_token"]], "B")
 
 
 LEAST_CALLS = 20
@@ -73,23 +73,23 @@ def counts(run: dict[str, Any]) -> bool:
     return int(run["calls"]) >= LEAST_CALLS and not run["torn"]
 
 
-def _load(rows: list[dict[str, Any]]) -> Iterator[Seen]:
+def _load(rows: list[dict[str, Any]]) -> Iterator[Series]:
     for row in rows:
         where = f"load/{row['shape']} x{row['connections']}"
         relay = row["targets"].get("relay", ())
         for name, runs in row["targets"].items():
-            yield Seen(f"{where}/{name}/calls per s", [run["calls_per_s"] for run in runs if counts(run)], "1/s", "higher", absolute=True)
+            yield Series(f"{where}/{name}/calls per s", [run["calls_per_s"] for run in runs if counts(run)], "1/s", "higher", absolute=True)
             if name != "direct":
                 ratios = [mine["cpu_us"] / its["cpu_us"] for mine, its in zip(runs, relay, strict=False) if counts(mine) and counts(its)]
-                yield Seen(f"{where}/{name}/CPU over relay", ratios, "x")
+                yield Series(f"{where}/{name}/CPU over relay", ratios, "x")
 
 
-def _rollouts(runs: list[dict[str, Any]]) -> Iterator[Seen]:
+def _rollouts(runs: list[dict[str, Any]]) -> Iterator[Series]:
     rates = defaultdict(list)
     for run in filter(counts, runs):
         rates[run["target"]].append(run["calls_per_s"])
     for name, values in rates.items():
-        yield Seen(f"rollouts/{name}/turns per s", values, "1/s", "higher", absolute=True)
+        yield Series(f"rollouts/{name}/turns per s", values, "1/s", "higher", absolute=True)
 
 
 def growth_beyond(marks: Sequence[dict[str, Any]], name: str, what: str | None) -> float:

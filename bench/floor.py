@@ -84,10 +84,10 @@ class Floor:
             sent += (SUPPLIED, *pieces, b"]}")
         async with self.engine.post(self.chat, headers=passed_on(request.headers), data=b"".join((*sent, b"}"))) as answer:
             if answer.content_length is None:
-                response, said = await self.stream(request, answer, pieces)
+                response, answer_body = await self.stream(request, answer, pieces)
             else:
-                response, said = self.whole(answer, await answer.read(), pieces)
-        self.sessions.keep(session, [*pieces, sampled_in(said)])
+                response, answer_body = self.whole(answer, await answer.read(), pieces)
+        self.sessions.keep(session, [*pieces, sampled_in(answer_body)])
         return response
 
     async def tail(self, body: bytes) -> bytes:
@@ -96,26 +96,26 @@ class Floor:
             return _MADE_UP
         end = body.rindex(LAST_END)
         async with self.engine.post(self.tokenize, headers=_JSON, data=_ASK % body[body.rindex(_LAST, 0, end) : end]) as answer:
-            said = await answer.read()
-        at = said.index(STOP) + len(STOP)
-        return said[at : said.index(b"]", at)]
+            answer_body = await answer.read()
+        at = answer_body.index(STOP) + len(STOP)
+        return answer_body[at : answer_body.index(b"]", at)]
 
-    def whole(self, answer: aiohttp.ClientResponse, said: bytes, pieces: list[bytes]) -> tuple[web.Response, bytes]:
-        at, end = echo_in(said)
+    def whole(self, answer: aiohttp.ClientResponse, answer_body: bytes, pieces: list[bytes]) -> tuple[web.Response, bytes]:
+        at, end = echo_in(answer_body)
         if not end:
             raise ValueError(_NO_ECHO)
         if not pieces:
-            pieces.append(said[at:end])
-        brief = said[:at] + said[end:]
+            pieces.append(answer_body[at:end])
+        brief = answer_body[:at] + answer_body[end:]
         return web.Response(status=answer.status, headers=passed_on(answer.headers), body=brief), brief
 
     async def stream(self, request: web.Request, answer: aiohttp.ClientResponse, pieces: list[bytes]) -> tuple[web.StreamResponse, bytes]:
         response = begun(answer)
         await response.prepare(request)
-        first, said, end = bytearray(), [], 0
+        first, answer_body, end = bytearray(), [], 0
         async for chunk in answer.content.iter_any():
             if end:
-                said.append(chunk)
+                answer_body.append(chunk)
                 await response.write(chunk)
                 continue
             first += chunk
@@ -124,24 +124,24 @@ class Floor:
                 if not pieces:
                     pieces.append(bytes(first[at:end]))
                 del first[at:end]
-                said.append(bytes(first))
-                await response.write(said[0])
+                answer_body.append(bytes(first))
+                await response.write(answer_body[0])
         if not end:
             raise ValueError(_NO_ECHO)
         await response.write_eof()
-        return response, b"".join(said)
+        return response, b"".join(answer_body)
 
 
-def echo_in(said: bytes | bytearray) -> tuple[int, int]:
+def echo_in(answer_body: bytes | bytearray) -> tuple[int, int]:
     """Position of the prompt ids; (0, 0) if they are incomplete. Finding their end takes as long as comparing them would."""
-    at = said.find(_ECHO) + len(_ECHO)
-    end = said.find(b"]", at) if at >= len(_ECHO) else -1
+    at = answer_body.find(_ECHO) + len(_ECHO)
+    end = answer_body.find(b"]", at) if at >= len(_ECHO) else -1
     return (at, end) if end > 0 else (0, 0)
 
 
-def sampled_in(said: bytes) -> bytes:
+def sampled_in(answer_body: bytes) -> bytes:
     """The sampled ids of a reply, whole or in events, each preceded by a comma."""
-    return b"".join([b"," + part[: part.index(b"]")] for part in said.split(_SAMPLED)[1:]])
+    return b"".join([b"," + part[: part.index(b"]")] for part in answer_body.split(_SAMPLED)[1:]])
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ class Forced(LogitsProcessor):
             return
         for index in batch_update.removed:
             self.batch.pop(index, None)
-        for index, params, _, said in batch_update.added:
+        for index, params, _, emitted in batch_update.added:
             self.batch.pop(index, None)
             wanted = (params.extra_args or {}).get("say")
             if wanted:
-                self.batch[index] = ([int(token) for token in wanted], said)
+                self.batch[index] = ([int(token) for token in wanted], emitted)
         for source, target, direction in batch_update.moved:
             moved, replaced = self.batch.pop(source, None), self.batch.pop(target, None)
             if moved is not None:
@@ -37,8 +37,8 @@ class Forced(LogitsProcessor):
                 self.batch[source] = replaced
 
     def apply(self, logits: Any) -> Any:
-        for index, (wanted, said) in self.batch.items():
-            token = wanted[len(said)] if len(said) < len(wanted) else self.stop
+        for index, (wanted, emitted) in self.batch.items():
+            token = wanted[len(emitted)] if len(emitted) < len(wanted) else self.stop
             kept = logits[index, token].item()
             logits[index].fill_(float("-inf"))
             logits[index, token] = kept

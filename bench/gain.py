@@ -21,7 +21,7 @@ from bench.client import Client
 from bench.gain_bodies import run_bodies
 from bench.gain_engine import CONFIG, Engine, accelerator, make_model, venv, vllm
 from bench.gain_report import show
-from bench.gain_rollout import DRIFT, SHORT, Rollout, Where, agent, chat
+from bench.gain_rollout import DRIFT, SHORT, CallTarget, Rollout, agent, chat
 from bench.machine import machine
 from bench.processes import running
 from bench.targets import TOKENCACHE
@@ -80,34 +80,34 @@ class Gain:
         with contextlib.ExitStack() as stack:
             wanted = {name for case in self.extent.cases for name in case.targets}
             targets = {name: stack.enter_context(self._target(name)) for name in sorted(wanted)}
-            for where in targets.values():
-                self._warm(where)
+            for target in targets.values():
+                self._warm(target)
             found = [record for case in self.extent.cases for n in range(self.extent.rounds) for record in self._case(case, targets, n)]
             self.say("what a body costs the API server")
             return {"calls": found, "bodies": run_bodies(self.engine, self.extent.marks, self.extent.bodies)}
 
     @contextlib.contextmanager
-    def _target(self, name: str) -> Iterator[Where]:
+    def _target(self, name: str) -> Iterator[CallTarget]:
         if name == DIRECT:
-            yield Where(name, self.engine)
+            yield CallTarget(name, self.engine)
             return
         words = ["--upstream", f"http://127.0.0.1:{self.engine.process.port}", "--store", "memory:"]
         words += ["--tokenizer", str(self.engine.model_dir)] if name == LOCAL else []
         with running("proxy", lambda port: [TOKENCACHE, "serve", *words, "--port", str(port)], "/readyz", seconds=120) as process:
-            yield Where(name, self.engine, process)
+            yield CallTarget(name, self.engine, process)
 
-    def _warm(self, where: Where) -> None:
+    def _warm(self, target: CallTarget) -> None:
         """A short session of each kind: tail shapes are verified once per proxy process, and code runs slower the first time."""
-        self.say(f"warming {where.name}")
+        self.say(f"warming {target.name}")
         for name, play in PLAYS.items():
-            for _ in play(self._rollout(where, Case(name, DRIFT, ()), "warm"), [400], 2, SHORT):
+            for _ in play(self._rollout(target, Case(name, DRIFT, ()), "warm"), [400], 2, SHORT):
                 pass
 
-    def _rollout(self, where: Where, case: Case, which: str) -> Rollout:
+    def _rollout(self, target: CallTarget, case: Case, which: str) -> Rollout:
         seed = f"{case.play}-{case.drift}-{which}-{time.time_ns()}"
-        return Rollout(where, f"{where.name.replace(' --', '-')}-{seed}", f"{case}{which}", case.play == "agent", case.drift)
+        return Rollout(target, f"{target.name.replace(' --', '-')}-{seed}", f"{case}{which}", case.play == "agent", case.drift)
 
-    def _case(self, case: Case, targets: dict[str, Where], n: int) -> list[dict[str, Any]]:
+    def _case(self, case: Case, targets: dict[str, CallTarget], n: int) -> list[dict[str, Any]]:
         played = {name: self._rollout(targets[name], case, str(n)) for name in case.targets}
         steps = {name: PLAYS[case.play](rollout, self.extent.marks, self.extent.repeats) for name, rollout in played.items()}
         for mark in self.extent.marks:
@@ -129,14 +129,14 @@ def continued(rollout: Rollout) -> None:
     Raises:
         RuntimeError: It did not, so the figures do not measure what they should.
     """
-    if rollout.where.proxy is None:
+    if rollout.target.proxy is None:
         return
-    client = Client(rollout.where.port)
+    client = Client(rollout.target.port)
     answer = client.get(f"/tokencache/v1/sessions/{rollout.name}/turns")
     client.close()
     kinds = [turn["match"] for turn in json.loads(answer.body)["turns"]] if answer.status == 200 else []
     if kinds != ["root"] + ["continue"] * (len(rollout.records) - 1):
-        raise RuntimeError(f"{rollout.where.name}: a session was torn: {answer.status}, {' '.join(kinds)}")
+        raise RuntimeError(f"{rollout.target.name}: a session was torn: {answer.status}, {' '.join(kinds)}")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.client import Client
 from bench.gain_engine import MODEL, Engine
-from bench.gain_rollout import SETTLE_S, TOOL, Where, listen
+from bench.gain_rollout import SETTLE_S, TOOL, CallTarget, send_streamed
 from bench.talk import text
 
 PER_MESSAGE = 150
@@ -39,7 +39,7 @@ def history(engine: Engine, tokens: int) -> list[dict[str, Any]]:
 
 def run_bodies(engine: Engine, marks: list[int], repeats: int) -> list[dict[str, Any]]:
     """A row for each length; the kinds of body are sent in turn, so that a disturbance affects all alike."""
-    where = Where("direct", engine)
+    target = CallTarget("direct", engine)
     rows = []
     for mark in marks:
         messages = history(engine, mark)
@@ -59,14 +59,14 @@ def run_bodies(engine: Engine, marks: list[int], repeats: int) -> list[dict[str,
         bodies: dict[str, dict[str, Any]] = {"messages": {"messages": messages}}
         bodies |= {"ids": {"messages": messages, **exact}, "ids, last messages": {"messages": messages[-2:], **exact}}
         sent = {name: json.dumps({**same, **body}).encode() for name, body in bodies.items()}
-        listen(where, sent["ids"])  # now the prompt is cached
+        send_streamed(target, sent["ids"])  # now the prompt is cached
         seen: dict[str, list[tuple[float, float]]] = {name: [] for name in sent}
         for _ in range(repeats):
             for name, body in sent.items():
                 time.sleep(SETTLE_S)
-                before = where.cpu()[0]
-                heard = listen(where, body)
-                seen[name].append((heard.first * 1e3, (heard.at_first[0] - before) * 1e3))
+                before = target.cpu()[0]
+                answered = send_streamed(target, body)
+                seen[name].append((answered.first * 1e3, (answered.at_first[0] - before) * 1e3))
         kinds = {
             name: {
                 "bytes": len(sent[name]),

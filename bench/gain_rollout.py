@@ -34,7 +34,7 @@ SETTLE_S = 0.02
 
 
 @dataclass
-class Heard:
+class StreamedAnswer:
     """A streamed answer: seconds to its first event, the message that a harness builds from it, the usage that the engine reports."""
 
     first: float
@@ -44,7 +44,7 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Where:
+class CallTarget:
     """Where calls are sent. `proxy` is None for the engine itself."""
 
     name: str
@@ -60,13 +60,13 @@ class Where:
         return [cpu_seconds(self.engine.process.pid), cpu_seconds(self.proxy.pid) if self.proxy else 0.0]
 
 
-def listen(where: Where, body: bytes, session: str | None = None) -> Heard:
+def send_streamed(target: CallTarget, body: bytes, session: str | None = None) -> StreamedAnswer:
     """Sends a streamed call and reads all of it; the clock and the CPU accounts are read at the first event.
 
     Raises:
         RuntimeError: The answer is not a stream.
     """
-    connection = http.client.HTTPConnection("127.0.0.1", where.port, timeout=300)
+    connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=300)
     connection.connect()
     headers = {"Content-Type": "application/json"} | ({"X-Tokencache-Session": session} if session else {})
     begun = time.perf_counter()
@@ -75,13 +75,13 @@ def listen(where: Where, body: bytes, session: str | None = None) -> Heard:
     line = answer.readline()
     while answer.status == 200 and line and not line.startswith(b"data: {"):
         line = answer.readline()  # keep-alive comments are no tokens
-    first, at_first = time.perf_counter() - begun, where.cpu()
+    first, at_first = time.perf_counter() - begun, target.cpu()
     whole = line + answer.read()
     connection.close()
     if answer.status != 200:
-        raise RuntimeError(f"{where.name} answered {answer.status}: {whole[:500]!r}")
+        raise RuntimeError(f"{target.name} answered {answer.status}: {whole[:500]!r}")
     message, usage = assembled(whole)
-    return Heard(first, message, usage, at_first)
+    return StreamedAnswer(first, message, usage, at_first)
 
 
 def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -110,7 +110,7 @@ class Rollout:
     Rollouts with the same `seed` get the same text and produce the same replies.
     """
 
-    where: Where
+    target: CallTarget
     name: str
     seed: str
     tools: bool
@@ -125,8 +125,8 @@ class Rollout:
 
     def words(self, tokens: int) -> str:
         """Text of about this many tokens."""
-        encoded = self.where.engine.tokenizer.encode(text(self.rng, 8 * tokens + 40))
-        return self.where.engine.tokenizer.decode(encoded[:tokens]).strip()
+        encoded = self.target.engine.tokenizer.encode(text(self.rng, 8 * tokens + 40))
+        return self.target.engine.tokenizer.decode(encoded[:tokens]).strip()
 
     def reply(self, sizes: tuple[int, int], *, calls: bool) -> str:
         """The text the model is to emit, exactly as the template would render it."""
@@ -135,43 +135,43 @@ class Rollout:
             rest = f'<tool_call>\n{{"name": "bash", "arguments": {json.dumps({"command": rest}, ensure_ascii=False)}}}\n</tool_call>'
         return f"<think>\n{thought}\n</think>\n\n{rest}"
 
-    def hear(self, tokens: int) -> None:
+    def add_input(self, tokens: int) -> None:
         """Adds the next input: results of the open calls, or else a user message."""
         calls = self.messages[-1].get("tool_calls")
-        said = self.words(max(1, tokens))
+        words = self.words(max(1, tokens))
         self.messages.append(
-            {"role": "tool", "tool_call_id": calls[0]["id"], "content": said} if calls else {"role": "user", "content": said}
+            {"role": "tool", "tool_call_id": calls[0]["id"], "content": words} if calls else {"role": "user", "content": words}
         )
 
-    def call(self, kind: str, mark: int, hear: int, sizes: tuple[int, int], *, calls: bool) -> None:
+    def call(self, kind: str, mark: int, new_tokens: int, sizes: tuple[int, int], *, calls: bool) -> None:
         """One turn: input is added, the model replies, and the accounts are read.
 
         Raises:
             RuntimeError: The reply is not the forced one, so the figures would measure something else.
         """
-        self.hear(hear)
-        said = self.reply(sizes, calls=calls)
+        self.add_input(new_tokens)
+        sampled_text = self.reply(sizes, calls=calls)
         body = {"model": MODEL, "messages": self.messages, "stream": True, "stream_options": {"include_usage": True}}
         body |= {"tools": [TOOL]} if self.tools else {}
-        say = self.where.engine.tokenizer.resample(said, self.rng, self.drift)
+        say = self.target.engine.tokenizer.resample(sampled_text, self.rng, self.drift)
         sent = json.dumps({**body, "temperature": 0, "max_tokens": len(say) + 8, "vllm_xargs": {"say": say}}).encode()
-        looked_up = self.where.engine.prefix_cache()
+        looked_up = self.target.engine.prefix_cache()
         time.sleep(SETTLE_S)  # background work of an earlier call must not count as this call's CPU
-        before = self.where.cpu()
-        heard = listen(self.where, sent, self.name if self.where.proxy else None)
-        queries, hits = (now - then for now, then in zip(self.where.engine.prefix_cache(), looked_up, strict=True))
-        if bool(heard.message.get("tool_calls")) != calls or not heard.message.get("reasoning"):
-            raise RuntimeError(f"the model should have replied {said!r}, but replied {heard.message!r}")
-        self.messages.append(heard.message)
-        self.tokens = heard.usage["total_tokens"]
-        api_cpu, proxy_cpu = (now - then for now, then in zip(heard.at_first, before, strict=True))
+        before = self.target.cpu()
+        answered = send_streamed(self.target, sent, self.name if self.target.proxy else None)
+        queries, hits = (now - then for now, then in zip(self.target.engine.prefix_cache(), looked_up, strict=True))
+        if bool(answered.message.get("tool_calls")) != calls or not answered.message.get("reasoning"):
+            raise RuntimeError(f"the model should have replied {sampled_text!r}, but replied {answered.message!r}")
+        self.messages.append(answered.message)
+        self.tokens = answered.usage["total_tokens"]
+        api_cpu, proxy_cpu = (now - then for now, then in zip(answered.at_first, before, strict=True))
         self.records.append(
             {
                 "kind": kind,
                 "mark": mark,
-                "ttft_ms": round(heard.first * 1e3, 2),
-                "prompt_tokens": heard.usage["prompt_tokens"],
-                "cached_tokens": (heard.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+                "ttft_ms": round(answered.first * 1e3, 2),
+                "prompt_tokens": answered.usage["prompt_tokens"],
+                "cached_tokens": (answered.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
                 "queries": queries,
                 "hits": hits,
                 "api_cpu_ms": round(api_cpu * 1e3, 2),

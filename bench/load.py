@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from bench.mock import said
+from bench.mock import reply_of
 from bench.stats import percentile, quantiles
 from bench.talk import Talk
 from bench.wire import Answer, Connection
@@ -101,7 +101,7 @@ class Rollout:
         answer = await self.connection.call(f"{self._head}{len(body)}\r\n\r\n".encode(), body)
         self.turn += 1
         n = 8 if short else self.spec.tokens
-        self.talk.hear(answer.number.decode() + said(n).json_text.decode(), self.spec.tail)
+        self.talk.add_turn(answer.number.decode() + reply_of(n).json_text.decode(), self.spec.tail)
         return answer
 
     def close(self) -> None:

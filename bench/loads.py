@@ -66,7 +66,7 @@ def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
     """The targets that can carry this many at once, and whose figures no other row gives."""
     whole, few = "chunks" not in SHAPES[row.shape], row.connections <= FEW
 
-    def says_more(name: str, target: Target) -> bool:
+    def adds_figures(name: str, target: Target) -> bool:
         if name in SLOW:
             return whole and few and row.shape != "1 MB"  # too few answers there for a figure
         if name in {FLOOR_LOCAL, FLOOR_PROVEN}:
@@ -76,7 +76,7 @@ def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
         return True
 
     able = {name: target for name, target in targets.items() if name == "direct" or row.connections <= target.streams_possible()}
-    return {name: target for name, target in able.items() if says_more(name, target)}
+    return {name: target for name, target in able.items() if adds_figures(name, target)}
 
 
 def run_load(engine: Process, targets: Mapping[str, Target], row: Row) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def tokens_of(text: bytes) -> bytes:
 @lru_cache(20_000)
 def _message(raw: bytes) -> bytes:
     entry = msgspec.json.decode(raw)
-    said = (entry.get("content") or "").encode() + b"".join(msgspec.json.encode(c["function"]) for c in entry.get("tool_calls") or ())
-    parts = tokens_of(entry["role"].encode() + _ROLE_END), tokens_of(said), tokens_of(b"\n")
+    text = (entry.get("content") or "").encode() + b"".join(msgspec.json.encode(c["function"]) for c in entry.get("tool_calls") or ())
+    parts = tokens_of(entry["role"].encode() + _ROLE_END), tokens_of(text), tokens_of(b"\n")
     return b"%d,%s%s%d,%s" % (START, parts[0], parts[1], END, parts[2])
 
 
@@ -67,18 +67,18 @@ class _Body(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Body).decode
 
 
-class Said:
+class MockReply:
     """A reply of `n` tokens, made once: four characters each, the last one the end of turn."""
 
     def __init__(self, n: int) -> None:
         self.ids = [FIRST + (i * 7919) % SPREAD for i in range(n - 1)] + [END]
         self.texts = [f"w{i % 1000:03d}" for i in range(n - 1)] + [""]
-        self.chances = [
+        self.logprob_entries = [
             msgspec.json.encode({"token": t, "logprob": -(1 + i % 97) / 64, "bytes": list(t.encode()), "top_logprobs": []})
             for i, t in enumerate(self.texts)
         ]
         self.json_ids = b",".join(b"%d" % i for i in self.ids)
-        self.json_chances = b'{"content":[' + b",".join(self.chances) + b"]}"
+        self.logprobs_json = b'{"content":[' + b",".join(self.logprob_entries) + b"]}"
         self.json_text = "".join(self.texts).encode()
 
     def events(self, chunks: int, *, ids: bool) -> list[bytes]:
@@ -92,7 +92,7 @@ class Said:
                 b'{"index":0,"delta":{"content":"%s"},"logprobs":%s,"finish_reason":%s,%s"token_ids":%s}]}\n\n'
                 % (
                     "".join(self.texts[parts]).encode(),
-                    b'{"content":[' + b",".join(self.chances[parts]) + b"]}" if ids else b"null",
+                    b'{"content":[' + b",".join(self.logprob_entries[parts]) + b"]}" if ids else b"null",
                     b'"stop"' if last else b"null",
                     b'"stop_reason":null,' if last else b"",
                     b"[%s]" % b",".join(b"%d" % i for i in self.ids[parts]) if ids else b"null",
@@ -101,8 +101,8 @@ class Said:
         return found
 
 
-said = lru_cache(32)(Said)
-events_of = lru_cache(64)(lambda n, chunks, ids: said(n).events(chunks, ids=ids))
+reply_of = lru_cache(32)(MockReply)
+events_of = lru_cache(64)(lambda n, chunks, ids: reply_of(n).events(chunks, ids=ids))
 
 
 class Server(asyncio.Protocol):
@@ -178,7 +178,7 @@ class Server(asyncio.Protocol):
             first = b"[%s]" % prompt if wants_ids else b"null"
             self._stream(events_of(n, options.get(b"chunks", n), wants_ids), options.get(b"pace_ms", 0), number, first)
             return
-        reply = said(n)
+        reply = reply_of(n)
         self._json(
             b'{"id":"chatcmpl-%s","object":"chat.completion","created":0,"model":"mock","choices":[{"index":0,"message":{"role":"assistant",'
             b'"content":"%s%s","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},"logprobs":%s,'
@@ -189,7 +189,7 @@ class Server(asyncio.Protocol):
                 number,
                 number,
                 reply.json_text,
-                reply.json_chances if wants_ids else b"null",
+                reply.logprobs_json if wants_ids else b"null",
                 b"[%s]" % reply.json_ids if wants_ids else b"null",
                 n,
                 b"[%s]" % prompt if wants_ids else b"null",

@@ -29,7 +29,7 @@ NAMES = (LOOP, SERVER, CLIENT, READING, PLANNING, TAIL, SENDING, REPLY, RECORDIN
 CALLER = ""
 """No package: this code counts for its caller."""
 
-ROOMS: Mapping[str, str] = {
+PACKAGES: Mapping[str, str] = {
     "asyncio/": LOOP,
     "uvloop/": LOOP,
     "aiohttp/web": SERVER,
@@ -58,7 +58,7 @@ ROOMS: Mapping[str, str] = {
     "tokencache/store/": RECORDING,
     "bench/": REST,
 }
-_PREFIXES = sorted(ROOMS, key=len, reverse=True)
+_PREFIXES = sorted(PACKAGES, key=len, reverse=True)
 
 SHAPES = ("1 KB", "141 KB")
 AT_ONCE = 64
@@ -74,10 +74,10 @@ def binary() -> str | None:
     return shutil.which("py-spy")
 
 
-def room(files: Sequence[str]) -> str:
+def package_of(files: Sequence[str]) -> str:
     """The package of a sample: `files` of its frames, outermost first."""
     for file in reversed(files):
-        found = next((ROOMS[prefix] for prefix in _PREFIXES if file.startswith(prefix)), CALLER)
+        found = next((PACKAGES[prefix] for prefix in _PREFIXES if file.startswith(prefix)), CALLER)
         if found:
             return found
     return REST
@@ -93,7 +93,7 @@ def shares(stacks: Iterable[str]) -> dict[str, float]:
     for line in stacks:
         stack, _, count = line.rstrip().rpartition(" ")
         files = [frame.rpartition(" (")[2].rstrip(")").rpartition(":")[0] for frame in stack.split(";")]
-        counted[room(files)] += int(count)
+        counted[package_of(files)] += int(count)
     total = counted.total()
     if not total:
         raise RuntimeError("py-spy saw nothing")
@@ -109,7 +109,7 @@ def sampled(process: Process, work: Callable[[], object]) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="bench-profile-") as folder:
         raw, log = Path(folder, "stacks"), Path(folder, "log")
         command = [str(binary()), "record", "--rate", str(RATE), "--duration", "600", "--format", "raw", "--output", str(raw)]
-        with log.open("wb") as said, subprocess.Popen([*command, "--pid", str(process.pid)], stdout=said, stderr=said) as spy:
+        with log.open("wb") as output, subprocess.Popen([*command, "--pid", str(process.pid)], stdout=output, stderr=output) as spy:
             try:
                 work()
             finally:
@@ -134,7 +134,7 @@ def run_profile(engine: Process, targets: Sequence[Target], seconds: float) -> l
         spec = Row(shape, AT_ONCE, seconds, 1).spec(slow=False)
         for target in targets:
             cpu = drive(engine, target, spec)["cpu_us"]  # not while it is sampled: sampling slows it down
-            rooms = sampled(target.processes[0], lambda: drive(engine, target, spec))  # noqa: B023 - called at once
-            spent = {name: round(cpu * share, 1) for name, share in rooms.items()}
+            used = sampled(target.processes[0], lambda: drive(engine, target, spec))  # noqa: B023 - called at once
+            spent = {name: round(cpu * share, 1) for name, share in used.items()}
             found.append({"shape": shape, "target": target.name, "cpu_us": cpu, "rooms_us": spent})
     return found

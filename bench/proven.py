@@ -33,7 +33,7 @@ from bench.floor import LAST_END, SESSION, SUPPLIED, WANTED, Floor, echo_in, sam
 from bench.relay import passed_on, serve
 
 _MESSAGES = b'{"messages":['
-_CHANCES, _IDS = (b'"logprobs":{', b',"finish_reason"'), (b'"token_ids":[', b"]")
+_LOGPROBS, _IDS = (b'"logprobs":{', b',"finish_reason"'), (b'"token_ids":[', b"]")
 _MOST = 1024
 """Sessions that are kept; a forgotten one begins again."""
 
@@ -47,7 +47,7 @@ class _Chance(msgspec.Struct):
     logprob: float
 
 
-class _Chances(msgspec.Struct):
+class _Logprobs(msgspec.Struct):
     content: list[_Chance]
 
 
@@ -57,7 +57,7 @@ class _Message(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     message: _Message
-    logprobs: _Chances
+    logprobs: _Logprobs
     token_ids: list[int]
 
 
@@ -76,9 +76,9 @@ class Known:
     """State of a session: the ids so far as pieces of JSON, the last body's hash, the last reply's digest, its turns."""
 
     pieces: list[bytes] = field(default_factory=list)
-    heard: int = 0
+    body_size: int = 0
     """Bytes of the last body up to the end of its messages."""
-    heard_hash: int = 0
+    body_hash: int = 0
     reply: bytes = b""
     turns: list[bytes] = field(default_factory=list)
 
@@ -106,8 +106,8 @@ class Proven:
             known.pieces += (b",", tail)
             sent += (SUPPLIED, *known.pieces, b"]}")
         async with self.floor.engine.post(self.floor.chat, headers=passed_on(request.headers), data=b"".join((*sent, b"}"))) as answer:
-            said = await answer.read()
-        brief = _without_echo(known, said)
+            answer_body = await answer.read()
+        brief = _without_echo(known, answer_body)
         _keep(known, new, digests, brief)
         self.sessions[name] = known
         if len(self.sessions) > _MOST:
@@ -118,11 +118,11 @@ class Proven:
 def _new(known: Known, body: bytes) -> bytes:
     """The messages that the session has not sent yet, as a list of JSON."""
     end = body.rindex(LAST_END)
-    same = known.heard and xxhash.xxh3_64_intdigest(memoryview(body)[: known.heard]) == known.heard_hash
-    new = b"[%s]" % body[known.heard + 1 if same else len(_MESSAGES) : end]
-    if known.heard and not same:
+    same = known.body_size and xxhash.xxh3_64_intdigest(memoryview(body)[: known.body_size]) == known.body_hash
+    new = b"[%s]" % body[known.body_size + 1 if same else len(_MESSAGES) : end]
+    if known.body_size and not same:
         raise ValueError("this does not continue what was sent before")
-    known.heard, known.heard_hash = end, xxhash.xxh3_64_intdigest(memoryview(body)[:end])
+    known.body_size, known.body_hash = end, xxhash.xxh3_64_intdigest(memoryview(body)[:end])
     return new
 
 
@@ -134,20 +134,20 @@ def _digest(role: str, content: str) -> bytes:
     return hashlib.sha256(f"{role}\n{content}".encode()).digest()[:16]
 
 
-def _without_echo(known: Known, said: bytes) -> bytes:
+def _without_echo(known: Known, answer_body: bytes) -> bytes:
     """The reply without its echo. The engine must have used the ids that were sent; those of a first call are read."""
-    begin, end = echo_in(said)
+    begin, end = echo_in(answer_body)
     if not known.pieces:
-        known.pieces.append(said[begin:end])
+        known.pieces.append(answer_body[begin:end])
         known.turns.append(_packed(known.pieces[0]))
     at = begin
     for piece in known.pieces:
-        if not said.startswith(piece, at):
+        if not answer_body.startswith(piece, at):
             raise ValueError("the engine used another prompt")
         at += len(piece)
     if at != end or begin == end:
         raise ValueError("the engine used a longer prompt, or did not return its ids")
-    return said[:begin] + said[end:]
+    return answer_body[:begin] + answer_body[end:]
 
 
 def _packed(ids: bytes) -> bytes:
@@ -160,7 +160,7 @@ def _ints(ids: list[int]) -> bytes:
 
 def _hidden(reply: bytes) -> bytes:
     """The fields that the client did not request, cut out of a reply."""
-    for begin, end in (_CHANCES, _IDS):
+    for begin, end in (_LOGPROBS, _IDS):
         at = reply.index(begin) + len(begin) - 1
         reply = reply[:at] + b"null" + reply[reply.index(end, at) + (end == b"]") :]
     return reply
@@ -169,11 +169,11 @@ def _hidden(reply: bytes) -> bytes:
 def _keep(known: Known, new: bytes, digests: list[bytes], reply: bytes) -> None:
     """The packed turn; the next call is compared with it."""
     choice = _REPLY.decode(reply).choices[0]
-    chances = [one.logprob for one in choice.logprobs.content]
-    if len(choice.token_ids) != len(chances) or any(map(math.isnan, chances)):
+    values = [one.logprob for one in choice.logprobs.content]
+    if len(choice.token_ids) != len(values) or any(map(math.isnan, values)):
         raise ValueError("the engine returned no log probabilities")
     known.reply = _digest("assistant", choice.message.content)
-    packed = [_ints(choice.token_ids), struct.pack(f"<{len(chances)}f", *chances), isal_zlib.compress(new), *digests]
+    packed = [_ints(choice.token_ids), struct.pack(f"<{len(values)}f", *values), isal_zlib.compress(new), *digests]
     known.turns.append(_PACK.encode(packed))
     known.pieces.append(sampled_in(reply))
 

@@ -74,15 +74,15 @@ def growth(grown: dict[str, Any]) -> Shown:
         rows.append([f"turn {mark['turn']}", f"{mark['body_bytes'] / 1000:.0f}", f"{mark['parse_us']['objects']:.0f}", *cells])
     marks = grown["marks"]
     for words, what in BEYOND.items():
-        cells = [f"{growth_beyond(marks, name, what):.2f}" if _told(marks, name, what) else "" for name in names]
+        cells = [f"{growth_beyond(marks, name, what):.2f}" if _is_shown(marks, name, what) else "" for name in names]
         rows.append([f"last over first, {words}", "", "", *cells])
     return Shown("One session that grows: CPU µs per call", ["", "body KB", "reading it", *names], rows)
 
 
-def _told(marks: list[dict[str, Any]], name: str, what: str | None) -> bool:
-    """For the proxy: its excess over other targets; for the floor: its excess over the relay and the body."""
-    there = what is None or what in marks[0]["parse_us"] or what in marks[0]["targets"]
-    return there and (what is None or name.startswith("proxy") or (name.startswith(FLOOR) and what != FLOOR))
+def _is_shown(marks: list[dict[str, Any]], name: str, what: str | None) -> bool:
+    """Whether to show a figure beyond `what`: for the proxy, and for the floor except beyond itself."""
+    measured = what is None or what in marks[0]["parse_us"] or what in marks[0]["targets"]
+    return measured and (what is None or name.startswith("proxy") or (name.startswith(FLOOR) and what != FLOOR))
 
 
 def load(rows: list[dict[str, Any]]) -> Shown:

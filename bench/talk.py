@@ -47,9 +47,9 @@ class Talk:
     def body(self) -> bytes:
         return msgspec.json.encode({"messages": self.entries, **self.members})
 
-    def hear(self, said: str, tail_bytes: int) -> None:
+    def add_turn(self, reply: str, tail_bytes: int) -> None:
         """Adds the model's reply and the user's next message."""
-        self.entries.append(self._entry("assistant", said))
+        self.entries.append(self._entry("assistant", reply))
         self.entries.append(self._entry("user", text(self._rng, tail_bytes)))
 
 

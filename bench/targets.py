@@ -52,12 +52,12 @@ class Target:
         return self.workers * ((self.processes[0].open_files() - 300) // 2)
 
 
-_ROOMY = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
+_KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
 """Keep the memory of large replies instead of returning it each time (glibc): that was half of the mock's CPU, and is not measured here."""
 
 
 def mock() -> contextlib.AbstractContextManager[Process]:
-    return running("mock", lambda port: [sys.executable, "-m", "bench.mock", str(port)], "/version", env=_ROOMY)
+    return running("mock", lambda port: [sys.executable, "-m", "bench.mock", str(port)], "/version", env=_KEEP_MEMORY)
 
 
 def _url(engine: Process) -> str:

@@ -7,7 +7,7 @@ import pytest
 from bench import mock
 
 
-class Heard(mock.Server):
+class RecordingEngine(mock.Server):
     """The mock engine, which keeps its requests."""
 
     asked: list[tuple[bytes, bytes]]
@@ -19,12 +19,12 @@ class Heard(mock.Server):
 
 @pytest.fixture
 async def asked(monkeypatch):
-    monkeypatch.setattr(Heard, "asked", [], raising=False)
-    return Heard.asked
+    monkeypatch.setattr(RecordingEngine, "asked", [], raising=False)
+    return RecordingEngine.asked
 
 
 @pytest.fixture
 async def engine(asked):
-    server = await asyncio.get_running_loop().create_server(Heard, "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(RecordingEngine, "127.0.0.1", 0)
     yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()

@@ -30,7 +30,7 @@ async def ask(request, engine):
         await runner.cleanup()
 
 
-def said(text):
+def spoken_ids(text):
     """The model's text, and the ids that it sampled."""
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] or [json.loads(text)]
     choices = [choice for event in events for choice in event["choices"]]
@@ -45,7 +45,7 @@ async def test_ids_go_with_the_history_and_the_echo_is_cut_out(ask, asked, strea
     for turn in range(3):
         text = await ask(talk.body())
         assert re.search(re.escape(IDS) + r"\d", text) is None
-        content, sampled = said(text)
+        content, sampled = spoken_ids(text)
         assert len(sampled) == 8
         if turn:
             sent = json.loads(asked[-1][1])["kv_transfer_params"]["prompt_token_ids"]
@@ -55,7 +55,7 @@ async def test_ids_go_with_the_history_and_the_echo_is_cut_out(ask, asked, strea
                 assert sent[len(history) :] == json.loads(b"[%s]" % tail[tail.index(STOP) + len(STOP) :])
             history = sent
         history = history + sampled
-        talk.hear(content, 100)
+        talk.add_turn(content, 100)
     paths = [path for path, _ in asked]
     assert paths.count(b"/v1/chat/completions") == 3
     assert paths.count(b"/tokenize") == (0 if ask.local else 2)

@@ -11,7 +11,7 @@ from bench.gain import FULL
 from bench.gain_engine import counted
 from bench.gain_plot import draw
 from bench.gain_report import bodies, first_tokens, page, points, tables
-from bench.gain_rollout import LONG, TOOL, Rollout, Where, agent, assembled, chat
+from bench.gain_rollout import LONG, TOOL, CallTarget, Rollout, agent, assembled, chat
 from tokencache.testing import build_tokenizer
 
 
@@ -119,56 +119,56 @@ def test_a_stream_becomes_the_message_that_a_harness_would_send_back():
     assert usage == {"total_tokens": 9}
 
 
-class Played(Rollout):
+class InstantRollout(Rollout):
     """A session whose calls are answered at once, with the reply that the request forces."""
 
-    def call(self, kind, mark, hear, sizes, *, calls):
-        self.hear(hear)
-        said = self.reply(sizes, calls=calls)
-        thought, rest = said.removeprefix("<think>\n").split("\n</think>\n\n")
+    def call(self, kind, mark, new_tokens, sizes, *, calls):
+        self.add_input(new_tokens)
+        sampled_text = self.reply(sizes, calls=calls)
+        thought, rest = sampled_text.removeprefix("<think>\n").split("\n</think>\n\n")
         message = {"role": "assistant", "content": "" if calls else rest, "reasoning_content": thought}
         if calls:
             call = json.loads(rest.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
             message["tool_calls"] = [{"id": "c", "type": "function", "function": call}]
-        self.said = said
+        self.sampled_text = sampled_text
         self.messages.append(message)
-        tokenizer = self.where.engine.tokenizer
+        tokenizer = self.target.engine.tokenizer
         self.tokens = len(tokenizer.encode(tokenizer.render(self.messages, [TOOL] if self.tools else None)))
-        self.records.append({"kind": kind, "mark": mark, "tokens": self.tokens, "heard": self.messages[-2]["role"]})
+        self.records.append({"kind": kind, "mark": mark, "tokens": self.tokens, "after": self.messages[-2]["role"]})
 
 
 @pytest.fixture
-def played():
+def rollout_of():
     engine = SimpleNamespace(tokenizer=build_tokenizer())
-    return lambda tools: Played(Where("direct", engine), "a session", "seed", tools, 0.0)
+    return lambda tools: InstantRollout(CallTarget("direct", engine), "a session", "seed", tools, 0.0)
 
 
-def test_a_reply_is_written_as_the_template_writes_it(played):
+def test_a_reply_is_written_as_the_template_writes_it(rollout_of):
     """Otherwise no reply would be without drift, and the figures of direct calls would be too bad."""
     tokenizer = build_tokenizer()
     for calls in (True, False):
-        rollout = played(True)
+        rollout = rollout_of(True)
         rollout.call("loop", 0, 20, LONG, calls=calls)
         rendered = tokenizer.render(rollout.messages, [TOOL], add_generation_prompt=False)
-        assert rendered.endswith(f"<|im_start|>assistant\n{rollout.said}<|im_end|>\n")
-        assert tokenizer.resample(rollout.said, random.Random(1), 0.0) == tokenizer.encode(rollout.said)
+        assert rendered.endswith(f"<|im_start|>assistant\n{rollout.sampled_text}<|im_end|>\n")
+        assert tokenizer.resample(rollout.sampled_text, random.Random(1), 0.0) == tokenizer.encode(rollout.sampled_text)
 
 
-def test_an_agent_is_measured_in_its_loop_and_after_a_user_message(played):
-    rollout = played(True)
+def test_an_agent_is_measured_in_its_loop_and_after_a_user_message(rollout_of):
+    rollout = rollout_of(True)
     for _ in agent(rollout, [1000, 2000], 3):
         pass
-    assert [(r["kind"], r["mark"], r["heard"]) for r in rollout.records if r["kind"] != "grow"] == [
-        (kind, mark, heard) for mark in (1000, 2000) for kind, heard in [*[("loop", "tool")] * 3, ("follow-up", "user")]
+    assert [(r["kind"], r["mark"], r["after"]) for r in rollout.records if r["kind"] != "grow"] == [
+        (kind, mark, role) for mark in (1000, 2000) for kind, role in [*[("loop", "tool")] * 3, ("follow-up", "user")]
     ]
     for mark in (1000, 2000):
         at = next(r["tokens"] for r in rollout.records if (r["kind"], r["mark"]) == ("loop", mark))
         assert at == pytest.approx(mark, rel=0.35)
 
 
-def test_a_chat_has_only_user_messages(played):
-    rollout = played(False)
+def test_a_chat_has_only_user_messages(rollout_of):
+    rollout = rollout_of(False)
     for _ in chat(rollout, [500, 1000], 2):
         pass
     assert [r["kind"] for r in rollout.records] == ["grow", "chat", "chat"] * 2
-    assert {r["heard"] for r in rollout.records} == {"user"}
+    assert {r["after"] for r in rollout.records} == {"user"}

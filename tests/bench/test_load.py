@@ -6,7 +6,7 @@ import pytest
 
 from bench.load import Generator, Spec, summary
 from bench.loads import Row, chosen
-from bench.mock import Server, said
+from bench.mock import Server, reply_of
 from bench.targets import Target
 from bench.wire import Answer, Connection
 
@@ -96,7 +96,7 @@ async def test_a_connection_reads_the_whole_answer(port):
     connection.close()
     assert (heard.status, heard.error) == (200, "")
     assert len(heard.number) == 8
-    assert said(4).json_text == b"w000w001w002"
+    assert reply_of(4).json_text == b"w000w001w002"
 
 
 class Able(Target):

@@ -10,7 +10,22 @@ import pytest
 
 from bench import profiled
 from bench.processes import Process
-from bench.profiled import CLIENT, LOOP, NAMES, PLANNING, READING, RECORDING, REST, ROOMS, SENDING, SERVER, binary, room, sampled, shares
+from bench.profiled import (
+    CLIENT,
+    LOOP,
+    NAMES,
+    PACKAGES,
+    PLANNING,
+    READING,
+    RECORDING,
+    REST,
+    SENDING,
+    SERVER,
+    binary,
+    package_of,
+    sampled,
+    shares,
+)
 from bench.report import profile
 
 
@@ -29,7 +44,7 @@ from bench.report import profile
     ],
 )
 def test_a_sample_counts_for_the_innermost_frame_that_has_a_package(files, name):
-    assert room(files) == name
+    assert package_of(files) == name
 
 
 def test_shares_follow_from_the_raw_lines_of_py_spy():
@@ -48,7 +63,7 @@ def test_shares_follow_from_the_raw_lines_of_py_spy():
 
 def test_every_path_in_the_table_exists():
     """A file that was renamed would silently count for another package."""
-    for prefix in ROOMS:
+    for prefix in PACKAGES:
         package, _, rest = prefix.partition("/")
         folder = Path(next(iter(importlib.util.find_spec(package).submodule_search_locations)))
         assert list(folder.glob(f"{rest}*")), prefix

@@ -38,10 +38,10 @@ async def test_it_sends_the_ids_keeps_the_turns_and_hides_both(proven, asked):
     talk = Talk("proven", size=3000, messages=4, mock_tokens=8)
     for _ in range(3):
         status, reply = await proven.ask(talk.body())
-        said = json.loads(reply)
+        answer = json.loads(reply)
         assert status == 200
-        assert (said["choices"][0]["logprobs"], said["choices"][0]["token_ids"], said["prompt_token_ids"]) == (None, None, [])
-        talk.hear(words(reply), 100)
+        assert (answer["choices"][0]["logprobs"], answer["choices"][0]["token_ids"], answer["prompt_token_ids"]) == (None, None, [])
+        talk.add_turn(words(reply), 100)
     sent = json.loads(asked[-1][1])["kv_transfer_params"]["prompt_token_ids"]
     kept = proven.sessions["s"].turns
     read = [array.array("I", turn) for turn in kept[::2]]  # the first prompt and each tail
@@ -57,7 +57,7 @@ async def test_it_sends_the_ids_keeps_the_turns_and_hides_both(proven, asked):
 async def test_a_call_that_does_not_continue_is_refused(proven, what):
     talk = Talk("changed", size=3000, messages=4, mock_tokens=8)
     _, reply = await proven.ask(talk.body())
-    talk.hear(words(reply) + ("!" if what == "reply" else ""), 100)
+    talk.add_turn(words(reply) + ("!" if what == "reply" else ""), 100)
     if what == "history":
         talk.entries[1] = msgspec.Raw(b'{"role":"user","content":"another"}')
     assert (await proven.ask(talk.body()))[0] == 500
@@ -66,6 +66,6 @@ async def test_a_call_that_does_not_continue_is_refused(proven, what):
 async def test_an_engine_that_used_another_prompt_is_noticed(proven, monkeypatch):
     talk = Talk("echo", size=3000, messages=4, mock_tokens=8)
     _, reply = await proven.ask(talk.body())
-    talk.hear(words(reply), 100)
+    talk.add_turn(words(reply), 100)
     monkeypatch.setattr(mock, "_SUPPLIED", b"no such words")  # it renders the messages itself, and returns those ids
     assert (await proven.ask(talk.body()))[0] == 500
