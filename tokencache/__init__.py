@@ -1,6 +1,6 @@
 """tokencache: exact tokens for agents that only exchange text.
 
-The words of this project, one meaning each; names in the code, metrics and documents use them. `docs/glossary.md` says more.
+Glossary: the terms that the code, metrics and documents use, each with one meaning. `docs/glossary.md` has more details.
 
 harness         the agent program that calls the model
 trainer         the program that fetches recorded rollouts and trains on them
@@ -23,20 +23,20 @@ anchor          a recognized reply that keeps its exact ids inside a prompt that
 resplice        a prompt that was rendered again around its anchors, because the context was edited
 reason          why a turn does not simply continue the turn before it
 verdict         whether an echo is the reply that was served: `same`, `equivalent`, `rewritten` or `foreign`
-rule            one named difference that a reply may have when it comes back
-adapter         what is known of one harness, as data: how to start it, and which rules it needs
+rule            one named difference that is allowed between a served reply and its echo
+adapter         a data file about one harness: how to start it, and which rules it needs
 lineage         a line of turns, each extending the one before
 main child      of the turns that extend one turn, the one that continues its sequence
 sequence        a lineage as a trainer uses it: token ids, loss mask, log probabilities
-mark            what a trainer must know about a turn
-incident        what a trainer must know about a session besides its turns
-hole            an incident that says that something the model said is missing from the record
-sealed          of a session: it accepts no more calls
+mark            a fact about a turn that a trainer must know
+incident        an event in a session that a trainer must know about
+hole            an incident by which something that the model sampled is missing from the record
+sealed          closed for further calls (of a session)
 epoch           the time from the creation of a session to its deletion
 drift           where the spliced prompt differs from a plain rendering of the same messages
 dialect         a wire format of model calls: chat completions, Anthropic messages, Responses, Gemini
 engine          the server that samples tokens, usually vLLM
-driver          the code that knows how one kind of engine is probed, prompted and read
+driver          the code that probes, prompts and reads one kind of engine
 store           where sessions are recorded: Redis, or the memory of one process
 ledger          the part of the proxy that starts, ends and records calls in the store
 replica         one of several proxies that share a store

@@ -21,11 +21,11 @@ from tokencache.proxy.dedup.fingerprint import Policy
 from tokencache.proxy.sessions import SessionSources
 
 PREFIX = "TOKENCACHE_"
-"""Begins the name of every environment variable."""
+"""Prefix of every environment variable."""
 
 
 class SettingsError(ValueError):
-    """Settings are wrong. Each line names an option, an environment variable or a key of the file, and what to write."""
+    """A setting is wrong. Each line of the message names an option, an environment variable or a key of the file, and what to write."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Shown:
 
 
 def names_in(text: str) -> list[str]:
-    """Split a list of names that is written with commas."""
+    """Split a comma-separated list of names."""
     return [name for part in text.split(",") if (name := part.strip())]
 
 
 def _joined(given: Any) -> Any:
-    """Join a list with commas: an option that is given several times, or an array of the configuration file."""
+    """Join the values of a repeated option, or of an array in the configuration file, with commas."""
     return ",".join(map(str, given)) if isinstance(given, (list, tuple)) else given
 
 
 NAMES = BeforeValidator(_joined)
-"""Marks a text that is a list with commas between. Its option may be given several times."""
+"""Marks a setting that is a comma-separated list. Its option may be repeated."""
 
 Names = Annotated[str, NAMES]
 
@@ -63,7 +63,7 @@ def option_of(name: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to this address. Of host names only `localhost` counts: others may resolve to anything."""
+    """Whether only this machine can connect to this address. The only accepted host name is `localhost`: others may resolve to anything."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -246,7 +246,7 @@ class Settings(BaseSettings):
 
     @property
     def budget(self) -> Budget:
-        """The budget of every session that has no own."""
+        """The default budget: it applies to sessions that set none."""
         return Budget(calls=self.max_calls, tokens=self.max_tokens, seconds=self.max_seconds)
 
     @model_validator(mode="after")

@@ -1,10 +1,10 @@
-"""Errors that a client receives, each with the HTTP status and the kind that it is answered with.
+"""Defines the errors that a client receives, each with its HTTP status and error type.
 
-`TokencacheError` is their base; `server.app` turns one into a response, in the shape of the client's dialect. By cause:
+`TokencacheError` is their base. `server.routing` turns them into responses in the client's dialect. By cause:
 
 `HarnessError`  the request cannot be served: 4xx, never sent to the engine
-`EngineError`   the engine failed: its own response is passed on where there is one, else 502 or 504
-`StoreError`    the store failed, and its siblings in `store.base`: 409 or 503
+`EngineError`   the engine failed: the client receives the engine's own response if there is one, else 502 or 504
+`StoreError`    the store failed, or refuses the call (further classes in `store.base`): 409 or 503
 
 Any other exception is a bug: 500, with a traceback in the log.
 """
@@ -13,23 +13,23 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 NOT_NOW = frozenset({429, 503})
-"""Status codes of an engine that has sampled nothing and may take the call later: vLLM 0.33 answers 503 while it is paused."""
+"""Status codes of an engine that has sampled nothing and may accept the call later. vLLM 0.33 returns 503 while it is paused."""
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 def extra_missing(what: str, extra: str, module: str | None) -> str:
-    """Return the message that something needs an extra of this package. The package is on no index, hence the source folder."""
+    """Return the message that something needs an extra of this package. It names the source folder, because the package is not on PyPI."""
     return f"{what} needs the extra '{extra}' ({module} is missing). In the source folder of tokencache: pip install '.[{extra}]'"
 
 
 class TokencacheError(Exception):
-    """A failure that is answered to the client.
+    """A failure that the client receives as an error response.
 
     Attributes:
         status: the HTTP status of the response.
         kind: the error type in the response's body.
-        param: the member of the request's body that is at fault, if one is.
+        param: the member of the request's body that caused the error, if any.
         headers: further headers of the response.
     """
 
@@ -80,12 +80,12 @@ class EngineError(TokencacheError):
 
     @property
     def passing(self) -> bool:
-        """Whether nothing was sampled, and the engine may take the same request later: no connection, or it answered so."""
+        """Whether nothing was sampled and the engine may accept the same request later: no connection, or a status in `NOT_NOW`."""
         return not self.reached or self.status in NOT_NOW
 
 
 def passing_cause(error: BaseException) -> EngineError | None:
-    """Return the engine's error that caused this one (`raise … from`), if the engine may take the request later."""
+    """Return the engine's error that caused this one (`raise … from`), if the engine may accept the request later."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, EngineError):
         cause = cause.__cause__

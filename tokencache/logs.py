@@ -1,12 +1,12 @@
-"""Formats the log, and keeps what harnesses and models say out of it.
+"""Formats the log and keeps the texts of harnesses and models out of it.
 
-More people read a log than rollouts, and it is kept longer. So it contains names of sessions and calls, kinds of events, counts and
-lengths. Except at debug level it contains no text of a harness or a model and no key; also no error text of an engine (vLLM quotes the
-request that it refuses) and no message of an exception (a `KeyError` quotes its key). If such a text matters, it is in the session's
-incidents, which only the trainer can read.
+More people read a log than rollouts, and it is kept longer. So it contains only names of sessions and calls, kinds of events, counts and
+lengths. Above debug level it contains no key and no text of a harness, a model, an engine's error (vLLM quotes the request that it
+refuses) or an exception (a `KeyError` quotes its key). If such a text matters, it is in the session's incidents, which only the trainer
+can read.
 
-Calls of `log.…` must follow this rule: text of others only at debug level. This module does what they cannot: tracebacks show only places
-and types, and a record is one line, whatever its values contain.
+Every call of `log.…` must follow this rule: no text from outside above debug level. This module handles the rest: tracebacks show only
+source lines and exception types, and control characters are escaped, so that a value cannot forge a line.
 """
 
 import logging
@@ -17,7 +17,7 @@ _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _LINE_WITH_PROCESS = "%(asctime)s %(levelname)s [%(process)d] %(name)s: %(message)s"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MAX_CHAIN = 8
-"""Exceptions shown of a chain, the last one first."""
+"""Exceptions of a chain that are shown, the last one first."""
 
 
 class LineFormatter(logging.Formatter):
@@ -39,7 +39,7 @@ class LineFormatter(logging.Formatter):
         return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], super().formatMessage(record))
 
     def formatException(self, ei: object) -> str:  # noqa: N802 - logging's own name
-        """Format where an exception was raised, and its type; its message only if `messages` is set."""
+        """Format the type of an exception and where it was raised. Its message is included only if `messages` is set."""
         if self._messages:
             return super().formatException(ei)  # type: ignore[arg-type]
         assert isinstance(ei, tuple)  # noqa: S101 - logging passes what `sys.exc_info` returns

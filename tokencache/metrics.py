@@ -1,8 +1,8 @@
-"""Prometheus metrics of the proxy, served at `/metrics`. docs/operations.md explains each one. Every label has few values.
+"""Defines the Prometheus metrics that the proxy serves at `/metrics`. docs/operations.md explains each one. Every label has few values.
 
-If several workers share a port (`server.workers`), each one reports the metrics of all: each keeps its values in files that the others
-read, as `prometheus_client` does if the environment names a directory (https://prometheus.github.io/client_python/multiprocess/).
-Counters are summed, including those of workers that died. Gauges come from live workers only.
+If several workers share a port (`server.workers`), each one reports the metrics of all. Each writes its values to files that the others
+read (`prometheus_client` in multiprocess mode: https://prometheus.github.io/client_python/multiprocess/). Counters are summed, including
+those of workers that died. Gauges come from live workers only.
 """
 
 import functools
@@ -11,7 +11,7 @@ import os
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of creation times for every counter has no use
+disable_created_metrics()  # type: ignore[no-untyped-call]  # creation times would only double the series
 
 REGISTRY = CollectorRegistry()
 
@@ -38,14 +38,14 @@ OVERHEAD = Histogram(
     registry=REGISTRY,
 )
 BEFORE, AFTER = OVERHEAD.labels("before"), OVERHEAD.labels("after")
-ENGINE_LEVEL = Gauge(  # the lowest of all workers: its calls are not exact
+ENGINE_LEVEL = Gauge(  # the lowest value of all workers: one worker whose calls are not exact must be visible
     "tokencache_engine_exact",
     "1 if the engine accepts exact token ids, else 0.",
     ["engine", "model"],
     multiprocess_mode="livemin",
     registry=REGISTRY,
 )
-ENGINE_UP = Gauge(  # the highest of all workers: they start one after another
+ENGINE_UP = Gauge(  # the highest value of all workers: one that starts later has not probed yet
     "tokencache_engine_up",
     "1 if the engine responds and was probed, else 0.",
     ["engine"],
@@ -60,7 +60,7 @@ WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers restarted becau
 
 @functools.cache
 def counter(family: Counter, *labels: str) -> Counter:
-    """Return the counter of a family that has these labels. `Counter.labels` takes several times as long as counting."""
+    """Return the counter of a family with these labels. Cached, because `Counter.labels` takes several times as long as counting."""
     return family.labels(*labels)
 
 

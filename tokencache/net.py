@@ -1,8 +1,8 @@
 """Helpers for connections: TCP keep-alive, and the HTTP headers that are passed on from one connection to the next.
 
-While a reply that is not streamed is sampled, nothing is sent over HTTP for minutes. TCP itself probes the other side now and then. That
-keeps the address tables in between (NAT, load balancers) from dropping the connection, and detects a machine that is gone. A slow process
-is not mistaken for a dead one, because its kernel answers.
+While a reply that is not streamed is sampled, nothing is sent over HTTP for minutes. So TCP probes the other side from time to time. The
+probes keep NAT and load balancers from dropping the connection, and detect a machine that is gone. A slow process does not look dead,
+because its kernel answers the probes.
 """
 
 import socket

@@ -1,4 +1,4 @@
-"""The names with which a client puts its requests into a session: in the URL, or as an API key.
+"""Writes and parses URLs and API keys that name a session.
 
     http://HOST:PORT/s/<session>/v1/…               the session in the path
     http://HOST:PORT/s/<session>/h/<harness>/v1/…   the session and the harness
@@ -17,7 +17,7 @@ REGISTERED_KEY, SESSION_KEY = "tck-", "tcs-"
 _SESSION, _GYM, _HARNESS = "/s/", "/ng-rollout/", "/h/"
 _GYM_CAPTURE = "/training-token-capture"
 _PLAIN = ":@+="
-"""Characters of a session's name that a path holds unquoted."""
+"""Characters of a session's name that need no quoting in a path, besides letters, digits and `_.-~`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,199}")
 
 
@@ -49,7 +49,7 @@ def session_key(session: str) -> str:
 def split_session(path: str) -> tuple[str | None, str]:
     """Split the session off the beginning of a path; the session is `None` if the path names none.
 
-    NeMo Gym's form is understood, too: `/ng-rollout/<session>/v1/…`, with `/training-token-capture` before the `/v1` or without
+    Also accepts NeMo Gym's form, `/ng-rollout/<session>/v1/…`, optionally with `/training-token-capture` before the `/v1`
     (nemo-gym 0.7.0, `nemo_gym/rollout_correlation.py`).
     """
     session, rest = _split(_SESSION, path)
@@ -61,7 +61,7 @@ def split_session(path: str) -> tuple[str | None, str]:
 
 
 def split_harness(path: str) -> tuple[str | None, str]:
-    """Split the harness off the beginning of a path that has no session any more; it is `None` if the path names none."""
+    """Split the harness off the beginning of a path without a session (see `split_session`); it is `None` if the path names none."""
     return _split(_HARNESS, path)
 
 

@@ -1,4 +1,4 @@
-"""Runs the proxy: the application on a port, in one process or several, until it is told to stop.
+"""Runs the proxy on a port, in one process or several, until it receives a signal to stop.
 
 ==============  =====================================================================================================
 `app`           makes the parts of the proxy and wires them together

@@ -146,7 +146,7 @@ class Proxy:
         await self.store.close()
 
     async def _share_secret(self) -> None:
-        """Use the store's secret, which all replicas share. A store that has lost it gets ours: turns are found only with it."""
+        """Use the store's secret, which all replicas share. If the store has lost it, write ours back: turns are found only with it."""
         self._bodies.secret = await self.store.secret(self._bodies.secret)
 
     async def _keep_sharing_secret(self) -> None:

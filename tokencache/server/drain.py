@@ -1,9 +1,9 @@
 """Stops a server without cutting off the requests in progress.
 
-When told to stop, the server accepts no more connections and finishes the requests in progress. A harness that already has a connection may
-send one more request: the response says `Connection: close`, so that its next call goes elsewhere. aiohttp alone would close such
-connections silently, and a call sent at that moment would be lost. When the time to drain is over, or when told to stop a second time,
-the remaining requests are cancelled; what was received of them is recorded.
+On the first signal (`StopSignal`) the server accepts no more connections and finishes the requests in progress. A harness that already has
+a connection may send one more request. Its response has `Connection: close`, so that the next call uses a new connection. aiohttp alone
+would close such connections silently and lose a call sent at that moment. When the time to drain is over, or on a second signal, the
+remaining requests are cancelled. The parts of their replies that were received are recorded.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ CANCEL_SECONDS = 5.0
 
 
 class StopSignal:
-    """Tells a server to stop: `requested` is set at the first signal, `at_once` at the second."""
+    """Asks a server to stop. `requested` is set at the first signal, `at_once` at the second."""
 
     def __init__(self) -> None:
         self.requested, self.at_once = asyncio.Event(), asyncio.Event()
@@ -76,7 +76,7 @@ class Drain:
         await self._idle.wait()
 
     async def cancel(self) -> None:
-        """Cancel the requests in progress. What was received of them is recorded."""
+        """Cancel the requests in progress. The parts of their replies that were received are recorded."""
         if not self._requests:
             return
         log.warning("the time to drain is over: %d requests are cancelled; see --drain", len(self._requests))

@@ -1,12 +1,12 @@
 """Refuses requests that two servers could read differently, before any handler sees them.
 
-aiohttp's parser refuses most of them: two lengths, a length beside chunks, folded lines, line ends without CR, control characters, heads
-that are too long (`tests/system/fuzz/test_framing.py` checks it). This module does the rest:
+aiohttp's parser refuses most of them: two lengths, a length together with chunks, folded lines, line ends without CR, control characters,
+heads that are too long (`tests/system/fuzz/test_framing.py` checks this). This module handles the rest:
 
-    an incomplete head       the connection is closed after a while; otherwise a byte a minute would hold a socket forever
-    not HTTP                 answered in JSON like every other error, with one log line that does not contain what was received
-    an ambiguous head        refused: another version or transfer coding than HTTP/1.1's, two keys, two sessions
-    a path that climbs       refused: `/../x`
+    an incomplete head       the connection is closed after `HEAD_SECONDS`; otherwise a byte a minute would hold a socket forever
+    not HTTP                 the response is a JSON error like every other; it is logged only at debug level
+    an ambiguous head        refused: a version other than HTTP/1.0 and 1.1, a transfer coding other than chunked, two keys, two sessions
+    a path above the root    refused: `/../x`
 """
 
 import asyncio
@@ -29,14 +29,14 @@ HEAD_SECONDS = 60.0
 _BAD_REQUEST = 400
 _SHOWN = 120
 _SEPARATORS = tuple(re.compile(some, re.IGNORECASE) for some in ("/", r"[/\\]", "/|%2f", r"[/\\]|%2f|%5c"))
-"""What servers may take for the end of a path segment, in all combinations."""
+"""Patterns of the characters that a server may read as the end of a path segment, in all combinations."""
 
 
 def check_head(request: web.Request, session_headers: Iterable[str]) -> None:
-    """Check that an engine, or a server in front of the proxy, reads a head as the proxy does.
+    """Check that an engine, or a server in front of the proxy, reads a request's head as the proxy does.
 
     Raises:
-        HarnessError: it may read it differently.
+        HarnessError: another server may read the head differently.
     """
     if request.version not in {HttpVersion10, HttpVersion11}:
         raise HarnessError(f"HTTP/{request.version.major}.{request.version.minor} is not supported; use HTTP/1.1")
@@ -48,10 +48,10 @@ def check_head(request: web.Request, session_headers: Iterable[str]) -> None:
 
 
 def check_path(path: str) -> None:
-    """Check that a path does not climb above its start, in any encoding: an engine's base URL may have a path before it.
+    """Check that a path does not leave the engine's base URL through `..`, in any encoding.
 
     Raises:
-        HarnessError: it does.
+        HarnessError: the path leaves it.
     """
     route = path.partition("?")[0]
     if ".." in route.lower().replace("%2e", ".") and any(_climbs(separator.split(route)) for separator in _SEPARATORS):
@@ -119,7 +119,7 @@ class _Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Answer bytes that are not HTTP in JSON, and close the connection. Only debug logs it: port scans must not fill the log."""
+        """Send a JSON error for bytes that are not HTTP, and close the connection. Logged only at debug level, because of port scans."""
         if status != _BAD_REQUEST or request.writer.output_size:
             return super().handle_error(request, status, exc, message)
         log.debug("not an HTTP request from %s", request.remote, exc_info=exc)

@@ -1,17 +1,16 @@
 """Accepts connections from harnesses, as many as the limit of open files allows.
 
 A streaming call needs two file descriptors: the harness's connection and the engine's. At start the soft limit, 1,024 on most machines, is
-raised to the hard one, and the log says how many streams fit. Some descriptors are reserved for other uses: the store's connections (64),
-logs, trainers, the proxy's own requests to engines.
+raised to the hard one, and the number of streams that fit is logged. Some descriptors are reserved for other uses: the store's connections
+(64), logs, trainers, the proxy's own requests to engines.
 
-The event loop's own server is not used because of what it does when descriptors run short: uvloop's accepts connections and closes them,
-without a log line. Here a connection that cannot be served stays in the kernel's queue, where its harness waits; the log says so once a
-minute; and no CPU is wasted. A connection is accepted only while there is a descriptor for its engine's side, so that an accepted call can
-be made.
+This module replaces the event loop's own server, because uvloop's accepts connections and closes them without a log line when descriptors
+run out. Here a connection that cannot be served waits in the kernel's queue, without using CPU, and this is logged once a minute. A
+connection is accepted only if a descriptor for its engine's side is free, so every accepted call can be sent.
 
 Workers on one machine share a port by `SO_REUSEPORT`: each has a socket of its own, and the kernel distributes connections by a hash of
-their addresses. Connections to one shared socket are distributed unevenly (docs/operations.md has figures), and a connection stays with
-its worker for as long as the harness keeps it.
+their addresses. One shared socket would distribute them unevenly (docs/operations.md has figures), and a connection stays with its worker
+for as long as the harness keeps it.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 RESERVED = 128
 PER_STREAM = 2
 FEW = 4096
-"""Fewer streams than this in one process draw a warning."""
+"""A warning is logged if one process can serve fewer streams than this."""
 BACKLOG = 4096
 AT_ONCE = 64
 """Connections accepted before other tasks run."""
@@ -148,7 +147,7 @@ class Listener:
             starting = self._loop.create_task(self._start(accepted))
             self._starting.add(starting)
             starting.add_done_callback(self._starting.discard)
-            # The kernel gives out the lowest free number: while it is below the capacity, fewer connections than that are open.
+            # The kernel assigns the lowest free number. If it is below the capacity, fewer connections than that are open.
             if accepted.fileno() >= self._capacity and self._is_full():
                 self._pause()
                 return

@@ -1,4 +1,4 @@
-"""Decides what serves a request, and sends errors in the form that the client's dialect expects.
+"""Routes each request to the part of the proxy that serves it, and sends errors in the form of the client's dialect.
 
 A model call in a session goes to the proxy's endpoints. All other requests for the engine are relayed to it byte for byte.
 """
@@ -30,7 +30,7 @@ _DIALECT = web.RequestKey("dialect", TranslatedDialect)
 
 
 class RequestRouter:
-    """Routes the requests that are not for the proxy's own API."""
+    """Routes requests that are not for the proxy's own API."""
 
     def __init__(self, settings: Settings, pool: Pool, endpoints: Endpoints, sessions: SessionFinder) -> None:
         self._pool, self._endpoints, self._sessions = pool, endpoints, sessions
@@ -45,7 +45,7 @@ class RequestRouter:
         route = route_of(path)
         dialect = dialect_of(request.method, route, request.headers) if route != CHAT else None  # looking for one costs 10 µs
         if dialect is not None:
-            request[_DIALECT] = dialect  # errors from here on have its form
+            request[_DIALECT] = dialect  # from here on, errors have its form
         check_head(request, self._session_headers)
         calls_model = request.method == "POST" and (dialect is not None or route in CHAT_ROUTES)
         in_body = await self._read_session_in_body(request) if calls_model and self._sources.members else None
@@ -67,7 +67,7 @@ class RequestRouter:
         return self._sources.in_body(body)
 
     def _warn_of_missing_session(self, request: web.Request, route: str) -> None:
-        """Log once that a model call without a session returns no token ids, if replies should have them."""
+        """If replies should have token ids, log once that a model call without a session returns none."""
         if not self._warns_of_missing_session:
             return
         self._warns_of_missing_session = False

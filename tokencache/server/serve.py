@@ -1,8 +1,7 @@
-"""Runs the proxy on a socket until it is told to stop.
+"""Runs the proxy on a socket until it receives a signal to stop.
 
-`serving` is for tests and for programs that embed the proxy. `run` is what `tokencache serve` does in one process, and what each worker
-does if there are several (`server.workers`): it raises the limit of open files, stops on SIGTERM and SIGINT, and lets calls in progress
-finish.
+`serving` is for tests and for programs that embed the proxy. `run` is for `tokencache serve` in one process, and for each of several
+workers (`server.workers`). It raises the limit of open files, stops on SIGTERM and SIGINT, and lets calls in progress finish.
 """
 
 import asyncio
@@ -40,9 +39,9 @@ async def serving(
         settings: settings of the proxy.
         store: store to use instead of the one that the settings name.
         drain_seconds: time for requests in progress to finish when the context is left.
-        last_request_seconds: how long open connections may then send another request.
-        stop: ends all of this at once.
-        shared: other processes of this user may listen on the port, too.
+        last_request_seconds: how long open connections may send another request when the context is left.
+        stop: its second signal cancels the requests in progress at once.
+        shared: whether other processes of this user may listen on the port too.
 
     Raises:
         OSError: the address is in use or does not exist.

@@ -3,14 +3,14 @@
 `tokencache serve --workers N` runs a supervisor that serves no requests. It binds the port, so that no other program does, and starts N
 workers. Each is a fresh interpreter that listens on the port with a socket of its own; the kernel distributes the connections. Any worker
 can serve any call, because the store holds everything that calls need. A worker that dies is restarted after a delay, which grows with
-each death. When the supervisor is told to stop, it tells the workers and waits until they have drained.
+each death. On SIGTERM or SIGINT the supervisor stops the workers and waits until they have drained.
 
-A worker reads its settings from standard input, then `stop` and `now`, and writes `ready` to standard output. When the input ends, the
-supervisor is gone, and the worker stops as if it had been told to: none is left running.
+A worker reads its settings from standard input, then the commands `stop` and `now`. It writes `ready`, or `failed` with the reason, to
+standard output. If its input ends, the supervisor is gone, and the worker stops too, so that none is left running.
 
-The workers do not share one listening socket: of 1,000 connections opened at once one of two workers accepted 704, and one of four 489.
-With a socket each (`SO_REUSEPORT`) two workers got 495 and 505, and a harness keeps its connection. The price: connections that wait for a
-worker that dies are lost like those that it served.
+The workers do not share one listening socket, because that distributes connections unevenly: of 1,000 connections opened at once, one of
+two workers accepted 704, and one of four accepted 489. With a socket each (`SO_REUSEPORT`) two workers accepted 495 and 505. A drawback:
+if a worker dies, the connections in its queue are lost like those that it served.
 """
 
 import asyncio
@@ -41,10 +41,11 @@ from tokencache.store.base import StoreError
 log = logging.getLogger(__name__)
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
-"""Seconds before a worker that died is restarted. Each delay is twice the one before, until a worker has lived for `STABLE_SECONDS`."""
+"""Seconds before a worker that died is restarted: the first and the longest delay. The delay doubles with each death, and starts again
+after a worker has run for `STABLE_SECONDS`."""
 STABLE_SECONDS = 60.0
 MARGIN = 30.0
-"""Seconds that a worker has after its time to drain, to write what it still has to."""
+"""Seconds that a worker has after its time to drain, to finish its writes to the store."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
 _MAX_SETTINGS = 16 * 2**20
 """Bytes of the line with the settings."""
@@ -56,8 +57,8 @@ values.ValueClass = values.MultiProcessValue(process_identifier=lambda: {number}
 from tokencache.server.workers import serve_as_worker
 serve_as_worker({restarted})
 """
-"""Program of a worker. Its metrics are in files named by its number, not its process id, so that its successor goes on counting. This must
-be set before a metric is made, and metrics are made when `tokencache.metrics` is imported."""
+"""Program of a worker. Its metrics files are named by its number, not its process id, so that its successor continues the counts. This must
+be set before `tokencache.metrics` is imported, which creates the metrics."""
 
 
 class WorkerError(Exception):
@@ -73,7 +74,7 @@ async def supervise(settings: Settings) -> None:
     """
     stop = StopSignal()
     stop.on_signals()
-    for sock in bind(settings.host, settings.port):  # fails if the port is in use; with `shared` alone it would join its user
+    for sock in bind(settings.host, settings.port):  # fails if the port is in use; with `shared` it would share the port
         sock.close()
     held = bind(settings.host, settings.port, shared=True)  # never listened on: it keeps the port while workers restart
     try:
@@ -98,7 +99,7 @@ def _metrics_folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 async def _until_one_fails(works: list[Coroutine[Any, Any, None]]) -> None:
-    """Run workers and, last in the list, what serves them. Returns when all workers have ended."""
+    """Run the workers and, as the last item, a helper task. Returns when all workers have ended; raises if one fails."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         *workers, _ = tasks
@@ -132,18 +133,18 @@ class _Worker:
         self._has_served = False
 
     def send(self, command: str) -> None:
-        """Send a command to the present process."""
+        """Send a command to the current process."""
         if self._process is not None and self._process.returncode is None and self._process.stdin is not None:
             self._process.stdin.write(f"{command}\n".encode())
 
     def kill(self) -> None:
-        """Kill the present process, if it still runs."""
+        """Kill the current process if it still runs."""
         if self._process is not None and self._process.returncode is None:
             log.error("WORKER %d DOES NOT STOP: it is killed", self._number)
             self._process.kill()
 
     async def keep_running(self) -> None:
-        """Run the process, and restart it when it dies, until the supervisor is told to stop.
+        """Run the process, and restart it when it dies, until the supervisor stops.
 
         Raises:
             WorkerError: the first process ended before it served.
@@ -172,7 +173,7 @@ class _Worker:
                 await asyncio.wait_for(self._stop.requested.wait(), delay)
 
     async def _run(self) -> tuple[int, str]:
-        """Run one process to its end. Returns its exit code, and why it did not serve, if it reported that."""
+        """Run one process to its end. Returns its exit code, and the reason if it reported a failure."""
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
@@ -180,12 +181,12 @@ class _Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._folder},
-            start_new_session=True,  # Ctrl-C must reach only the supervisor; a worker would take it for a second signal and stop at once
+            start_new_session=True,  # Ctrl-C must reach only the supervisor: a worker would count it as a second signal and stop at once
         )
         try:
             assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018 - both are pipes
             self.send(base64.b64encode(pickle.dumps(self._settings)).decode())
-            if self._stop.requested.is_set():  # while it was started
+            if self._stop.requested.is_set():  # the signal arrived while the process started
                 self.send("stop")
             why = ""
             async for line in process.stdout:
@@ -201,7 +202,7 @@ class _Worker:
             self._process = None
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """End a process whose supervisor fails."""
+        """End a process because the supervisor fails."""
         self.send("now")
         try:
             await asyncio.wait_for(process.wait(), MARGIN)
@@ -222,7 +223,7 @@ def serve_as_worker(restarted: bool) -> None:
 
 
 async def _serve_worker(out: TextIO, *, restarted: bool) -> int:
-    """Serve until told to stop. Returns the exit code."""
+    """Serve until the supervisor sends `stop`. Returns the exit code."""
     commands = asyncio.StreamReader(limit=_MAX_SETTINGS)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), os.fdopen(0, "rb", buffering=0))
     settings = pickle.loads(base64.b64decode(await commands.readline()))  # noqa: S301 - it comes from our own supervisor
