@@ -1,6 +1,6 @@
 """Dialects: one package for each wire format that clients use. Start with `base`, which defines what a dialect provides.
 
-`chat/`             OpenAI chat completions, which every other dialect is translated into; its clients get the engine's own bytes
+`chat/`             OpenAI chat completions. Every other dialect is translated into it; its clients get the engine's own bytes
 `anthropic/`        Anthropic Messages
 `responses/`        OpenAI Responses
 `gemini/`           Google's generateContent
@@ -13,6 +13,6 @@ Each package has the same four modules: `routes` (routes, credentials, models), 
 `completion_reader`  parses chat completions and their chunks
 `json_io`            reads clients' JSON
 `sse`                server-sent events
-`thinking`           thinking that is inline in a reply's text
-`gym`, `gym_request` NeMo Gym: token ids on messages, and requests as its model server sends them
+`thinking`           splits inline thinking from a reply's text
+`gym`, `gym_request` NeMo Gym: token ids on messages, and requests as Gym's model server sends them
 """

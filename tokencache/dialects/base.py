@@ -1,16 +1,16 @@
 """Defines what a dialect provides: routes, credential headers, error shape, request parser and reply encoder.
 
-vLLM returns token ids on chat completions only. So a dialect translates each request into a chat request, and the chat
+vLLM returns token ids only for chat completions. So a dialect translates each request into a chat request, and the chat
 reply back into its own format, event by event while it streams:
 
     request ──parse──▶ ModelCall(chat body, encoder) ──▶ engine ──▶ chat chunks ──ReplyEncoder──▶ the dialect's events
 
 A dialect does no I/O. What it has to look up (served models, documents it stored) comes from functions in `DialectRequest`.
 
-Handles: some dialects make the client echo an opaque value (`signature`, `encrypted_content`, item ids). The dialect puts the
-call's `handle` there, 32 random hexadecimal digits, and reports in `ModelCall.handles` which assistant messages came back with
-one. A handle is looked up within its session only. It says which turn to compare with and proves nothing: the message is still
-compared field by field.
+Handles: in some dialects the client must echo an opaque value (`signature`, `encrypted_content`, item ids). The dialect puts the
+call's `handle` there, 32 random hexadecimal digits. `ModelCall.handles` reports which assistant messages the client sent back with
+a handle. A handle is looked up only within its session. It selects the turn to compare with and proves nothing: the message is
+still compared field by field.
 """
 
 import re
@@ -35,7 +35,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class DialectRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of a session, as a dialect gets it.
+    """A request of a session: the input of a dialect.
 
     Attributes:
         method: in upper case.
@@ -108,8 +108,8 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         body: the chat request's JSON, with `messages` first, so that a longer history can be parsed incrementally.
         encoder: encodes the reply.
-        handles: index of an assistant message in `messages` → the handle that came back with it.
-        echoes: index of a message in `messages` → the token ids that came back with it.
+        handles: index of an assistant message in `messages` → the handle that the client sent back with it.
+        echoes: index of a message in `messages` → the token ids that the client sent back with it.
         left_out: names of rules of the dialect by which parts of the request were left out (`core.rules`).
         media_type: of a streamed reply.
     """

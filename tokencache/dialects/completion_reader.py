@@ -1,20 +1,20 @@
-"""Parses chat completions and their chunks for the dialects that translate them; skips token ids and log probabilities.
+"""Parses chat completions and their chunks for the translated dialects, without token ids and log probabilities.
 
     completion = read_completion(data)
     completion.choice.reply.thought, .content, .calls()     reasoning, text and tool calls, or the next piece of each
     completion.choice.finish_reason, completion.usage         at the end of the reply
     completion.fault                                          an engine's error instead of a reply
 
-Plain chunks: most events of a stream carry a piece of text, or nothing, and are passed on without parsing.
+Plain chunks: most events of a stream contain a piece of text, or nothing, and are passed on without parsing.
 
     data: {"id":…,"object":"chat.completion.chunk","created":…,"model":…,"choices":[{"index":0,"delta":{"content":" and"},
            "logprobs":{"content":[…]},"finish_reason":null,"token_ids":[323]}]}
 
-A client that asked for neither ids nor log probabilities gets the same bytes with `null` for both (`hide_tokens`). If the delta is `{}`, it
-gets nothing: the engine's parsers hold back text (tags, the beginning of calls), and without ids vLLM sends no such chunk. One regular
-expression matches the event member by member as vLLM 0.27 to 0.32 writes it, in a sixth of the time of a JSON reader and writer. Any
-other event is not plain and gets parsed. `engine.reply` parses plain chunks later, many at once. Translated dialects need the text alone
-(`text_piece`): the expression finds it, and a JSON reader decodes that string.
+A client that requested neither ids nor log probabilities gets the same bytes with `null` for both (`hide_tokens`). If the delta is `{}`,
+the client gets nothing: the engine's parsers hold back text (tags, the beginning of calls), and without ids vLLM sends no such chunk. One
+regular expression matches the event member by member as vLLM 0.27 to 0.32 writes it, in a sixth of the time of a JSON reader and writer.
+Any other event is not plain and gets parsed. `engine.reply` parses plain chunks later, many at once. Translated dialects need only the
+text (`text_piece`): the expression finds it, and a JSON reader decodes that string.
 """
 
 import re
@@ -53,7 +53,7 @@ class ToolCallPart(msgspec.Struct):
 
 
 class ReplyMessage(msgspec.Struct):
-    """A message, or a delta. Older engines call `reasoning` `reasoning_content`; `gym` writes the ids."""
+    """A message, or a delta. Older engines write `reasoning_content` instead of `reasoning`; `gym` adds the ids."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -150,7 +150,7 @@ class CompletionChunk(msgspec.Struct):
 
     @property
     def fault(self) -> tuple[int, str] | None:
-        """The engine's error, `None` if it sent none: the HTTP status for it, and its message."""
+        """The engine's error as HTTP status and message; `None` if it sent none."""
         if self.error is None:
             return None
         members = self.error if isinstance(self.error, dict) else {"message": self.error}
@@ -188,7 +188,11 @@ _STRING = msgspec.json.Decoder(str)
 
 
 def hide_tokens(event: bytes) -> bytes | None:
-    """Remove log probabilities and ids from a plain chunk's event, `b""` if nothing else is in it; `None` for every other event."""
+    """Remove log probabilities and ids from the event of a plain chunk.
+
+    Returns:
+        The event, `b""` if it contains nothing else; `None` for an event that is not a plain chunk.
+    """
     found = _PLAIN.fullmatch(event)
     if found is None:
         return None
@@ -196,10 +200,11 @@ def hide_tokens(event: bytes) -> bytes | None:
 
 
 def text_piece(event: bytes) -> tuple[bytes, int, str] | None:
-    """Return the text of a plain chunk of the first choice; `None` for every other event, and for text that is not JSON.
+    """Return the text of a plain chunk of the first choice.
 
     Returns:
-        The kind of text, `b"content"`, `b"reasoning"`, `b"arguments"` of a call, or `b""` for none; that call's number; the text.
+        The kind of text (`b"content"`, `b"reasoning"`, `b"arguments"` of a call, or `b""` for none), the call's number, and the text.
+        `None` for every other event, and for text that is not JSON.
     """
     found = _PLAIN.fullmatch(event)
     if found is None or found[2] != b"0":

@@ -1,19 +1,19 @@
-"""Token ids on messages, as NeMo Gym's model server writes them and its agents send them back.
+"""Reads and writes token ids on messages, in the form that NeMo Gym's model server and agents use.
 
     {"role": "assistant", "content": "…", "prompt_token_ids": […], "generation_token_ids": […], "generation_log_probs": […]}
 
 Gym carries ids from turn to turn on the messages: its model server puts all three members, or none, on the message of a chat completion and
 on the last output item of a response. Agents send them back with the history, and NeMo RL reads them from the finished rollout. With
-`--return-token-id-information` the proxy writes replies like this, too. In a stream they are on the delta that finishes its choice, and on
+`--return-token-id-information` the proxy writes replies like this. In a stream the ids are on the delta that finishes its choice, or on
 the last item.
 
-They are removed from every request before it is parsed: an agent that sends them back and one that drops them get the same prompts, hashes
-and records, apart from white space. The ids are evidence of the recorded turn that is meant, and are compared with the record
+The ids are removed from every request before it is parsed. So an agent that sends them back and one that drops them get the same prompts,
+hashes and records, apart from white space. The ids indicate which recorded turn a message is, and are compared with the record
 (`proxy.client_ids`). Ids that were never recorded are used only if they are proven.
 
 Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `_validate_atomic_token_metadata`),
 `nemo_gym/responses_converter.py` (the item that carries them), `responses_api_models/vllm_model/app.py` (the message);
-NVIDIA-NeMo/Gym #1554 (who makes them, who may not).
+NVIDIA-NeMo/Gym #1554 (which components may create them).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ PREFIX = "required_prefix_token_ids"
 """The ids with which a request requires its prompt to begin (NVIDIA-NeMo/Gym #1545; nemo-gym 0.7.0, `supply_prefix_token_ids`)."""
 
 TAKEN = frozenset({PROMPT, GENERATION, LOG_PROBS, "routed_experts"})
-"""The members that are removed from messages that come back."""
+"""The members that are removed from the messages of a request."""
 _MARK = b'_token_ids"'
 """Part of the names of both members with ids. It cannot occur within a JSON string, where its quote would be escaped."""
 _GENERATED = b'"generation_token_ids"'
@@ -46,7 +46,7 @@ _NULL = b"null"
 
 
 class ReturnedIdFragments(msgspec.Struct, frozen=True):
-    """Ids that came back with a message, as JSON fragments (`b"1,2,3"`): its prompt's, and those that were generated."""
+    """Ids that a client sent back on a message, as JSON fragments (`b"1,2,3"`): those of its prompt, and the generated ones."""
 
     prompt: bytes
     generation: bytes
@@ -69,7 +69,7 @@ def take_out(raw: bytes) -> tuple[bytes, ReturnedIdFragments | None]:
     """Remove token ids from a message or an item.
 
     Returns:
-        Its JSON, the same object if nothing was removed; and the ids, `None` if none came back.
+        Its JSON, the same object if nothing was removed; and the ids, `None` if it had none.
     """
     if _MARK not in raw:
         return raw, None
@@ -79,7 +79,7 @@ def take_out(raw: bytes) -> tuple[bytes, ReturnedIdFragments | None]:
         return raw, None
     taken = {name: bytes(fields.pop(name)) for name in TAKEN if name in fields}
     if not taken:
-        return raw, None  # they are nested: in arguments, or in the result of a tool
+        return raw, None  # the ids are nested: in arguments, or in the result of a tool
     returned = any(taken.get(name, _NULL) != _NULL for name in (PROMPT, GENERATION))
     echo = ReturnedIdFragments(_fragment(taken.get(PROMPT)), _fragment(taken.get(GENERATION))) if returned else None
     return _ENCODER.encode(fields), echo
@@ -115,7 +115,7 @@ def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dic
     """Remove token ids from the entries from `start` on.
 
     Returns:
-        All entries, the same object if nothing was removed; and the ids that came back, by index.
+        All entries, the same object if nothing was removed; and the removed ids, by index.
     """
     bare, echoes = list[bytes](), dict[int, ReturnedIdFragments]()
     for index, entry in enumerate(entries[start:], start):
@@ -129,7 +129,7 @@ def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dic
 
 
 def _fragment(raw: bytes | None) -> bytes:
-    """Return a raw JSON list as a fragment; anything else unchanged, which equals no ids."""
+    """Return a raw JSON list as a fragment. Any other value is returned without white space; it then equals no recorded ids."""
     if raw is None:
         return b""
     packed = raw.translate(None, _BLANK)

@@ -10,7 +10,7 @@ server, so the proxy changes the same members of a request. Without that option 
 `metadata.extra_body`                  JSON text: further members for vLLM; a member of the request itself wins
 `metadata.audio_data`                  a data URI: an `audio_url` part before the content of the last user message
 `<think>…</think>`                     at the beginning of an assistant's text: the message's `reasoning`
-members that Gym does not know         left out of a streamed request; Gym refuses (422) any other request that has them, and here they pass
+members that Gym does not know         left out of a streamed request. Gym refuses (422) any other request with them; here they pass
 `instructions` (Responses)             one system message with all system and developer messages that follow directly; a streamed
                                        request needs no `instructions` for that
 =====================================  ====================================================================================
@@ -131,7 +131,7 @@ def with_reasoning(raw: bytes) -> bytes:
     """Make the inline thinking at the beginning of an assistant's text (a raw chat message) its `reasoning`.
 
     Gym does this with blocks anywhere in a text. Here, a text with another block after the first one stays unchanged, and so does a text of
-    several parts: the model may have sampled it, and then the reply has to be recognized.
+    several parts: the model may have sampled that text, and the reply must then be recognized.
     """
     if (b"<think>" not in raw and b"\\u003c" not in raw) or b"assistant" not in raw:
         return raw
@@ -210,7 +210,7 @@ def _members_in(metadata: dict[str, Any], name: str) -> Fields:
 
 
 def _without_strict(tools: Raw) -> Raw:
-    """Remove `strict` from the functions of a raw list of tools; what cannot be parsed stays unchanged, and the engine refuses it."""
+    """Remove `strict` from the functions of a raw list of tools. A list that cannot be parsed stays unchanged; the engine refuses it."""
     try:
         listed = msgspec.json.decode(tools, type=list[Fields])
         for tool in listed:

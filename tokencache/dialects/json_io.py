@@ -1,17 +1,17 @@
 """Reads the JSON that clients send, and writes JSON for them.
 
-Reading is strict first (msgspec). Clients and models also write JSON that a strict reader refuses:
+A strict reader (msgspec) is tried first. Clients and models also write JSON that it refuses:
 
-    lone surrogates     `read` and `write` replace them with U+FFFD: UTF-8 has no encoding for them and no tokenizer accepts them.
-                        Claude Code sends U+FFFD for them itself. Digests treat both alike (`core.messages`)
+    lone surrogates     `read` and `write` replace them with U+FFFD, because UTF-8 cannot encode them and no tokenizer accepts them.
+                        Claude Code itself sends U+FFFD for them. Both have the same digest (`core.messages`)
     very long integers  read; written with all their digits
     NaN, Infinity       refused, as is a number outside the range of a double
     nested too deeply   refused: no member of an API is nested so deeply
 
-Chat requests are not decoded as a whole. `fields_of` and `entries_of` return their members and list items as raw JSON, which
-the engine gets as the client wrote it. Where only Python's own JSON reader accepts a body, they return its members re-encoded.
+Chat requests are not decoded as a whole. `fields_of` and `entries_of` return their members and list items as raw JSON, which the engine
+gets as the client wrote it. If only Python's own JSON reader accepts a body, they return its members re-encoded.
 
-A `Position` names a member in an error message. It is a chain of pairs, and its text is made only for an error: a long history has
+A `Position` names a member in an error message. It is a chain of pairs. Its text is made only for an error, because a long history has
 thousands of positions.
 """
 
@@ -84,7 +84,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def fields_of(body: bytes) -> dict[str, Raw]:
-    """Return the members of a JSON object, raw. Accepts what Python's JSON reader accepts, also NaN and lone surrogates.
+    """Return the members of a JSON object, raw. Accepts what Python's JSON reader accepts, including NaN and lone surrogates.
 
     Raises:
         HarnessError: the body is not a JSON object.

@@ -1,11 +1,11 @@
-"""Answers requests that clients send before they call a model, and that stock vLLM would not answer, or not as they need it.
+"""Answers requests that clients send before they call a model, and for which they need another answer than stock vLLM's.
 
 ==============================  ===================================================================================
 `HEAD /`, `/v1`, `/v1/models`   200: the server is alive. vLLM 0.32 refuses the method or has no such route; a `GET` is relayed.
-                                (Also `/api/hello`: Claude Code)
+                                `HEAD /api/hello` is Claude Code's
 `GET|HEAD /v1/models/<id>`      OpenAI's `models.retrieve`, which vLLM 0.32 lacks; Hermes reads `max_model_len` there
 `/api/show`, `/api/tags`, …     404 in vLLM's form, whatever the engine would answer: the server is not Ollama, LM Studio or
-                                llama.cpp. Hermes (0.19, `agent/model_metadata.py`) then asks `/version` and takes it for vLLM
+                                llama.cpp. Hermes (0.19, `agent/model_metadata.py`) then requests `/version` and detects vLLM
 ==============================  ===================================================================================
 
 `/health` and `/version` are relayed.
@@ -25,7 +25,7 @@ from tokencache.errors import HarnessError
 _ALIVE = frozenset({"/", "/v1", "/v1/", "/v1/models", "/api/hello"})
 _MODEL = re.compile(r"/v1/models/(.+)")
 _OTHERS = frozenset({"/api/show", "/api/tags", "/api/version", "/api/ps", "/api/v1/models", "/api/v0/models", "/props", "/v1/props"})
-"""Routes of other servers: an answer other than 404 would identify the proxy as one of them."""
+"""Routes of other servers. With a response other than 404, clients would mistake the proxy for one of them."""
 _NOT_FOUND = 404
 
 
@@ -61,7 +61,7 @@ class ProbeDialect(ChatDialect):
 
 
 def model_list(models: Iterable[ServedModel]) -> bytes:
-    """Write the answer to `GET /v1/models`, for an engine without that route."""
+    """Write the response to `GET /v1/models`, for an engine without that route."""
     return msgspec.json.encode({"object": "list", "data": [_card(model) for model in models]})
 
 

@@ -1,6 +1,6 @@
-"""Lists the dialects, finds the one a request is in, and finds the API keys that a request carries.
+"""Lists the dialects, and finds the dialect and the API keys of a request.
 
-To add a dialect, write a package like those beside this module and add it to `_translated`.
+To add a dialect, write a package like those in this folder and add it to `_translated`.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -55,7 +55,7 @@ def credential_parameters() -> tuple[str, ...]:
 
 
 def keys_in(headers: Mapping[str, str]) -> list[str]:
-    """The API keys that a request carries in its headers; a bearer token without its scheme."""
+    """The API keys in the headers of a request, `""` for a header without one; a bearer token without its scheme."""
     keys = []
     for name in credential_headers():
         value = headers.get(name, "")
@@ -67,7 +67,7 @@ def keys_in(headers: Mapping[str, str]) -> list[str]:
 
 
 def use_bearer(headers: MutableMapping[str, str]) -> None:
-    """Move an API key from a dialect's own header into `Authorization`, where engines read it; a key that is there stays."""
+    """Move an API key from a dialect's own header into `Authorization`, where engines read it, unless that header exists already."""
     keys = [headers.pop(name) for name in credential_headers() if name != AUTHORIZATION and name in headers]
     if keys:
         headers.setdefault(AUTHORIZATION, f"Bearer {keys[0]}")

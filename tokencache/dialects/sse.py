@@ -1,7 +1,7 @@
 """Splits a byte stream into server-sent events, and writes them.
 
-Implements as much of the format as a proxy needs: blank lines end an event; its data are its `data:` lines. An event is passed on in
-the bytes that arrived unless something in it has to change.
+Implements as much of the format as a proxy needs: a blank line ends an event, and the data of an event are its `data:` lines. An event is
+passed on in the bytes that arrived, unless something in it has to change.
 """
 
 import re
@@ -25,7 +25,7 @@ class EventSplitter:
             for end in _END.finditer(whole, scanned):
                 yield whole[at : end.end()]
                 at = end.end()
-        else:  # what vLLM sends: over the hundreds of KB of a prompt's echo, searching one byte is 100 times faster than searching two
+        else:  # what vLLM sends: in the hundreds of KB of an echoed prompt, searching for one byte is 100 times faster than for two
             found = whole.find(b"\n", scanned)
             while found >= 0:
                 after = found + 1

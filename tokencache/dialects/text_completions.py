@@ -1,18 +1,18 @@
-"""Text completions (`/v1/completions`): relayed in their own format, and recorded.
+"""Parses text completions (`/v1/completions`) and encodes their replies. They are relayed in their own format, and recorded.
 
-Nothing is translated or spliced: the prompt is a text, or ids from the client. The proxy also asks for ids and log probabilities, and
-removes them from what the client gets. A request may have several prompts; choice `i` then answers prompt `i // n` (vLLM 0.32,
+Nothing is translated or spliced: the prompt is a text, or ids from the client. The proxy also requests ids and log probabilities, and
+removes them from the client's reply. A request may have several prompts; choice `i` then answers prompt `i // n` (vLLM 0.32,
 `completion/serving.py`), and each choice has its own prompt's ids.
 
 A request that cannot be recorded truthfully is passed on unchanged and leaves a hole (`TextCompletionCall.unrecorded`):
 
-* `echo`: the prompt is echoed as text only if no ids are asked for, and the log probabilities of both are one list, so asking would
-  change the reply (vLLM 0.32, `needs_detokenization`);
+* `echo`: vLLM echoes the prompt as text only if no ids are requested, and returns the log probabilities of prompt and reply as one list.
+  So requesting ids would change the reply (vLLM 0.32, `needs_detokenization`);
 * `use_beam_search`: the reply was selected, not sampled;
 * `prompt_embeds`: the prompt has no tokens.
 
-`suffix` (which vLLM 0.32 accepts for models that fill in), `best_of` (which it ignores) and `prompt_logprobs` do not matter: the ids
-that come back are those of the prompt.
+`suffix` (which vLLM 0.32 accepts for fill-in-the-middle models), `best_of` (which it ignores) and `prompt_logprobs` need no special case:
+the engine still returns the ids of the prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class TextCompletionCall(msgspec.Struct, frozen=True):
     Attributes:
         fields: the members of the body, raw.
         choices: the number of choices in its reply, `n` for each prompt.
-        shows_ids, shows_logprobs: what the client asked to get.
+        shows_ids, shows_logprobs: whether the client gets ids and log probabilities.
         unrecorded: why its reply cannot be recorded, or `""`.
     """
 
@@ -54,7 +54,7 @@ class TextCompletionCall(msgspec.Struct, frozen=True):
     unrecorded: str = ""
 
     def as_chat(self) -> ChatCall:
-        """Return what the recorder needs of this call as a chat call, with a history that is not matched."""
+        """Return this call as a chat call for the recorder, with a history that is not matched."""
         return ChatCall(
             fields=self.fields,
             raw_messages=[],
@@ -101,7 +101,7 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> TextCompletionCa
         stream=member(fields, "stream", (bool,), False),
         choices=member(fields, "n", (int,), 1) * (len(prompts) if several else 1),
         shows_ids=member(fields, "return_token_ids", (bool,), False),
-        shows_logprobs=member(fields, "logprobs", (int, bool), None) is not None,  # the engine refuses what is not a number
+        shows_logprobs=member(fields, "logprobs", (int, bool), None) is not None,  # the engine refuses a value that is not a number
         unrecorded=next((name for name, present in causes.items() if present), ""),
     )
 
@@ -126,9 +126,9 @@ def write_text_completion(
 
 
 class TextReplyEncoder(PassthroughEncoder):
-    """Passes the engine's own bytes on, with members that the client did not ask for set to `null`.
+    """Passes on the engine's own bytes, with `null` in place of members that the client did not request.
 
-    Unlike chat's, no chunk exists only for its ids: vLLM sends one for every step anyway (0.32).
+    Unlike in chat, no chunk exists only because ids were requested: vLLM sends a chunk for every step anyway (0.32).
     """
 
     def __init__(self, call: TextCompletionCall) -> None:
@@ -137,7 +137,7 @@ class TextReplyEncoder(PassthroughEncoder):
         self._extras = HiddenMembers(call.fields)
 
     def whole(self, data: bytes) -> bytes:
-        """See `ReplyEncoder.whole`; what cannot be parsed is passed on."""
+        """See `ReplyEncoder.whole`. A body that cannot be parsed is passed on."""
         return self._present(data)
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:

@@ -1,15 +1,14 @@
 r"""Splits inline thinking, `<think>…</think>` at the beginning of a reply's text, and puts it back.
 
 An engine without a reasoning parser, and NeMo Gym's model server, leave the model's thinking in the text. Dialects with a field for
-thinking return it there (`Thinking`), as Gym's server does for Responses. The record keeps the engine's text. When the thinking comes
-back, it is put into the text again (`folded`), so the engine gets, and the record is compared with, what the engine wrote.
+thinking return it there (`Thinking`), as Gym's server does for Responses. The record keeps the engine's text. When the client sends the
+thinking back, it is put into the text again (`folded`). So the history has the text that the engine wrote, and equals the record.
 
     <think>\nHm.\n</think>\n\nYes.      thinking "\nHm.\n", text "\n\nYes."
     <think>\nHm                        thinking "\nHm": the reply was cut off
 
-Only the opaque member that a dialect makes its client echo tells that the thinking was in the text. It has the call's handle and then a
-mark (`signed`, `read_signature`). Thinking that comes back without it is `reasoning`, as from every other engine. Chat completions are
-passed on as the engine writes them.
+The opaque member that clients echo (the handle, see `base`) ends with a mark if the thinking was in the text (`signed`, `read_signature`).
+Thinking without that mark is `reasoning`, as from every other engine. Chat completions are passed on as the engine writes them.
 
 Source: nemo-gym 0.7.0, `nemo_gym/responses_converter.py` (`THINK_TAG_PATTERN`): it finds blocks anywhere in a text, and only closed ones.
 """
@@ -38,7 +37,7 @@ class Thinking:
 
     Attributes:
         mark: where the thinking was, as far as the reply is parsed.
-        settled: the rest of the text cannot be thinking, so its chunks need not be parsed.
+        settled: whether the rest of the text cannot be thinking, so that its chunks need not be parsed.
     """
 
     def __init__(self) -> None:
@@ -97,12 +96,12 @@ def _unfinished(text: str) -> int:
 
 
 def signed(handle: str, mark: Mark) -> str:
-    """Write an opaque member: a handle, and where the reply's thinking was."""
+    """Write an opaque member: a handle, followed by the mark of the reply's thinking."""
     return handle + mark
 
 
 def read_signature(value: Any) -> tuple[str, Mark]:
-    """Read an opaque member that came back: its handle, `""` if it has none, and where that reply's thinking was."""
+    """Read an opaque member that the client sent back: its handle, `""` if it has none, and the mark of the reply's thinking."""
     found = _SIGNATURE.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return "", NOT_IN_TEXT

@@ -1,7 +1,7 @@
 """Anthropic Messages: the dialect of Claude Code and of every client of an Anthropic SDK.
 
 A conversation is a system prompt and a list of entries with content blocks. A reply is one message of blocks (thinking, text, tool_use),
-streamed block by block. Thinking is signed with the call's handle. The dialect's recorded name is `messages`.
+streamed block by block. The signature of a thinking block is the call's handle. Turns record this dialect as `messages`.
 
 `routes`      routes, credential header, models
 `request`     a request → chat

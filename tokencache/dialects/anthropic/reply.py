@@ -3,8 +3,8 @@
     message_start ping  (content_block_start  content_block_delta …  content_block_stop) …  message_delta message_stop
 
 A block opens with its first text and closes when a block of another kind begins, so blocks keep the order of the reply; text after a
-tool call opens another block. Each thinking block is signed with the call's handle, which clients have to send back. `message_delta`
-waits for the engine's last chunk, which has the usage.
+tool call opens another block. The signature of each thinking block is the call's handle, which clients have to send back. `message_delta`
+is sent after the engine's last chunk, which has the usage.
 
 Differences from vLLM 0.32 (`entrypoints/anthropic/serving.py`):
 
@@ -12,8 +12,8 @@ Differences from vLLM 0.32 (`entrypoints/anthropic/serving.py`):
   (`vocabulary.UNPARSED`), so no client runs a tool with them by mistake; the request parser unwraps them. vLLM answers 500;
 * parallel calls that an engine sends interleaved have several open blocks with different indexes, as Anthropic's clients accept. vLLM's own
   parsers never interleave; its converter would drop the pieces;
-* an empty reply is one empty text block, also in a stream (vLLM sends no block there);
-* a stream that ends before its reply does is an error, not the end of a turn;
+* an empty reply is one empty text block, in a stream too (vLLM sends no block there);
+* a stream that ends before its reply is complete is an error, not the end of a turn;
 * `input_tokens` excludes what was read from the cache, as Anthropic counts; `message_start` has the length of the prompt.
 """
 
@@ -69,7 +69,7 @@ class AnthropicReplyEncoder(ReplyEncoder):
         self._failed = False
 
     def whole(self, data: bytes) -> bytes:
-        """See `ReplyEncoder.whole`; what is not a chat completion is passed on."""
+        """See `ReplyEncoder.whole`. A body that is not a chat completion is passed on."""
         completion = self._thinking.read(data)
         choice = completion.choice if completion is not None else None
         if completion is None or choice is None:
@@ -86,7 +86,7 @@ class AnthropicReplyEncoder(ReplyEncoder):
         message = self._message(content or [{"type": "text", "text": ""}], usage_of(completion.usage or Usage()))
         return json_io.write(message | ending(choice.finish_reason, choice.stop_reason, last))
 
-    def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:  # noqa: ARG002 - the event is written anew
+    def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:  # noqa: ARG002 - the encoder writes new events
         """See `ReplyEncoder.chunk`; a chunk that cannot be parsed is dropped."""
         completion = self._thinking.read(data)
         if completion is None or self._failed:
@@ -183,7 +183,7 @@ class AnthropicReplyEncoder(ReplyEncoder):
     def _call(self, number: int, call: ToolCallPart, out: list[bytes]) -> None:
         block = self._calls.get(number)
         if block is None:
-            # An engine that has not finished the call before this one will continue it later: its block stays open.
+            # If the arguments of an earlier call are incomplete, the engine will continue them later: that block stays open.
             if not (self._open and self._open[-1].kind == "tool_use") or all(is_json("".join(b.arguments)) for b in self._open):
                 self._close(out)
             block = self._calls[number] = _Block(self._blocks, "tool_use")

@@ -37,8 +37,8 @@ It differs where the proxy knows how a reply was split into blocks:
 * assistant text blocks are joined without a separator, because the engine wrote one string (in vLLM they stay parts, which become
   lines). Consecutive assistant entries are one turn, as Anthropic's API defines it (vLLM keeps them apart), unless the handles in their
   signatures belong to two replies: clients that merge entries also merge replies;
-* `tool_use.input` is written compactly. A call whose arguments were not a JSON object comes back wrapped (`vocabulary.UNPARSED`) and is
-  unwrapped, so that it equals the record. Any other JSON value is written as it is;
+* `tool_use.input` is written compactly. Clients send arguments that were not a JSON object back as they received them, wrapped
+  (`vocabulary.UNPARSED`). They are unwrapped, so that the call equals the record. Any other JSON value is written as it is;
 * a plain text document is a text part. Every other kind of document, and every block that chat has no equivalent for, is refused by
   name (vLLM ignores some of them).
 """
@@ -73,7 +73,7 @@ class TranslatedRequest(msgspec.Struct, frozen=True):
     Attributes:
         body: the chat request's JSON.
         model: the model's name as the client wrote it.
-        handles: index of a chat message → the handle that came back with it.
+        handles: index of a chat message → the handle that the client sent back with it.
         left_out: rules by which parts of the request were left out.
     """
 
@@ -185,7 +185,7 @@ Message = dict[str, Any]
 
 
 class _Turn(msgspec.Struct):
-    """Consecutive content of the assistant, which becomes one chat message; `mark` tells where its thinking was."""
+    """Consecutive content of the assistant, which becomes one chat message; `mark` is where its thinking was."""
 
     handle: str = ""
     mark: Mark = ""
@@ -210,7 +210,7 @@ class History:
 
     Attributes:
         messages: chat messages.
-        handles: index of a message → the handle that came back with it.
+        handles: index of a message → the handle that the client sent back with it.
         left_out: rules by which parts were left out: `billing-line`, `cache-marks`.
     """
 
@@ -231,7 +231,7 @@ class History:
 
     def _leading_system(self, system: Any) -> None:
         if isinstance(system, str):
-            if system.startswith(_BILLING):  # of a string, vLLM drops that line only (`renderers/chat_utils.py`)
+            if system.startswith(_BILLING):  # in a string, vLLM drops only that line (`renderers/chat_utils.py`)
                 self.left_out.add(_BILLING_LINE)
                 system = system.partition("\n")[2]
         else:
@@ -290,8 +290,8 @@ class History:
             place = at, i
             kind = self._kind(inner, place)
             if kind == "text":
-                texts.append(required(inner, "text", str, place))  # also an empty one, as in vLLM
-            elif kind == "tool_reference":  # a tool that a search found: templates that know deferred tools expand it
+                texts.append(required(inner, "text", str, place))  # empty text too, as in vLLM
+            elif kind == "tool_reference":  # a tool that a tool search found: templates that support deferred tools expand it
                 references.append({"type": "tool_reference", "name": required(inner, "tool_name", str, place)})
             else:
                 for part in parts_of(inner, place):
@@ -324,7 +324,7 @@ class History:
                     self._turns.append(turn := _Turn())  # another recorded reply
                 turn.handle, turn.mark = handle or turn.handle, mark or turn.mark
                 turn.thoughts.append(required(block, "thinking", str, place))
-            elif kind != "redacted_thinking":  # only Anthropic can read that one
+            elif kind != "redacted_thinking":  # only Anthropic can decrypt it
                 raise unsupported(block, place)
             begins = False
 

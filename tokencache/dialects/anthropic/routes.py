@@ -4,7 +4,8 @@
     POST /v1/messages/count_tokens    the number of tokens of its prompt
     GET  /v1/models, /v1/models/ID    served models, for clients that send `anthropic-version`: OpenAI has the same routes
 
-A model that is not served is unknown. Aliases for served models (`claude-…`) are resolved by the proxy.
+`GET /v1/models/ID` returns 404 for a model that the engine does not serve. In calls, the proxy replaces aliases of served models
+(`claude-…`).
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Members and content blocks of an Anthropic request; stop reasons, usage and errors of a reply.
 
-Errors are worded as Anthropic's API words them, with the position first: `messages.1.content.0.text: Input should be a valid string`.
+Errors have the wording of Anthropic's API, with the position first: `messages.1.content.0.text: Input should be a valid string`.
 Error types: `anthropic` 2.12 `types/shared/error_object.py`; platform.claude.com, "Errors".
 """
 
@@ -79,7 +79,7 @@ def listed(content: Any, at: Position) -> list[Any]:
     """Return the blocks of a content; a string is one text block, null has none.
 
     Raises:
-        HarnessError: it is none of these.
+        HarnessError: the content is neither a list, a string nor null.
     """
     if isinstance(content, list):
         return content
@@ -170,10 +170,10 @@ def usage_of(usage: Usage) -> dict[str, int]:
 
 
 def ending(finish: str | None, stop: int | str | None, last: str | None) -> dict[str, Any]:
-    """Return the stop reason as vLLM 0.32 does; `last` are the arguments of the last call.
+    """Return the members with the stop reason, as vLLM 0.32 does; `last` are the arguments of the last call.
 
-    A call that a stop string cut short must not run, so then the stop string is the reason. Ends that Anthropic has no word for
-    (`abort`, `error`) have no reason.
+    A call that a stop string cut short must not run, so the stop string is then the reason. For ends that Anthropic's API does not know
+    (`abort`, `error`) the reason is null.
     """
     reason, sequence = _FINISHED.get(finish or ""), None
     if finish in {"stop", "tool_calls"}:
@@ -206,7 +206,7 @@ _ERROR_TYPES = {
 }
 _SERVER_ERROR = 500
 _TOO_LONG = (
-    # vLLM 0.32 `renderers/params.py`; if the prompt's ids are supplied, its engine words the error differently
+    # vLLM 0.32 `renderers/params.py`; if the prompt's ids are supplied, vLLM's error has another text
     re.compile(r"context length is (?P<limit>\d+) tokens\. However, your prompt contains (?:at least )?(?P<tokens>\d+) input tokens"),
     re.compile(r"Input length \((?P<tokens>\d+)\) exceeds model's maximum context length \((?P<limit>\d+)\)"),
 )
@@ -215,8 +215,8 @@ _TOO_LONG = (
 def error_members(status: int, message: str) -> dict[str, Any]:
     """Return the members of an error's body, and of its event in a stream; `status` is HTTP's.
 
-    The engine's message is passed on, with one exception: clients recognize a conversation that is too long, and compact it, by the words
-    of Anthropic's API.
+    The engine's message is passed on, with one exception: for a conversation that is too long the message is that of Anthropic's API,
+    by which clients recognize that they must compact the conversation.
     """
     kind = _ERROR_TYPES.get(status) or ("api_error" if status >= _SERVER_ERROR else "invalid_request_error")
     found = next((found for pattern in _TOO_LONG if (found := pattern.search(message))), None)

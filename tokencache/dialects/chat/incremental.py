@@ -1,13 +1,13 @@
 """Parses only the new part of a request body that begins like the session's previous one.
 
 An agent sends its whole history with every call, so most of a body repeats the body before. This module hashes the bytes up to the last
-known message. If the hash is the same, it parses only the rest: the new messages, and the members after them. The result equals
-that of parsing the whole body; in every doubtful case the whole body is parsed.
+known message. If the hash is the same, it parses only the rest: the new messages, and the members after them. The result is the same
+as if the whole body had been parsed. In every doubtful case the whole body is parsed.
 
     {"model":"m","messages":[{…},{…}          ,{…},{…}],"tools":[…]}
     └──────────── known head ─────┘          └─────── parsed ────┘
 
-Of a body only the hash, the position of each message and the parsed messages are kept, because thousands of rollouts send long histories.
+Only the hash of a body, the positions of its messages and the parsed messages are kept, because thousands of rollouts send long histories.
 """
 
 import secrets
@@ -33,7 +33,7 @@ _NAME = b'"messages"'
 _TRIES = 4
 MEMORY = 256 * 2**20
 PER_MESSAGE = 600
-"""Bytes for two digests, links of two chains, position in the body, and the objects around them, without the text."""
+"""Estimated bytes of a message without its text: two digests, links of two chains, its position, and the objects that hold them."""
 
 
 class MessageSpans(Sequence[bytes]):
@@ -136,7 +136,7 @@ def split_whole(body: bytes) -> SplitBody:
 
 
 class _CachedBody(msgspec.Struct, frozen=True):
-    """What is kept of a session's last body.
+    """What the parser keeps of a session's last body.
 
     Attributes:
         head: hash of its bytes up to the end of the last message.
@@ -160,8 +160,8 @@ class _CachedBody(msgspec.Struct, frozen=True):
 class IncrementalParser:
     """Remembers the last parsed body of recently active sessions, up to `memory` bytes.
 
-    `secret` is the deployment's (`Store.secret`), under which all conversations are chained. Set it before the first body is parsed; a
-    change drops everything that is remembered.
+    `secret` is the deployment's (`Store.secret`) and is part of every chain. Set it before the first body is parsed. A change drops
+    everything that is remembered.
     """
 
     def __init__(self, messages: MessageReader | None = None, *, memory: int = MEMORY) -> None:
@@ -221,7 +221,7 @@ class IncrementalParser:
             hashed = 0
             try:
                 leading = _FIELDS.decode(body[:start] + b"[]}")
-            except ValueError:  # JSON that only the lenient reader accepts (`json_io`): parsed as a whole each time
+            except ValueError:  # JSON that only the lenient reader accepts (`json_io`) is parsed as a whole each time
                 return
         head = split.head or xxhash.xxh3_128(b"", self._seed)
         head.update(memoryview(body)[hashed : split.spans[-1]])

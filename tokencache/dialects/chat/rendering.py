@@ -17,8 +17,8 @@ Raw = msgspec.Raw
 _NULL = Raw(b"null")
 _RENDERED_BY_BOTH = ("chat_template", "add_special_tokens", "mm_processor_kwargs")
 _RENDERED_BY_CHAT = ("chat_template_kwargs", "reasoning_effort", "documents")
-"""Members, besides messages and tools, that change what vLLM 0.32 renders (`chat_completion/protocol.py`, `ChatParams`): those that
-`/tokenize` accepts too, and those that have to go into its template arguments."""
+"""`_RENDERED_BY_BOTH` and `_RENDERED_BY_CHAT` are the members, besides messages and tools, that change what vLLM 0.32 renders
+(`chat_completion/protocol.py`, `ChatParams`). `/tokenize` accepts the former as they are, and the latter only as template arguments."""
 
 
 class RenderArgs(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
 
 
 def scope_of(model: str, fields: dict[str, Raw]) -> bytes:
-    """Digest everything that shapes a prompt besides its messages (16 bytes): the scope of a chain."""
+    """Digest everything that shapes a prompt besides its messages (16 bytes): the prompt context of a chain."""
     h = hashlib.sha256(model.encode("utf-8", "surrogatepass") + b"\0")
     for name in ("tools", *_RENDERED_BY_BOTH, *_RENDERED_BY_CHAT):
         raw = fields.get(name)
@@ -79,14 +79,14 @@ def scope_of(model: str, fields: dict[str, Raw]) -> bytes:
 
 
 def _hash(data: bytes) -> bytes:
-    """16 bytes of SHA-256: clients choose what is hashed here, and what is learned under it applies to all sessions."""
+    """Return 16 bytes of SHA-256: clients choose the data, and what is learned under its hash applies to all sessions."""
     return hashlib.sha256(data).digest()[:16]
 
 
 _digests: LRUCache[bytes, bytes] = LRUCache(4096)
-"""Digests of members by hash: tool lists are long and rarely change. 4096 is many times the tool lists of one training run."""
+"""Digests of members, by the hash of their bytes, because tool lists are long and rarely change. A training run has far fewer than 4096."""
 _seed = secrets.randbits(64)
-"""Of that hash, which is not cryptographic: without the seed clients cannot construct collisions."""
+"""Seed of that hash, which is not cryptographic (xxh3). Without the seed clients cannot construct collisions."""
 
 
 def _canonical_member(raw: bytes) -> bytes:

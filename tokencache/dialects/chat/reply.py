@@ -1,11 +1,13 @@
-"""Writes replies in chat completions: the engine's own bytes without what the client did not ask for, and whole replies of the proxy's.
+"""Writes replies in chat completions: the engine's own bytes without the members that the client did not request.
 
-The proxy always asks the engine for ids, log probabilities and reasoning. A client that did not ask gets the bytes of a direct call:
-members that vLLM writes as `null` become `null` and are never removed, and chunks that exist only because ids were asked for
-(`delta: {}`) are dropped (observed on vLLM 0.32.0; a direct client that asks for log probabilities does get them).
+`write_completion` writes whole replies that the proxy makes itself.
 
-Routed experts are never passed on (`engine.reply`): engines send them unasked, and they are for the trainer. A client gets weight
-versions if it asks for them; otherwise the member is missing (vLLM 0.33). Text completions share these rules (`text_completions`).
+The proxy always requests ids, log probabilities and reasoning from the engine. A client that did not request them gets the bytes of a
+direct call: members that vLLM writes as `null` become `null` and are never removed, and chunks that exist only because ids were requested
+(`delta: {}`) are dropped (observed on vLLM 0.32.0; a direct client that requests log probabilities does get these chunks).
+
+Routed experts are never passed on (`engine.reply`): engines send them without a request, and they are for the trainer. A client gets
+weight versions if it requests them; otherwise the member is missing (vLLM 0.33). Text completions share these rules (`text_completions`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +31,7 @@ _VERSIONS = "weight_versions"
 _EXPERTS = b'"routed_experts":'
 _UNAVAILABLE = 503
 _MOST_CHOICES = 128
-"""An engine does not return more choices either."""
+"""Largest number of choices that the proxy writes; an engine does not return more either."""
 
 
 class HiddenMembers:
@@ -52,7 +54,7 @@ class HiddenMembers:
 
 
 class PassthroughEncoder(ReplyEncoder):
-    """What the reply encoders of chat and text completions share."""
+    """Base of the reply encoders of chat and text completions."""
 
     def end(self) -> bytes:
         """See `ReplyEncoder.end`."""
@@ -66,7 +68,7 @@ class PassthroughEncoder(ReplyEncoder):
 
 
 class ChatReplyEncoder(PassthroughEncoder):
-    """Passes the engine's own bytes on, without what this client did not ask for."""
+    """Passes on the engine's own bytes, without the members that this client did not request."""
 
     def __init__(self, call: ChatCall) -> None:
         self._prompt = call.shows_ids
@@ -77,7 +79,7 @@ class ChatReplyEncoder(PassthroughEncoder):
         self._hidden = HiddenMembers(call.fields)
 
     def whole(self, data: bytes) -> bytes:
-        """See `ReplyEncoder.whole`; what cannot be parsed is passed on."""
+        """See `ReplyEncoder.whole`. A body that cannot be parsed is passed on."""
         return data if self._shows_all(data) else self._hide(data, "message") or data
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
@@ -90,7 +92,7 @@ class ChatReplyEncoder(PassthroughEncoder):
 
     @property
     def chunk_unparsed(self) -> Callable[[bytes], bytes | None] | None:
-        """See `ReplyEncoder.chunk_unparsed`; for clients that asked for nothing out of the ordinary."""
+        """See `ReplyEncoder.chunk_unparsed`; `None` for a client that requested ids, log probabilities or hidden reasoning."""
         return hide_tokens if self._reasoning and not (self._prompt or self._ids or self._logprobs) else None
 
     def _shows_all(self, data: bytes) -> bool:
@@ -111,7 +113,7 @@ class ChatReplyEncoder(PassthroughEncoder):
         return _ENCODER.encode(fields)
 
     def _hide_in_choice(self, choice: dict[str, Raw], part: str) -> bool:
-        """Hide in one choice what was not asked for; false if nothing is left of it."""
+        """Hide the members of one choice that were not requested; false if nothing is left of it."""
         if not self._ids:
             for name in ("token_ids", "prompt_token_ids"):
                 if name in choice and (name == "token_ids" or not self._prompt):
@@ -156,7 +158,7 @@ class WrittenChoice(NamedTuple):
 
 
 def repeated_choice(choices: int, message: Message, finish_reason: str) -> list[WrittenChoice]:
-    """Return as many equal choices as a client asked for."""
+    """Return the requested number of equal choices."""
     return [WrittenChoice(position, message, finish_reason) for position in range(min(max(choices, 1), _MOST_CHOICES))]
 
 

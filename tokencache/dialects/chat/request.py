@@ -1,6 +1,7 @@
 """Parses a chat completions request and keeps its members as the client wrote them.
 
-Members stay raw JSON, and members that the proxy does not know reach the engine unchanged. Only what it adds or replaces is written anew.
+Members stay raw JSON, and members that the proxy does not know reach the engine unchanged. The proxy writes only those that it adds or
+replaces.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,16 +40,17 @@ class ChatCall(msgspec.Struct):
         media: whether a message has parts other than text.
         malformed: indexes of messages with tool-call arguments that an engine may refuse.
         plain: why this call is not matched (`core.reasons`), or `""`.
-        shows_ids, shows_logprobs, shows_reasoning: what the client asked to get.
+        shows_ids, shows_logprobs, shows_reasoning: whether the client gets ids, log probabilities and reasoning.
         dialect: name of the client's dialect.
         handle: the handle in its reply, which the client echoes; `""` if the dialect has no field for it.
-        handles: index of an assistant message → the handle that came back with it.
-        echoes: index of a message → the token ids that came back with it (`gym`). Of a history that was parsed incrementally, only new
-            messages are here.
+        handles: index of an assistant message → the handle that the client sent back with it.
+        echoes: index of a message → the token ids that the client sent back with it (`gym`). If the history was parsed incrementally,
+            only its new messages are included.
         required_prefix: packed ids with which the client requires the prompt to begin (`gym.PREFIX`); empty if it requires none.
         left_out: rules by which the dialect left parts of the request out.
-        replaced: values that the client sent and a pinned parameter replaced (`vocabulary.pin`).
-        harness: the adapter whose rules apply in this session (`leniency`), `""` if none.
+        replaced: the client's values of parameters that a sampling policy replaced (`vocabulary.pin`).
+        harness: name of the adapter that applies in this session, `""` if none.
+        leniency: the rules of that adapter.
     """
 
     fields: dict[str, Raw]
@@ -112,7 +114,7 @@ class ChatCall(msgspec.Struct):
     def as_written(self) -> tuple[RenderArgs, bool]:
         """How the engine renders this call if no ids are supplied: the arguments, and whether a generation prompt follows.
 
-        Unlike `args`, they leave open a last message that the reply continues.
+        Unlike `args`, these include `continue_final_message`, with which the reply continues the last message.
         """
         unfinished = {name: self.fields[name] for name in ("continue_final_message",) if name in self.fields}
         args = msgspec.structs.replace(self.args, members=self.args.members | unfinished) if unfinished else self.args
@@ -142,7 +144,7 @@ def read_chat(
     if rewrite is not None:
         body = gym_request.with_audio(body)
     split, echoes = _without_echoes(parser.split(session, body) or split_whole(body))
-    if split.known is not None and not echoes and gym.carries(body):  # the ids of the last reply are in messages that were parsed before
+    if split.known is not None and not echoes and gym.carries(body):  # the ids of the last reply may be on messages of the known part
         split, echoes = _without_echoes(split_whole(body))
     if rewrite is not None:
         split = _as_gym_sends(split)
@@ -199,7 +201,7 @@ def read_chat(
 
 
 def _without_echoes(split: SplitBody) -> tuple[SplitBody, dict[int, gym.ReturnedIdFragments]]:
-    """Remove the token ids that came back with messages."""
+    """Remove the token ids that the client sent back on messages."""
     entries, echoes = gym.take_all(split.entries, split.old)
     if entries is split.entries:
         return split, echoes
@@ -228,7 +230,7 @@ def read_tokenize(
 
 
 def _plain_reason(call: ChatCall) -> str:
-    """Name what keeps the engine from using supplied ids, or makes the prompt something other than a chat turn."""
+    """Return why the engine cannot use supplied ids, or why the prompt is not a chat turn; `""` for an ordinary call."""
     fields = call.fields
     found = {
         Reason.MEDIA: call.media,

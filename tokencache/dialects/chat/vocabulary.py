@@ -1,12 +1,12 @@
 """The messages and sampling parameters of chat completions, as vLLM 0.32 reads them.
 
-Messages: one raw item of `messages` becomes a canonical message. Every call sends the whole conversation, so `MessageReader` remembers what
-it parsed by the hash of the raw bytes, and a known message costs one short hash. Functions here also rewrite raw messages that an
-engine or a template does not accept.
+Messages: each raw item of `messages` becomes a canonical message. Every call sends the whole conversation, so `MessageReader` remembers
+parsed messages by the hash of their raw bytes: a known message costs one short hash. Other functions rewrite raw messages that an engine
+or a template does not accept.
 
-Sampling policy: a trainer wants rollouts sampled at the temperature of its loss, whatever temperature a harness asks for. A policy pins
-parameters by name, for all sessions (the server's option) or for one (its registered key, which wins name by name). A pin is a value and
-not a limit. `max_tokens` also replaces `max_completion_tokens`, and the engine gets one of them.
+Sampling policy: a trainer wants rollouts sampled at the temperature of its loss, whatever temperature a harness requests. A policy pins
+parameters by name, for all sessions (the server's option) or for one (its registered key, which overrides the server's option name by
+name). A pin is a value, not a limit. `max_tokens` also replaces `max_completion_tokens`, and the engine gets only one of them.
 """
 
 import json
@@ -181,12 +181,12 @@ def with_reasoning(raw: bytes) -> bytes:
     if reasoning is None:
         return raw
     if bytes(members.get("reasoning", _NULL)) == b"null":
-        members["reasoning"] = reasoning  # may be null, too
+        members["reasoning"] = reasoning  # may be null
     return _ENCODER.encode(members)
 
 
 def as_reminders(entries: Sequence[bytes]) -> list[bytes]:
-    """Turn system messages after the first message into the user's, marked as reminders: for templates that accept none there.
+    """Turn system messages after the first message into user messages marked as reminders, for templates that refuse them there.
 
     vLLM's own converter moves them to the front of the system prompt instead (Messages, 0.32), so each new one changes the whole prompt.
     Claude Code itself writes them like this for models that it knows by name.
@@ -207,9 +207,9 @@ def _as_reminder(raw: bytes) -> bytes:
 def with_stand_ins(raw: bytes) -> bytes:
     """Replace tool-call arguments that an engine may refuse: an object or list by its text, anything else that is not JSON text by `{}`.
 
-    An engine may refuse the whole history for them, and so every later turn: vLLM before 0.32 if the text is not JSON, 0.32 if it is an
-    object or `null`. vLLM 0.32 itself renders `{}` if the text is not JSON. Arguments that it can parse keep their bytes, as do all
-    other members, so the prompt equals what the engine renders of the client's own bytes.
+    Because of them an engine may refuse the whole history, and so every later turn: vLLM before 0.32 if the text is not JSON, 0.32 if the
+    value is an object or `null`. vLLM 0.32 itself renders `{}` if the text is not JSON. Arguments that it can parse keep their bytes, and
+    so do all other members, so the prompt equals what the engine renders from the client's own bytes.
     """
     members = _MEMBERS.decode(raw)
     calls = _CALLS.decode(members.get("tool_calls", _NULL)) or []
@@ -241,7 +241,7 @@ def resolve_model(fields: dict[str, Raw], served: Callable[[str], str]) -> str:
 
 
 _MAX_COMPLETION_TOKENS = "max_completion_tokens"
-"""OpenAI's present name for `max_tokens`. vLLM uses this one if a request has both (0.32)."""
+"""OpenAI's current name for `max_tokens`. vLLM uses this one if a request has both (0.32)."""
 
 
 class _Rule(NamedTuple):

@@ -1,15 +1,15 @@
-"""Writes a chat reply as Gemini's GenerateContentResponse: one for a whole reply, one after another for a stream.
+"""Writes a chat reply as Gemini's GenerateContentResponse: one for a whole reply, a sequence of them for a stream.
 
-Texts and thoughts are sent as they arrive. A call is an object in this dialect and has no partial form, so it is sent when something
-else begins. Gemini puts the finish reason and the usage into the last response, so the reason waits for the usage. A whole reply is
-written like a stream of one chunk, so the two differ only in where text is cut.
+Texts and thoughts are sent as they arrive. A call is an object in this dialect and has no partial form, so it is sent when the next part
+begins. Gemini puts the finish reason and the usage into the last response, so the reason is sent only when the usage is known. A whole
+reply is written like a stream of one chunk, so the two differ only in where text is cut.
 
-Thoughts are sent if `includeThoughts` asked for them. The handle is a `thoughtSignature` (base64, which 32 hexadecimal digits are) on
-the first text and the first call. Gemini 3 signs the first call and the last text. A stream does not know its last text, and Gemini CLI
-0.61 loses a signature on an empty text at the end when it joins texts (`processStreamResponse`).
+Thoughts are sent if the request has `includeThoughts`. The handle is the `thoughtSignature` (32 hexadecimal digits are valid base64) of
+the first text and of the first call. Gemini 3 signs the first call and the last text. But while a reply streams, its last text is not
+known, and Gemini CLI 0.61 loses a signature on an empty text at the end when it joins texts (`processStreamResponse`).
 
-A call whose arguments are not a JSON object has no representation. The reply then ends with `MALFORMED_FUNCTION_CALL`, as Gemini's own
-do, or with `MAX_TOKENS` if it was cut off.
+A call whose arguments are not a JSON object cannot be represented. The reply then ends with `MALFORMED_FUNCTION_CALL`, as Gemini's own
+replies do, or with `MAX_TOKENS` if it was cut off.
 """
 
 from typing import Any
@@ -41,18 +41,18 @@ class GeminiReplyEncoder(ReplyEncoder):
         self._sse = sse
         self._id = ""
         self._around = b"", b""
-        """The bytes before and after the parts, equal in every response but the last."""
+        """The bytes before and after the parts. They are the same in every response except the last."""
         self._call: list[str] | None = None
         """The incomplete call: number, id, name, arguments."""
         self._unsigned = {_TEXT, _CALL}
         self._malformed = ""
         self._reason: str | None = None
         self._usage: Usage | None = None
-        self._started = False  # the array's opening bracket is sent
+        self._started = False  # whether the array's opening bracket was sent
         self._over = False
 
     def whole(self, data: bytes) -> bytes:
-        """See `ReplyEncoder.whole`; what is not a chat completion is passed on."""
+        """See `ReplyEncoder.whole`. A body that is not a chat completion is passed on."""
         completion = self._thinking.read(data)
         if completion is None:
             return data
@@ -104,7 +104,7 @@ class GeminiReplyEncoder(ReplyEncoder):
         return self._last() + self._close()
 
     def keep_alive(self) -> bytes:
-        """See `ReplyEncoder.keep_alive`: a comment; in an array white space."""
+        """See `ReplyEncoder.keep_alive`: a comment, or white space in an array."""
         return b": keep-alive\n\n" if self._sse else b"\n"
 
     def error(self, status: int, message: str) -> bytes:
@@ -168,7 +168,7 @@ class GeminiReplyEncoder(ReplyEncoder):
         return completed
 
     def _completed_call(self) -> list[dict[str, Any]]:
-        """Return the part of the call that ends here, if there is one."""
+        """Return the current call as a part, if there is one, and end it."""
         if self._call is None:
             return []
         _, call_id, name, arguments = self._call
@@ -187,5 +187,5 @@ class GeminiReplyEncoder(ReplyEncoder):
         return {**part, "thoughtSignature": signed(self._handle, self._thinking.mark)}
 
     def _signed_if_none(self) -> list[dict[str, Any]]:
-        """Return an empty text with the handle if no other part has it: the reply is empty, or only a thought."""
+        """Return an empty text with the handle if no other part has it, because the reply is empty or only a thought."""
         return [self._signed(_TEXT, {"text": ""})] if self._unsigned == {_TEXT, _CALL} else []

@@ -2,32 +2,32 @@
 
 Contents (https://ai.google.dev/api/caching#Content):
 
-* Consecutive contents of the model are one reply and become one message, because the Python SDK keeps each chunk of a stream as a content
-  of its own. Their texts are joined without a separator (the dialect split them, the engine wrote one string), and so are thoughts. Two
-  contents with different handles are two replies.
+* Consecutive contents of the model are one reply and become one message, because the Python SDK stores each chunk of a stream as a
+  separate content. Their texts are joined without a separator (the engine wrote one string, which the dialect split), and so are thoughts.
+  Two contents with different handles are two replies.
 * Texts of the user and of `systemInstruction` stay parts, which vLLM joins with newlines; a single text becomes a string.
 * A function's response becomes a tool message. By the API's definition (google-genai 3.4, `FunctionResponse.response`) "output" holds the
   output, and without "output" and "error" the whole object is the output. So `{"output": "text"}` becomes that text, as a chat harness
   would send it; anything else becomes the object's compact JSON. In one content, responses precede texts, as in vLLM's Messages.
-* Calls and responses may lack ids. Then the n-th response of a name answers the n-th call of that name in the reply before. Gemini CLI
-  (0.61) writes `<name>__` before the ids it was given, which is removed.
+* Calls and responses may lack ids. Then the n-th response with a name answers the n-th call with that name in the previous reply. Gemini
+  CLI (0.61) puts `<name>__` before the ids that it received; this prefix is removed.
 * A part that chat has no equivalent for is refused by name: files by reference, executable code, sound.
 
-Settings (https://ai.google.dev/api/generate-content#generationconfig): what vLLM cannot do is refused by name (tools that Google runs,
-several candidates, sound); what does not change the text is ignored (`safetySettings`, `labels`, `responseLogprobs`). Of
-`thinkingConfig`,
+Settings (https://ai.google.dev/api/generate-content#generationconfig): those that vLLM cannot follow are refused by name (tools that Google
+runs, several candidates, sound). Those that do not change the text are ignored (`safetySettings`, `labels`, `responseLogprobs`).
+`thinkingConfig` is translated like this:
 
 * a `thinkingBudget` of 0 turns thinking off: `reasoning_effort: "none"`, as vLLM 0.32 does for Messages;
 * any other budget is ignored. In this dialect it is a guideline, Gemini CLI sends one with every call, and vLLM refuses its own
-  `thinking_token_budget` without a reasoning parser (0.32, `v1/engine/input_processor.py`);
+  `thinking_token_budget` if it has no reasoning parser (0.32, `v1/engine/input_processor.py`);
 * a `thinkingLevel` becomes the `reasoning_effort` of the same name;
 * without `includeThoughts` the client gets no thoughts, and the turn is recorded as one that showed none.
 
-One entry of `allowedFunctionNames` becomes a named `tool_choice`. For several, only those tools are offered, which changes the prompt: vLLM
-0.32 has no `allowed_tools`.
+A single entry of `allowedFunctionNames` becomes a named `tool_choice`. For several entries, only these tools are offered, which changes the
+prompt, because vLLM 0.32 has no `allowed_tools`.
 
-Schemas (https://ai.google.dev/api/caching#Schema): `parameters` and `responseSchema` are in a form of OpenAPI 3.0, with types in upper
-case, `nullable` beside the type, whole numbers as text, and members in either spelling. Members that JSON Schema shares stay; the
+Schemas (https://ai.google.dev/api/caching#Schema): `parameters` and `responseSchema` are in a form of OpenAPI 3.0: types are in upper case,
+`nullable` is a separate member, integers may be strings, and members have either spelling. Members that JSON Schema has too stay; the
 others are translated, or left out if they constrain nothing. `parametersJsonSchema` and `responseJsonSchema` are JSON Schema already.
 """
 
@@ -51,7 +51,7 @@ class Contents:
 
     Attributes:
         messages: chat messages.
-        handles: index of a message → the handle that came back with it.
+        handles: index of a message → the handle that the client sent back with it.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Contents:
             raise HarnessError(f"{content.at('role')}: please use a valid role: user, model, function", param=content.at("role"))
 
     def close(self) -> None:
-        """Put thinking that was in a reply's text back there."""
+        """Put thinking that was in a reply's text back into it."""
         for at, mark in self._marks.items():
             self.messages[at] = folded(self.messages[at], mark)
 
@@ -200,7 +200,7 @@ def _camel(name: str) -> str:
 
 
 def _own_id(given: str | None, name: str) -> str | None:
-    """Return a call's id as the dialect wrote it."""
+    """Return a call's id as this dialect wrote it, without the prefix of Gemini CLI."""
     return (given.removeprefix(f"{name}__") or given) if given else None
 
 
@@ -228,7 +228,7 @@ def _image(part: RequestObject, name: str) -> dict[str, Any]:
     kind, data = blob.text("mimeType") or "", blob.text("data") or ""
     if not kind.startswith("image/"):
         raise HarnessError(f"{blob.path}: data of type {kind!r} is not supported, only images are", param=blob.at("mimeType"))
-    standard = data.translate(str.maketrans("-_", "+/"))  # this dialect allows both base64 alphabets
+    standard = data.translate(str.maketrans("-_", "+/"))  # Gemini accepts both base64 alphabets
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{standard}"}}
 
 
@@ -389,7 +389,7 @@ def json_schema(schema: RequestObject) -> dict[str, Any]:
     if (ref := schema.text("ref")) is not None:
         translated["$ref"] = ref
     translated |= {name: count for name in _COUNTS if (count := schema.integer(name)) is not None}
-    if (form := schema.text("format")) not in {None, "enum"}:  # "enum" only repeats that the member exists
+    if (form := schema.text("format")) not in {None, "enum"}:  # "enum" adds nothing to the member of that name
         translated["format"] = form
     if values := schema.values("enum"):
         translated["enum"] = values

@@ -1,8 +1,8 @@
 """Reads objects of a Gemini request; writes finish reasons, usage and errors.
 
-Requests are protocol buffers in JSON. Each member may be spelled in camelCase or snake_case (the JSON mapping of protocol buffers; Google's
-clients write camelCase, hand-written ones both), 64-bit integers may be strings, and `null` is a missing member. `RequestObject` reads one
-object by these rules and names its position in errors.
+Requests are protocol buffers in JSON. By their JSON mapping each member may be spelled in camelCase or snake_case (Google's clients write
+camelCase, other programs both), 64-bit integers may be strings, and `null` is a missing member. `RequestObject` reads one object by these
+rules and names its position in errors.
 """
 
 import re
@@ -23,7 +23,7 @@ class RequestObject:
     """An object of a request, and its position.
 
     Raises:
-        HarnessError: by every method that returns a typed value, if the member has another type.
+        HarnessError: raised by every method that returns a typed value, if the member has another type.
     """
 
     __slots__ = ("members", "position")

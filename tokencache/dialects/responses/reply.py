@@ -3,9 +3,9 @@
     response.created · response.in_progress · (items) · response.completed | .incomplete | .failed
     item: output_item.added · content_part.added · …delta … · …done · content_part.done · output_item.done
 
-A whole completion is processed as one big delta; its response is the one that the last event of a stream would carry. An item ends when
-one of another kind, or another call, begins. As at OpenAI, no `[DONE]` follows the last event (vLLM 0.32 sends none either). An error
-within a stream is an `error` event and then `response.failed`, which Codex 0.169 looks for. Members are those of openai 3.52's types.
+A whole completion is processed as one big delta; its response is the one that the last event of a stream would contain. An item ends when
+another kind of item, or another call, begins. As at OpenAI, no `[DONE]` follows the last event (vLLM 0.32 sends none either). An error
+within a stream is an `error` event followed by `response.failed`, which Codex 0.169 needs. Members are those of openai 3.52's types.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ _NUMBER, _EMPTY = b'"sequence_number":', b'""'
 
 
 class DeltaEvent:
-    """The event for one piece of an item, which differs only in its number and its piece: the rest is written once.
+    """Writes the events for the pieces of one item, which differ only in number and piece; the rest is encoded once.
 
-    `kind` is without `response.`; of `members`, only `delta` is an empty string.
+    `kind` is without `response.`. Among `members`, only `delta` is an empty string.
     """
 
     def __init__(self, kind: str, **members: Any) -> None:
@@ -74,7 +74,7 @@ def _event(kind: str, number: int, members: dict[str, Any]) -> bytes:
 
 
 class OutputItem:
-    """An incomplete output item, at `index` in the output. `tokens` are the members with a reply's ids, on its last item (`gym`)."""
+    """An incomplete output item at `index` in the output. `tokens` are the members with the reply's ids, if it is the last item (`gym`)."""
 
     prefix = ""
 
@@ -93,7 +93,7 @@ class OutputItem:
         return {**self.stored(), **self.tokens}
 
     def stored(self) -> dict[str, Any]:
-        """Return it without its token ids, which are stored with the turn."""
+        """Return the item for the stored response: without token ids, which are stored with the turn."""
         return {"id": self.id, **self._shape("".join(self._pieces))}
 
     def begin(self) -> None:
@@ -119,7 +119,7 @@ class OutputItem:
         raise NotImplementedError
 
     def _opening(self) -> None:
-        """Write what follows `output_item.added`; nothing for calls."""
+        """Write the events that follow `output_item.added`; none for calls."""
 
     def _delta(self) -> tuple[str, dict[str, Any]]:
         """Return the kind and the members of the event for a piece."""
@@ -130,15 +130,15 @@ class OutputItem:
 
 
 class ReasoningItem(OutputItem):
-    """The model's reasoning; `thinking` knows whether it was in the text (`dialects.thinking`).
+    """The model's reasoning.
 
     Args:
         handle: the call's handle.
-        index: in the output.
+        index: its index in the output.
         events: collects the events.
         sealed: whether it has an `encrypted_content` with the handle.
         summarised: whether its text is also its summary; NeMo Gym's model server puts it only there.
-        thinking: the reader of this reply.
+        thinking: the parser of this reply, which knows whether the reasoning was in the text (`dialects.thinking`).
     """
 
     prefix = "rs"
@@ -167,7 +167,7 @@ class ReasoningItem(OutputItem):
 
 
 class MessageItem(OutputItem):
-    """The model's text; `present` is whether an empty text is a part, too."""
+    """The model's text. With `present`, the item has a part even if the text is empty."""
 
     prefix = "msg"
 
@@ -242,7 +242,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "abort": None}
-"""Finish reasons of incomplete replies, and OpenAI's reason for each; it has none for an engine's abort."""
+"""Finish reasons of incomplete replies, and OpenAI's reason for each; OpenAI has none for an engine's abort."""
 _ITEM_TYPES = {b"content": MessageItem, b"reasoning": ReasoningItem}
 _UNREADABLE = CompletionChunk(error={"message": "the engine sent what cannot be read"})
 
@@ -259,7 +259,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
         sealed: whether reasoning has an `encrypted_content`.
         as_gym: whether the reply is written like NeMo Gym's model server does: reasoning is also its summary, and an empty reply is a
             message with an empty text.
-        keep: makes the documents to store from the whole response.
+        keep: makes the documents to store, given the whole response.
     """
 
     def __init__(
@@ -322,12 +322,12 @@ class ResponsesReplyEncoder(ReplyEncoder):
 
     def error(self, status: int, message: str) -> bytes:
         """See `ReplyEncoder.error`."""
-        del status  # OpenAI has one code for every error of the server's
+        del status  # OpenAI has one code for all server errors
         self._fail(message)
         return self._events.take()
 
     def documents(self) -> dict[str, bytes]:
-        """See `ReplyEncoder.documents`: of a reply that came to its end."""
+        """See `ReplyEncoder.documents`; none if the reply is not complete."""
         return self._keep(self._response([item.stored() for item in self._items])) if self._status in {"completed", "incomplete"} else {}
 
     def _add(self, completion: CompletionChunk) -> None:
@@ -425,7 +425,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
 
 
 def _usage_of(usage: Usage) -> dict[str, Any]:
-    """Write the usage as a response has it (`ResponseUsage`, openai 3.52); vLLM does not count what it wrote to its cache."""
+    """Write the usage of a response (`ResponseUsage`, openai 3.52). vLLM does not count tokens that it wrote to its cache."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},

@@ -2,15 +2,15 @@
 
 Members follow vLLM 0.32's own Responses route (`entrypoints/openai/responses/protocol.py`); vLLM's additions pass unchanged. Members
 without effect here (`truncation`, `service_tier`, `prompt_cache_key`, `text.verbosity`, `reasoning.summary`, `include` besides
-encrypted reasoning) are accepted, and repeated if a response repeats them. Log probabilities of the text are not supported: chat has
-them by token, for reasoning and calls too, and pieces of text do not end where tokens do.
+encrypted reasoning) are accepted, and repeated in the response if OpenAI's responses repeat them. Log probabilities of the text are not
+supported: chat returns them by token, for reasoning and calls too, and pieces of text do not end where tokens do.
 
-One reply comes back as several items (reasoning, message, calls), which become one chat message again. A reply ends, in this order,
+Clients send one reply back as several items (reasoning, message, calls), which become one chat message again. A reply ends
 
 - at any item that is not the assistant's;
 - where the handle changes, if both items have one (in the id, or in `encrypted_content`);
-- by order: a message directly after a message, or reasoning after anything but reasoning, begins a new reply. vLLM 0.32 splits there too
-  (`entrypoints/openai/responses/utils.py`), and no reply of the proxy contains the former.
+- otherwise before a message directly after a message, and before reasoning after anything but reasoning. vLLM 0.32 splits there too
+  (`entrypoints/openai/responses/utils.py`), and replies of the proxy never have two messages in a row.
 
 Unlike vLLM's converter, this one loses nothing. vLLM reads the first part of a message or reasoning item; here all parts are joined
 without a separator (summaries, which are paragraphs, with newlines). Text after a tool call stays with its reply. `encrypted_content`
@@ -37,7 +37,7 @@ _UNFINISHED = "in_progress", "incomplete"
 
 
 def _mark_of(item: Mapping[str, Any], reply: Mapping[str, list[Any]]) -> Mark:
-    """Return where the thinking of a reasoning item was. Its id does not tell whether the block was closed; if so, something follows."""
+    """Return where the thinking of a reasoning item was. Its id does not show whether the block was closed: it was if an item follows."""
     handle, mark = read_signature(item.get("encrypted_content"))
     ours = None if handle else own_id(item)
     if ours is None or ours[1] != INLINE:
@@ -50,8 +50,8 @@ class ItemMessages:
 
     Attributes:
         messages: chat messages.
-        handles: index of an assistant message → the handle that came back with it.
-        echoes: index of a message → the token ids that came back with it.
+        handles: index of an assistant message → the handle that the client sent back with it.
+        echoes: index of a message → the token ids that the client sent back with it.
         merged: whether several items became one message.
     """
 
@@ -66,7 +66,7 @@ class ItemMessages:
         self._thinking: dict[str, Any] = {}  # its last reasoning item
 
     def add(self, item: Any, at: Position, echo: ReturnedIdFragments | None = None) -> None:
-        """Add one item at position `at`; `echo` are the token ids that came back with it.
+        """Add one item at position `at`; `echo` are the token ids that the client sent back with it.
 
         Raises:
             HarnessError: it is malformed, or its type is not supported.
@@ -156,7 +156,7 @@ class ItemMessages:
 
 
 def continues(item: Any) -> bool:
-    """Whether the reply continues the last item: vLLM 0.32 does so if it is the assistant's and incomplete."""
+    """Whether the reply continues the last item, as in vLLM 0.32: if the item is the assistant's and incomplete."""
     if not isinstance(item, dict) or item.get("status") not in _UNFINISHED:
         return False
     return item.get("type") == "reasoning" or item.get("role") == "assistant"
@@ -294,10 +294,10 @@ def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[
         kept: whether the items get stored; only then their JSON is cut out one by one.
 
     Returns:
-        The items, and the token ids that came back with some of them, by index.
+        The items, and the token ids that the client sent back with them, by index.
 
     Raises:
-        HarnessError: it is neither a string nor a list.
+        HarnessError: `input` is neither a string nor a list.
     """
     raw = fields.get("input", Raw(b"null"))
     if bytes(raw) == b"null" and not needed:
@@ -305,7 +305,7 @@ def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[
     if bytes(raw)[:1] == b'"':
         message = {"type": "message", "role": "user", "content": member(fields, "input", (str,), "")}
         return [(json_io.write(message), message)], {}
-    with contextlib.suppress(ValueError, RecursionError):  # the code below finds what cannot be read
+    with contextlib.suppress(ValueError, RecursionError):  # the code below reports items that cannot be read
         items = _LIST.decode(raw)
         if not any(isinstance(item, dict) and not TAKEN.isdisjoint(item) for item in items):
             return list(zip(entries_of(raw) if kept else [b""] * len(items), items, strict=True)), {}

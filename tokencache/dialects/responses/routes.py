@@ -1,4 +1,4 @@
-"""The Responses dialect: its routes and credential header, and the parsing of a whole request (openai 3.52; else vLLM 0.32).
+"""The Responses dialect: its routes and credential header, and the parser of whole requests (as openai 3.52, otherwise as vLLM 0.32).
 
 =======================================  =====================================================================================
 `POST /v1/responses`                     a model call, streaming or not
@@ -8,9 +8,9 @@
 `DELETE /v1/responses/<id>`
 =======================================  =====================================================================================
 
-`previous_response_id` works without the engine's store: the history is that response's whole input and output (vLLM's store returns only
-texts), without its `instructions`, as in OpenAI's API. Handles are in the ids of output items, and in `encrypted_content` if the client
-asked for it (`include`).
+`previous_response_id` does not use the engine's store. The history is the whole input and output of that response (vLLM's store returns
+only texts), without its `instructions`, as in OpenAI's API. Handles are in the ids of output items, and in `encrypted_content` if the
+client requested it (`include`).
 """
 
 import re
@@ -52,7 +52,7 @@ class _Request(msgspec.Struct):
     Attributes:
         fields: its members, raw.
         shown: members that the response repeats.
-        items: new items, references replaced; `sent` are their bytes as they arrived.
+        items: new items, with references replaced. `sent`: their bytes as they arrived.
         translated: the chat messages.
         previous: the handle of the response that it continues, or `""`.
         gym: whether the chat request follows NeMo Gym (`gym_request`).

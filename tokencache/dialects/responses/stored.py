@@ -1,4 +1,4 @@
-"""Stores responses, so that a client can ask for them and continue them by id.
+"""Stores responses, so that a client can fetch and continue them by id.
 
 With `store` (OpenAI's default) a response leaves four documents in its session, named by its handle:
 
@@ -8,12 +8,11 @@ With `store` (OpenAI's default) a response leaves four documents in its session,
     resp:as:<hash>      what responses share: tools, instructions, settings
 
 A context lists the documents before it, oldest first. So a chain of responses is read in three round trips, and one more for every few
-dozen responses. Storage grows with what is new, also for a client that sends its whole history every time and leaves `store` at its
-default: its input is cut where the input before it ended. That one is found by the handle in the newest reply among the items, and its
-items have to be the same bytes (their hash is stored). A long list is not copied: the next context begins its own list and names the
-context before it.
+dozen responses. Only new items are stored, even if a client sends its whole history every time and leaves `store` at its default: the
+items of the previous input are cut off. The previous input is found by the handle in the newest reply among the items, and its items must
+be the same bytes (their hash is stored). A long list is not copied: the next context begins a new list and names the context before it.
 
-`DELETE` removes the record only: responses that continue it stay complete.
+`DELETE` removes only the record, so responses that continue this one stay complete.
 """
 
 import re
@@ -78,7 +77,7 @@ class Library:
         """Read a whole response; `None` if it is not stored.
 
         Raises:
-            StoreError: it could not be read.
+            StoreError: a document could not be read.
         """
         known, output = await self._documents([document("rec", handle), document("out", handle)])
         if known is None or output is None:
@@ -88,10 +87,10 @@ class Library:
         return {**record.response, **(_SHARED.decode(shared) if shared is not None else {}), "output": Raw(output)}
 
     async def history(self, handle: str, *, output: bool) -> list[Item] | None:
-        """Read all items of a response's input, with `output` those of its output too; `None` if it is not stored, or was deleted.
+        """Read all items of a response's input, and with `output` those of its output; `None` if it is not stored, or was deleted.
 
         Raises:
-            StoreError: it could not be read.
+            StoreError: a document could not be read.
         """
         known, found = await self._documents([document("rec", handle), document("in", handle)])
         if known is None or found is None:
@@ -117,7 +116,7 @@ class Library:
 
         Raises:
             HarnessError: no such item is stored.
-            StoreError: it could not be read.
+            StoreError: a document could not be read.
         """
         wanted = {i: item for i, (_, item) in enumerate(items) if isinstance(item, dict) and item.get("type") == "item_reference"}
         if not wanted:
@@ -136,7 +135,7 @@ class Library:
         return [known[wanted[i]["id"]] if i in wanted else item for i, item in enumerate(items)]
 
     async def continued(self, items: list[Item], sent: list[bytes]) -> StoredInput:
-        """Make the context of an input that was sent as a whole, after the stored context that it continues, if any.
+        """Make the context of an input that was sent as a whole. If it continues a stored context, the new one refers to that.
 
         `items` are the input's items, `sent` their bytes as they arrived (references not replaced).
 
@@ -152,7 +151,7 @@ class Library:
         return _after(own, handle, base, output=False)
 
     async def answered(self, items: list[Item], handle: str) -> StoredInput:
-        """Make the context of items that continue a stored response, after that response and its output.
+        """Make the context of items that continue a stored response. It refers to that response's input and output.
 
         Raises:
             StoreError: its context could not be read.
@@ -166,7 +165,7 @@ class Library:
 
 
 def _after(own: StoredInput, handle: str, base: StoredInput, *, output: bool) -> StoredInput:
-    """Put a context after that of another response, and after its output if the input did not contain it."""
+    """Let a context continue that of another response. `output`: it also continues its output, which the items do not contain."""
     replied = [f"out:{handle}"] if output else []
     if len(base.parts) < _LISTED:
         own.parts, own.earlier = [*base.parts, f"in:{handle}", *replied], base.earlier
@@ -198,7 +197,7 @@ _PAGE, _MOST = 20, 100
 
 
 async def answer_stored(request: DialectRequest, path: str) -> DirectReply:
-    """Answer a request about a stored response; `path` is the part after `/v1/responses`.
+    """Handle a request for a stored response; `path` is the part after `/v1/responses`.
 
     Raises:
         HarnessError: there is no such response, or no such route.
@@ -236,7 +235,7 @@ def _unknown(name: str) -> HarnessError:
 
 
 def _listed(item: Item, seed: str) -> dict[str, Any]:
-    """Return an item as a list of input items shows it: with an id, and a message in its long form."""
+    """Return an item as `/input_items` shows it: with an id, and a message in its long form."""
     shown: dict[str, Any] = dict(item[1])
     kind = shown.setdefault("type", "message")
     shown.setdefault("id", f"{'msg' if kind == 'message' else 'item'}_{xxhash.xxh3_128_hexdigest(seed.encode())}")

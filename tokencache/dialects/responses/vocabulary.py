@@ -1,16 +1,16 @@
 """Errors, tools and item ids of the Responses dialect.
 
-Errors (platform.openai.com, "Error codes"; openai 3.52 reads `type`, `param` and `code`): vLLM's types are names of its exceptions.
-OpenAI has few types, and a `code` for what clients look for: an unknown model, a response that is not stored, a conversation that is
-too long (Codex then compacts it).
+Errors (platform.openai.com, "Error codes"; openai 3.52 reads `type`, `param` and `code`): vLLM's types are the names of its exceptions.
+OpenAI has few types, and a `code` for errors that clients handle: an unknown model, a response that is not stored, a conversation that
+is too long (Codex then compacts it).
 
 Tools:
 
 =============  ==========================================================================================================
 `function`     the chat function of the same name; `strict` unchanged
 `custom`       a function with one string, `input` (vLLM 0.32: `tool_parsers/utils.py`, `custom_tool_parameters`). vLLM refuses a
-               tool with a grammar; here the description tells the model the grammar and nothing enforces it, so a client that
-               always offers such a tool (Codex's `apply_patch`) works, and it checks the input anyway
+               tool with a grammar. Here the grammar is part of the description, and nothing enforces it. So clients that always
+               offer such a tool work (Codex's `apply_patch`); they check the input anyway
 `namespace`    its tools, as `<namespace>__<name>`; a call is returned with name and `namespace` (as vLLM 0.32 does;
                Codex 0.169 always offers one and expects the namespace in the call)
 all others     tools that OpenAI runs on its servers (`web_search`, `file_search`, `code_interpreter`, `mcp`, …): left out,
@@ -18,7 +18,7 @@ all others     tools that OpenAI runs on its servers (`web_search`, `file_search
                A request that requires one (`tool_choice`) is refused
 =============  ==========================================================================================================
 
-The input of a custom tool streams although it is a JSON string in pieces: every complete escape is decoded and sent at once.
+The input of a custom tool is streamed, although it arrives as pieces of a JSON string: every complete escape is decoded and sent at once.
 """
 
 import json
@@ -40,7 +40,7 @@ _TYPES = {
     "InternalServerError": "server_error",
     NO_PREVIOUS: "invalid_request_error",
 }
-"""OpenAI's type for vLLM's (0.32, `entrypoints/utils.py`); other types stay."""
+"""OpenAI's error types by vLLM's (0.32, `entrypoints/utils.py`); other types stay."""
 _TOO_LONG = ("maximum context length", "maximum model length")
 
 
@@ -89,11 +89,11 @@ class FreeformInput:
     def __init__(self) -> None:
         self._arguments: list[str] = []
         self._decoded: list[str] = []
-        self._rest = ""  # not decoded yet
+        self._rest = ""  # characters that are not decoded yet
         self._opened = self._closed = False
 
     def feed(self, piece: str) -> str:
-        """Add a piece of the arguments; returns what it adds to the input."""
+        """Add a piece of the arguments; returns the text that it adds to the input."""
         self._arguments.append(piece)
         if self._closed:
             return ""
@@ -280,5 +280,5 @@ def own_id(item: Mapping[str, Any]) -> re.Match[str] | None:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Make the flat name of a function in a namespace, as vLLM 0.32 does."""
+    """Return the name by which the model knows a function in a namespace, as vLLM 0.32 makes it."""
     return f"{namespace}__{name}" if namespace else name
