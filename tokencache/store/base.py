@@ -24,7 +24,7 @@ from tokencache.errors import TokencacheError
 
 
 class StoreError(TokencacheError):
-    """The store cannot do this now: it is unreachable, slow or full, or its data is damaged. The harness's call must go on."""
+    """The store cannot do this now: it is unreachable, slow or full, or its data is damaged. The harness's call must continue."""
 
     status = 503
     kind = "store_error"
@@ -36,7 +36,7 @@ class StoreError(TokencacheError):
 
 
 class SessionSealedError(TokencacheError):
-    """The session, which the message names, is sealed: it accepts no more calls."""
+    """The session that the message names is sealed: it accepts no more calls."""
 
     status = 409
     kind = "session_sealed"
@@ -52,7 +52,7 @@ class SessionGoneError(Exception):
 
 
 class SessionDeletedError(TokencacheError):
-    """The session, which the message names, was deleted recently. Its name accepts no calls until its tombstone expires or is lifted."""
+    """The session that the message names was deleted recently. It accepts no calls until its tombstone expires or is lifted."""
 
     status = 409
     kind = "session_deleted"
@@ -65,7 +65,7 @@ class SessionDeletedError(TokencacheError):
 
 
 class StoreFullError(TokencacheError):
-    """The store is full: it accepts no new sessions. Existing sessions go on."""
+    """The store is full: it accepts no new sessions. Existing sessions continue."""
 
     status = 503
     kind = "store_full"
@@ -146,9 +146,9 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, rename={"fingerp
         since: when it began, in seconds since the epoch.
         fingerprint: request fingerprint, 16 bytes. Empty if no other call may join it. Called `asked` in JSON.
         replica: id of the replica that serves it.
-        orphaned: its client has disconnected. Called `left` in JSON.
-        wanted: another call waits for its reply.
-        given_up: a call that waited for its reply has stopped waiting. No further call may join it.
+        orphaned: whether its client has disconnected. Called `left` in JSON.
+        wanted: whether another call waits for its reply.
+        given_up: whether a call has stopped waiting for its reply. No further call may then join it.
     """
 
     call: str
@@ -202,7 +202,7 @@ class Store(Protocol):
         """Release connections. The store is not used afterwards."""
 
     async def ping(self) -> None:
-        """Return if the store can be reached and written to."""
+        """Check that the store can be reached and written to; raises `StoreError` if not."""
 
     async def secret(self, known: bytes = b"") -> bytes:
         """Read the secret of this deployment: 32 random bytes that all replicas share. The first call creates it.
@@ -335,7 +335,7 @@ class Store(Protocol):
         """Remove the binding of an API key, given by its hash. Returns false if it had none."""
 
     async def put_engine(self, entry: EngineEntry) -> None:
-        """Store an entry. Replaces the one of the same URL and replica."""
+        """Store an entry. It replaces the entry with the same URL and replica."""
 
     async def drop_engine(self, url: str, replica: str = "") -> None:
         """Remove the entry of a URL and replica, if it exists."""

@@ -1,11 +1,14 @@
 """Encodes records (turns, incidents, …) and tokens as the bytes that stores keep.
 
-The first byte of a record says how the rest is encoded: `z` MessagePack, deflated (with the dictionary below, which is part of the format:
-a new one needs a new letter); `m` MessagePack, where that is shorter; `j` JSON, deflated, for values that MessagePack cannot represent
-(lone surrogates and integers of more than 64 bits; requests contain both).
+The first byte of a record selects the encoding of the rest:
 
-For Redis, tokens are raw after a header. With the header a script can walk from a turn to its base, and a reader can check the lengths,
-without the turn's record.
+* `z`: MessagePack, deflated with the dictionary below. The dictionary is part of the format: a new one needs a new letter;
+* `m`: MessagePack, if that is shorter;
+* `j`: JSON, deflated, for values that MessagePack cannot represent (lone surrogates and integers of more than 64 bits; requests contain
+  both).
+
+For Redis, tokens are raw bytes after a header. From the header a script can find a turn's base, and a reader can check the lengths, without
+the turn's record.
 """
 
 import json
@@ -84,7 +87,7 @@ def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
     """Decode what `pack_tokens` encoded.
 
     Raises:
-        ValueError: the end is missing.
+        ValueError: the value is cut off.
     """
     if len(packed) < HEADER.size:
         raise ValueError("the header is incomplete")
@@ -97,7 +100,7 @@ def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
 
 
 def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Encode lookup keys as two arguments, lengths and keys: hundreds of arguments would cost more than the rest of the call."""
+    """Encode lookup keys as two arguments, lengths and keys, because hundreds of arguments would cost more than the rest of the call."""
     return struct.pack(f"<{len(keys)}H", *map(len, keys)), b"".join(keys)
 
 
@@ -112,7 +115,7 @@ def untext(name: bytes) -> str:
 
 
 def _deflate(plain: bytes) -> bytes:
-    # Any zlib reads what ISA-L writes. A record takes half the time of zlib's level 1, and is 6 % longer.
+    # Any zlib can read the output of ISA-L. Compared with zlib's level 1, it takes half the time, and records are 6 % longer.
     squeeze = isal_zlib.compressobj(isal_zlib.ISAL_DEFAULT_COMPRESSION, wbits=-15, zdict=_DICTIONARY)
     return squeeze.compress(plain) + squeeze.flush()
 

@@ -1,6 +1,6 @@
-"""Keeps sessions in this process's memory: the store for one process, and the reference for what every store does.
+"""Keeps sessions in this process's memory: the store for one process, and the reference implementation of `base.Store`.
 
-No method waits inside, so each is atomic. Turns are kept encoded: as objects they would take more memory than their tokens.
+No method awaits anything, so each is atomic. Turns are kept encoded: as objects they would take more memory than their tokens.
 """
 
 import math
@@ -100,7 +100,7 @@ class MemoryStore:
     ) -> None:
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
         self._secret = b""
-        # An item expires after it was last set: setting it again is how use renews it.
+        # An item's time to live starts when it is set, so each use sets it again.
         self._sessions: TTLCache[str, _Session] = TTLCache(math.inf, ttl_seconds, timer=time.monotonic)
         self._tombstones: TTLCache[str, bool] = TTLCache(math.inf, tombstone_seconds, timer=time.monotonic)
         self._bindings: TTLCache[str, Binding] = TTLCache(math.inf, ttl_seconds, timer=time.monotonic)

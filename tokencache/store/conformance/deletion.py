@@ -1,4 +1,4 @@
-"""Checks of sealed and deleted sessions, names that are used again, and late calls."""
+"""Checks of sealed and deleted sessions, reused names, and late calls."""
 
 from tokencache.core.incidents import Incident
 from tokencache.store.base import SessionDeletedError, SessionGoneError, SessionSealedError, Store

@@ -49,7 +49,7 @@ async def check_duplicates(store: Store) -> None:
 
 
 async def check_orphaned_calls(store: Store) -> None:
-    """An orphaned call may be joined with `join="orphaned"`, and learns whether another call wants its reply."""
+    """An orphaned call may be joined with `join="orphaned"`. `mark_orphaned` returns whether another call wants its reply."""
     session = name_of("linger")
     same(await store.mark_orphaned(session, "k"), False, "in no session")
     same(await store.session(session), None, "mark_orphaned creates nothing")
@@ -71,7 +71,7 @@ async def check_orphaned_calls(store: Store) -> None:
 
 
 async def check_given_up_calls(store: Store) -> None:
-    """A call is not joined any more after one that waited for it gave up. Calls that still wait may mark it as wanted."""
+    """After a waiting call gives up, no further call joins the call that it waited for. Other waiting calls may mark it as wanted."""
     session = name_of("given up")
     await store.mark_wanted(session, "k")
     same(await store.session(session), None, "mark_wanted creates nothing")
@@ -129,7 +129,7 @@ async def check_concurrent_duplicates(store: Store) -> None:
 
 
 async def check_heartbeats(store: Store) -> None:
-    """A replica is alive for as long as its last heartbeat says."""
+    """A replica is alive for the time that its last heartbeat sets."""
     lives, forgotten, never = (name_of(f"replica {n}}}") for n in range(3))
     await store.heartbeat(lives, 60)
     await store.heartbeat(forgotten, 60)

@@ -63,7 +63,7 @@ async def check_open_calls(store: Store) -> None:
 
 
 async def check_incidents(store: Store) -> None:
-    """Incidents are read as they were written, in order, by whichever method. `add_incidents` creates a missing session."""
+    """Incidents are read as they were written, in order, whichever method wrote them. `add_incidents` creates a missing session."""
     session = name_of("incidents")
     incidents = [Incident("store-error", "why", True, "k1", "t1", 1.5), Incident("x"), Incident("x"), Incident("naïve ☕", "\x00" * 300)]
     await store.add_incidents(session, incidents[:2])
@@ -82,7 +82,7 @@ async def check_incidents(store: Store) -> None:
 
 
 async def check_keys(store: Store) -> None:
-    """An API key has the binding that it was given last, whether or not the session exists."""
+    """An API key has its last binding, whether or not the session exists."""
     key, session = name_of("key"), name_of("bound")
     same(await store.binding_of_key(key), None, "an unknown key")
     whole = Binding("naïve {}", harness="codex", models={"gpt-*": "ü", "*": "x"})

@@ -11,14 +11,14 @@
 =============  =====================================================================================================
 
 A session is *one* hash, so that it expires, is evicted, moves between cluster nodes and is deleted as a whole. A session that lost a part
-of itself would match wrongly; a session that is gone is only a miss. Its fields:
+would match wrongly; a session that is gone is only a miss. Its fields:
 
 ===========================================  =========================================================================
 `life` `created` `used` `sealed`             id of this epoch of the session; times; `1` if sealed
 `turns` `incidents`                          how many there are; they are numbered from 1, in the order recorded
 `begun` `sampled`                            number of calls that began; number of tokens sampled in its turns
 `open`                                       the open calls, concatenated
-`noted`                                      names of the last additions of incidents, so that each is done once
+`noted`                                      ids of the last additions of incidents, so that a repeated addition has no effect
 `#<turn id>`                                 the turn's number
 `H<n>`                                       the turn's record, after `+` if another turn continues it, else after `-`
 `T<n>`                                       base, lengths, delta and completion ids, raw
@@ -39,8 +39,8 @@ late calls. Other keys:
 `<prefix>:schema` `<prefix>:secret`          version of this form; secret of the deployment. These three never expire
 ===========================================  =========================================================================
 
-Everything else has a time to live that use renews. Sessions are listed by `SCAN`, not from a registry: calls have nothing more to write,
-and no registry can disagree with the sessions. Listing pays for that. In a Redis Cluster a session is in the slot of its name, and no
+Everything else has a time to live that use renews. Sessions are listed by `SCAN`, not from a registry. So calls write nothing extra and
+no registry can disagree with the sessions, but listing is slower. In a Redis Cluster a session is in the slot of its name, and no
 command or script touches two slots.
 
 Every operation except listing is one script or command and one round trip (two when a server sees a script for the first time), and writes

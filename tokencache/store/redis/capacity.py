@@ -1,10 +1,10 @@
-"""Watches whether the database has capacity for new sessions, in the background, so that no call waits for the answer.
+"""Checks in the background whether the database has capacity for new sessions, so that no call waits for the check.
 
-A Redis that is full refuses every write or, with an evicting `maxmemory-policy`, deletes sessions in use. Both lose tokens. So there is a
-lower limit: above it, new sessions are refused and existing ones go on. Every second each primary is asked for its memory use and its
-number of keys. Sessions are counted with `SCAN` only if there are more keys than sessions allowed, and for at most a twentieth of the
-time. A limit can therefore be exceeded by what begins within a second or, where sessions must be counted, within twenty times the time
-that counting takes (measured: 0.4 s for 50,000).
+A full Redis refuses every write or, with an evicting `maxmemory-policy`, deletes sessions in use. Both lose tokens. So there is a lower
+limit: above it, new sessions are refused and existing ones continue. Every second the proxy queries the memory use and the number of keys
+of each primary. It counts sessions with `SCAN` only if there are at least as many keys as allowed sessions, and for at most a twentieth of
+the time. So a limit can be exceeded by the sessions that begin within a second. If sessions must be counted, it can be exceeded by those
+that begin within twenty times the time of one count (measured: 0.4 s for 50,000).
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Connects to one Redis server, to the primary that Sentinels name, or to a cluster.
 
-The client library never retries here: only the caller knows which operations may be done twice.
+The client library's own retries are off, because only the caller knows which operations may be done twice.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -85,7 +85,7 @@ class Cluster:
 
 
 class _Connection(Connection):
-    """A connection that reports a failure to connect as `ConnectFailedError`, apart from failures after something was sent."""
+    """A connection that raises `ConnectFailedError` if it cannot connect, which differs from failures after something was sent."""
 
     async def connect_check_health(self, *args: Any, **kwargs: Any) -> None:
         try:

@@ -2,14 +2,14 @@
 
 A server can fail in three ways:
 
-* It refuses, or no connection can be made. Nothing was done, so the operation is retried with growing delays until its time is over. A
-  server that restarts, or a replica that takes over, within that time has no further effect.
-* Its reply is lost. Nobody knows whether the operation was done, so only operations that may be done twice are sent again.
-* It does not respond. Further operations fail at once, and one probe at a time finds out when the server responds again. A frozen server
-  therefore does not cost every call its whole time limit.
+* It refuses, or no connection can be made. Nothing was done, so the operation is retried with growing delays until its time is over. If
+  the server restarts or a replica takes over within that time, callers notice only a delay.
+* Its reply is lost. It is unknown whether the operation was done, so only operations that may be done twice are sent again.
+* It does not respond. Further operations fail at once, and a probe detects when the server responds again. So a frozen server does not
+  cost every call its whole time limit.
 
-An operation's time starts when it gets a connection. Thousands that start at once queue for the connections, first come, first served:
-that they wait says nothing about the server.
+An operation's time starts when it gets a connection. If thousands start at once, they queue for the connections in order. That wait does
+not count, because it is no sign of a slow server.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class RetryingClient:
     Args:
         backend: connections to the database.
         timeout_seconds: time of an operation, including delays between attempts.
-        probe: a command that finds out whether the server responds.
+        probe: a command that tests whether the server responds.
         secrets: words that must not appear in errors.
     """
 
@@ -108,7 +108,7 @@ class RetryingClient:
                 raise AssertionError("delays never end")
         except TimeoutError:
             await self._backend.reset()
-            if self._last_reply < started:  # no operation got a reply since: the server is slow, not this operation
+            if self._last_reply < started:  # no operation got a reply since then: the server does not respond
                 self._probe = asyncio.create_task(self._probe_until_reply())
             self._fail(operation, f"no answer within {self.timeout:g} s{why}")
         except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:

@@ -1,11 +1,11 @@
 """The Lua scripts that run inside Redis. Each is one round trip, and nothing runs between its reads and its writes.
 
-Scripts know fields and bytes, not what the bytes mean; `encoding` and `fields` define that. They decode only two things: the length of the
-base's name at the head of a turn's ids, to walk from a turn to its base, and the heads of open calls.
+Scripts read and write fields without decoding them; `encoding` and `fields` define the bytes. They decode only two things: the length of
+the base's name at the head of a turn's ids, to find the turn's base, and the heads of open calls.
 
-The first write of a script is one that Redis refuses when it is out of memory. So a script is done completely or not at all. A deletion
-starts with a write that is never refused, because it must work when memory is short. `tokencache.store.redis` describes the fields. No
-script depends on the server's version: Redis from 6.2 on and Valkey run the same ones.
+The first write of a script is one that Redis refuses when it is out of memory. So a script is executed completely or not at all. A deletion
+starts with a write that is never refused, because it must work when memory is short. `tokencache.store.redis` describes the fields. The
+scripts do not depend on the server's version: they run on Redis 6.2 or newer and on Valkey.
 """
 
 # Parts that several scripts share.

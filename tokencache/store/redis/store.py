@@ -36,7 +36,7 @@ from tokencache.store.redis.fields import decoding, document_field, turn_field
 from tokencache.store.redis.retries import RetryingClient
 
 SCHEMA = 1
-"""Version of the stored form. A database of another version is not touched."""
+"""Version of the stored form. A database with another version is refused and not changed."""
 Argument = bytes | str | int
 _JOIN_CODES = {"never": "n", "orphaned": "l", "any": "a"}
 """How the script BEGIN encodes `Join`."""
@@ -46,7 +46,7 @@ HASHES = {
     for name, script in vars(scripts).items()
     if name.isupper() and isinstance(script, str)
 }
-"""SHA-1 of each script. A server that has run a script before knows it by this; another one gets the script in a second round trip."""
+"""SHA-1 of each script, by which a server runs a script that it has seen before. Otherwise the script is sent in a second round trip."""
 
 
 class RedisStore:

@@ -1,9 +1,9 @@
-"""Timeouts that do not count the time in which this process itself is late.
+"""Provides timeouts that do not count the time in which this process itself is late.
 
-When thousands of calls arrive at once, the event loop runs seconds behind: replies of the server wait in their sockets. A timeout by the
-wall clock would then report the server as unresponsive and leave holes in sessions, although only this process was slow. So time is
-counted in ticks here, at most one for each round of the event loop: an operation that needs ten rounds gets at least ten ticks, however
-long a round takes. While the loop is on time, a tick is its nominal length.
+When thousands of calls arrive at once, the event loop is seconds late: replies of the server wait in their sockets. A timeout by the wall
+clock would then report the server as unresponsive and leave holes in sessions, although only this process was slow. So this module counts
+time in ticks, at most one for each round of the event loop: an operation that needs ten rounds gets at least ten ticks, however long a
+round takes. While the loop is on time, a tick has its nominal length.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 TICK = 0.05
-"""Seconds."""
+"""Nominal length of a tick, in seconds."""
 
 
 class LoopTimeouts:

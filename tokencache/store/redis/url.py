@@ -6,9 +6,9 @@
 `redis+cluster://[user:password@]host[:port],…`                        the cluster that these nodes belong to
 =====================================================================  =================================================
 
-`rediss` in place of `redis` means TLS, to Sentinels and nodes too. `valkey` and `valkeys` mean the same as `redis` and `rediss`. After `?`
-come options of redis-py's connections (8.1: `redis.asyncio.Connection`, `SSLConnection`), such as `ssl_ca_certs`, `ssl_certfile`,
-`ssl_keyfile` and `ssl_check_hostname`, and `sentinel_username` and `sentinel_password` for Sentinels that require them.
+`rediss` instead of `redis` means TLS, also to Sentinels and nodes. `valkey` and `valkeys` mean the same as `redis` and `rediss`. The query
+(`?…`) holds options of redis-py's connections (8.1: `redis.asyncio.Connection`, `SSLConnection`), such as `ssl_ca_certs`, `ssl_certfile`,
+`ssl_keyfile` and `ssl_check_hostname`. `sentinel_username` and `sentinel_password` are for Sentinels that require them.
 """
 
 import re
@@ -35,11 +35,11 @@ class Address(NamedTuple):
     """The parts of a URL.
 
     Attributes:
-        kind: what it leads to.
+        kind: one server, Sentinels or a cluster.
         tls: whether connections use TLS.
-        hosts: host and port of each Sentinel or node; empty for one server, whose address is in `options`.
+        hosts: host and port of each Sentinel or node; empty for one server, which has its address in `options`.
         service: name of the primary, for Sentinels.
-        options: of connections to servers.
+        options: options of connections to servers.
         sentinel: options of connections to Sentinels.
         secrets: passwords, plain and as written in a URL.
     """
