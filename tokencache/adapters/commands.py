@@ -174,7 +174,7 @@ def _failed(error: Exception) -> typer.Exit:
 
 
 def _shell_lines(adapter: Adapter, session: str, launch: Launch, *, written: bool) -> Iterator[str]:
-    """The lines for a shell. What depends on a directory that is not named is in comments."""
+    """Yield the lines for a shell. Lines that depend on an unnamed directory are comments."""
     yield f"# {adapter.title}, session {session}"
     pending = {name for name, text in adapter.variables.items() if "{config_dir}" in text and not written}
     yield from (f"unset {name}" for name in launch.unset)
@@ -193,5 +193,5 @@ def _shell_lines(adapter: Adapter, session: str, launch: Launch, *, written: boo
 
 
 def quoted(value: str) -> str:
-    """Quote for a POSIX shell, even where it is not needed, so that all `export` lines look alike."""
+    """Quote for a POSIX shell, even if that is not needed, so that all `export` lines look alike."""
     return "'" + value.replace("'", "'\"'\"'") + "'"

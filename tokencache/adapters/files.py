@@ -1,4 +1,4 @@
-"""Writes the configuration files of a harness into a directory of their own.
+"""Writes the configuration files of a harness into a separate directory.
 
 A directory with other content is refused, so that a user who names `~/.codex` by mistake loses nothing. A marker file identifies
 directories that tokencache made.
@@ -58,7 +58,7 @@ def render(form: Literal["json", "toml", "yaml"], content: Mapping[str, Any]) ->
 
 
 def _toml(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """The lines of a table: first its values, then its tables, as TOML requires."""
+    """Yield the lines of a table: first its values, then its tables, as TOML requires."""
     for name, value in table.items():
         if not isinstance(value, dict):
             yield f"{_toml_key(name)} = {_toml_value(value)}"
@@ -75,7 +75,7 @@ def _toml_key(name: str) -> str:
 
 
 def _toml_string(text: str) -> str:
-    """A basic string: JSON's escapes are TOML's, except that TOML wants DEL escaped as well."""
+    """Write a basic string. TOML has the escapes of JSON, and also requires that DEL is escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,4 +1,4 @@
-"""Fills an adapter in for one session: command line, environment variables and files of the harness.
+"""Fills in an adapter for one session: command line, environment variables and files of the harness.
 
 The base URL names the session, `http://HOST:PORT/s/<session>/h/<harness>`, because every harness uses it for every call. The key names
 the session again, for harnesses that rebuild the URL. The key is in variables and in files that only the user can read, never on a
@@ -28,7 +28,7 @@ class Launch(msgspec.Struct, frozen=True):
     """How to start a harness.
 
     Attributes:
-        argv: the program and its first arguments, before the user's; empty if the program is the user's own.
+        argv: the program and its first arguments; the user's arguments follow. Empty if the program is the user's own.
         env: variables to set.
         unset: variables to remove.
         files: path → content; `files.write` writes them.
@@ -42,7 +42,7 @@ class Launch(msgspec.Struct, frozen=True):
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the whole environment of the harness.
 
-        Variables `TOKENCACHE_…` are removed: the admin key and the engine's key are among them, and an agent can read its environment.
+        Variables `TOKENCACHE_…` are removed: an agent can read its environment, and they include the admin key and the engine's key.
         """
         kept = {name: value for name, value in inherited.items() if not name.startswith(_OWN_PREFIX) and name not in self.unset}
         return {**kept, **self.env}
@@ -58,7 +58,7 @@ def prepare(  # noqa: PLR0917 - callers pass them by name
     *,
     context: int = DEFAULT_CONTEXT,
 ) -> Launch:
-    """Fill an adapter in, without writing anything.
+    """Fill in an adapter, without writing anything.
 
     Args:
         adapter: the adapter.
@@ -70,7 +70,7 @@ def prepare(  # noqa: PLR0917 - callers pass them by name
         context: the longest context in tokens.
 
     Raises:
-        AdapterError: the URL is invalid, or a value contains characters that cannot be printed, which files, shells and headers refuse.
+        AdapterError: the URL is invalid, or a value contains unprintable characters, which files, shells and headers do not allow.
         HarnessError: the name of the session is invalid.
     """
     _check_url(proxy_url)
@@ -81,7 +81,7 @@ def prepare(  # noqa: PLR0917 - callers pass them by name
         "session": session,
         "config_dir": str(config_dir),
         "context": context,
-        # the engine refuses a harness that requests more than is left of the context
+        # the engine refuses a request for more tokens than the context has left
         "max_output": min(_MAX_OUTPUT, context // 4),
     }
     for name, value in values.items():

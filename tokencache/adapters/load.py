@@ -1,7 +1,7 @@
 """Finds and reads adapter files: those of the package and the user's own.
 
-Each file describes one harness and has its name. A wheel contains the files inside the package; a checkout has them beside it. A user's
-file replaces a shipped one of the same name.
+Each file describes one harness and has its name. A wheel contains the files inside the package; in a checkout they are next to the package.
+A user's file replaces a shipped one of the same name.
 """
 
 import tomllib

@@ -1,4 +1,4 @@
-"""Asks the engine, through the proxy, which model is served and how long its context may be."""
+"""Finds out, through the proxy, which model the engine serves and how long its context may be."""
 
 from collections.abc import Sequence
 
@@ -28,11 +28,11 @@ class Models(msgspec.Struct, frozen=True):
 def find(proxy_url: str, key: str, model: str | None) -> tuple[str, int]:
     """Return the name of the model to request, and its longest context in tokens.
 
-    `key` is the API key that the harness will send, so a key that the proxy does not know is refused here already. A `model` that is
-    given is used even if the proxy cannot be asked.
+    `key` is the API key that the harness will send, so an unknown key is already refused here. A given `model` is used even if the
+    request fails.
 
     Raises:
-        AdapterError: no model is given, and the proxy cannot be asked or serves several.
+        AdapterError: no model is given, and the request fails or the proxy serves several models.
     """
     try:
         models = _list(f"{proxy_url.rstrip('/')}/v1/models", key)

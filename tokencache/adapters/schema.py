@@ -1,7 +1,7 @@
-"""The fields of an adapter file, and what is refused.
+"""Defines and checks the fields of an adapter file.
 
-Three readers use an adapter: the proxy (which harness rules apply), `tokencache run` (how to start the harness), and users who write
-their own. An unknown word is an error that names the field: a misspelt rule would split rollouts without a visible cause.
+The proxy reads which harness rules apply, and `tokencache run` how to start the harness. An unknown name is an error that names the field,
+because a misspelt rule would split rollouts without a visible cause.
 """
 
 import re
@@ -16,7 +16,7 @@ from tokencache.dialects.registry import dialect_names
 
 PLACEHOLDERS = frozenset({"url", "key", "model", "session", "config_dir", "context", "max_output"})
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
-"""`{name}`; braces around anything else (JSON, `{env:KEY}`) are text."""
+"""A placeholder, `{name}`. Braces around anything else (JSON, `{env:KEY}`) are text."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -43,7 +43,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HarnessIds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the harness sends its own ids: `header:NAME` or `body:PATH`. For grouping and statistics only, never to identify a rollout.
+    """Where the harness sends its own ids: `header:NAME` or `body:PATH`. They are for grouping and statistics, never to identify a rollout.
 
     `session` locates the id of its conversation, `agent` the id of a sub-agent.
 
@@ -146,7 +146,7 @@ def _check_template(field: str, text: str) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in nested data, including keys."""
+    """Yield all strings in nested data, including keys."""
     match value:
         case str():
             yield value

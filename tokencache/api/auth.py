@@ -1,4 +1,4 @@
-"""Checks the admin key: lets a request pass to its handler, or answers 401.
+"""Checks the admin key: passes a request to its handler, or returns 401.
 
 The key is sent as `Authorization: Bearer <key>`. GET and HEAD requests may also send it as the password of HTTP Basic, with any user name:
 browsers ask for it themselves, and `curl -u :KEY` and Prometheus send it that way. Requests that change something must use Bearer: a
@@ -25,19 +25,19 @@ class AdminAuth:
         self._key = admin_key.encode() if admin_key else None
 
     def admits(self, request: web.Request) -> bool:
-        """Whether a request has the key, or none is set. Takes the same time for every wrong key."""
+        """Whether a request has the key, or none is set. The time of the comparison does not depend on the content of a wrong key."""
         return self._key is None or hmac.compare_digest(_key_of(request), self._key)
 
     def __call__(self, handler: Handler) -> Handler:
         """Wrap a handler so that it is called only with the key.
 
-        The wrapper raises `HarnessError` (401) otherwise. Its headers name the ways to send the key (RFC 9110 §11.6.1).
+        Otherwise the wrapper raises `HarnessError` (401). Its headers name the ways to send the key (RFC 9110 §11.6.1).
         """
 
         async def checked(request: web.Request) -> web.StreamResponse:
             if self.admits(request):
                 return await handler(request)
-            # Offer Basic only for a page that the browser itself opens: a page that fetches data asks for the key in its own form.
+            # Offer Basic only if the browser itself opens a page. The viewer's page asks for the key in its own form.
             opened = request.method in _READING and "text/html" in request.headers.get("Accept", "")
             headers = {"WWW-Authenticate": f"{BASIC}, {BEARER}" if opened else BEARER}
             words = "this needs the admin key: Authorization: Bearer …"
@@ -47,7 +47,7 @@ class AdminAuth:
 
 
 def _key_of(request: web.Request) -> bytes:
-    """Return the key that a request sends; `b""` if it sends none that counts."""
+    """Return the key of a request; `b""` if it sends none in an accepted way."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip().encode("utf-8", "surrogateescape")

@@ -1,9 +1,9 @@
 """Measures drift: the engine renders the messages of a session plainly, and the result is compared with the prompts that were sent.
 
-Only spliced prompts can drift. A prompt that the engine rendered itself is its own plain rendering and costs no request. A measurement
+Only spliced prompts can drift. A prompt that the engine rendered itself is its own plain rendering and needs no request. A measurement
 costs one rendering, and one more for each part of the replies (calls, text, reasoning) that the harness sent back changed. Measurements
-must not disturb calls: they run one at a time and within a time limit, and a turn that the engine cannot render is reported with a
-reason, not as an error. A turn never changes, so its drift is cached for as long as the engine stays the one that was probed.
+must not slow down calls: they run one at a time and within a time limit. A turn that the engine cannot render is reported with a reason,
+not as an error. A turn never changes, so its drift is cached until the engine is probed as a different one.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tokencache.errors import EngineError
 from tokencache.trajectories.rollout import Records
 
 CACHED_TURNS = 8192
-"""Number of turns for each model whose drift is cached."""
+"""Number of turns of each model whose drift is cached."""
 _SPLICED = frozenset({"continue", "branch", "resplice"})
 
 
@@ -143,7 +143,7 @@ class _SentPrompt:
         self._replies = causes.find_replies(self.spans, self._turns, [read_message(entry) for entry in self._entries])
 
     def changed(self) -> Mapping[Part, dict[str, tuple[str, ...]]]:
-        """Return the replies that came back changed, by the part that changed, in the order of putting back: turn → rules."""
+        """Return the replies that the harness sent back changed: changed part → turn → rules. The parts are in the order of `put_back`."""
         by_member: dict[Part, dict[str, tuple[str, ...]]] = {}
         for member in causes.PARTS:
             touched = {
@@ -154,9 +154,9 @@ class _SentPrompt:
         return by_member
 
     def put_back(self, member: Part) -> list[bytes]:
-        """Return the messages with all parts of the replies up to this one as they were served. Interrupted replies stay as they are."""
+        """Return the messages with the parts of the replies up to `member` as they were served. Interrupted replies stay as they are."""
         names: dict[str, str] = {}
-        members = causes.PARTS[: causes.PARTS.index(member) + 1]  # a call may have come back as text
+        members = causes.PARTS[: causes.PARTS.index(member) + 1]  # the harness may have sent a call back as text
         for turn, reply in self._replies.items():
             if INTERRUPTED not in reply.rules:
                 before = after = self._entries[reply.place]
@@ -180,7 +180,7 @@ class _SentPrompt:
         return causes.same_text(sites, await self._decode(causes.texts_to_decode(ids.unpack(self.prompt), sites)))
 
     async def _decode(self, pieces: Sequence[Sequence[int]]) -> list[str]:
-        """Decode pieces of tokens, in one request if possible: separated by a run of one token that is longer than any in the pieces."""
+        """Decode pieces of tokens, in one request if possible. In the separator, a run of one token is longer than any in the pieces."""
         tokens = iter(dict.fromkeys(ids.unpack(self.prompt)))  # the first two: usually a special token and a word
         repeated, border = next(tokens), next(tokens, None)
         if border is not None and len(pieces) > 1:

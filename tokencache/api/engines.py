@@ -26,7 +26,7 @@ def add_engine_routes(app: web.Application, auth: AdminAuth, membership: EngineM
 
 
 def engine_object(pool: Pool, monitor: EngineMonitor) -> dict[str, Any]:
-    """Write the state of an engine. `error` says why it does not serve."""
+    """Write the state of an engine. `error` is the reason if it does not serve."""
     found = {capability.model: capability for capability in monitor.engine.capabilities}.values()
     serves = pool.serves(monitor)
     error = "" if serves else pool.why_unused(monitor)

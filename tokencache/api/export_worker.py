@@ -1,11 +1,11 @@
-"""Runs large exports and comparisons in a process of their own, so that they do not delay calls.
+"""Runs large exports and comparisons in a separate process, so that they do not delay calls.
 
-Building the lists of a long session holds Python's interpreter lock throughout; a thread would only compete with the event loop. So large
-work goes to one worker process. Small work runs in a thread, because it takes less time than sending it to the process.
+Building the lists of a long session holds Python's interpreter lock throughout, so a thread would compete with the event loop. One worker
+process therefore runs large tasks. Small tasks run in a thread, because they take less time than sending them to the process.
 
-The first large task starts the worker. The worker reads tasks from a pipe and exits when the pipe closes, that is when the proxy exits,
-however that happens. It is a fresh interpreter and not a `multiprocessing` worker, because those import the main program's file again
-and outlive a proxy that was killed.
+The first large task starts the worker. The worker reads tasks from a pipe and exits when the pipe closes, which happens whenever the proxy
+exits. It is a fresh interpreter and not a `multiprocessing` worker, because those import the main program's file again and outlive a
+proxy that was killed.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
 LARGE = 16_384
-"""Number of tokens from which work is large. Exporting fewer takes about 10 ms."""
+"""Number of tokens from which a task is large. Exporting fewer takes about 10 ms."""
 
 _LENGTH_BYTES = 8
 T = TypeVar("T")
@@ -30,18 +30,18 @@ class WorkerDiedError(Exception):
 
 
 class ExportWorker:
-    """Calls functions; large tasks one at a time, in another process."""
+    """Calls functions: small tasks in threads, large ones one at a time in another process."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._process: _Process | None = None
 
     async def run(self, tokens: int, work: Callable[..., T], *args: Any) -> T:
-        """Call a function that processes so many `tokens`. If they are many, the function and its arguments are pickled.
+        """Call a function. `tokens` is how many it processes; for a large task the function and its arguments are pickled.
 
         Raises:
             WorkerDiedError: the worker process died twice.
-            Exception: the function raised it.
+            Exception: whatever the function raises.
         """
         if tokens < LARGE:
             return await asyncio.to_thread(work, *args)
@@ -62,7 +62,7 @@ class ExportWorker:
         call = asyncio.ensure_future(asyncio.to_thread(self._process.call, work, args))
         try:
             return await asyncio.shield(call)
-        except asyncio.CancelledError:  # the client has left: stop the work
+        except asyncio.CancelledError:  # the client has disconnected: stop the task
             self._process.kill()
             await asyncio.gather(call, return_exceptions=True)
             await self._stop()
@@ -107,7 +107,7 @@ class _Process:
 
     def stop(self) -> None:
         self._popen.kill()
-        # Close the pipes and wait. The rest of a task that killed the process can no longer be written.
+        # Close the pipes and wait. If the process died while a task was written, the rest of the task causes `BrokenPipeError`.
         with contextlib.suppress(BrokenPipeError), self._popen:
             pass
 

@@ -54,7 +54,7 @@ class Operation(NamedTuple):
         id: OpenAPI's `operationId`, by which its handler is registered.
         summary: what it does, in one line.
         answer: type or JSON schema of the body of a successful answer.
-        description: what else a caller should know.
+        description: further information for callers.
         query: its query parameters.
         body: type of the request body; `None` if it has none.
         statuses: status codes of success; the first is the usual one.
@@ -74,7 +74,7 @@ class Operation(NamedTuple):
 
 
 def _object(**members: Any) -> dict[str, Any]:
-    """A JSON object all of whose members are required. A member is a type, or a JSON schema."""
+    """Make the schema of a JSON object in which all members are required. A member is a type, or a JSON schema."""
     return {"type": "object", "properties": members, "required": list(members)}
 
 
@@ -317,7 +317,7 @@ _COMMON_ERRORS = {400: "A name, a parameter or the body is invalid.", 401: "The 
 
 
 def _described(operation: Operation) -> dict[str, Any]:
-    """The Operation Object of OpenAPI."""
+    """Make the OpenAPI Operation Object of an operation."""
     named = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     parameters: list[dict[str, Any]] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in named]
     parameters += [{**parameter._asdict(), "in": "query"} for parameter in operation.query]
@@ -345,7 +345,7 @@ def _json(schema: Any) -> dict[str, Any]:
 
 
 def _schema(given: Any) -> Any:
-    """A JSON schema in which every type is replaced by a reference to its component."""
+    """Replace every type in a JSON schema by a reference to its component."""
     if isinstance(given, type):
         return {"$ref": _SCHEMA_PATH.format(name=given.__name__)}
     if isinstance(given, Mapping):
@@ -354,7 +354,7 @@ def _schema(given: Any) -> Any:
 
 
 def _types_in(given: Any) -> list[type[msgspec.Struct]]:
-    """All types in a JSON schema."""
+    """List all types in a JSON schema."""
     if isinstance(given, type):
         return [given]
     inside = given.values() if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else ()

@@ -28,7 +28,7 @@ from tokencache.trajectories.formats.native import drift_object, turn_object
 from tokencache.trajectories.formats.registry import export, format_named
 
 DRIFT_TIMEOUT = 10.0
-"""Seconds for measuring the drift of a session. The rest is reported as not measured."""
+"""Seconds for measuring the drift of a session. Turns that remain are reported as not measured."""
 
 
 def add_trainer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, profiles: HarnessProfiles, pool: Pool) -> None:
@@ -111,7 +111,7 @@ class _TrainerApi:
         name = check_name(request.match_info["session"])
         reuse = flag(request, "reuse")
         known = await self._ledger.delete(name, reuse=reuse)
-        if not known and not reuse:  # `reuse` asks only that the name is free afterwards
+        if not known and not reuse:  # with `reuse` the name only has to be free afterwards
             raise no_session(name)
         return json_response({"session": name, "deleted": known})
 

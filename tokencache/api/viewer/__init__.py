@@ -6,6 +6,6 @@
 `comparison` each reply as it was served and as the harness sent it back
 `static`     the page: HTML, style sheets and JavaScript modules, written by hand, without a build step or external parts
 
-The page holds no data. It fetches data with the trainer's key. Everything that a model, a harness or a user wrote is untrusted: it becomes
-text nodes, never markup, and the content security policy runs no script but the page's own.
+The page contains no data. It fetches data with the trainer's key. Everything that a model, a harness or a user wrote is untrusted: it
+becomes text nodes, never markup, and the content security policy allows only the page's own scripts.
 """

@@ -1,11 +1,11 @@
-"""Compares each reply in the history of a turn: as it was served, and as the harness sent it back.
+"""Compares each reply in the history of a turn as it was served with how the harness sent it back.
 
-Each assistant message of a request is put next to the recorded reply that it is, or resembles, with the rules that explain the difference
-and the places where the two texts differ. This shows which rules were applied, and why a rollout split: a `continue` or `branch` depends on
-its last reply, every other match on all replies of its history.
+Each assistant message of a request is shown next to the recorded reply that it equals or resembles, with the rules that explain the
+difference and the places where the two texts differ. This shows which rules were applied, and why a rollout split: a `continue` or `branch`
+depends on its last reply, every other match on all replies of its history.
 
-A verdict is `same`, `equivalent`, `rewritten` or `foreign` (`core.verdict`), with all existing rules allowed for every harness. It is
-`unknown` if no recorded turn answered at this place or has the same reply at another place.
+A verdict is `same`, `equivalent`, `rewritten` or `foreign` (`core.verdict`). For this comparison all rules are allowed, whatever the
+harness. The verdict is `unknown` if no recorded turn answered at this place or has the same reply at another place.
 """
 
 import re
@@ -23,19 +23,19 @@ from tokencache.core.verdict import Verdict, judge
 from tokencache.dialects.chat.vocabulary import UnreadableError, read_message
 
 MAX_REPLIES = 64
-"""Replies of one history that are compared: the last ones."""
+"""Largest number of replies that are compared: the last ones of the history."""
 
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 _DIFFABLE = 16_000_000
-"""Product of the word counts of two texts up to which words are compared one by one, which takes about 10 ms."""
+"""Words are compared one by one if the product of the two word counts is at most this. At the limit that takes about 10 ms."""
 _MIN_SHARED = 3
-"""Characters that two words must share at one end; fewer are a coincidence."""
+"""Fewest characters that two words must share at one end; fewer are treated as a coincidence."""
 _SHOWN = 400
 """Characters that are shown at both ends of a long equal part."""
 _RANK = {"same": 0, "equivalent": 1, "rewritten": 2, "foreign": 3}
 
 Segment = tuple[str, str, str]
-"""(kind, served text, text that came back). The kind is `same`, `differs`, or `left-out`, for which both texts are a character count."""
+"""(kind, served text, echoed text). The kind is `same`, `differs`, or `left-out`, for which both texts are a character count."""
 
 
 class ReplyComparison(msgspec.Struct, frozen=True):
@@ -45,8 +45,8 @@ class ReplyComparison(msgspec.Struct, frozen=True):
         at: its index among the messages of the request.
         turn: the turn that served it; `""` if none is known.
         verdict, rules: how it compares, and the rules that explain the difference.
-        relied: the prompt holds the exact ids of that turn here.
-        elsewhere: that turn answered other messages than those before this reply.
+        relied: whether the prompt holds the exact ids of that turn here.
+        elsewhere: whether that turn answered other messages than those before this reply.
         parts: the fields that either side has: (name, segments).
     """
 
@@ -73,7 +73,7 @@ def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, by
         contexts: their packed contexts, by turn id.
 
     Raises:
-        KeyError, ValueError: the records are torn.
+        KeyError, ValueError: the records do not fit together.
     """
     lookup = {one.id: one for one in turns}
     messages = _messages(turn.id, lookup, contexts)
@@ -142,7 +142,7 @@ def _relied(turn: Turn, parent: Turn | None, replies: Sequence[_Reply], lookup: 
 def _in_place(
     reply: _Reply, messages: Sequence[Message | None], earlier: Sequence[Turn], lookup: Mapping[str, Turn], contexts: Mapping[str, bytes]
 ) -> Turn | None:
-    """Find the recorded turn that answered exactly the messages before this reply; of several, the most similar one."""
+    """Find the recorded turn that answered exactly the messages before this reply. Among several, return the most similar one."""
     before = [_digest(message) for message in messages[: reply.at]]
 
     def answered_it(one: Turn) -> bool:

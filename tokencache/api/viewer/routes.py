@@ -1,7 +1,7 @@
-"""Serves the page of the viewer, and handles the requests for what it shows.
+"""Serves the page of the viewer and its data.
 
-The page is public, because it holds no data. The data needs the trainer's key; `tokencache.api.openapi` lists its routes. Every response is
-bounded, so that viewing delays calls by a few milliseconds at most.
+The page is public, because it contains no data. The routes of the data need the trainer's key; `tokencache.api.openapi` lists them. Every
+response is bounded, so that viewing delays calls by a few milliseconds at most.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ def meanings_script() -> bytes:
 
 
 def _without_markdown(text: str) -> str:
-    """Remove links to other pages, matches that the page shows itself, and backticks."""
+    """Remove links in parentheses, parentheses at the beginning (which name matches), and backticks. Other links become plain text."""
     text = re.sub(r" \(\[[^]]*\]\([^)]*\)\)|^\([^)]*\) ", "", text)
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
 

@@ -1,7 +1,7 @@
 """The list of all sessions, and the outline of one session: its turns as a tree of sequences, with figures and incidents.
 
-A store lists sessions in no order, and there may be tens of thousands. So one listing is shared by all viewers and kept for a while, and
-listing pauses now and then so that calls can proceed. An outline is made from the turns alone, without reading a token.
+A store lists sessions in no order, and there may be tens of thousands. So all viewers share one listing, which is cached for a while, and
+listing pauses regularly so that calls can proceed. An outline is made from the turns alone, without reading tokens.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tokencache.trajectories.rollout import count_incidents, figures_of, inciden
 
 _FRESH_SECONDS = 1.0
 _KEPT_FACTOR = 20
-"""A listing is kept for so many times as long as it took, so that viewing costs at most a twentieth of the time."""
+"""A listing is cached for this many times its own duration, so that viewing costs at most a twentieth of the time."""
 _PAUSE_EVERY = 200
 _PREVIEW = 160
 """Characters of a reply that are shown next to its turn."""
@@ -66,7 +66,7 @@ class SessionSummary(msgspec.Struct, frozen=True):
 
 
 class SessionList:
-    """Lists sessions, the last used first, and limits how often the store is asked."""
+    """Lists sessions, the last used first, and limits how often it reads the store."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

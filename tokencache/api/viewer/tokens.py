@@ -1,22 +1,22 @@
-r"""The tokens of a sequence, a window at a time: their ids, what kind each is, log probabilities and texts.
+r"""Returns the tokens of a sequence, a window at a time: ids, kinds, log probabilities and texts.
 
-A sequence of a hundred thousand tokens stays packed, as the store keeps it; only the window that is shown is unpacked. Its tokens are
-described by *runs*, ranges of one kind:
+A sequence of a hundred thousand tokens stays packed, as the store keeps it. Only the window that is shown is unpacked. *Runs* are ranges of
+tokens of one kind:
 
 =========  ==========================================================================================================
 `prompt`   the prompt of the first turn: the harness's messages, as the template renders them
 `earlier`  a reply within that prompt that an earlier sequence sampled and trains; here it is context (`branch`)
-`anchor`   the same in an edited context: a recognized reply with its exact ids (`resplice`)
+`anchor`   a recognized reply with its exact ids in an edited context (`resplice`); here it is context too
 `tail`     the tokens between two replies: end of turn, new messages, generation prompt
 `sampled`  sampled by the policy in this sequence: mask 1
 `unscored` sampled too, but without log probabilities: mask 0
 =========  ==========================================================================================================
 
-Texts come from the engine's `/detokenize`, which decodes ids only together. So each id is sent between two tokens of known text:
-`STOP a STOP b STOP` returns the texts of `a` and `b` separated by the text of the stop id. One request decodes several hundred ids. Texts
-are cached, because a vocabulary is finite.
+Texts come from the engine's `/detokenize`, which returns one text for all ids of a request. So the ids are sent with the stop id between
+them: `STOP a STOP b STOP` returns the texts of `a` and `b` separated by the text of the stop id. One request decodes several hundred ids.
+Texts are cached, because a vocabulary is finite.
 
-In a byte-level vocabulary a token may be a part of a character (`☕` may be three tokens) and decodes to U+FFFD alone. Such a token is
+In a byte-level vocabulary a token may be a part of a character (`☕` may be three tokens), and alone decodes to U+FFFD. Such a token is
 decoded together with up to four tokens after it, until the text is whole. The first token then gets the text of the group. If the decoded
 text does not split into the expected number of pieces, no text is returned.
 """
@@ -44,7 +44,7 @@ _LONGEST = 5
 """Tokens in one group: a character has four bytes, and the last token may begin the next one."""
 _TIMEOUT = 5.0
 _RETRY_AFTER = 5.0
-"""Seconds for which an engine that did not answer is not asked again."""
+"""Seconds until an engine that did not respond is queried again."""
 _CACHED_TEXTS = 600_000
 
 Kind = Literal["prompt", "earlier", "anchor", "tail", "sampled", "unscored"]
@@ -102,7 +102,7 @@ def lay_out(line: Sequence[Turn], packed: bytes, tokens: Mapping[str, Tokens], t
         turns: all turns of the session, by id.
 
     Raises:
-        ValueError: the prefix does not match the hashes of the turns: the records are torn.
+        ValueError: the prefix does not match the hashes of the turns, so the records do not fit together.
     """
     for turn in line:
         if hash_ids(ids.head(packed, turn.prompt_tokens + turn.completion_tokens)) != turn.prefix_hash:
@@ -134,7 +134,7 @@ def _replies(turn: Turn, packed: bytes, turns: Mapping[str, Turn]) -> list[tuple
     before = turns.get(turn.parent or turn.origin or "")
     while before is not None:
         end = before.prompt_tokens + before.completion_tokens
-        if end <= turn.prompt_tokens and hash_ids(ids.head(packed, end)) == before.prefix_hash:  # of an origin only a part may remain
+        if end <= turn.prompt_tokens and hash_ids(ids.head(packed, end)) == before.prefix_hash:  # only a part of an origin may remain
             found.append((before.prompt_tokens, end, "earlier", before.id))
         before = turns.get(before.parent or before.origin or "")
     return found
