@@ -52,9 +52,9 @@ async def rollouts(engine: str) -> tuple[list[Trajectory], dict[str, list[Messag
         names = [f"g{group}-{n}" for group in range(GROUPS) for n in range(ROLLOUTS)]
         # The policy is sampled unmodified: temperature 1 and no cuts, whatever the harness requests.
         sessions = [await client.create(name, sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0}) for name in names]
-        said = await asyncio.gather(*(talk(session, i // ROLLOUTS) for i, session in enumerate(sessions)))
-        taken = [trajectory async for trajectory in client.iterate(names)]
-    return sorted(taken, key=lambda one: one.session), dict(zip(names, said, strict=True))
+        histories = await asyncio.gather(*(talk(session, i // ROLLOUTS) for i, session in enumerate(sessions)))
+        trajectories = [trajectory async for trajectory in client.iterate(names)]
+    return sorted(trajectories, key=lambda one: one.session), dict(zip(names, histories, strict=True))
 
 
 def logprobs(policy: Qwen3ForCausalLM, ids: list[int]) -> torch.Tensor:
@@ -63,9 +63,9 @@ def logprobs(policy: Qwen3ForCausalLM, ids: list[int]) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
 
 
-def sequences_of(taken: list[Trajectory]) -> list[Sequence]:
+def sequences_of(trajectories: list[Trajectory]) -> list[Sequence]:
     """All sequences; here each rollout is one."""
-    return [sequence for trajectory in taken for sequence in trajectory.sequences]
+    return [sequence for trajectory in trajectories for sequence in trajectory.sequences]
 
 
 def sampled(sequence: Sequence) -> torch.Tensor:
@@ -84,22 +84,22 @@ def compared(tokens: int, apart: list[float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def exact(policy: Qwen3ForCausalLM, taken: list[Trajectory]) -> dict[str, float]:
+def exact(policy: Qwen3ForCausalLM, trajectories: list[Trajectory]) -> dict[str, float]:
     """Compares the recorded log probabilities with the policy's own, on the tokens of the proxy."""
     apart = []
-    for sequence in sequences_of(taken):
+    for sequence in sequences_of(trajectories):
         apart += (logprobs(policy, sequence.token_ids)[sampled(sequence)] - recorded(sequence)).abs().tolist()
-    return compared(sum(one.trainable_tokens for one in sequences_of(taken)), apart)
+    return compared(sum(one.trainable_tokens for one in sequences_of(trajectories)), apart)
 
 
 @torch.no_grad()
 def retokenized(
-    policy: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, taken: list[Trajectory], said: dict[str, list[Message]]
+    policy: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, trajectories: list[Trajectory], histories: dict[str, list[Message]]
 ) -> dict[str, float]:
     """The same on tokens made from text: each reply after a rendering of its history, compared token by token where they are equal."""
     tokens, apart = 0, []
-    for trajectory in taken:
-        messages = said[trajectory.session]
+    for trajectory in trajectories:
+        messages = histories[trajectory.session]
         (sequence,) = trajectory.sequences
         for turn, span in enumerate(sequence.turns):
             start, end = span.completion
@@ -113,9 +113,9 @@ def retokenized(
     return compared(tokens, apart)
 
 
-def advantages(taken: list[Trajectory], said: dict[str, list[Message]]) -> dict[str, float]:
+def advantages(trajectories: list[Trajectory], histories: dict[str, list[Message]]) -> dict[str, float]:
     """Rewards each rollout for the share of plain letters in its replies; returns its advantage over its group."""
-    texts = {one.session: "".join(m["content"] for m in said[one.session] if m["role"] == "assistant") for one in taken}
+    texts = {one.session: "".join(m["content"] for m in histories[one.session] if m["role"] == "assistant") for one in trajectories}
     rewards = {name: sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for name, text in texts.items()}
     found = {}
     for group in range(GROUPS):
@@ -125,20 +125,20 @@ def advantages(taken: list[Trajectory], said: dict[str, list[Message]]) -> dict[
     return found
 
 
-def train(policy: Qwen3ForCausalLM, taken: list[Trajectory], advantage: dict[str, float]) -> list[dict[str, float]]:
+def train(policy: Qwen3ForCausalLM, trajectories: list[Trajectory], advantage: dict[str, float]) -> list[dict[str, float]]:
     """Takes a few steps on the clipped surrogate of PPO and GRPO; each sequence counts with its weight."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
     before = torch.cat([p.detach().flatten().clone() for p in policy.parameters()])
     steps = []
     for _ in range(STEPS):
         losses, ratios = [], []
-        for trajectory in taken:
+        for trajectory in trajectories:
             a = advantage[trajectory.session]
             for sequence in trajectory.sequences:
                 ratio = (logprobs(policy, sequence.token_ids)[sampled(sequence)] - recorded(sequence)).exp()
                 losses.append(-sequence.weight * torch.min(ratio * a, ratio.clamp(1 - CLIP, 1 + CLIP) * a).mean())
                 ratios.append(ratio.detach())
-        loss = torch.stack(losses).sum() / len(taken)
+        loss = torch.stack(losses).sum() / len(trajectories)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -157,19 +157,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tiny-qwen3-") as folder:
         make_model(Path(folder))
         with vllm_server(Path(folder)) as engine:
-            taken, said = asyncio.run(rollouts(engine))
+            trajectories, histories = asyncio.run(rollouts(engine))
         policy = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    figures = {"rollouts": len(taken), "sequences": len(sequences_of(taken)), "complete": all(one.complete for one in taken)}
+    figures = {
+        "rollouts": len(trajectories),
+        "sequences": len(sequences_of(trajectories)),
+        "complete": all(one.complete for one in trajectories),
+    }
     print(f"{figures['rollouts']} rollouts of {TURNS} turns in {figures['sequences']} sequences, complete: {figures['complete']}\n")
 
-    figures["exact"] = exact(policy, taken)
-    figures["retokenized"] = retokenized(policy, tokenizer, taken, said)
+    figures["exact"] = exact(policy, trajectories)
+    figures["retokenized"] = retokenized(policy, tokenizer, trajectories, histories)
     print("before the first step    sampled   found again   other logprob   max |difference|")
     for words, one in (("the proxy's tokens", figures["exact"]), ("tokens made from text", figures["retokenized"])):
         print(f"{words:22} {one['tokens']:9} {one['found']:13} {one['differ']:15} {one['max_difference']:18.1e}")
 
-    figures["steps"] = train(policy, taken, advantages(taken, said))
+    figures["steps"] = train(policy, trajectories, advantages(trajectories, histories))
     print("\nstep      loss   mean ratio   weights moved by")
     for n, step in enumerate(figures["steps"]):
         print(f"{n:4}  {round(step['loss'], 5) + 0.0:+.5f}   {step['ratio']:10.6f}   {step['moved']:16.4f}")

@@ -52,13 +52,13 @@ def final_stage() -> list[tuple[str, str]]:
 
 def image_environment() -> dict[str, str]:
     """The variables that the image sets."""
-    said = [pair for word, arguments in final_stage() if word == "ENV" for pair in shlex.split(arguments)]
-    return dict(pair.split("=", 1) for pair in said)
+    entries = [pair for word, arguments in final_stage() if word == "ENV" for pair in shlex.split(arguments)]
+    return dict(pair.split("=", 1) for pair in entries)
 
 
 def image_list(word: str) -> list[str]:
     """An instruction's JSON list, such as ENTRYPOINT's."""
-    return json.loads(next(arguments for said, arguments in final_stage() if said == word))
+    return json.loads(next(arguments for instruction, arguments in final_stage() if instruction == word))
 
 
 @cache
@@ -91,8 +91,8 @@ def panels() -> list[dict[str, Any]]:
 
 def dashboard_queries() -> list[str]:
     """The dashboard's queries, with values for Grafana's own variables."""
-    said = [target["expr"] for panel in panels() for target in panel.get("targets", ())]
-    return [query.replace("$__rate_interval", "1m").replace("$job", ".*") for query in said]
+    entries = [target["expr"] for panel in panels() for target in panel.get("targets", ())]
+    return [query.replace("$__rate_interval", "1m").replace("$job", ".*") for query in entries]
 
 
 def selected(query: str) -> list[tuple[str, dict[str, str]]]:

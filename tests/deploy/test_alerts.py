@@ -16,8 +16,8 @@ CASES = Path(__file__).with_name("alerts.test.yaml")
 @pytest.fixture
 def rule_file(tmp_path):
     """The rule file that the kustomization's one-line command creates."""
-    said = (reading.MONITORING / "kustomization.yaml").read_text()
-    line = re.search(r"^#\s+(sed .*) > tokencache-rules\.yml$", said, re.MULTILINE)[1]
+    kustomization = (reading.MONITORING / "kustomization.yaml").read_text()
+    line = re.search(r"^#\s+(sed .*) > tokencache-rules\.yml$", kustomization, re.MULTILINE)[1]
     made = subprocess.run(line, shell=True, cwd=reading.ROOT, check=True, capture_output=True, timeout=30)  # noqa: S602 - it is to be pasted
     (tmp_path / "rules.yml").write_bytes(made.stdout)
     return tmp_path / "rules.yml"

@@ -57,8 +57,8 @@ class Container:
         entry, variables = image
         self._elsewhere, self._folder, self._writes = elsewhere, folder, writes
         given = {name: value for name, value in service.get("environment", {}).items() if value is not None}
-        said = {**dict(variables), **given}
-        self._environment = {name: self._here(value) for name, value in said.items()} | {"PATH": path, "HOME": str(folder)}
+        environment = {**dict(variables), **given}
+        self._environment = {name: self._here(value) for name, value in environment.items()} | {"PATH": path, "HOME": str(folder)}
         self._command = [self._here(word) for word in (*entry, *service["command"])]
         self._check = service["healthcheck"]["test"]
         self.process: asyncio.subprocess.Process | None = None

@@ -68,20 +68,20 @@ def test_the_dashboard_is_consistent():
 def test_the_page_explains_every_metric():
     explained = [re.fullmatch(r"`(\w+)(\{[a-z, ]+\})?`", row[0]) for row in reading.table(PAGE, "Metrics, and what to do")]
     assert all(explained)
-    said = {one[1]: set(re.findall(r"[a-z]+", one[2] or "")) for one in explained if one}
-    assert said == {name.removesuffix("_bucket"): labels for name, labels in SERIES.items()}
+    named = {one[1]: set(re.findall(r"[a-z]+", one[2] or "")) for one in explained if one}
+    assert named == {name.removesuffix("_bucket"): labels for name, labels in SERIES.items()}
 
 
 def test_no_page_names_metrics_that_do_not_exist():
     known = {*SERIES, *(name.removesuffix("_bucket") for name in SERIES)}
     for page in ("operations.md", "deploy.md"):
-        said = set(re.findall(r"`(tokencache_\w+)", (reading.ROOT / "docs" / page).read_text()))
-        assert said <= known
+        named = set(re.findall(r"`(tokencache_\w+)", (reading.ROOT / "docs" / page).read_text()))
+        assert named <= known
 
 
 def test_the_page_names_every_alert():
-    said = {row[0].strip("`") for row in reading.table(PAGE, "Alerts")}
-    assert said == {rule["alert"] for rule in RULES if "alert" in rule}
+    named = {row[0].strip("`") for row in reading.table(PAGE, "Alerts")}
+    assert named == {rule["alert"] for rule in RULES if "alert" in rule}
 
 
 def test_alerts_have_a_description_and_a_severity():

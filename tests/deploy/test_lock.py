@@ -58,21 +58,21 @@ def audited(tmp_path, capsys):
 @pytest.mark.parametrize("service", ["pypi", "osv"])
 def test_a_vulnerability_fails_the_build(audited, service):
     assert audited([service]) == (0, f"2 packages looked up at {service}: 0 vulnerable, 0 unknown\n")
-    code, told = audited([service], ill=["beta"])
+    code, output = audited([service], ill=["beta"])
     assert code == 1
-    assert "VULNERABLE: beta 2: PYSEC-1, fixed in 9" in told
+    assert "VULNERABLE: beta 2: PYSEC-1, fixed in 9" in output
 
 
 def test_what_cannot_be_looked_up_fails_it_too(audited):
-    code, told = audited(["pypi"], absent=["alpha"])
+    code, output = audited(["pypi"], absent=["alpha"])
     assert code == 1
-    assert "could not be looked up: alpha" in told
+    assert "could not be looked up: alpha" in output
 
 
 def test_a_service_without_data_is_reported(audited):
-    code, told = audited([], ill=["alpha"])
+    code, output = audited([], ill=["alpha"])
     assert code == 0
-    assert told.startswith("NOT AUDITED")
+    assert output.startswith("NOT AUDITED")
 
 
 def test_everything_that_the_package_and_its_tools_need_is_pinned():

@@ -36,15 +36,15 @@ def settings_of(environment, monkeypatch):
 
 def environment_of(container):
     """A container's environment; secrets are `secret`, and `$(NAME)` is a variable defined earlier."""
-    said = dict(reading.image_environment())
+    declared = dict(reading.image_environment())
     for source in container.get("envFrom", ()):
         (generated,) = yaml.safe_load((reading.DEPLOY / "kubernetes/replicas/kustomization.yaml").read_text())["configMapGenerator"]
         assert source == {"configMapRef": {"name": generated["name"]}}
-        said |= dict(one.split("=", 1) for one in generated["literals"])
+        declared |= dict(one.split("=", 1) for one in generated["literals"])
     for one in container.get("env", ()):
         value = one.get("value", "secret")
-        said[one["name"]] = re.sub(r"\$\((\w+)\)", lambda found: said[found[1]], value)
-    return {name: value for name, value in said.items() if name.startswith(PREFIX)}
+        declared[one["name"]] = re.sub(r"\$\((\w+)\)", lambda found: declared[found[1]], value)
+    return {name: value for name, value in declared.items() if name.startswith(PREFIX)}
 
 
 @pytest.mark.parametrize(("name", "pod", "container"), OURS, ids=[name for name, *_ in OURS])
@@ -85,12 +85,12 @@ def test_a_pod_is_given_time_to_drain(name, pod, container, monkeypatch):
 def test_a_live_pod_is_not_killed_because_of_an_engine(name, pod, container):
     """What all replicas share is part of readiness only at the start."""
     asked = {probe: container[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe") if probe in container}
-    paths = {probe: said["httpGet"]["path"] if "httpGet" in said else said["exec"]["command"][1] for probe, said in asked.items()}
+    paths = {probe: action["httpGet"]["path"] if "httpGet" in action else action["exec"]["command"][1] for probe, action in asked.items()}
     assert paths.pop("startupProbe") == "/readyz"
     assert set(paths.values()) == {"/healthz"}
-    for said in asked.values():
-        if "exec" in said:
-            assert said["exec"]["command"][0] == "tokencache-health"
+    for action in asked.values():
+        if "exec" in action:
+            assert action["exec"]["command"][0] == "tokencache-health"
             assert environment_of(container)["TOKENCACHE_HOST"] == "127.0.0.1"  # the kubelet is on another host
 
 
@@ -147,8 +147,8 @@ def test_kustomize_builds_them():
 def test_redis_keeps_its_data():
     (pod,) = [pod for name, pod in reading.pods("kubernetes/replicas") if name == "tokencache-redis"]
     (redis,) = pod["containers"]
-    said = [redis["args"], reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]["redis"]["command"]]
-    for arguments in said:
+    declared = [redis["args"], reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]["redis"]["command"]]
+    for arguments in declared:
         options = dict(itertools.pairwise(arguments[1:]))
         assert options["--maxmemory-policy"] == "noeviction"
         assert options["--appendonly"] == "yes"
@@ -199,8 +199,8 @@ def test_compose_has_an_engine_for_each_profile():
 
 def test_compose_gives_a_proxy_time_to_drain(monkeypatch):
     service = reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]["tokencache"]
-    said = {name: value for name, value in service["environment"].items() if value is not None}
-    drain = settings_of({**reading.image_environment(), **said}, monkeypatch).drain
+    declared = {name: value for name, value in service["environment"].items() if value is not None}
+    drain = settings_of({**reading.image_environment(), **declared}, monkeypatch).drain
     period = service["stop_grace_period"]
     minutes, seconds = re.fullmatch(r"(?:(\d+)m)?(\d+)s", period).groups(default="0")
     assert 60 * int(minutes) + int(seconds) >= drain + WRITING
@@ -214,11 +214,11 @@ def test_containers_other_than_the_engine_are_hardened():
 
 
 def test_the_image_runs_as_nobody_and_contains_no_tools():
-    said = dict(reading.final_stage())
-    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", said["USER"])
-    assert "pip uninstall" in said["RUN"]
+    declared = dict(reading.final_stage())
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", declared["USER"])
+    assert "pip uninstall" in declared["RUN"]
     assert {arguments.split()[0] for word, arguments in reading.final_stage() if word == "COPY"} == {"--from=build", "--chmod=755"}
-    assert said["EXPOSE"] == reading.image_environment()["TOKENCACHE_PORT"]
+    assert declared["EXPOSE"] == reading.image_environment()["TOKENCACHE_PORT"]
 
 
 def test_what_the_image_is_built_from_is_not_ignored():

@@ -79,7 +79,7 @@ async def send(rig, path, body):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with rig.http.post(rig.url + path, data=raw, headers={HEADER: "s", "Content-Type": "application/json"}) as answer:
         text = await answer.text()
-        assert "tokencache failed" not in text
+        assert "Internal error in tokencache" not in text
         return answer.status, json.loads(text)
 
 

@@ -23,7 +23,7 @@ M_TOOLS = [
 USED = {"type": "tool_use", "id": "c1", "name": "bash", "input": {"timeout": 1.5, "command": "ls # é"}}
 
 
-def told(content, **more):
+def with_results(content, **more):
     """A call and its result, both of another model, and the user's next message."""
     return [*WORK, {"role": "assistant", "content": [USED | more]}, {"role": "user", "content": content}]
 
@@ -45,12 +45,12 @@ MESSAGES = {
     "system-in-between": {"messages": [*TALK, {"role": "assistant", "content": "Yes."}, {"role": "system", "content": "Mind."}, *TALK]},
     "blocks": {"messages": [{"role": "user", "content": [text(START), text(""), text("More.")]}]},
     "cache-marks": {"messages": [{"role": "user", "content": [text(START) | {"cache_control": {"type": "ephemeral"}}]}]},
-    "result": {"messages": told([result("a.txt\n")]), "tools": M_TOOLS},
-    "result-blocks": {"messages": told([result([text("a"), text(""), text("b")])]), "tools": M_TOOLS},
-    "result-empty": {"messages": told([result([])]), "tools": M_TOOLS},
-    "result-error": {"messages": told([result("no such file", is_error=True)]), "tools": M_TOOLS},
-    "result-between-words": {"messages": told([text("before"), result("a.txt"), text("after")]), "tools": M_TOOLS},
-    "input-empty": {"messages": told([result("a")], input={}), "tools": M_TOOLS},
+    "result": {"messages": with_results([result("a.txt\n")]), "tools": M_TOOLS},
+    "result-blocks": {"messages": with_results([result([text("a"), text(""), text("b")])]), "tools": M_TOOLS},
+    "result-empty": {"messages": with_results([result([])]), "tools": M_TOOLS},
+    "result-error": {"messages": with_results([result("no such file", is_error=True)]), "tools": M_TOOLS},
+    "result-between-words": {"messages": with_results([text("before"), result("a.txt"), text("after")]), "tools": M_TOOLS},
+    "input-empty": {"messages": with_results([result("a")], input={}), "tools": M_TOOLS},
     "thinking": {
         "messages": [
             *TALK,
@@ -98,7 +98,7 @@ ANSWER = {
 }
 
 
-def heard(words):
+def user_content(words):
     return {"type": "input_text", "text": words}
 
 
@@ -107,10 +107,10 @@ RESPONSES = {
     "tools": {"input": JOB, "tools": R_TOOLS},
     "instructions": {"input": START, "instructions": "Be kind — ☕."},
     "messages": {"input": [{"role": "developer", "content": "Be kind."}, *TALK]},
-    "parts": {"input": [{"type": "message", "role": "user", "content": [heard(START), heard("More.")]}]},
+    "parts": {"input": [{"type": "message", "role": "user", "content": [user_content(START), user_content("More.")]}]},
     "system-later": {"input": [*TALK, ANSWER, {"role": "system", "content": "Mind."}, *TALK]},
     "result": {"input": [*WORK, CALLED, OUTPUT], "tools": R_TOOLS},
-    "result-parts": {"input": [*WORK, CALLED, OUTPUT | {"output": [heard("a"), heard("b")]}], "tools": R_TOOLS},
+    "result-parts": {"input": [*WORK, CALLED, OUTPUT | {"output": [user_content("a"), user_content("b")]}], "tools": R_TOOLS},
     "two-calls": {"input": [*WORK, CALLED, CALLED | {"call_id": "c2"}, OUTPUT, OUTPUT | {"call_id": "c2"}], "tools": R_TOOLS},
     "bad-arguments": {"input": [*WORK, CALLED | {"arguments": "{oops"}, OUTPUT], "tools": R_TOOLS},
     "easy-answer": {"input": [*TALK, {"role": "assistant", "content": "Yes."}, *TALK]},

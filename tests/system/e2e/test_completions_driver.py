@@ -40,7 +40,7 @@ async def before(scaled_out):
 
 
 @pytest.fixture
-async def told(before, scaled_out):
+async def scaled_out_log(before, scaled_out):
     """The engine's log from here on."""
     ground_truth = GroundTruth(before, scaled_out)
     await ground_truth.read_new()
@@ -66,27 +66,27 @@ async def test_the_probe_finds_the_completions_driver(before):
 
 @STREAMS
 @pytest.mark.parametrize("episode", ["agent", "talk", "odd"])
-async def test_every_turn_extends_the_previous_one(before, told, episode, stream):
+async def test_every_turn_extends_the_previous_one(before, scaled_out_log, episode, stream):
     harness = before.harness("s", stream=stream, tools=TOOLS).say(f"EPISODE:{episode} please")
     for n in range(TURNS):
         await harness.turn(then=f"Go on: {n} ☕", answer=f"total {n}\n")
     assert harness.contiguous == (TURNS - 1, TURNS - 1)
     assert_exported(await trajectory(before, "s"), harness.heard)
     assert [turn["match"] for turn in await turns(before, "s")] == ["root"] + ["continue"] * (TURNS - 1)
-    ground_truth = await told.read_new_episodes()
-    assert [(reply.prompt, reply.ids) for reply in harness.heard] == [(list(prompt), list(said)) for prompt, said in ground_truth]
-    for (prompt, said), (later, _) in itertools.pairwise(ground_truth):
-        assert list(later)[: len(prompt) + len(said)] == [*prompt, *said]
+    ground_truth = await scaled_out_log.read_new_episodes()
+    assert [(reply.prompt, reply.ids) for reply in harness.heard] == [(list(prompt), list(sampled)) for prompt, sampled in ground_truth]
+    for (prompt, sampled), (later, _) in itertools.pairwise(ground_truth):
+        assert list(later)[: len(prompt) + len(sampled)] == [*prompt, *sampled]
 
 
 @STREAMS
 @pytest.mark.parametrize("dialect", ["messages", "responses", "gemini"])
-async def test_in_every_dialect(before, told, dialect, stream):
+async def test_in_every_dialect(before, scaled_out_log, dialect, stream):
     await AGENTS[dialect](before, "s", 3, stream=stream, start="EPISODE:agent please", model=MODEL)
     assert [turn["match"] for turn in await turns(before, "s")] == ["root", "continue", "continue"]
     exported = await trajectory(before, "s")
-    assert [(prompt, said) for prompt, said, _ in generations(exported)] == [
-        (tuple(prompt), tuple(said)) for prompt, said in await told.read_new_episodes()
+    assert [(prompt, sampled) for prompt, sampled, _ in generations(exported)] == [
+        (tuple(prompt), tuple(sampled)) for prompt, sampled in await scaled_out_log.read_new_episodes()
     ]
 
 
@@ -107,15 +107,15 @@ async def test_in_every_dialect(before, told, dialect, stream):
 async def test_messages_equal_those_of_chat_completions(before, scaled_out, episode, fields):
     """The same script runs on chat completions: other tokens, the same text."""
     async with proxying(scaled_out.url, MemoryStore(), engine="vllm") as natively:
-        said = []
+        sampled = []
         for proxy in (before, natively):
             harness = proxy.harness("s", tools=TOOLS, **fields).say(f"EPISODE:{episode} please")
             for n in range(3):
                 await harness.turn(then=f"Go on: {n} ☕", answer=f"total {n}\n")
             assert harness.contiguous == (2, 2)
             assert all(len(reply.logprobs) == len(reply.ids) for reply in harness.replies)
-            said.append([words(reply) for reply in harness.replies])
-        assert said[0] == said[1]
+            sampled.append([words(reply) for reply in harness.replies])
+        assert sampled[0] == sampled[1]
 
 
 @pytest.mark.parametrize(
@@ -133,5 +133,5 @@ async def test_constraints_of_chat_completions_hold(before, fields, begins):
     free = await harness.turn()
     reply = await harness.turn(**fields)
     assert harness.contiguous == (1, 1)
-    said = [(await before.detokenize(one.ids)).lstrip().startswith(begins) for one in (free, reply)]
-    assert said == [False, True]
+    sampled = [(await before.detokenize(one.ids)).lstrip().startswith(begins) for one in (free, reply)]
+    assert sampled == [False, True]

@@ -36,7 +36,7 @@ async def send(http, url, path, body):
         return answer.status, answer.content_type, await answer.text()
 
 
-def said(answer):
+def body_of(answer):
     """The body of a JSON answer with status 200."""
     status, kind, raw = answer
     assert (status, kind) == (200, "application/json"), answer
@@ -69,7 +69,7 @@ async def test_the_same_prompts(proxied, ground_truth, dialect):
     urls = f"{proxied.url}/s/same", proxied.vllm
     for body in bodies.values():
         for url in urls:
-            said(await send(proxied.http, url, ROUTES[dialect], body))
+            body_of(await send(proxied.http, url, ROUTES[dialect], body))
     logged = [prompt for prompt, _ in await ground_truth.read_new_episodes()]
     ours, theirs = (dict(zip(bodies, prompts, strict=True)) for prompts in (logged[::2], logged[1::2]))
     differ = {name for name in bodies if ours[name] != theirs[name]}
@@ -77,7 +77,7 @@ async def test_the_same_prompts(proxied, ground_truth, dialect):
     for url, prompts in zip(urls, (ours, theirs), strict=True):
         if (dialect, url) != ("responses", proxied.vllm):  # vLLM has no such route
             counted = await gathered(send(proxied.http, url, COUNTS[dialect], body) for body in bodies.values())
-            found = [said(answer)["input_tokens"] for answer in counted]
+            found = [body_of(answer)["input_tokens"] for answer in counted]
             assert dict(zip(bodies, found, strict=True)) == {name: len(prompt) for name, prompt in prompts.items()}
 
 
@@ -86,7 +86,7 @@ async def test_the_same_answers(proxied, dialect):
     """The same members, text and reasons, except for the differences that the table lists."""
     differ = {}
     for name, *answers in await pairs(proxied, dialect):
-        ours, theirs = ({WHOLE[dialect]: said(answer)} for answer in answers)
+        ours, theirs = ({WHOLE[dialect]: body_of(answer)} for answer in answers)
         differ[name] = differences(dialect, ours, theirs)
     assert "<think>" in str(differ.pop(THINKS_IN_TEXT[dialect]))
     assert differ == {name: [] for name in SHOWN[dialect] if name != THINKS_IN_TEXT[dialect]}
@@ -112,7 +112,7 @@ async def test_the_same_streams(proxied, dialect):
 async def test_a_call_of_a_tool_that_was_not_offered_is_text(proxied):
     """Without tools vLLM removes the call from a whole answer and shows it nowhere; through the proxy nothing is lost."""
     body = {"model": MODEL, "max_tokens": 400, "messages": WORK}
-    ours, theirs = [said(await send(proxied.http, url, "/v1/messages", body)) for url in (f"{proxied.url}/s/same", proxied.vllm)]
+    ours, theirs = [body_of(await send(proxied.http, url, "/v1/messages", body)) for url in (f"{proxied.url}/s/same", proxied.vllm)]
     assert "<tool_call>" in ours["content"][-1]["text"]
     assert ours["content"][-1]["text"].startswith(theirs["content"][-1]["text"])
     assert "tool_call" not in json.dumps(theirs)
@@ -154,7 +154,7 @@ async def test_the_simulated_engine(simulated, proxied, dialect, stream):
 async def test_the_simulated_engine_in_gemini(simulated, proxied, stream):
     path = f"/v1beta/models/{MODEL}:" + ("streamGenerateContent" if stream else "generateContent")
     for name, *answers in await on_both(simulated, proxied, path, GEMINI):
-        mine, its = [gemini_course(found if stream else [found]) for found in map(said, answers)]
+        mine, its = [gemini_course(found if stream else [found]) for found in map(body_of, answers)]
         assert (name, outline(mine)) == (name, outline(its))
 
 

@@ -38,17 +38,17 @@ def run(python, *arguments):
     command = [str(python), str(SCRIPT), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
-            said = child.communicate(timeout=PATIENCE)
+            output = child.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGINT)
-            said = child.communicate()
-    assert child.returncode == 0, said
-    return said[0]
+            output = child.communicate()
+    assert child.returncode == 0, output
+    return output[0]
 
 
 def test_only_exact_tokens_have_the_recorded_log_probabilities(machine, python, tmp_path, figures):
     file = tmp_path / "figures.json"
-    said = run(python, "--json", str(file))
+    output = run(python, "--json", str(file))
     found = json.loads(Path(file).read_text())
     assert found["complete"]
     assert found["rollouts"] == found["sequences"] == 12
@@ -68,4 +68,4 @@ def test_only_exact_tokens_have_the_recorded_log_probabilities(machine, python, 
     assert first["moved"] > 0
     assert last["loss"] < first["loss"]
     for one in (exact, text):
-        assert f"{one['max_difference']:.1e}" in said
+        assert f"{one['max_difference']:.1e}" in output

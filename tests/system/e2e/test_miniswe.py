@@ -25,16 +25,16 @@ async def test_mini_swe_agent_does_a_task(proxied, tmp_path, figures, way):
     assert run.exit_status == "Submitted"
     assert (tmp_path / "answer.txt").read_text() == "exact tokens\n"
 
-    said = [message for message in run.messages if message["role"] == "assistant"]
+    replies = [message for message in run.messages if message["role"] == "assistant"]
     exported = await trajectory(proxied, "swe")
     assert exported["complete"], exported["incidents"]
     assert exported["incidents"] == []
     (sequence,) = exported["sequences"]
-    assert [turn["match"] for turn in sequence["turns"]] == ["root"] + ["continue"] * (len(said) - 1)
-    assert len(sequence["turns"]) == len(said) == 3
+    assert [turn["match"] for turn in sequence["turns"]] == ["root"] + ["continue"] * (len(replies) - 1)
+    assert len(sequence["turns"]) == len(replies) == 3
 
     found = generations(exported)
-    for (prompt, ids, logprobs), message, turn in zip(found, said, await turns(proxied, "swe"), strict=True):
+    for (prompt, ids, logprobs), message, turn in zip(found, replies, await turns(proxied, "swe"), strict=True):
         assert len(ids) == len(logprobs) == message["extra"]["response"]["usage"]["completion_tokens"]
         assert len(prompt) == message["extra"]["response"]["usage"]["prompt_tokens"]
         text = await proxied.detokenize(list(ids))
@@ -44,4 +44,4 @@ async def test_mini_swe_agent_does_a_task(proxied, tmp_path, figures, way):
     whole = await proxied.detokenize(sequence["token_ids"])
     assert "exact tokens" in whole
     assert whole.count("<tool_response>") == 3
-    figures.append(f"mini-swe-agent, session in the {way}: {len(said)} turns in one sequence of {len(sequence['token_ids'])} tokens")
+    figures.append(f"mini-swe-agent, session in the {way}: {len(replies)} turns in one sequence of {len(sequence['token_ids'])} tokens")

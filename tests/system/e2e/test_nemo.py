@@ -78,8 +78,8 @@ async def test_in_every_dialect(before_worker, ground_truth, dialect, stream):
     await AGENTS[dialect](before, "s", 3, stream=stream, start="EPISODE:agent please", model=MODEL)
     assert [turn["match"] for turn in await turns(before, "s")] == ["root", "continue", "continue"]
     exported = await trajectory(before, "s")
-    assert [(prompt, said) for prompt, said, _ in generations(exported)] == [
-        (tuple(prompt), tuple(said)) for prompt, said in await ground_truth.read_new_episodes()
+    assert [(prompt, sampled) for prompt, sampled, _ in generations(exported)] == [
+        (tuple(prompt), tuple(sampled)) for prompt, sampled in await ground_truth.read_new_episodes()
     ]
     assert len(episodes(worker)) == 3
 

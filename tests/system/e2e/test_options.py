@@ -165,8 +165,8 @@ async def test_tokenize_previews_the_next_prompt(proxied):
     for _ in range(3):
         body = {"model": harness.fields["model"], "messages": harness.messages, "tools": TOOLS}
         async with proxied.http.post(f"{proxied.url}/s/told/tokenize", json=body) as answer:
-            told = await answer.json()
-        assert answer.status == 200, told
-        assert told["max_model_len"] == 32768
-        assert told["tokens"] == (await harness.turn()).prompt
-        assert told["count"] == len(told["tokens"])
+            preview = await answer.json()
+        assert answer.status == 200, preview
+        assert preview["max_model_len"] == 32768
+        assert preview["tokens"] == (await harness.turn()).prompt
+        assert preview["count"] == len(preview["tokens"])

@@ -113,9 +113,9 @@ async def test_disconnecting_before_a_whole_answer(proxied, figures):
     await until(idle)
     figures.append(f"harness disconnected before a whole answer: vLLM idle after {time.monotonic() - left:.2f} s")
 
-    async def told():
+    async def reported():
         async with proxied.http.get(f"{proxied.url}/tokencache/v1/sessions/gone") as answer:
             found = await answer.json()
         return [incident["kind"] for incident in found["incidents"]] == ["client-gone", "nothing-received"] and not found["complete"]
 
-    await until(told)
+    await until(reported)

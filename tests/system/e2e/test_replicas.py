@@ -135,10 +135,10 @@ async def test_a_call_that_its_sdk_retries_is_sampled_once(pair, vllm_server, fi
     client = AsyncOpenAI(base_url=f"{one.url}/v1", api_key="tcs-repeated", timeout=patience, max_retries=1)
     client._client.event_hooks["request"].append(balance)
     await ground_truth.read_new()
-    said = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "EPISODE:long please"}], **fields)
+    completion = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "EPISODE:long please"}], **fields)
     await client.close()
     sampled = [(prompt, ids) for prompt, ids in await ground_truth.read_new() if "EPISODE:long" in await one.detokenize(prompt)]
-    assert [len(ids) for _, ids in sampled] == [said.usage.completion_tokens]
+    assert [len(ids) for _, ids in sampled] == [completion.usage.completion_tokens]
     exported = await trajectory(two, "repeated")
     assert [(list(prompt), list(ids)) for prompt, ids, _ in generations(exported)] == sampled
     assert exported["complete"]

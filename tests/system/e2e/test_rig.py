@@ -50,10 +50,10 @@ def test_same_request_gives_the_same_text_in_other_tokens(vllm):
 
 def test_turns_follow_the_history(vllm, episodes):
     history = [{"role": "user", "content": "EPISODE:hello"}]
-    for said in ("Hello there, friend — naïve café ☕.", "Once more, without thinking.", "Goodbye."):
+    for expected in ("Hello there, friend — naïve café ☕.", "Once more, without thinking.", "Goodbye."):
         message = post(f"{vllm}/v1/chat/completions", {"model": MODEL, "messages": history})["choices"][0]["message"]
-        assert said in (message["content"] or message["reasoning"])
-        history += [{"role": "assistant", "content": said}, {"role": "user", "content": "and?"}]
+        assert expected in (message["content"] or message["reasoning"])
+        history += [{"role": "assistant", "content": expected}, {"role": "user", "content": "and?"}]
 
 
 def test_prompt_without_tools_gets_the_side_answer(vllm):

@@ -59,11 +59,11 @@ async def test_same_stream(engines, name, usage):
     for _ in range(TRIES):
         answers = await both(engines, "POST", CHAT, {"model": MODEL, **ANSWERED[name], **fields})
         assert answers[0][:2] == answers[1][:2] == (200, "text/event-stream; charset=utf-8")
-        (kinds, said), (real_kinds, really_said) = (stream_shape(raw) for _, _, raw, _ in answers)
+        (kinds, texts), (real_kinds, real_texts) = (stream_shape(raw) for _, _, raw, _ in answers)
         if name in WORDS_DIFFER:  # other text, other chunks: the first and the last are the same in any case
             kinds, real_kinds = [[spoken(kind) for kind in (each[0], *each[-3:])] for each in (kinds, real_kinds)]
         else:
-            assert said == really_said
+            assert texts == real_texts
         if "two" in name:
             kinds, real_kinds = sorted(kinds, key=str), sorted(real_kinds, key=str)
         if str(kinds) == str(real_kinds):

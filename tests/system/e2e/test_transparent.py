@@ -137,13 +137,13 @@ async def test_every_choice_of_a_text_completion_is_recorded(proxied, name):
     method, path, body = (REQUESTS | STREAMED)[name]
     whole = body | {"stream": False, "stream_options": None, "return_token_ids": True, "logprobs": 0}
     _, _, _, raw = await exchange(proxied.http, proxied.vllm, (method, path, whole))
-    said = {(*c["prompt_token_ids"], None, *c["token_ids"]): c["logprobs"]["token_logprobs"] for c in json.loads(raw)["choices"]}
+    direct_choices = {(*c["prompt_token_ids"], None, *c["token_ids"]): c["logprobs"]["token_logprobs"] for c in json.loads(raw)["choices"]}
     await exchange(proxied.http, proxied.url, (method, path, body), **{SESSION_HEADER: name})
     exported = await trajectory(proxied, name)
     assert exported["complete"]
     recorded = {(*prompt, None, *ids): list(logprobs) for prompt, ids, logprobs in generations(exported)}
-    assert recorded.keys() == said.keys()
-    for choice, logprobs in said.items():
+    assert recorded.keys() == direct_choices.keys()
+    for choice, logprobs in direct_choices.items():
         assert recorded[choice] == pytest.approx(logprobs, abs=1e-3)
 
 

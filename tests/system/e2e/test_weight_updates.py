@@ -56,7 +56,7 @@ async def sampled(proxied):
     return float(line.rpartition(" ")[2])
 
 
-async def told(proxied, path):
+async def get_json(proxied, path):
     async with proxied.http.post(proxied.vllm + path) as answer:
         assert answer.status == 200, await answer.text()
 
@@ -68,8 +68,8 @@ async def paused(proxied, mode, asked):
     while await sampled(proxied) < before + 20:
         assert not call.done()
         await asyncio.sleep(0.01)
-    await told(proxied, f"/pause?mode={mode}")
-    await told(proxied, "/resume")
+    await get_json(proxied, f"/pause?mode={mode}")
+    await get_json(proxied, "/resume")
     return await call
 
 
@@ -104,11 +104,11 @@ async def test_a_call_in_progress_when_the_weights_change(server, figures, mode,
 
 async def test_a_call_that_arrives_while_the_engine_is_paused(server, figures):
     async with rollout(server) as (proxied, harness):
-        await told(proxied, "/pause?mode=abort")
+        await get_json(proxied, "/pause?mode=abort")
         call = asyncio.create_task(harness.turn())
         done, _ = await asyncio.wait({call}, timeout=2)  # either the engine queues it, or the proxy does
         assert not done
-        await told(proxied, "/resume")
+        await get_json(proxied, "/resume")
         assert (await call).finish_reason == "stop"
         exported, turns = await recorded(proxied)
         assert [turn.match for turn in turns] == ["root", "continue"]

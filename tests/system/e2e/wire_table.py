@@ -175,7 +175,7 @@ def _list_shape(items, key, *, words):
 
 def stream_shape(raw):
     """The kinds of chunks of a stream in the order in which they first appear, and the text of all of them together."""
-    kinds, said = [], {}
+    kinds, texts = [], {}
     for line in raw.decode().split("\n\n"):
         data = line.removeprefix("data: ")
         if not data.startswith("{"):
@@ -184,11 +184,11 @@ def stream_shape(raw):
         chunk = json.loads(data)
         for choice in chunk.get("choices", []):
             for name in ("content", "reasoning"):
-                said[choice["index"], name] = said.get((choice["index"], name), "") + (choice["delta"].get(name) or "")
+                texts[choice["index"], name] = texts.get((choice["index"], name), "") + (choice["delta"].get(name) or "")
             for piece in choice["delta"].get("tool_calls") or []:
                 place = (choice["index"], piece["index"])
-                said[place] = said.get(place, "") + (piece["function"].get("name") or "") + (piece["function"].get("arguments") or "")
+                texts[place] = texts.get(place, "") + (piece["function"].get("name") or "") + (piece["function"].get("arguments") or "")
         kind = shape(chunk, words=False)
         if kind not in kinds:
             kinds.append(kind)
-    return kinds, said
+    return kinds, texts

@@ -144,9 +144,9 @@ class Proxied:
             return answer.status, await answer.json()
 
     async def post(self, path, body):
-        status, said = await self.answer(path, body)
-        assert status == 200, said
-        return said
+        status, answer_json = await self.answer(path, body)
+        assert status == 200, answer_json
+        return answer_json
 
     async def text(self, ids):
         return (await self.post("/detokenize", {"tokens": ids}))["prompt"]

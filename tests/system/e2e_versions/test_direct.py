@@ -68,8 +68,8 @@ BAD = {"empty": [], "text": "5", "a bool": [True], "negative": [-1], "out of voc
 async def test_bad_ids_are_refused(proxied, bad, stream):
     """With a status: a stream has not begun yet."""
     body = {"messages": HI, "stream": stream, **supplied(BAD[bad])}
-    status, said = await proxied.answer("/v1/chat/completions", body)
-    assert status == 400, said
+    status, answer_json = await proxied.answer("/v1/chat/completions", body)
+    assert status == 400, answer_json
 
 
 async def test_tokenize_accepts_them_too(proxied):
@@ -81,17 +81,17 @@ async def test_tokenize_accepts_them_too(proxied):
 async def test_media_is_refused(proxied, fields):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look."}, image]}, {"role": "assistant", "content": "."}, *HI]
-    status, said = await proxied.answer("/v1/chat/completions", {"messages": messages, **fields})
+    status, answer_json = await proxied.answer("/v1/chat/completions", {"messages": messages, **fields})
     assert status == 400
-    assert "not text" in said["error"]["message"]
+    assert "not text" in answer_json["error"]["message"]
 
 
 def taken(message, replies):
     """A history that continues from a reply as harnesses do: text trimmed, thoughts dropped, arguments rewritten."""
     calls = [call | {"function": {**call["function"], "arguments": rewritten(call["function"]["arguments"])}} for call in message.calls]
-    said = {"role": "assistant", "content": message.text.strip()} | ({"tool_calls": calls} if calls else {})
+    reply = {"role": "assistant", "content": message.text.strip()} | ({"tool_calls": calls} if calls else {})
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "ok: a.txt\n"} for call in calls]
-    return [*replies, said, *(results or [{"role": "user", "content": "Go on — ☕."}])]
+    return [*replies, reply, *(results or [{"role": "user", "content": "Go on — ☕."}])]
 
 
 @pytest.mark.usefixtures("by_plugin")
@@ -145,6 +145,6 @@ async def test_a_required_prefix_in_other_dialects(proxied, ground_truth, case, 
 
 @pytest.mark.usefixtures("by_plugin")
 async def test_what_cannot_be_proven_is_refused_with_the_reason(proxied):
-    status, said = await proxied.answer("/v1/chat/completions", {"messages": HI, "required_prefix_token_ids": [5]})
+    status, answer_json = await proxied.answer("/v1/chat/completions", {"messages": HI, "required_prefix_token_ids": [5]})
     assert status == 400
-    assert "no assistant message" in said["error"]["message"]
+    assert "no assistant message" in answer_json["error"]["message"]

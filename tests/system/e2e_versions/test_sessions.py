@@ -19,13 +19,13 @@ async def test_the_probe_finds_the_level_by_itself(proxied, case, row):
 
 
 def test_the_plugin_logs_what_it_wrapped(server, case):
-    said = [line.partition("tokencache: ")[2] for line in server.log.read_text().splitlines() if "tokencache: " in line]
+    logged_lines = [line.partition("tokencache: ")[2] for line in server.log.read_text().splitlines() if "tokencache: " in line]
     if not case.plugin:
-        assert said == []
+        assert logged_lines == []
     elif case.native:
-        assert said == [f"vLLM {case.version} accepts prompt_token_ids by itself; nothing was changed"]
+        assert logged_lines == [f"vLLM {case.version} accepts prompt_token_ids by itself; nothing was changed"]
     else:
-        (line,) = said
+        (line,) = logged_lines
         assert line.startswith(f"vLLM {case.version} now accepts prompt_token_ids and required_prefix_token_ids; wrapped vllm.")
         assert line.endswith(".preprocess_chat")
 

@@ -43,8 +43,8 @@ class Chat:
         tool = {"type": "function", "function": {"name": _TOOL, "description": _WHAT, "parameters": _PARAMETERS}}
         return {"model": "sim", "messages": history, "tools": [tool], "stream": stream}
 
-    def whole(self, said: Item) -> ReceivedReply:
-        message = said["choices"][0]["message"]
+    def whole(self, answer: Item) -> ReceivedReply:
+        message = answer["choices"][0]["message"]
         calls = [[c["id"], c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()]
         return self._received(message.get("content") or "", calls)
 
@@ -60,10 +60,10 @@ class Chat:
                 text += choice["delta"].get("content") or ""
                 finished = finished or bool(choice.get("finish_reason"))
                 for part in choice["delta"].get("tool_calls") or ():
-                    said = part.get("function") or {}
+                    answer = part.get("function") or {}
                     if part["index"] == len(calls):
-                        calls.append([part["id"], said.get("name") or "", ""])
-                    calls[part["index"]][2] += said.get("arguments") or ""
+                        calls.append([part["id"], answer.get("name") or "", ""])
+                    calls[part["index"]][2] += answer.get("arguments") or ""
         return None
 
     def _received(self, text: str, calls: list[list[str]]) -> ReceivedReply:
@@ -88,8 +88,8 @@ class Messages:
         tool = {"name": _TOOL, "description": _WHAT, "input_schema": _PARAMETERS}
         return {"model": "sim", "max_tokens": 4096, "messages": history, "tools": [tool], "stream": stream}
 
-    def whole(self, said: Item) -> ReceivedReply:
-        blocks = said["content"]
+    def whole(self, answer: Item) -> ReceivedReply:
+        blocks = answer["content"]
         text = "".join(block["text"] for block in blocks if block["type"] == "text")
         calls = [[block["id"], block["name"], json.dumps(block["input"])] for block in blocks if block["type"] == "tool_use"]
         return ReceivedReply(text, calls, [{"role": "assistant", "content": blocks or [{"type": "text", "text": ""}]}])
@@ -138,10 +138,10 @@ class Responses:
         tool = {"type": "function", "name": _TOOL, "description": _WHAT, "parameters": _PARAMETERS, "strict": False}
         return {"model": "sim", "input": history, "tools": [tool], "stream": stream, "store": False}
 
-    def whole(self, said: Item) -> ReceivedReply | None:
-        if said["status"] != "completed":
+    def whole(self, answer: Item) -> ReceivedReply | None:
+        if answer["status"] != "completed":
             return None
-        items = said["output"]
+        items = answer["output"]
         text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
         calls = [[item["call_id"], item["name"], item["arguments"]] for item in items if item["type"] == "function_call"]
         return ReceivedReply(text, calls, items)

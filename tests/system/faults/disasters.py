@@ -85,8 +85,8 @@ class Disasters:
 
     @staticmethod
     def _incidents(proxy: Any) -> set[tuple[str, str, str]]:
-        said = ask(proxy.url + SESSIONS)[1] or {"sessions": [{"session": "", "incidents": [{"kind": proxy.name, "call": "no answer"}]}]}
-        return {(one["session"], incident["kind"], incident["call"]) for one in said["sessions"] for incident in one["incidents"]}
+        answer = ask(proxy.url + SESSIONS)[1] or {"sessions": [{"session": "", "incidents": [{"kind": proxy.name, "call": "no answer"}]}]}
+        return {(one["session"], incident["kind"], incident["call"]) for one in answer["sessions"] for incident in one["incidents"]}
 
     async def _kill_proxy(self) -> None:
         proxy = self._rng.choice(self._stack.proxies)

@@ -100,7 +100,7 @@ class Process:
         assert self._running is not None
         return self._running.wait(seconds)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
@@ -108,13 +108,13 @@ class Process:
 
         def look() -> Any:
             if not self.alive:
-                raise RuntimeError(f"{self.name} ended: {self.said()[-2000:]}")
+                raise RuntimeError(f"{self.name} ended: {self.output()[-2000:]}")
             return condition()
 
         try:
             until(look, what)
         except TimeoutError:
-            raise TimeoutError(f"{self.name}: {what}: {self.said()[-2000:]}") from None
+            raise TimeoutError(f"{self.name}: {what}: {self.output()[-2000:]}") from None
 
 
 class Engine(Process):
@@ -134,8 +134,8 @@ class Engine(Process):
 
     def order_fault(self, words: str, **fault: Any) -> None:
         """Orders a fault for the next request that contains these words."""
-        status, said = ask(self.url + ROUTE, [fault | {"words": words}])
-        assert status == _OK, said
+        status, answer = ask(self.url + ROUTE, [fault | {"words": words}])
+        assert status == _OK, answer
 
     def clear_faults(self) -> None:
         """Removes the ordered faults that have not happened."""

@@ -120,6 +120,6 @@ class Stack:
 
     @staticmethod
     def _at(proxy: Proxy, path: str) -> Any:
-        status, said = ask(proxy.url + path)
-        assert status in {_OK, _GONE}, (status, said, proxy.said()[-1000:])
-        return said if status == _OK else None
+        status, answer = ask(proxy.url + path)
+        assert status in {_OK, _GONE}, (status, answer, proxy.output()[-1000:])
+        return answer if status == _OK else None

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tests.proxy.kit import Rig
 
 PATIENCE = 20.0
-OURS = (": internal error", "Unhandled exception", "cannot be said", "not recorded", "is not planned")
-"""Log lines of a failure in the proxy itself."""
+OURS = (": internal error", "Unhandled exception", "the reply cannot be written", "no turn could be made", "is not planned")
+"""Parts of the log lines that report a failure in the proxy itself."""
 ASK = json.dumps({"model": "sim", "messages": [user("EPISODE:talk")]}).encode()
 ANTHROPIC, RESPONSES, GEMINI = "/v1/messages", "/v1/responses", "/v1beta/models/sim:generateContent"
 DIALECTS = {"chat": CHAT, "messages": ANTHROPIC, "responses": RESPONSES, "gemini": GEMINI, "completions": "/v1/completions"}
@@ -47,7 +47,7 @@ async def send(url: str, *pieces: bytes, half_close: bool = True) -> bytes:
     """Sends bytes, a piece at a time, and reads until the server sends nothing more."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    said = bytearray()
+    received = bytearray()
     try:
         with contextlib.suppress(ConnectionError):
             for piece in pieces:
@@ -59,11 +59,11 @@ async def send(url: str, *pieces: bytes, half_close: bool = True) -> bytes:
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(PATIENCE):
                 while more := await reader.read(65536):
-                    said += more
+                    received += more
     finally:
         writer.close()
         await asyncio.gather(writer.wait_closed(), return_exceptions=True)
-    return bytes(said)
+    return bytes(received)
 
 
 async def ask(url: str, *pieces: bytes) -> list[tuple[int, dict[str, str], bytes]]:
@@ -71,14 +71,14 @@ async def ask(url: str, *pieces: bytes) -> list[tuple[int, dict[str, str], bytes
     return answers(await send(url, *pieces, half_close=False))
 
 
-def answers(said: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+def answers(received: bytes) -> list[tuple[int, dict[str, str], bytes]]:
     """Reads answers with another parser than ours; a malformed answer is an error here."""
     found = []
-    while said:
+    while received:
         peer = h11.Connection(h11.CLIENT)
         peer.send(h11.Request(method="POST", target="/", headers=[("Host", "h")]))
         peer.send(h11.EndOfMessage())
-        peer.receive_data(said)
+        peer.receive_data(received)
         peer.receive_data(b"")
         head, body = None, bytearray()
         while not isinstance(event := peer.next_event(), h11.EndOfMessage):
@@ -90,7 +90,7 @@ def answers(said: bytes) -> list[tuple[int, dict[str, str], bytes]]:
                 assert isinstance(event, h11.InformationalResponse), event
         assert head is not None
         found.append((head.status_code, {k.decode(): v.decode("latin-1") for k, v in head.headers}, bytes(body)))
-        said = peer.trailing_data[0]
+        received = peer.trailing_data[0]
     return found
 
 

@@ -42,7 +42,7 @@ USERS = {
 async def post(target, dialect, body, *headers):
     """The one answer to a body: no internal error, and JSON if it is an error (an engine's own 500 is the engine's)."""
     (answer,) = answers(await send(target.url, request(body, *headers, CLOSE, path=DIALECTS[dialect]), half_close=False))
-    assert b"tokencache failed" not in answer[2]
+    assert b"Internal error in tokencache" not in answer[2]
     if 400 <= answer[0] < 500:
         json.loads(answer[2])
     return answer

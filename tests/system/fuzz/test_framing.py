@@ -92,16 +92,16 @@ async def both(raw, session):
     """What the proxy answers, and what reaches an engine after it that reads with another parser."""
     engine = Strict()
     async with engine.serve() as up, proxied(upstream=up) as rig:
-        said = await send(rig.url, raw.replace(b"X-Tokencache-Session: attack\r\n", b"") if session is None else raw, half_close=False)
+        received = await send(rig.url, raw.replace(b"X-Tokencache-Session: attack\r\n", b"") if session is None else raw, half_close=False)
     assert not engine.wrong
-    return said, engine.asked()
+    return received, engine.asked()
 
 
 @pytest.mark.parametrize("session", ["attack", None])
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_can_be_read_in_two_ways_is_refused(name, session):
-    said, seen = await both(REFUSED[name], session)
-    (answer,) = answers(said)
+    received, seen = await both(REFUSED[name], session)
+    (answer,) = answers(received)
     assert (answer[0], answer[1]["content-type"].partition(";")[0]) == (400, "application/json")
     assert b'"error"' in answer[2]
     assert len([one for one in seen if one[2]]) == 0  # no request with a body reached the engine
@@ -109,8 +109,8 @@ async def test_what_can_be_read_in_two_ways_is_refused(name, session):
 
 @pytest.mark.parametrize("name", NO_HTTP)
 async def test_what_is_not_http_is_refused(name):
-    said, seen = await both(NO_HTTP[name], None)
-    head, _, body = said.partition(b"\r\n\r\n")
+    received, seen = await both(NO_HTTP[name], None)
+    head, _, body = received.partition(b"\r\n\r\n")
     assert b" 400 " in head.partition(b"\r\n")[0]
     assert not head.startswith(b"HTTP/1.1 200")
     assert len(body) < 1000  # the sent bytes are not returned
@@ -121,8 +121,8 @@ async def test_what_is_not_http_is_refused(name):
 @pytest.mark.parametrize("name", PASSED)
 async def test_a_relayed_request_ends_where_it_ended(name, session):
     raw, body = PASSED[name]
-    said, seen = await both(raw, session)
-    assert [one[0] for one in answers(said)] == [200]
+    received, seen = await both(raw, session)
+    assert [one[0] for one in answers(received)] == [200]
     assert [one[1:] for one in seen] == [("/t/x", body)]
 
 
@@ -131,8 +131,8 @@ async def test_pipelined_requests_on_one_connection():
     row = [request(b"%d " % n + SMUGGLED, path=f"/t/{n}", session=f"s{n % 3}") for n in range(40)]
     engine = Strict()
     async with engine.serve() as up, proxied(upstream=up) as rig:
-        said = await ask(rig.url, b"".join(row), request(b"", CLOSE, path="/t/last"))
-    assert [one[0] for one in said] == [200] * 41
+        received = await ask(rig.url, b"".join(row), request(b"", CLOSE, path="/t/last"))
+    assert [one[0] for one in received] == [200] * 41
     assert [one[1:] for one in engine.asked()] == [(f"/t/{n}", b"%d " % n + SMUGGLED) for n in range(40)] + [("/t/last", b"")]
     assert not engine.wrong
 
@@ -153,6 +153,6 @@ async def test_an_incomplete_body_never_arrives_as_a_complete_one(session):
 async def test_a_body_that_breaks_its_own_framing(target):
     for session in ("attack", None):
         head = request(b"", TE, session=session, length=False)
-        said = await send(target.url, head, b'5\r\n{"mod\r\n', b"no size\r\n")
-        assert b" 200 " not in said.partition(b"\r\n")[0]
+        received = await send(target.url, head, b'5\r\n{"mod\r\n', b"no size\r\n")
+        assert b" 200 " not in received.partition(b"\r\n")[0]
     await target.unharmed("attack")

@@ -27,21 +27,21 @@ async def connected(url):
 async def dribble(url, raw, *, every=0.01):
     """Sends a byte at a time until the server closes the connection; returns its answer."""
     reader, writer = await connected(url)
-    said = asyncio.create_task(reader.read())
+    received = asyncio.create_task(reader.read())
     try:
         async with asyncio.timeout(PATIENCE):
             for byte in raw:
-                if said.done() or writer.is_closing():
+                if received.done() or writer.is_closing():
                     break
                 writer.write(bytes([byte]))
-                await asyncio.wait([said], timeout=every)
-            return await said
+                await asyncio.wait([received], timeout=every)
+            return await received
     except ConnectionError:
         return b""
     finally:
-        said.cancel()
+        received.cancel()
         writer.close()
-        await asyncio.gather(said, writer.wait_closed(), return_exceptions=True)
+        await asyncio.gather(received, writer.wait_closed(), return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ async def test_a_slow_head(target, raw):
 
 async def test_a_slow_head_after_a_normal_request(target):
     """On a connection that was used normally before."""
-    said = await dribble(target.url, request(ASK) + b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 10_000, every=0)
-    assert said == b"" or answers(said)[0][0] == 200
+    received = await dribble(target.url, request(ASK) + b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 10_000, every=0)
+    assert received == b"" or answers(received)[0][0] == 200
     await target.unharmed("attack")
 
 
@@ -65,17 +65,17 @@ async def test_a_slow_head_after_a_normal_request(target):
 async def test_a_slow_body(target, path):
     reader, writer = await connected(target.url)
     writer.write(request(b"", b"Content-Length: 100000", path=path, length=False))
-    said = asyncio.create_task(read_message(reader, answers="POST"))
+    received = asyncio.create_task(read_message(reader, answers="POST"))
     try:
         async with asyncio.timeout(PATIENCE):
-            while not said.done():
+            while not received.done():
                 writer.write(b" ")
-                await asyncio.wait([said], timeout=0.01)
-            answer = await said
+                await asyncio.wait([received], timeout=0.01)
+            answer = await received
     finally:
-        said.cancel()
+        received.cancel()
         writer.close()
-        await asyncio.gather(said, writer.wait_closed(), return_exceptions=True)
+        await asyncio.gather(received, writer.wait_closed(), return_exceptions=True)
     assert (" 408 " in answer.line, b"too slowly" in answer.body) == (True, True)
     await target.unharmed("attack")
 
@@ -115,9 +115,9 @@ async def test_a_hundred_slow_connections(target):
         )
     await target.unharmed()
     async with asyncio.timeout(PATIENCE):
-        said = await asyncio.gather(*(read_message(reader, answers="POST") for reader, _ in held), return_exceptions=True)
-    assert all(isinstance(one, asyncio.IncompleteReadError | ConnectionError) for one in said[1::2])
-    assert all(" 408 " in one.line for one in said[::2])
+        received = await asyncio.gather(*(read_message(reader, answers="POST") for reader, _ in held), return_exceptions=True)
+    assert all(isinstance(one, asyncio.IncompleteReadError | ConnectionError) for one in received[1::2])
+    assert all(" 408 " in one.line for one in received[::2])
     for _, writer in held:
         writer.close()
     assert [await target.rig.store.session(f"x{n}") for n in range(0, 100, 2)] == [None] * 50  # nothing began

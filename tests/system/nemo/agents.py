@@ -63,12 +63,12 @@ async def gemini(rig, session, turns, *, stream, start="EPISODE:demo", model="si
     for _ in range(turns):
         asked = {"model": model, "contents": history, "config": settings}
         if stream:
-            said = [r.candidates[0].content async for r in await sdk.models.generate_content_stream(**asked)]
+            contents = [r.candidates[0].content async for r in await sdk.models.generate_content_stream(**asked)]
         else:
-            said = [(await sdk.models.generate_content(**asked)).candidates[0].content]
-        calls = [part.function_call for content in said for part in content.parts if part.function_call]
+            contents = [(await sdk.models.generate_content(**asked)).candidates[0].content]
+        calls = [part.function_call for content in contents for part in content.parts if part.function_call]
         found = [types.Part(function_response=types.FunctionResponse(id=c.id, name=c.name, response={"output": "ok"})) for c in calls]
-        history += [*said, types.Content(role="user", parts=found or [types.Part(text="go on")])]
+        history += [*contents, types.Content(role="user", parts=found or [types.Part(text="go on")])]
 
 
 AGENTS = {"chat": chat, "messages": anthropic_messages, "responses": responses, "gemini": gemini}

@@ -40,13 +40,13 @@ class Agent:
 
     async def turn(self, **members: Any) -> list[dict[str, Any]]:
         """Calls the model once and adds its reply; returns the message, or the items, as they were served."""
-        said = await (self._chat(members) if self.dialect == "chat" else self._responses(members))
-        self.output += said
-        heard = [copy.deepcopy(entry) if self.carries else bare(entry) for entry in said]
-        told = self._told(said)
-        self.history += [*heard, *told]
-        self.output += told
-        return said
+        served = await (self._chat(members) if self.dialect == "chat" else self._responses(members))
+        self.output += served
+        kept_items = [copy.deepcopy(entry) if self.carries else bare(entry) for entry in served]
+        inputs = self._next_input(served)
+        self.history += [*kept_items, *inputs]
+        self.output += inputs
+        return served
 
     async def run(self, turns: int = 4) -> list[dict[str, Any]]:
         for _ in range(turns):
@@ -79,17 +79,17 @@ class Agent:
         kind, text = await self.post(RESPONSES, body)
         if kind != "text/event-stream":
             return json.loads(text)["output"]
-        heard = [json.loads(part.partition("data: ")[2]) for part in text.split("\n\n") if part]
-        done = [event["item"] for event in heard if event["type"] == "response.output_item.done"]
-        assert heard[-1]["response"]["output"] == done  # a client that joins the items gets the same
+        events = [json.loads(part.partition("data: ")[2]) for part in text.split("\n\n") if part]
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert events[-1]["response"]["output"] == done  # a client that joins the items gets the same
         return done
 
     @staticmethod
-    def _told(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _next_input(served: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The next input: results of the calls, or the user's next message."""
-        if "type" not in said[0]:
-            return [{"role": "tool", "tool_call_id": call["id"], "content": "a.txt\n"} for call in said[0].get("tool_calls") or ()] or [
+        if "type" not in served[0]:
+            return [{"role": "tool", "tool_call_id": call["id"], "content": "a.txt\n"} for call in served[0].get("tool_calls") or ()] or [
                 user("go on")
             ]
-        calls = [item for item in said if item["type"] == "function_call"]
+        calls = [item for item in served if item["type"] == "function_call"]
         return [{"type": "function_call_output", "call_id": call["call_id"], "output": "a.txt\n"} for call in calls] or [user("go on")]

@@ -56,10 +56,10 @@ class GymServer:
             sent |= {"logprobs": True, "top_logprobs": 0}
         kept = {name: request.headers[name] for name in ("X-Session-ID", "X-Request-Id") if name in request.headers}
         async with self._http.post(self.upstream + "/v1/chat/completions", json=sent, headers=kept) as answer:
-            said, status = await answer.read(), answer.status
+            raw, status = await answer.read(), answer.status
         if status != 200:
-            return web.Response(status=status, body=said, content_type=answer.content_type)
-        reply = json.loads(said)
+            return web.Response(status=status, body=raw, content_type=answer.content_type)
+        reply = json.loads(raw)
         message = reply["choices"][0]["message"]
         thought = message.pop("reasoning", None)
         if thought:

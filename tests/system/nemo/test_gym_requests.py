@@ -51,8 +51,8 @@ async def sent(rig, path, body, session="s"):
     """What the proxy sends for a request within a session, whether or not the engine accepts it."""
     before = len(rig.engine.requests)
     async with rig.http.post(rig.url + path, json=body, headers={HEADER: session} if session else {}) as answer:
-        said = await answer.text()
-    assert len(rig.engine.requests) > before, said
+        answer_text = await answer.text()
+    assert len(rig.engine.requests) > before, answer_text
     return rig.engine.requests[-1]
 
 

@@ -82,13 +82,13 @@ async def test_the_ids_are_those_of_the_engine_s_log(rig, dialect):
 
 async def test_nemo_rl_refuses_what_was_tokenized_again(rig):
     """The same agent on the engine itself: its template strips, its tokenizer joins, and NeMo RL's check fails."""
-    said = [user("EPISODE:demo")]
+    history = [user("EPISODE:demo")]
     calls = []
     for _ in range(4):
-        _, answer = await rig.post(None, url=rig.up, messages=said, return_token_ids=True, logprobs=True)
+        _, answer = await rig.post(None, url=rig.up, messages=history, return_token_ids=True, logprobs=True)
         choice = answer["choices"][0]
         calls.append((answer["prompt_token_ids"], choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]))
-        said += [choice["message"], *Agent._told([choice["message"]])]
+        history += [choice["message"], *Agent._next_input([choice["message"]])]
     with pytest.raises(AssertionError, match="Non-contiguous"):
         follow(calls)
 
@@ -144,8 +144,8 @@ async def test_an_answer_without_text_has_an_item_that_carries_the_ids():
 
 async def test_every_choice_has_its_own_ids(rig):
     _, answer = await rig.post("s", messages=[user("EPISODE:demo")], n=2)
-    said = [token_fields(choice["message"]) for choice in answer["choices"]]
-    assert said == [(b.prompt_ids, b.completion_ids, b.logprobs) for b in sorted(rig.ground_truth(), key=lambda b: b.index)]
+    carried_ids = [token_fields(choice["message"]) for choice in answer["choices"]]
+    assert carried_ids == [(b.prompt_ids, b.completion_ids, b.logprobs) for b in sorted(rig.ground_truth(), key=lambda b: b.index)]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -315,10 +315,10 @@ async def test_a_prefix_that_the_prompt_will_not_have_is_refused(rig, required):
     """NVIDIA-NeMo/Gym #1545: agents that send their prefix themselves. Without it the call is not made."""
     agent = Agent(rig)
     await agent.turn()
-    status, said = await rig.post(messages=agent.history, required_prefix_token_ids=required)
+    status, answer_json = await rig.post(messages=agent.history, required_prefix_token_ids=required)
     assert status == 400
-    assert said["error"]["param"] == "required_prefix_token_ids"
-    assert "required_prefix_token_ids" in said["error"]["message"]
+    assert answer_json["error"]["param"] == "required_prefix_token_ids"
+    assert "required_prefix_token_ids" in answer_json["error"]["message"]
     assert len(rig.ground_truth()) == 1
     info = await rig.info()
     assert (info["complete"], info["incidents"]) == (True, [])
@@ -327,9 +327,9 @@ async def test_a_prefix_that_the_prompt_will_not_have_is_refused(rig, required):
 
 
 async def test_a_prefix_without_a_reply_before_it_is_refused(rig):
-    status, said = await rig.post(messages=[user("EPISODE:demo")], required_prefix_token_ids=[1, 2, 3])
+    status, answer_json = await rig.post(messages=[user("EPISODE:demo")], required_prefix_token_ids=[1, 2, 3])
     assert (status, len(rig.ground_truth())) == (400, 0)
-    assert "no recorded reply" in said["error"]["message"]
+    assert "no recorded reply" in answer_json["error"]["message"]
 
 
 def whole(entry):
@@ -346,9 +346,9 @@ def whole(entry):
     ],
 )
 async def test_the_same_in_every_dialect(rig, path, body):
-    status, said = await rig.post(path=path, **body, required_prefix_token_ids=[1, 2, 3])
+    status, answer_json = await rig.post(path=path, **body, required_prefix_token_ids=[1, 2, 3])
     assert (status, len(rig.ground_truth())) == (400, 0)
-    assert "required_prefix_token_ids" in said["error"]["message"]
+    assert "required_prefix_token_ids" in answer_json["error"]["message"]
 
 
 @pytest.mark.parametrize("carries", [True, False], ids=["carries", "drops"])
@@ -369,7 +369,7 @@ async def test_the_same_where_the_next_prompt_is_previewed(rig):
     agent = Agent(rig)
     _, (second,) = await agent.turn(), await agent.turn()
     asked = {"model": "sim", "messages": agent.history, "tools": TOOLS}
-    status, told = await rig.post(path="/tokenize", **asked, required_prefix_token_ids=whole(second))
-    assert (status, told["tokens"][: len(whole(second))]) == (200, whole(second))
+    status, preview = await rig.post(path="/tokenize", **asked, required_prefix_token_ids=whole(second))
+    assert (status, preview["tokens"][: len(whole(second))]) == (200, whole(second))
     status, _ = await rig.post(path="/tokenize", **asked, required_prefix_token_ids=[1])
     assert status == 400

@@ -35,8 +35,8 @@ def test_the_session_of_a_call(rollout_id, cookie_sent, name, lost):
 
 
 def test_the_command_prints_the_folder_that_gym_searches():
-    said = subprocess.run([sys.executable, "-m", "tokencache.integrations.nemo_gym"], check=True, capture_output=True, text=True)
-    assert said.stdout.strip() == str(SEARCH_DIR)
+    output = subprocess.run([sys.executable, "-m", "tokencache.integrations.nemo_gym"], check=True, capture_output=True, text=True)
+    assert output.stdout.strip() == str(SEARCH_DIR)
 
 
 def test_the_folder_has_what_gym_requires_of_a_server():

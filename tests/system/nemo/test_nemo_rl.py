@@ -62,13 +62,13 @@ async def test_the_detected_driver_and_level():
 @pytest.mark.parametrize("shown", [{}, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}], ids=str)
 async def test_the_harness_gets_what_vllm_would_return(stream, shown):
     async with before_worker() as (rig, _):
-        status, said = await rig.post(messages=ASK, tools=TOOLS, stream=stream, **shown)
+        status, answer_json = await rig.post(messages=ASK, tools=TOOLS, stream=stream, **shown)
         assert status == 200
         (entry,) = rig.ground_truth()
-        text = json.dumps(said)
+        text = json.dumps(answer_json)
         assert "generation_token_ids" not in text
         assert "generation_log_probs" not in text
-        choices = [choice for chunk in (said if stream else [said]) for choice in chunk["choices"]]
+        choices = [choice for chunk in (answer_json if stream else [answer_json]) for choice in chunk["choices"]]
         ids = [token for choice in choices for token in choice.get("token_ids") or ()]
         values = [entry["logprob"] for choice in choices for entry in (choice.get("logprobs") or {"content": ()})["content"]]
         assert ids == (entry.completion_ids if "return_token_ids" in shown else [])
@@ -265,7 +265,7 @@ async def shortened(worker, body, right):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
-    ("otherwise", "told"),
+    ("otherwise", "detail"),
     [
         (forgetful, "used other ids than were sent"),
         (at_the_wrong_end_of_turn, "another tail after them"),
@@ -273,7 +273,7 @@ async def shortened(worker, body, right):
         (shortened, "cut the prompt"),
     ],
 )
-async def test_the_prompt_that_the_worker_used_is_recorded(otherwise, told, stream):
+async def test_the_prompt_that_the_worker_used_is_recorded(otherwise, detail, stream):
     async with before_worker(Changing) as (rig, worker):
         message = await rig.say("s", ASK, tools=TOOLS, stream=stream)
         messages = [*ASK, echo(message), *results(message)]
@@ -284,7 +284,7 @@ async def test_the_prompt_that_the_worker_used_is_recorded(otherwise, told, stre
         assert (last["match"], last["reason"], last["marks"]) == ("plain", "engine-disagrees", ["engine-disagrees"])
         (incident,) = (await rig.info())["incidents"]
         assert incident["kind"] == "engine-disagrees"
-        assert told in incident["detail"]
+        assert detail in incident["detail"]
         await rig.say("s", [*messages, echo(message), *results(message)], tools=TOOLS, stream=stream)
         assert (await rig.turns())[-1]["match"] != "continue"
         await rig.check()
@@ -344,8 +344,8 @@ async def test_a_refusal_before_any_keep_alive_has_its_own_status():
     async with before_worker(Slow) as (rig, worker):
         worker.go, worker.status = asyncio.Event(), 400
         worker.go.set()
-        status, said = await rig.post(messages=ASK, stream=True)
-        assert (status, said["error"]["message"]) == (400, "no room")
+        status, answer_json = await rig.post(messages=ASK, stream=True)
+        assert (status, answer_json["error"]["message"]) == (400, "no room")
 
 
 async def test_the_turn_is_stored_before_the_first_event_leaves():

@@ -46,21 +46,21 @@ async def ask(rig, path, body):
 @pytest.mark.parametrize("kind", ["gym", "no parser"])
 async def test_each_dialect_has_it_where_thinking_belongs(kind):
     async with Front(kind) as front:
-        said = await ask(front.rig, "/v1/messages", {"model": "sim", "max_tokens": 400, "messages": [user("EPISODE:talk")]})
-        thinking, text = said["content"]
+        answer_json = await ask(front.rig, "/v1/messages", {"model": "sim", "max_tokens": 400, "messages": [user("EPISODE:talk")]})
+        thinking, text = answer_json["content"]
         assert (thinking["type"], thinking["thinking"]) == ("thinking", THOUGHT)
         assert text["text"].strip().startswith("One, two")
-        said = await ask(front.rig, "/v1/responses", {"model": "sim", "input": "EPISODE:talk"})
-        assert [item["type"] for item in said["output"]] == ["reasoning", "message"]
-        assert said["output"][0]["content"][0]["text"] == THOUGHT
+        answer_json = await ask(front.rig, "/v1/responses", {"model": "sim", "input": "EPISODE:talk"})
+        assert [item["type"] for item in answer_json["output"]] == ["reasoning", "message"]
+        assert answer_json["output"][0]["content"][0]["text"] == THOUGHT
         contents = {"contents": [{"parts": [{"text": "EPISODE:talk"}]}]}
         path = "/v1beta/models/sim:generateContent"
         shown = await ask(front.rig, path, contents | {"generationConfig": {"thinkingConfig": {"includeThoughts": True}}})
         assert shown["candidates"][0]["content"]["parts"][0] == {"text": THOUGHT, "thought": True}
         hidden = await ask(front.rig, path, contents)
         assert not any("naïve café" in part["text"] for part in hidden["candidates"][0]["content"]["parts"])
-        said = await ask(front.rig, CHAT, {"model": "sim", "messages": [user("EPISODE:talk")]})
-        assert said["choices"][0]["message"]["content"].startswith(f"<think>{THOUGHT}</think>")  # as the engine returns it
+        answer_json = await ask(front.rig, CHAT, {"model": "sim", "messages": [user("EPISODE:talk")]})
+        assert answer_json["choices"][0]["message"]["content"].startswith(f"<think>{THOUGHT}</think>")  # as the engine returns it
 
 
 @pytest.mark.parametrize("kind", ["gym", "no parser"])
@@ -78,8 +78,8 @@ async def test_a_rollout_stays_one_line_and_the_engine_gets_its_own_text_back(ki
         sent = [message for message in front.calls[-1]["messages"] if message["role"] == "assistant"]
         assert not any("reasoning" in message for message in sent)
         (row,) = (await front.rig.get("/tokencache/v1/sessions/s/trajectories?format=nemo-gym"))["responses"]
-        said = [item for item in row["response"]["output"] if item.get("role") == "assistant"]
-        texts = [part["text"] for item in said for part in item["content"]]
+        replies = [item for item in row["response"]["output"] if item.get("role") == "assistant"]
+        texts = [part["text"] for item in replies for part in item["content"]]
         assert not any("think>" in text for text in texts)  # NeMo RL treats a tag there as malformed thinking
         thoughts = [item["summary"][0]["text"] for item in row["response"]["output"] if item["type"] == "reasoning"]
         assert thoughts[0] == THOUGHT
@@ -95,8 +95,8 @@ async def test_a_client_that_loses_some_of_it(kind, lost):
         tool = {"name": TOOLS[0]["function"]["name"], "input_schema": TOOLS[0]["function"]["parameters"]}
         body = {"model": "sim", "max_tokens": 400, "tools": [tool], "messages": [user("EPISODE:demo")]}
         for _ in range(3):
-            said = await ask(front.rig, "/v1/messages", body)
-            kept = [block for block in said["content"] if lost != "thinking" or block["type"] != "thinking"]
+            answer_json = await ask(front.rig, "/v1/messages", body)
+            kept = [block for block in answer_json["content"] if lost != "thinking" or block["type"] != "thinking"]
             for block in kept:
                 block.pop("signature", None)
             used = [{"type": "tool_result", "tool_use_id": b["id"], "content": "ok"} for b in kept if b["type"] == "tool_use"]

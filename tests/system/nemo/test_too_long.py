@@ -23,8 +23,8 @@ async def rig():
 
 
 def asking(path, text, *, stream=False):
-    said = {"input": [user(text)]} if path == RESPONSES else {"messages": [user(text)]}
-    return {"model": "sim", "stream": stream, **said} | ({"max_tokens": 100} if path == MESSAGES else {})
+    conversation = {"input": [user(text)]} if path == RESPONSES else {"messages": [user(text)]}
+    return {"model": "sim", "stream": stream, **conversation} | ({"max_tokens": 100} if path == MESSAGES else {})
 
 
 async def answer_to(rig, path, body, session="s"):
@@ -36,22 +36,22 @@ async def answer_to(rig, path, body, session="s"):
 def ending(path, text, *, stream):
     """How a reply ended, and its text."""
     if not stream:
-        said = json.loads(text)
+        answer_json = json.loads(text)
     elif path == RESPONSES:
-        said = json.loads(text.strip().rpartition("data: ")[2])["response"]
+        answer_json = json.loads(text.strip().rpartition("data: ")[2])["response"]
     else:
-        said = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        answer_json = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     if path == RESPONSES:
-        return said["incomplete_details"]["reason"], [part["text"] for item in said["output"] for part in item["content"]]
+        return answer_json["incomplete_details"]["reason"], [part["text"] for item in answer_json["output"] for part in item["content"]]
     if path == MESSAGES and stream:
-        words = [event["delta"]["text"] for event in said if event["type"] == "content_block_delta" and event["delta"]["text"]]
-        return next(event["delta"]["stop_reason"] for event in said if event["type"] == "message_delta"), words
+        words = [event["delta"]["text"] for event in answer_json if event["type"] == "content_block_delta" and event["delta"]["text"]]
+        return next(event["delta"]["stop_reason"] for event in answer_json if event["type"] == "message_delta"), words
     if path == MESSAGES:
-        return said["stop_reason"], [block["text"] for block in said["content"]]
+        return answer_json["stop_reason"], [block["text"] for block in answer_json["content"]]
     if stream:
-        choices = [choice for chunk in said for choice in chunk["choices"]]
+        choices = [choice for chunk in answer_json for choice in chunk["choices"]]
         return choices[-1]["finish_reason"], [c["delta"]["content"] for c in choices if c["delta"].get("content")]
-    return said["choices"][0]["finish_reason"], [said["choices"][0]["message"]["content"]]
+    return answer_json["choices"][0]["finish_reason"], [answer_json["choices"][0]["message"]["content"]]
 
 
 EMPTY = {

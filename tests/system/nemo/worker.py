@@ -81,14 +81,14 @@ class Worker:
             if sent.get(name) is not None and self.max_model_len:
                 sent[name] = min(sent[name], max(0, self.max_model_len - len(prompt)))
         kept = {name: request.headers[name] for name in ("X-Session-ID", "X-Request-Id") if name in request.headers}
-        status, said = await self._ask("/v1/chat/completions", {**sent, "kv_transfer_params": {"prompt_token_ids": prompt}}, kept)
+        status, answer_json = await self._ask("/v1/chat/completions", {**sent, "kv_transfer_params": {"prompt_token_ids": prompt}}, kept)
         if status != 200:
-            return web.json_response(said, status=status)
-        (choice,) = said["choices"]
+            return web.json_response(answer_json, status=status)
+        (choice,) = answer_json["choices"]
         values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        ids = (said.pop("prompt_token_ids"), choice.pop("token_ids"), values)
+        ids = (answer_json.pop("prompt_token_ids"), choice.pop("token_ids"), values)
         choice["message"] |= dict(zip(TOKEN_FIELDS, ids, strict=True))
-        return web.json_response(said)
+        return web.json_response(answer_json)
 
     async def _not_found(self, request):
         self.unknown.append(request.path)
@@ -115,9 +115,9 @@ class Worker:
 
     async def _render(self, body):
         names = ("model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt")
-        status, said = await self._ask("/tokenize", {name: body[name] for name in names if name in body})
-        assert status == 200, said
-        return said["tokens"]
+        status, answer_json = await self._ask("/tokenize", {name: body[name] for name in names if name in body})
+        assert status == 200, answer_json
+        return answer_json["tokens"]
 
     async def _ask(self, path, body, headers=None):
         async with self._http.post(self.upstream + path, json=body, headers=headers) as answer:

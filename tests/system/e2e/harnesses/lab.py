@@ -104,8 +104,8 @@ async def run_through_proxy(name, program, steps, server, folder):
 def keep(through, folder):
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(through.run.folder / "calls.jsonl", folder)
-    told = {"trajectories": through.exported, "turns": through.turns}
-    (folder / "export.json").write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8")
+    export = {"trajectories": through.exported, "turns": through.turns}
+    (folder / "export.json").write_text(json.dumps(export, ensure_ascii=False), encoding="utf-8")
     ground_truth = [json.dumps({"prompt": prompt, "sampled": sampled}) + "\n" for prompt, sampled in through.run.generations]
     (folder / "ground_truth.jsonl").write_text("".join(ground_truth), encoding="utf-8")
 

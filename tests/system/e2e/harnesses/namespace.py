@@ -111,11 +111,11 @@ async def run_isolated(command, folder, environment, way_out, at_port, *, second
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        said = []
+        remarks = []
         for file in (out, err):
             file.seek(0)
-            said.append(file.read().decode(errors="replace"))
-    return Ended(returncode, *said, isolated=bool(words))
+            remarks.append(file.read().decode(errors="replace"))
+    return Ended(returncode, *remarks, isolated=bool(words))
 
 
 @contextlib.contextmanager

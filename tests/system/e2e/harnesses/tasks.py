@@ -52,11 +52,11 @@ class Tools:
 def tools(shell, command, *, extra='"note" : "List \\u2014 caf\\u00e9 \\/ naïve"', write=None, path="path", content="content", habits=()):
     """The tools of a harness with these names and parameters."""
     before = f"{extra},  " if extra else ""
-    said = f'"{content}": "h\\u00e9llo wörld \\u2603\\n",\n "{path}"'
+    parameters = f'"{content}": "h\\u00e9llo wörld \\u2603\\n",\n "{path}"'
     return Tools(
         run=lambda text: call(shell, f'{{{before}"{command}" : {text} }}'),
         run_plainly=lambda text: call(shell, f'{{"{command}":{text}}}'),
-        write=write and (lambda where: call(write, f"{{{said}: {where}}}")),
+        write=write and (lambda where: call(write, f"{{{parameters}: {where}}}")),
         habits=list(habits),
     )
 

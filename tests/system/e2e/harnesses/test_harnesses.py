@@ -73,15 +73,15 @@ def as_delivered(through, calls):
 
     Before an engine stops, it samples a few more tokens that are never delivered.
     """
-    told = {prompt: ids for prompt, ids, _ in generations(through.exported)}
-    assert told == {call.prompt: call.sampled[: len(told[call.prompt])] for call in calls}
-    return list(told.items())
+    recorded = {prompt: ids for prompt, ids, _ in generations(through.exported)}
+    assert recorded == {call.prompt: call.sampled[: len(recorded[call.prompt])] for call in calls}
+    return list(recorded.items())
 
 
 def came_back(body):
     """The text of the assistant's messages in a request of the Messages dialect; some are the harness's own."""
-    told = [message["content"] for message in json.loads(body)["messages"] if message["role"] == "assistant"]
-    blocks = [block for content in told for block in ([{"text": content}] if isinstance(content, str) else content)]
+    recorded = [message["content"] for message in json.loads(body)["messages"] if message["role"] == "assistant"]
+    blocks = [block for content in recorded for block in ([{"text": content}] if isinstance(content, str) else content)]
     return [words for block in blocks if (words := (block.get("text") or block.get("thinking") or "").strip())]
 
 
@@ -103,8 +103,8 @@ def interrupted(structure, through, calls, tokenizer):
         return calls, structure.none_received
     if ("plain", "interrupt-inside-token", 1) in through.sequences:  # the delivered text ends inside a token: a miss, with a reason
         return calls, [("root", "", 1), ("plain", "interrupt-inside-token", 1)]
-    heard = lineages.shared(first.prefix, second.prompt) - len(first.prompt)
-    assert words[-1] in tokenizer.decode(first.sampled[:heard])  # it is in the next prompt with the sampled tokens
+    received = lineages.shared(first.prefix, second.prompt) - len(first.prompt)
+    assert words[-1] in tokenizer.decode(first.sampled[:received])  # it is in the next prompt with the sampled tokens
     return calls, structure.sequences
 
 
@@ -113,8 +113,8 @@ def assert_as_the_engine_says(through, calls, sequences, adapter):
     assert through.exported["complete"], through.exported["incidents"]
     assert sorted(through.sequences) == sorted(sequences)
     assert lineages.lines(calls) == sorted((turns for _, _, turns in sequences), reverse=True)
-    told = [(prompt, ids) for prompt, ids, _ in generations(through.exported)]
-    assert Counter(told) == Counter((call.prompt, call.sampled) for call in calls)
+    recorded = [(prompt, ids) for prompt, ids, _ in generations(through.exported)]
+    assert Counter(recorded) == Counter((call.prompt, call.sampled) for call in calls)
     assert set(through.forgiven) <= set(adapter.mutations.rules)
 
 
@@ -124,8 +124,8 @@ async def test_the_engines_log_equals_what_it_returns_to_clients(engine):
     before = len(await read_generations(engine))
     async with aiohttp.ClientSession() as http, http.post(f"{engine.url}/v1/chat/completions", json=body) as answer:
         said = await answer.json()
-    told = (said["prompt_token_ids"], said["choices"][0]["token_ids"])
-    assert (await read_generations(engine))[before:] == [told]
+    recorded = (said["prompt_token_ids"], said["choices"][0]["token_ids"])
+    assert (await read_generations(engine))[before:] == [recorded]
 
 
 @pytest.mark.parametrize("name", EXPECTED)

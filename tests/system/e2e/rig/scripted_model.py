@@ -159,11 +159,11 @@ class ScriptedModel(LogitsProcessor):
         for index, line in self.batch.items():
             if line.free:
                 continue
-            said = len(line.sampled)
-            token_id = line.planned[said] if said < len(line.planned) else self.stop_id
+            position = len(line.sampled)
+            token_id = line.planned[position] if position < len(line.planned) else self.stop_id
             kept = logits[index, token_id].item()
             if kept == float("-inf"):
-                logger.warning("token %d of a script is excluded (%r): sampling freely", said, self.tokenizer.id_to_token(token_id))
+                logger.warning("token %d of a script is excluded (%r): sampling freely", position, self.tokenizer.id_to_token(token_id))
                 line.free = True
                 continue
             logits[index].fill_(float("-inf"))
