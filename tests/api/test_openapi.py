@@ -29,6 +29,15 @@ def test_it_lists_the_registered_routes_and_no_others():
     assert {(method, path) for method, path in registered if method != "HEAD"} == documented()
 
 
+async def test_head_is_answered_wherever_get_is():
+    async with proxied() as rig:
+        await rig.say(SESSION, [user("hi")])
+        paths = [operation.path for operation in OPERATIONS if operation.method == "GET" and operation.path.count("{") <= 1]
+        for path in paths:
+            async with rig.http.get(rig.url + path.format(session=SESSION)) as full, rig.http.head(full.url) as answer:
+                assert (answer.status, answer.content_type) == (full.status, full.content_type)
+
+
 def test_operations_have_unique_ids_and_summaries():
     assert len({operation.id for operation in OPERATIONS}) == len(OPERATIONS)
     assert all(re.fullmatch(r"[A-Z][^\n]*\.", operation.summary) for operation in OPERATIONS)

@@ -161,6 +161,13 @@ def test_the_value_that_is_cut_out(value, left, file):
     assert HiddenMembers({}).found(short) == (value != "null")
 
 
+def test_an_empty_value_does_not_replace_an_earlier_one():
+    reply = Reply()
+    for value in ("aGVsbG8=", ""):
+        reply.add(reply.without_experts(b'{"choices":[{"message":{},"routed_experts":"%s","index":0}]}' % value.encode()))
+    assert reply.choices[0].experts == b"aGVsbG8="
+
+
 def test_half_a_body_stays_unchanged():
     reply = Reply()
     assert reply.without_experts(b'{"routed_experts":"abc') == b'{"routed_experts":"abc'

@@ -271,10 +271,13 @@ _BY_ID = {operation.id: operation for operation in OPERATIONS}
 
 
 def register(app: web.Application, auth: AdminAuth, handlers: Mapping[str, Handler]) -> None:
-    """Add handlers, by the ids of their operations, to an application. `auth` checks the admin key."""
+    """Add handlers, by the ids of their operations, to an application. `auth` checks the admin key. HEAD is answered where GET is."""
     for name, handler in handlers.items():
         operation = _BY_ID[name]
-        app.router.add_route(operation.method, operation.path, auth(handler))
+        if operation.method == "GET":
+            app.router.add_get(operation.path, auth(handler))
+        else:
+            app.router.add_route(operation.method, operation.path, auth(handler))
 
 
 def document() -> dict[str, Any]:

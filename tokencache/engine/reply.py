@@ -152,7 +152,8 @@ class Choice:
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
         number = long_values.mark_number(bytes(choice.routed_experts))
-        self.experts = experts[number] if 0 <= number < len(experts) else non_null(choice.routed_experts) or self.experts
+        found = experts[number] if 0 <= number < len(experts) else non_null(choice.routed_experts)
+        self.experts = found or self.experts
 
     def add_plain(self, choice: _PlainChoice) -> None:
         """Add what a plain chunk has of this choice."""
