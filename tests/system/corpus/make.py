@@ -123,8 +123,8 @@ def _pieces(exchange: Exchange) -> list[str]:
     answer = text.find("</think>") + len("</think>") if "</think>" in text else len(text)
     cuts, events = set(), body.split("\n\n")[:-1]
     for count in range(1, len(events) + 1):
-        heard = read_reply(exchange.dialect, "\n\n".join([*events[:count], ""]), stream=True)
-        cuts.add(answer + len(heard.content) if heard.content else opened + len(heard.reasoning) if heard.reasoning else 0)
+        delivered = read_reply(exchange.dialect, "\n\n".join([*events[:count], ""]), stream=True)
+        cuts.add(answer + len(delivered.content) if delivered.content else opened + len(delivered.reasoning) if delivered.reasoning else 0)
     return [text[start:end] for start, end in pairwise(sorted({0, *cuts, len(text)}))]
 
 

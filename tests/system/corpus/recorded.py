@@ -134,7 +134,7 @@ def _fits(turn: dict[str, Any], reply: Reply) -> bool:
     served = turn["served"]
     content, thought, calls = served["content"] or "", served["reasoning"] or "", served["tool_calls"]
     if "aborted" in turn["marks"]:
-        return reply.heard > 0 and content.startswith(reply.content) and thought.startswith(reply.reasoning)
+        return reply.delivered_characters > 0 and content.startswith(reply.content) and thought.startswith(reply.reasoning)
     ids = {value for _, value in reply.served}
     return (
         reply.content == content

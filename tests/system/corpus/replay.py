@@ -121,7 +121,7 @@ class _Session:
     async def _leave(self, call: Call, answer: Any) -> Reply:
         """Receives as much as the harness had, disconnects, and waits until the proxy has noticed."""
         body, reply, wanted = b"", Reply(), len(_MARKUP.sub("", "".join(call.said)))
-        while reply.heard < wanted:
+        while reply.delivered_characters < wanted:
             body += await answer.content.readany()
             whole = body.replace(b"\r\n", b"\n").rpartition(b"\n\n")
             reply = read_reply(self._recording.header.dialect, (whole[0] + whole[1]).decode(), stream=True)

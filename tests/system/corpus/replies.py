@@ -31,7 +31,7 @@ class Reply:
                 self.served.append(known)
 
     @property
-    def heard(self) -> int:
+    def delivered_characters(self) -> int:
         """Characters of thinking and text."""
         return len(self.reasoning) + len(self.content)
 

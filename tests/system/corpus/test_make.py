@@ -81,13 +81,13 @@ async def recorded(tmp_path):
 
         async def agent(number):
             asked = [{"role": "user", "content": f"EPISODE:agent number {number}"}]
-            said = blocks(await harness.call("Help.", asked))
-            await harness.call("Help.", [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}])
+            agent_blocks = blocks(await harness.call("Help.", asked))
+            await harness.call("Help.", [*asked, {"role": "assistant", "content": agent_blocks}, {"role": "user", "content": "And?"}])
 
         await asyncio.gather(*map(agent, range(AGENTS)))
-        heard = blocks(await harness.call("Lead.", main, leave_at=20))
+        delivered = blocks(await harness.call("Lead.", main, leave_at=20))
         await settled(rig)
-        main += [{"role": "assistant", "content": heard}, {"role": "user", "content": "[Request interrupted by user]\nGo on."}]
+        main += [{"role": "assistant", "content": delivered}, {"role": "user", "content": "[Request interrupted by user]\nGo on."}]
         await harness.call("Lead.", main)
         exported = await rig.exported()
     (folder / "calls.jsonl").write_text("".join(json.dumps(call) + "\n" for call in record))

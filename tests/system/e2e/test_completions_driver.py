@@ -71,10 +71,10 @@ async def test_every_turn_extends_the_previous_one(before, scaled_out_log, episo
     for n in range(TURNS):
         await harness.turn(then=f"Go on: {n} ☕", answer=f"total {n}\n")
     assert harness.contiguous == (TURNS - 1, TURNS - 1)
-    assert_exported(await trajectory(before, "s"), harness.heard)
+    assert_exported(await trajectory(before, "s"), harness.answered)
     assert [turn["match"] for turn in await turns(before, "s")] == ["root"] + ["continue"] * (TURNS - 1)
     ground_truth = await scaled_out_log.read_new_episodes()
-    assert [(reply.prompt, reply.ids) for reply in harness.heard] == [(list(prompt), list(sampled)) for prompt, sampled in ground_truth]
+    assert [(reply.prompt, reply.ids) for reply in harness.answered] == [(list(prompt), list(sampled)) for prompt, sampled in ground_truth]
     for (prompt, sampled), (later, _) in itertools.pairwise(ground_truth):
         assert list(later)[: len(prompt) + len(sampled)] == [*prompt, *sampled]
 

@@ -76,7 +76,7 @@ async def test_every_turn_extends_the_previous_one(vllm, tokenizer, store, figur
         assert of == len(harnesses) * (TURNS - 1)
         assert done == of
         for harness in harnesses:
-            assert_exported(await trajectory(proxied, harness.session), harness.heard)
+            assert_exported(await trajectory(proxied, harness.session), harness.answered)
             matches = [(turn["match"], turn["reason"]) for turn in await turns(proxied, harness.session)]
             assert matches == [("root", ""), *[("continue", "")] * (TURNS - 1)]
         for harness in (harnesses[0], harnesses[7], harnesses[14], harnesses[-1]):
@@ -142,4 +142,4 @@ async def test_rollouts_of_one_task_do_not_mix(proxied):
     assert len({tuple(harness.replies[-1].prefix) for harness in harnesses}) == len(harnesses)
     for harness in harnesses:
         assert harness.contiguous == (3, 3)
-        assert_exported(await trajectory(proxied, harness.session), harness.heard)
+        assert_exported(await trajectory(proxied, harness.session), harness.answered)

@@ -49,7 +49,7 @@ async def test_truncated_turn_is_continued(proxied, stream, place):
     assert harness.contiguous == (2, 2)
     between = harness.replies[1].prompt[len(cut.prefix) :]
     assert (await proxied.detokenize(between)).startswith("<|im_end|>\n<|im_start|>")
-    assert_exported(await trajectory(proxied, "cut"), harness.heard)
+    assert_exported(await trajectory(proxied, "cut"), harness.answered)
     assert [turn["match"] for turn in await turns(proxied, "cut")] == ["root", "continue", "continue"]
 
 
@@ -65,7 +65,7 @@ async def test_limit_right_after_the_end_of_turn(proxied, stream):
     assert harness.contiguous == (1, 1)
     between = harness.replies[1].prompt[len(first.prefix) :]
     assert (await proxied.detokenize(between)).startswith("\n<|im_start|>")
-    assert_exported(await trajectory(proxied, "full"), harness.heard)
+    assert_exported(await trajectory(proxied, "full"), harness.answered)
 
 
 @STREAMS
@@ -93,7 +93,7 @@ async def test_call_that_is_invalid_json(proxied, stream):
     assert "oops" in await proxied.detokenize(harness.replies[-1].prompt)
     if stream:
         assert "oops" not in await proxied.detokenize(direct.replies[-1].prompt)
-    assert_exported(await trajectory(proxied, "bad"), harness.heard)
+    assert_exported(await trajectory(proxied, "bad"), harness.answered)
 
 
 # episode, turns before the history is altered, how the arguments of which tool are altered
@@ -151,4 +151,4 @@ async def test_arguments_that_the_engine_refuses(proxied, stream, kind):
     assert statuses == [200, 200]
     done, of = harness.contiguous
     assert done == of > 0
-    assert_exported(await trajectory(proxied, "bent"), harness.heard)
+    assert_exported(await trajectory(proxied, "bent"), harness.answered)

@@ -11,7 +11,7 @@ import pytest
 from rig.server import REPOSITORY, default_venv
 
 SCRIPT = REPOSITORY / "examples" / "train_tiny_qwen3" / "train.py"
-PATIENCE = 300
+TIMEOUT_S = 300
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def run(python, *arguments):
     command = [str(python), str(SCRIPT), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
-            output = child.communicate(timeout=PATIENCE)
+            output = child.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGINT)
             output = child.communicate()

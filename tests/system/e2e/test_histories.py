@@ -49,7 +49,7 @@ async def test_parallel_calls_answered_in_any_shape(proxied, stream):
     for _ in range(2):
         await harness.turn()
     assert harness.contiguous == (4, 4)
-    assert_exported(await trajectory(proxied, "parallel"), harness.heard)
+    assert_exported(await trajectory(proxied, "parallel"), harness.answered)
     tail = await proxied.detokenize(harness.replies[3].prompt[len(three.prefix) :])
     assert tail.count("<tool_response>") == 3
     assert MARKUP in tail
@@ -62,7 +62,7 @@ async def test_special_tokens_spelled_out(proxied, stream):
     for _ in range(5):
         await harness.turn(answer=MARKUP, then=MARKUP)
     assert harness.contiguous == (4, 4)
-    assert_exported(await trajectory(proxied, "markup"), harness.heard)
+    assert_exported(await trajectory(proxied, "markup"), harness.answered)
     body = {"model": MODEL, "messages": harness.messages[:2], "tools": TOOLS}
     assert harness.replies[0].prompt == (await proxied.post("/tokenize", body))["tokens"]
 
@@ -82,7 +82,7 @@ async def test_retried_turn_is_a_branch(proxied, stream):
     assert not third.extends(thrown_away)
     assert [match for match, _ in await matches(proxied, "retry")] == ["root", "continue", "branch", "continue"]
     exported = await trajectory(proxied, "retry")
-    assert_exported(exported, harness.heard, sequences=2)
+    assert_exported(exported, harness.answered, sequences=2)
     assert sorted(len(sequence["turns"]) for sequence in exported["sequences"]) == [1, 3]
 
 
@@ -97,7 +97,7 @@ async def test_retried_first_turn_and_rollback(proxied):
     again = await harness.turn()
     assert again.extends(first)
     assert [match for match, _ in await matches(proxied, "rollback")] == ["root", "root", "continue", "branch"]
-    assert_exported(await trajectory(proxied, "rollback"), harness.heard, sequences=3)
+    assert_exported(await trajectory(proxied, "rollback"), harness.answered, sequences=3)
 
 
 async def test_same_text_in_other_tokens_is_not_guessed(proxied):
@@ -114,7 +114,7 @@ async def test_same_text_in_other_tokens_is_not_guessed(proxied):
     assert found[2] == ("plain", "ambiguous-reply")
     assert found[3][0] in ("continue", "resplice")
     exported = await trajectory(proxied, "ambiguous")
-    assert_exported(exported, harness.heard, sequences=len(exported["sequences"]))
+    assert_exported(exported, harness.answered, sequences=len(exported["sequences"]))
 
 
 @STREAMS
@@ -131,7 +131,7 @@ async def test_siblings_of_one_call(proxied, stream, place):
         await harness.turn()
     assert harness.contiguous == (2, 2)
     exported = await trajectory(proxied, "siblings")
-    assert_exported(exported, harness.heard, sequences=2)
+    assert_exported(exported, harness.answered, sequences=2)
     listed = await turns(proxied, "siblings")
     assert sorted((turn["choice"], turn["match"]) for turn in listed[:2]) == [(0, "root"), (1, "root")]
     assert listed[0]["call"] == listed[1]["call"]
@@ -171,7 +171,7 @@ async def test_edited_context_is_respliced(proxied, stream, edit):
     await assert_faithful(proxied, after.prompt, spans, sent)
     assert (await harness.turn()).extends(after)
     exported = await trajectory(proxied, "edited")
-    assert_exported(exported, harness.heard, sequences=2)
+    assert_exported(exported, harness.answered, sequences=2)
     assert exported["sequences"][1]["start"] == "resplice"
 
 
@@ -183,7 +183,7 @@ async def test_rewritten_reply_is_not_the_models_own(proxied):
     rewritten = await harness.turn()
     assert (await matches(proxied, "rewritten"))[1][0] == "plain"
     assert "The answer is 43." in await proxied.detokenize(rewritten.prompt)
-    assert_exported(await trajectory(proxied, "rewritten"), harness.heard, sequences=2)
+    assert_exported(await trajectory(proxied, "rewritten"), harness.answered, sequences=2)
 
 
 async def test_subagents_interleave_in_one_session(proxied):
@@ -194,4 +194,4 @@ async def test_subagents_interleave_in_one_session(proxied):
         await main.turn()
         await sub.turn()
     assert main.contiguous == sub.contiguous == (2, 2)
-    assert_exported(await trajectory(proxied, "nest"), main.heard + sub.heard, sequences=2)
+    assert_exported(await trajectory(proxied, "nest"), main.answered + sub.answered, sequences=2)

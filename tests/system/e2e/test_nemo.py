@@ -62,10 +62,10 @@ async def test_every_turn_extends_the_previous_one(before_worker, episode, strea
     for n in range(TURNS):
         await harness.turn(then=f"Go on: {n} ☕", answer=f"total {n}\n")
     assert harness.contiguous == (TURNS - 1, TURNS - 1)
-    assert_exported(await trajectory(before, "s"), harness.heard)
+    assert_exported(await trajectory(before, "s"), harness.answered)
     assert [turn["match"] for turn in await turns(before, "s")] == ["root"] + ["continue"] * (TURNS - 1)
     asked = episodes(worker)
-    prefixes = [reply.prefix for reply in harness.heard]
+    prefixes = [reply.prefix for reply in harness.answered]
     assert [call.get("required_prefix_token_ids") for call in asked] == [None, *prefixes[:-1]]
     assert not any("stream" in call for call in asked)
     assert not any(message.keys() & set(TOKEN_FIELDS) for call in asked for message in call["messages"])
@@ -90,9 +90,9 @@ async def test_a_reply_cut_by_its_limit_is_continued(before_worker, stream):
     harness = before.harness("s", stream=stream).say("EPISODE:talk please")
     await harness.turn(max_tokens=9)
     await harness.turn()
-    assert harness.heard[0].finish_reason == "length"
+    assert harness.answered[0].finish_reason == "length"
     assert harness.contiguous == (1, 1)
-    assert_exported(await trajectory(before, "s"), harness.heard)
+    assert_exported(await trajectory(before, "s"), harness.answered)
 
 
 async def test_the_probe_finds_nemo_rls_worker(before_worker):
@@ -110,7 +110,7 @@ async def test_gyms_server_carries_the_ids_on_the_last_message(before_gym, strea
     for n in range(TURNS):
         await harness.turn(then=f"Go on: {n} ☕")
     assert harness.contiguous == (TURNS - 1, TURNS - 1)
-    assert_exported(await trajectory(before, "s"), harness.heard)
+    assert_exported(await trajectory(before, "s"), harness.answered)
     assert [turn["reason"] for turn in await turns(before, "s")] == ["", *["tail-by-engine"] * (TURNS - 1)]
     given = [[m for m in call["messages"] if m.keys() & set(TOKEN_FIELDS)] for call in gym.calls]
     assert [len(messages) for messages in given] == [0] + [1] * (TURNS - 1)

@@ -195,8 +195,8 @@ async def test_gym_s_capture_puts_the_ids_into_the_result_of_a_harness_that_drop
     assert not rebuilt.get("mask_sample"), rebuilt
     assert (sequence["token_ids"], sequence["loss_mask"], sequence["logprobs"]) == trained(rebuilt)
     calls = [token_fields(item)[:2] for item in carrying(rebuilt["response"]["output"])]
-    assert [(prompt, said) for prompt, said in calls] == [
-        (list(prompt), list(said)) for prompt, said in await ground_truth.read_new_episodes()
+    assert [(prompt, completion) for prompt, completion in calls] == [
+        (list(prompt), list(completion)) for prompt, completion in await ground_truth.read_new_episodes()
     ]
 
 
@@ -208,8 +208,8 @@ async def test_a_harness_that_sends_no_identity_is_logged_once(vllm, folder):
         messages = [{"role": "user", "content": "EPISODE:plain please"}]
         for _ in range(3):
             async with gym.http.post(f"{gym.urls[POLICY]}/v1/chat/completions", json={"model": MODEL, "messages": messages}) as answer:
-                said = (await answer.json())["choices"][0]["message"]["content"]
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+                completion = (await answer.json())["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": completion}, {"role": "user", "content": "go on"}]
     logged = (folder / f"{POLICY}.log").read_text()
     assert logged.count("has neither a rollout id nor the session cookie") == 1
 

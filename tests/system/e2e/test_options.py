@@ -15,7 +15,7 @@ async def assert_line(proxied, harness):
     assert done == of >= 2
     found = [(turn["match"], turn["reason"]) for turn in await turns(proxied, harness.session)]
     assert found == [("root", ""), *[("continue", "")] * of]
-    assert_exported(await trajectory(proxied, harness.session), harness.heard)
+    assert_exported(await trajectory(proxied, harness.session), harness.answered)
 
 
 @STREAMS
@@ -91,7 +91,7 @@ async def test_thinking_switched_within_a_session(proxied):
     assert found[1] in ("plain", "resplice")
     assert "</think>" in await proxied.detokenize(third.prompt)
     exported = await trajectory(proxied, "switch")
-    assert_exported(exported, harness.heard, sequences=len(exported["sequences"]))
+    assert_exported(exported, harness.answered, sequences=len(exported["sequences"]))
 
 
 @STREAMS

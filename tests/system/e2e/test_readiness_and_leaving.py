@@ -60,7 +60,7 @@ async def test_disconnecting_in_mid_stream(proxied, figures, at):
     harness = proxied.harness("left", stream=True, seed=9, max_tokens=40).say("EPISODE:long please")
     if at == "later-turn":
         await harness.turn()
-    whole = len(harness.heard)
+    whole = len(harness.answered)
     body = harness.body(max_tokens=LONG)
     answer = await proxied.http.post(f"{proxied.url}/v1/chat/completions", json=body, headers={SESSION_HEADER: "left"})
     received = b""

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from conftest import GroundTruth, Proxied
 from openai import AsyncOpenAI
-from rig.exported import assert_exported, generations, get_json, heard, trajectory
+from rig.exported import assert_exported, generations, generations_of, get_json, trajectory
 from rig.harness import SESSION_HEADER, TOOLS
 from rig.server import MODEL
 
@@ -90,7 +90,7 @@ async def test_every_turn_on_another_replica(pair, stream):
         await harness.turn(then=f"Go on: {n}", answer="total 1\n")
     assert harness.contiguous == (TURNS - 1, TURNS - 1)
     exported = await trajectory(two, "wandering")
-    assert_exported(exported, harness.heard)
+    assert_exported(exported, harness.answered)
     assert exported == await trajectory(one, "wandering")
 
 
@@ -112,11 +112,11 @@ async def test_a_replica_is_killed_in_mid_stream(pair):
         walker.url = two.url
         await walker.turn()
         assert walker.contiguous == (1, 1)
-    assert_exported(await trajectory(two, "bystander"), bystander.heard)
+    assert_exported(await trajectory(two, "bystander"), bystander.answered)
     exported = await trajectory(two, "bereft")
     assert not exported["complete"]
     assert {incident["kind"] for incident in exported["incidents"] if incident["hole"]} & {"call-open", "replica-lost"}
-    assert sorted(generations(exported)) == sorted(heard(harness.heard))
+    assert sorted(generations(exported)) == sorted(generations_of(harness.answered))
 
 
 async def test_a_call_that_its_sdk_retries_is_sampled_once(pair, vllm_server, figures):
@@ -126,13 +126,13 @@ async def test_a_call_that_its_sdk_retries_is_sampled_once(pair, vllm_server, fi
     fields = {"max_tokens": 3000, "seed": 5}
     began = time.monotonic()
     await one.direct(ids=False, system="", **fields).say("EPISODE:long please").ask()
-    patience = 0.75 * (time.monotonic() - began)
+    timeout_s = 0.75 * (time.monotonic() - began)
     urls = iter([one.url, two.url])
 
     async def balance(request):  # as a balancer would, call by call
         request.url = request.url.copy_with(port=int(next(urls).rpartition(":")[2]))
 
-    client = AsyncOpenAI(base_url=f"{one.url}/v1", api_key="tcs-repeated", timeout=patience, max_retries=1)
+    client = AsyncOpenAI(base_url=f"{one.url}/v1", api_key="tcs-repeated", timeout=timeout_s, max_retries=1)
     client._client.event_hooks["request"].append(balance)
     await ground_truth.read_new()
     completion = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "EPISODE:long please"}], **fields)

@@ -53,11 +53,11 @@ async def test_chat(proxied, case, row, episode, stream):
     if case.exact:
         assert harness.contiguous == (TURNS - 1, TURNS - 1)
         assert found == [("root", ""), *[("continue", "")] * (TURNS - 1)]
-        assert_exported(await trajectory(proxied, harness.session), harness.heard)
+        assert_exported(await trajectory(proxied, harness.session), harness.answered)
     else:
         assert harness.contiguous[0] < TURNS - 1
         assert "continue" not in {match for match, _ in found}
-        assert_exported(await trajectory(proxied, harness.session), harness.heard, sequences=TURNS)
+        assert_exported(await trajectory(proxied, harness.session), harness.answered, sequences=TURNS)
 
 
 @pytest.mark.parametrize("dialect", ["messages", "responses"])

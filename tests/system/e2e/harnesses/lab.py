@@ -57,7 +57,7 @@ class Run:
         return "\n".join(ended.output for ended in self.ended)
 
 
-PATIENCE = 300
+TIMEOUT_S = 300
 """Seconds that one process of a harness may take: the longest takes 35 on two idle cores."""
 
 
@@ -110,7 +110,7 @@ def keep(through, folder):
     (folder / "ground_truth.jsonl").write_text("".join(ground_truth), encoding="utf-8")
 
 
-async def run_harness(program, steps, server, folder, proxy=None, *, session=SESSION, seconds=PATIENCE):
+async def run_harness(program, steps, server, folder, proxy=None, *, session=SESSION, seconds=TIMEOUT_S):
     """Runs these steps of `program` through `proxy`, or directly against the engine; its configuration is the same for both."""
     namespace.prepare(folder)
     at_port = namespace.port()

@@ -38,7 +38,7 @@ def generations(exported):
     return found
 
 
-def heard(replies):
+def generations_of(replies):
     return [(tuple(reply.prompt), tuple(reply.ids), tuple(reply.logprobs)) for reply in replies]
 
 
@@ -47,6 +47,6 @@ def assert_exported(exported, replies, *, sequences=1):
     assert exported["complete"], exported["incidents"]
     assert exported["incidents"] == []
     assert all(reply.ids and reply.prompt and len(reply.ids) == len(reply.logprobs) for reply in replies)
-    assert Counter(generations(exported)) == Counter(heard(replies))
+    assert Counter(generations(exported)) == Counter(generations_of(replies))
     starts = [(sequence["start"], sequence["reason"]) for sequence in exported["sequences"]]
     assert len(starts) == sequences, starts

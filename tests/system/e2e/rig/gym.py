@@ -134,11 +134,11 @@ def _process(python, place, environment, log):
     try:
         yield process
     finally:
-        for ask, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        for ask, timeout_s in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, ask)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+                process.wait(timeout_s)
                 break
 
 

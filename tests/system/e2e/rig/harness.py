@@ -128,7 +128,7 @@ class Harness:
             self.fields |= {"return_token_ids": True, "logprobs": True}
         self.replies = []
         """What was added to the history, in order."""
-        self.heard = []
+        self.answered = []
         """Every answer with status 200."""
 
     def say(self, text):
@@ -146,7 +146,7 @@ class Harness:
             raw = await answer.read()
             read = read_stream if answer.content_type == "text/event-stream" else read_body
             replies = read(answer.status, raw)
-        self.heard += [reply for reply in replies if reply.status == 200]
+        self.answered += [reply for reply in replies if reply.status == 200]
         return replies
 
     def echo(self, reply):

@@ -43,7 +43,7 @@ class Client:
         """What this client returned for a reply, if it is to be sent back unchanged."""
         return reply.native if reply.dialect == self.name and not self.forgetful else None
 
-    def said(self, reply):
+    def thought_and_text(self, reply):
         """Thought and text of a rebuilt reply."""
         return ("", reply.text.strip()) if self.forgetful else (reply.thought, reply.text)
 

@@ -28,7 +28,7 @@ class Messages(Client):
         return {"model": MODEL, "system": SYSTEM, "messages": messages, "tools": tools}
 
     def blocks(self, reply):
-        thought, text = self.said(reply)
+        thought, text = self.thought_and_text(reply)
         blocks = [{"type": "thinking", "thinking": thought, "signature": "of-another"}] if thought else []
         blocks += [{"type": "text", "text": text}] if text else []
         return blocks + [{"type": "tool_use", "id": call, "name": name, "input": rewritten(given)} for call, name, given in reply.calls]

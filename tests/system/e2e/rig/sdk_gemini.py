@@ -41,7 +41,7 @@ class Gemini(Client):
         return contents
 
     def parts(self, reply):
-        thought, text = self.said(reply)
+        thought, text = self.thought_and_text(reply)
         parts = [types.Part(text=thought, thought=True)] if thought else []
         parts += [types.Part(text=text)] if text else []
         calls = [types.FunctionCall(id=call, name=name, args=rewritten(given)) for call, name, given in reply.calls]

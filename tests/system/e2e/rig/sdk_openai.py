@@ -27,7 +27,7 @@ class Chat(Client):
         return {"model": MODEL, "max_tokens": LIMIT, "messages": messages, "tools": TOOLS}
 
     def message(self, reply):
-        thought, text = self.said(reply)
+        thought, text = self.thought_and_text(reply)
         message = {"role": "assistant", "content": text} | ({"reasoning": thought} if thought else {})
         if reply.calls:
             written = [(call, {"name": name, "arguments": json.dumps(rewritten(given))}) for call, name, given in reply.calls]
@@ -73,7 +73,7 @@ class Responses(Client):
         return {"model": MODEL, "instructions": SYSTEM, "input": items, "tools": tools}
 
     def items(self, reply):
-        thought, text = self.said(reply)
+        thought, text = self.thought_and_text(reply)
         of_thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]}
         items = [of_thought] if thought else []
         items += [{"role": "assistant", "content": text}] if text else []

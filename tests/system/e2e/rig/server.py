@@ -123,11 +123,11 @@ class VllmServer:
         """Ends the server and the engine process it started: SIGTERM first, then SIGKILL. Signals only its own process group."""
         if self.process is None:
             return
-        for ask, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
+        for ask, timeout_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, ask)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience)
+                self.process.wait(timeout_s)
                 break
         with contextlib.suppress(ProcessLookupError):  # an engine process that outlived its server
             os.killpg(self.process.pid, signal.SIGKILL)
