@@ -6,7 +6,7 @@
         for trajectory in client.iterate([session.id]):
             train_on(trajectory)
 
-`AsyncClient` is the same with `await`.
+`AsyncClient` has the same methods as coroutines.
 
 ==============  ========================================================================================================
 `sync_client`   `Client` and `Session`
@@ -16,7 +16,7 @@
 `errors`        the exceptions
 ==============  ========================================================================================================
 
-The values that it returns are those of `tokencache.trajectories.values`.
+`tokencache.trajectories.values` defines the values that the methods return.
 """
 
 from tokencache.client.async_client import AsyncClient, AsyncSession

@@ -1,4 +1,4 @@
-"""What a harness needs to use a session: a base URL, an API key, headers, or the environment of its process.
+"""Provides what a harness needs to use a session: a base URL, an API key, headers, or the environment of its process.
 
 A program with an OpenAI client needs `base_url` and `key`. A program that sends plain HTTP needs `base_url` and `headers`. A harness
 with an adapter needs the environment (and files) of `launch`, as `tokencache env` and `tokencache run` use them.
@@ -26,7 +26,7 @@ class Access:
 
     Attributes:
         id: the name of the session.
-        key: the API key. It names the session by itself.
+        key: the API key. The proxy finds the session by this key alone.
         key_id: the id of the registered key; `""` if the key was not registered.
         base_url: the URL for OpenAI clients. It ends with `/v1`.
         launch: how to start the harness; `None` if no harness was named. `launch.argv` is the program with its first arguments,
@@ -51,7 +51,7 @@ class Access:
 
 
 def access_to(url: str, session: str, key: str | None = None, key_id: str = "") -> Access:
-    """Return the access to a session. Without a registered key it uses the key that names the session, `tcs-NAME`."""
+    """Return the access to a session. Without a registered key, the key is the one that contains the session's name, `tcs-NAME`."""
     return Access(id=session, key=key or session_key(session), base_url=f"{session_url(url, session)}/v1", key_id=key_id)
 
 
@@ -59,7 +59,7 @@ def check_directory(adapter: Adapter, config_dir: Path | None) -> None:
     """Check that a harness can use the proxy if no configuration directory is given.
 
     Raises:
-        AdapterError: the harness reads the URL of the proxy only from a file.
+        AdapterError: no directory is given, and the harness reads the URL of the proxy only from a file.
     """
     if config_dir is None and adapter.files and not any("{url}" in text for text in adapter.variables.values()):
         raise AdapterError(f"{adapter.title} reads the URL of the proxy from a configuration file: name a directory for it (config_dir=…)")

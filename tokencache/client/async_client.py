@@ -1,4 +1,4 @@
-"""The client for asyncio: `AsyncClient` and `AsyncSession`. Their methods are described at `Client` and `Session`."""
+"""The client for asyncio: `AsyncClient` and `AsyncSession`. `Client` and `Session` document their methods."""
 
 import asyncio
 import dataclasses
@@ -56,21 +56,21 @@ class _Transport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AsyncSession(Access):
-    """As `Session`."""
+    """`Session` for asyncio."""
 
     _transport: _Transport = dataclasses.field(repr=False)
     _operations: Operations = dataclasses.field(repr=False)
 
     async def state(self) -> SessionState:
-        """As `Session.state`."""
+        """See `Session.state`."""
         return await self._transport.run(self._operations.state(self.id))
 
     async def wait(self, *, turns: int = 0, sealed: bool = False, timeout: float = 60.0) -> SessionState:  # noqa: ASYNC109 - as `Session`'s
-        """As `Session.wait`."""
+        """See `Session.wait`."""
         return await self._transport.run(self._operations.wait(self.id, turns=turns, sealed=sealed, timeout=timeout))
 
     async def seal(self) -> None:
-        """As `Session.seal`."""
+        """See `Session.seal`."""
         await self._transport.run(self._operations.seal(self.id))
 
     @overload
@@ -78,24 +78,24 @@ class AsyncSession(Access):
     @overload
     async def fetch(self, format: str, *, drift: str = "") -> Any: ...
     async def fetch(self, format: str = "native", *, drift: str = "") -> Any:  # noqa: A002 - the name of the query parameter
-        """As `Session.fetch`."""
+        """See `Session.fetch`."""
         return await self._transport.run(self._operations.fetch(self.id, format, drift))
 
     async def fetch_json(self, format: str = "native", *, drift: str = "") -> bytes:  # noqa: A002 - the name of the query parameter
-        """As `Session.fetch_json`."""
+        """See `Session.fetch_json`."""
         return await self._transport.run(self._operations.fetch_json(self.id, format, drift))
 
     async def delete(self) -> None:
-        """As `Session.delete`."""
+        """See `Session.delete`."""
         await self._transport.run(self._operations.delete(self.id))
 
     async def revoke(self) -> None:
-        """As `Session.revoke`."""
+        """See `Session.revoke`."""
         await self._transport.run(self._operations.revoke(self))
 
 
 class AsyncClient:
-    """As `Client`, for asyncio."""
+    """`Client` for asyncio."""
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout: float = 60.0, adapters: Path | None = None) -> None:
         self._transport = _Transport(url, admin_key, timeout)
@@ -112,31 +112,31 @@ class AsyncClient:
         await self._transport.http.aclose()
 
     async def create(self, name: str | None = None, **options: Unpack[SessionOptions]) -> AsyncSession:
-        """As `Client.create`."""
+        """See `Client.create`."""
         return self._session(await self._transport.run(self._operations.create(name, **options)))
 
     def session(self, name: str) -> AsyncSession:
-        """As `Client.session`."""
+        """See `Client.session`."""
         return self._session(access_to(self._operations.url, name))
 
     async def sessions(self, prefix: str = "") -> list[SessionState]:
-        """As `Client.sessions`."""
+        """See `Client.sessions`."""
         return await self._transport.run(self._operations.sessions(prefix))
 
     async def engines(self) -> list[EngineState]:
-        """As `Client.engines`."""
+        """See `Client.engines`."""
         return await self._transport.run(self._operations.engines())
 
     async def add_engine(self, url: str) -> EngineState:
-        """As `Client.add_engine`."""
+        """See `Client.add_engine`."""
         return await self._transport.run(self._operations.add_engine(url))
 
     async def drain_engine(self, url: str) -> EngineState:
-        """As `Client.drain_engine`."""
+        """See `Client.drain_engine`."""
         return await self._transport.run(self._operations.drain_engine(url))
 
     async def remove_engine(self, url: str, *, force: bool = False) -> None:
-        """As `Client.remove_engine`."""
+        """See `Client.remove_engine`."""
         await self._transport.run(self._operations.remove_engine(url, force=force))
 
     @overload
@@ -170,9 +170,9 @@ class AsyncClient:
         timeout: float = 60.0,
         concurrency: int = 8,
     ) -> AsyncIterator[Any]:
-        """As `Client.iterate`, but in the order in which the sessions finish.
+        """See `Client.iterate`. The order is that in which the sessions finish.
 
-        At most `concurrency` sessions (at least 1) are waited for and fetched at a time, and as many trajectories are in memory.
+        At most `concurrency` sessions (at least 1) are processed at a time, and as many trajectories are in memory.
         """
         check_deletion(seal=seal, delete=delete)
         if concurrency < 1:
@@ -192,7 +192,7 @@ class AsyncClient:
                 if not running:
                     break
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                task = next(iter(done))  # the others stay in `running`, which bounds the number of trajectories in memory
+                task = next(iter(done))  # other finished tasks stay in `running`, which limits the trajectories in memory
                 name = running.pop(task)
                 try:
                     taken = task.result()

@@ -10,7 +10,7 @@
         ├── SealedError       409: the session is sealed
         └── EngineInUseError  409: the engine is not drained, or `--upstream` names it
 
-Any other `AnswerError` is a failure of the proxy (5xx), or the response of another program at that address.
+Any other `AnswerError` is a failure of the proxy (5xx), or the response of another program at this address.
 """
 
 from http import HTTPStatus
@@ -27,7 +27,7 @@ class UnreachableError(ClientError):
 
 
 class WaitTimeoutError(ClientError, TimeoutError):
-    """A condition did not hold in time. The message says which one, and the state of the session."""
+    """A condition did not hold in time. The message names it and describes the state of the session."""
 
 
 class AnswerError(ClientError):
@@ -57,13 +57,13 @@ class UnauthorizedError(AnswerError):
 
 
 class NotFoundError(AnswerError):
-    """There is no such session (no call was made in it yet, it was deleted, or it has expired), or no such engine or key."""
+    """There is no such session (it has no call yet, was deleted, or has expired), or no such engine or key."""
 
     status = 404
 
 
 class SealedError(AnswerError):
-    """The session is sealed, so the awaited turns cannot come."""
+    """The session is sealed, so no further turns can be recorded."""
 
     status = 409
 

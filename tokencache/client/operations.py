@@ -1,11 +1,10 @@
-"""The operations of the client as generators that open no socket: which requests they send, and what they make of the responses.
+"""Defines the operations of the client as generators that do no I/O (the sans-I/O pattern: https://sans-io.readthedocs.io).
 
 An operation yields a `Request` to send or a `Pause` to wait, receives the response to each request, and returns its result. `Client`
-runs operations with blocking calls, `AsyncClient` with awaited ones; nothing else differs between the two. (The idea: https://sans-
-io.readthedocs.io.)
+runs operations with blocking calls, `AsyncClient` with awaited ones; nothing else differs between the two.
 
-A request that may be repeated is sent up to four times if the proxy does not answer or its store fails (503). Only the registration of
-a key is sent once, because a repetition would register a second key.
+A request is sent up to four times if the proxy does not respond or its store fails (503). Only the registration of a key is sent once,
+because a repetition would register a second key.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 _BASE = "/tokencache/v1"
 _RETRIES = 3
 _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
-"""Seconds between two requests for the state of a session: at first, and at most."""
+"""Seconds between two requests for the state of a session: the first and the longest pause."""
 
 _UNAVAILABLE, _REDIRECTION, _NOT_FOUND = 503, 300, 404
 
@@ -67,7 +66,7 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class ServerResponse(msgspec.Struct, frozen=True):
-    """A response. Status 0 means that none came; `body` then says why."""
+    """A response. Status 0 means that there was none; `body` then is the reason."""
 
     status: int
     body: bytes
@@ -78,7 +77,7 @@ Steps: TypeAlias = Generator[Request | Pause, ServerResponse, T]
 
 
 class FetchedTrajectory(msgspec.Struct, frozen=True):
-    """A trajectory in the requested format. `idle`: no call was open when it was fetched."""
+    """A trajectory in the requested format. `idle`: whether no call was open when it was fetched."""
 
     trajectory: Any
     idle: bool
@@ -112,7 +111,7 @@ class _Key(msgspec.Struct):
 class Operations:
     """The operations on one proxy.
 
-    All raise `AnswerError` (`NotFoundError`, `UnauthorizedError`, …) if the proxy refuses, and `UnreachableError` if it does not answer.
+    All raise `AnswerError` (`NotFoundError`, `UnauthorizedError`, …) if the proxy refuses, and `UnreachableError` if it does not respond.
     """
 
     def __init__(self, url: str, adapters: Path | None) -> None:
@@ -210,7 +209,7 @@ class Operations:
         Raises:
             WaitTimeoutError: the conditions did not hold in time.
             SealedError: it is sealed with fewer turns, so more cannot come.
-            NotFoundError: there is no such session, and neither turns nor a seal are waited for.
+            NotFoundError: there is no such session, and no other condition was given.
         """
         deadline, polls = time.monotonic() + timeout, delays(_FIRST_POLL, _LONGEST_POLL)
         while True:
@@ -219,7 +218,7 @@ class Operations:
             except NotFoundError:
                 if not turns and not sealed:
                     raise
-                state = None  # it begins with its first call
+                state = None  # the session begins with its first call
             if state is not None and not state.open_calls:
                 if state.turns >= turns and (state.sealed or not sealed):
                     return state
@@ -232,7 +231,7 @@ class Operations:
             yield Pause(min(next(polls), left))
 
     def take(self, name: str, form: str, *, seal: bool, timeout: float) -> Steps[FetchedTrajectory]:
-        """Fetch a session that is over: seal it first if `seal` is set, and wait until no call is open or the time is up."""
+        """Fetch a finished session: seal it first if `seal` is set, and wait until no call is open or the time is up."""
         if seal:
             yield from self.seal(name)
         try:
@@ -240,7 +239,7 @@ class Operations:
             idle = True
         except WaitTimeoutError:
             idle = False
-        # Drift is not measured: there are many rollouts, and the engine has calls to serve.
+        # Drift is not measured: for many rollouts that would take engine time from calls.
         return FetchedTrajectory((yield from self.fetch(name, form, "off")), idle)
 
     def _served(self, key: str, model: str | None) -> Steps[tuple[str, int]]:
@@ -260,7 +259,7 @@ def _call(request: Request, kind: type[T]) -> Steps[T]:
 
 
 def _delete(path: str, params: dict[str, str] | None = None) -> Steps[None]:
-    """Delete something. If it is gone at a second attempt, the first one succeeded and its response was lost."""
+    """Send a DELETE. A 404 at a later attempt counts as success: an earlier attempt succeeded and its response was lost."""
     request = Request("DELETE", path, params or {})
     response, attempts = yield from _send(request)
     if response.status != _NOT_FOUND or attempts == 1:

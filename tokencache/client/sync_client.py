@@ -45,31 +45,32 @@ class _Transport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session(Access):
-    """One rollout: what a harness needs to use it (`key`, `base_url`, `headers`, `env`, `launch`), and what a trainer does with it.
+    """One rollout. Attributes for the harness: `key`, `base_url`, `headers`, `env`, `launch`. Methods for the trainer.
 
-    A session begins with its first call. Before that every method raises `NotFoundError`. Methods also raise what `Client` raises.
+    A session begins with its first call. Before that, every method except `wait` and `revoke` raises `NotFoundError`. Methods also raise
+    the exceptions of `Client`.
     """
 
     _transport: _Transport = dataclasses.field(repr=False)
     _operations: Operations = dataclasses.field(repr=False)
 
     def state(self) -> SessionState:
-        """Return its state: turns, open calls, incidents."""
+        """Return the state of the session: turns, open calls, incidents."""
         return self._transport.run(self._operations.state(self.id))
 
     def wait(self, *, turns: int = 0, sealed: bool = False, timeout: float = 60.0) -> SessionState:
-        """Wait until no call is open, at least `turns` turns are recorded and, if `sealed` is set, it is sealed. Returns its state.
+        """Wait until no call is open, at least `turns` turns are recorded and, with `sealed`, the session is sealed. Returns its state.
 
         `timeout` is in seconds. With `turns` or `sealed` the session need not have begun yet.
 
         Raises:
             WaitTimeoutError: the conditions did not hold in time.
-            SealedError: it is sealed with fewer turns.
+            SealedError: the session is sealed with fewer turns.
         """
         return self._transport.run(self._operations.wait(self.id, turns=turns, sealed=sealed, timeout=timeout))
 
     def seal(self) -> None:
-        """Seal it: it accepts no more calls. Open calls may still end. Sealing again has no effect."""
+        """Seal the session: it accepts no more calls. Open calls may still end. Sealing again has no effect."""
         self._transport.run(self._operations.seal(self.id))
 
     @overload
@@ -77,10 +78,10 @@ class Session(Access):
     @overload
     def fetch(self, format: str, *, drift: str = "") -> Any: ...
     def fetch(self, format: str = "native", *, drift: str = "") -> Any:  # noqa: A002 - the name of the query parameter
-        """Fetch its trajectory as it is now. For formats other than `native` the result is the JSON object of the format.
+        """Fetch the current trajectory. For formats other than `native` the result is the JSON object of the format.
 
-        `drift` says for which turns drift is measured first (docs/drift.md): `off`, `sequences` or `turns`. `""` uses the default of the
-        proxy: `sequences` for `native`, which costs the engine one rendering for each sequence.
+        `drift` selects the turns whose drift is measured first (docs/drift.md): `off`, `sequences` or `turns`. `""` uses the default of
+        the proxy: `sequences` for `native`, which costs the engine one rendering for each sequence, and `off` for other formats.
 
         Raises:
             RefusedError: the format is unknown. The message lists all formats.
@@ -88,18 +89,18 @@ class Session(Access):
         return self._transport.run(self._operations.fetch(self.id, format, drift))
 
     def fetch_json(self, format: str = "native", *, drift: str = "") -> bytes:  # noqa: A002 - the name of the query parameter
-        """Fetch its trajectory as the JSON text that the proxy wrote, with every digit and member. `drift` as in `fetch`."""
+        """Fetch the current trajectory as the JSON text that the proxy wrote, with every digit and member. `drift`: see `fetch`."""
         return self._transport.run(self._operations.fetch_json(self.id, format, drift))
 
     def delete(self) -> None:
-        """Delete it with all its tokens."""
+        """Delete the session with all its tokens."""
         self._transport.run(self._operations.delete(self.id))
 
     def revoke(self) -> None:
-        """Revoke its key: from now on the proxy answers 401 to it. The recorded turns stay.
+        """Revoke the session's key: from now on the proxy returns 401 to it. The recorded turns stay.
 
         Raises:
-            ValueError: it was opened by its name, so no key was registered.
+            ValueError: the session was opened by its name, so no key was registered.
             NotFoundError: the key was revoked already.
         """
         self._transport.run(self._operations.revoke(self))
@@ -108,8 +109,8 @@ class Session(Access):
 class Client:
     """A connection to a proxy, for a trainer. Several threads may use it.
 
-    Every method that sends a request raises `UnreachableError` if the proxy does not answer, `UnauthorizedError` without the right key, and
-    `AnswerError` or one of its kinds if the proxy refuses. Requests that may be repeated are tried four times.
+    Every method that sends a request raises `UnreachableError` if the proxy does not respond, `UnauthorizedError` without the right key,
+    and another `AnswerError` if the proxy refuses. Requests that may be repeated are sent up to four times.
 
     Args:
         url: the base URL of the proxy, without `/v1`.
@@ -138,12 +139,12 @@ class Client:
         Args:
             name: the session's name: 1 to 200 of `A-Z a-z 0-9 . _ : @ + = -`.
             harness: the adapter (`tokencache harnesses`) whose rules apply, and for which `env` and `launch` are prepared.
-            model: the model that the harness requests. Default: the one that is served. Only used with `harness`.
+            model: the model that the harness requests. Default: the served one. Only used with `harness`.
             models: maps names (shell patterns) that the harness may use to the model that is served.
             sampling: sampling parameters that override those of the harness.
             tenant: the owner of the rollout. Tenants do not share the engine's prefix cache (docs/threat-model.md).
-            budget: limits after which the session ends (docs/budgets.md). Limits that it leaves open are those of the proxy.
-            config_dir: where to write the configuration of the harness: a new directory, or one that was made here before. Without it,
+            budget: limits after which the session ends (docs/budgets.md). For limits that it does not set, those of the proxy apply.
+            config_dir: where to write the configuration of the harness: a new directory, or one from an earlier call. Without it,
                 variables that name it are left out.
 
         Raises:
@@ -154,7 +155,7 @@ class Client:
         return self._session(self._transport.run(self._operations.create(name, **options)))
 
     def session(self, name: str) -> Session:
-        """Open a session by its name, whether or not it has begun. Its key is the one that names it, `tcs-NAME`. Sends no request."""
+        """Open a session by its name, whether or not it has begun. Its key contains that name, `tcs-NAME`. Sends no request."""
         return self._session(access_to(self._operations.url, name))
 
     def sessions(self, prefix: str = "") -> list[SessionState]:
@@ -166,7 +167,7 @@ class Client:
         return self._transport.run(self._operations.engines())
 
     def add_engine(self, url: str) -> EngineState:
-        """Let an engine accept calls: a new one, or one that was drained. It gets calls once it was probed (`EngineState.serves`).
+        """Add an engine, or let a drained one accept calls again. It gets calls after it has been probed (`EngineState.serves`).
 
         `url` is its base URL; a `/v1` at its end is removed.
         """
@@ -181,7 +182,7 @@ class Client:
         return self._transport.run(self._operations.drain_engine(url))
 
     def remove_engine(self, url: str, *, force: bool = False) -> None:
-        """Remove a drained engine (`EngineState.drained`), or with `force` any engine. Calls in progress continue.
+        """Remove an engine that is drained (`EngineState.drained`), or with `force` any engine. Calls in progress continue.
 
         Raises:
             NotFoundError: there is no such engine.
@@ -212,17 +213,18 @@ class Client:
         delete: bool = True,
         timeout: float = 60.0,
     ) -> Iterator[Any]:
-        """Return trajectories one after the other.
+        """Return the trajectories of sessions one after another.
 
-        Each session is sealed, waited for until no call is open, fetched and returned. It is deleted only when the next one is requested,
-        so that a trajectory is still on the server if the consumer fails while it processes it. No drift is measured.
+        The client seals each session, waits until no call is open, then fetches and returns the trajectory. It deletes a session only when
+        the next one is requested, so that the server still has a trajectory if the consumer fails while processing it. Drift is not
+        measured.
 
         Args:
             names: the sessions, all of them finished from the trainer's view. `None`: all sessions that are sealed already.
-            format: as in `Session.fetch`.
-            seal: seal each session first. `delete` needs it, because a call could begin after the fetch.
+            format: see `Session.fetch`.
+            seal: seal each session first. `delete` needs it, because otherwise a call could begin after the fetch.
             delete: delete each session after it was processed.
-            timeout: how long to wait for the open calls of a session, in seconds. If one is still open then (its proxy may have died),
+            timeout: how long to wait for the open calls of a session, in seconds. If a call is still open then (its proxy may have died),
                 the trajectory is returned as it is, with `complete` false, and the session is not deleted.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What the commands share: the options that name a proxy, the exit after an error, and words for counts and sizes."""
+"""Shared parts of the commands: the options that name a proxy, the exit after an error, and texts for counts and sizes."""
 
 from typing import Annotated
 
@@ -29,13 +29,13 @@ _MEGABYTE = 1_000_000
 
 
 def output() -> Console:
-    """Return the standard output. Lines are as wide as the terminal, and never wrapped if a program reads them."""
+    """Return a console on standard output. Lines are as wide as the terminal. If a program reads them, they are never wrapped."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=10_000)
 
 
 def failed(error: Exception | str, command: str = "tokencache") -> typer.Exit:
-    """Print an error and return the exit with code 1, to be raised."""
+    """Print an error and return the exit with code 1 for the caller to raise."""
     typer.secho(f"{command}: {error}", fg="red", err=True)
     return typer.Exit(1)
 
@@ -51,5 +51,5 @@ def size(n: int) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace control characters by blanks, except those in `keep`: texts from files and harnesses must not control the terminal."""
+    """Replace control characters by blanks, except those in `keep`, so that texts of files and harnesses cannot control the terminal."""
     return "".join(c if c.isprintable() or c in keep else " " for c in text)

@@ -25,7 +25,7 @@ _TIMEOUT = 120.0
 
 
 class DriftError(Exception):
-    """There is nothing to report. The message says why, and what to do."""
+    """There is nothing to report. The message explains why, and what to do."""
 
 
 def report_drift(  # noqa: PLR0917 - one parameter per option

@@ -1,4 +1,4 @@
-"""Draws drift as a picture: what drifted, what that would have cost, and why, with a row for each harness and model.
+"""Draws drift as a picture with a row for each harness and model: what drifted, what that would have cost, and why.
 
 The background is transparent and all colors are of medium brightness, so the picture is legible on light and dark pages. Needs matplotlib
 (extra `plot`), which draws without a screen.

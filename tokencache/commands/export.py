@@ -1,8 +1,8 @@
 """`tokencache export`: writes many sessions into one file, in order.
 
 A few sessions are fetched at a time. The file gets its name only when it is complete. Sessions are deleted only after the file is on
-the disk, and only if they can bring nothing new: they were sealed before they were fetched and had no open call. Sessions that could
-not be exported are counted and reported.
+the disk, and only if they cannot change any more: they were sealed before they were fetched and had no open call. Sessions that could not
+be exported are counted and reported.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.registry import FORMATS, format_named
 
 CONCURRENCY = 4
-"""Sessions fetched at a time. So many rollouts are in memory."""
+"""Sessions that are fetched at a time, and rollouts that are in memory."""
 
 _EXIT_INTERRUPTED = 130
 _NAMES_SHOWN = 5
 
 
 class FetchedRollout(msgspec.Struct, frozen=True):
-    """A rollout as it was fetched. `idle`: no call was open before that. `tokens`: the tokens of all its sequences."""
+    """A fetched rollout. `idle`: whether no call was open before the fetch. `tokens`: number of tokens of all its sequences."""
 
     session: str
     rollout: bytes
@@ -48,13 +48,13 @@ class Export(msgspec.Struct, kw_only=True):
     Attributes:
         names: the sessions, in the order in which they are written.
         drift: the turns whose drift is measured first; `""` uses the default of the proxy.
-        exact: each session was named by the user, so a missing one is an error.
-        exported, incomplete, skipped: sessions that were written; those of them that are incomplete; incomplete ones that were left out
-            (`complete_only`).
-        gone: sessions that someone deleted before they could be fetched.
-        deleted, kept: sessions that were deleted in the end; those that were not, because a call is still open.
-        whole: the file is complete and has its name.
-        partial: the file in which an unfinished export left its data.
+        exact: whether the user named each session, so that a missing one is an error.
+        exported, incomplete: sessions that were written; those of them that are incomplete.
+        skipped: incomplete sessions that were left out (`complete_only`).
+        gone: sessions that were deleted before they could be fetched.
+        deleted, kept: sessions that were deleted after the export; those that were not, because a call was still open.
+        whole: whether the file is complete and has its name.
+        partial: the file with the data of an unfinished export.
     """
 
     names: Sequence[str]
@@ -156,7 +156,7 @@ class _Figures(msgspec.Struct, frozen=True):
 
 
 class _Summary(msgspec.Struct, frozen=True):
-    """The members that most formats have. If `complete` is absent, the state of the session has it."""
+    """Members that most formats have. If a format has no `complete`, the state of the session has it."""
 
     complete: bool | None = None
     figures: _Figures = _Figures()
@@ -266,7 +266,7 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
 
 
 def _print_unfinished(console: Console, export: Export) -> None:
-    """Print how far an export came that failed or was interrupted."""
+    """Print the progress of an export that failed or was interrupted."""
     done = f"{len(export.exported)} of {plural(len(export.names), 'session')}"
     if export.whole:
         words = f"the file is complete; stopped after {plural(len(export.deleted), 'session')} were deleted from the proxy"

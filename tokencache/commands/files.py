@@ -1,8 +1,8 @@
 """Opens files of rollouts for writing and reading: JSON lines here, Parquet in `parquet`.
 
-JSON lines hold a `native` rollout as one line. A native rollout is not split into rows, because `verify` and trainers need what
-concerns all of it (incidents, figures, which sequence branched off which). Every other format is written as one row (training sample) a
-line; its rows repeat what a trainer must know of the rollout.
+In JSON lines, a `native` rollout is one line. It is not split into rows, because `verify` and trainers need the facts about the whole
+rollout (incidents, figures, which sequence branched off which). In every other format a line is one row (training sample), which repeats
+what a trainer must know about the rollout.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from tokencache.trajectories.formats.registry import Format
 JSONL, GZIP, PARQUET, JSON = ".jsonl", ".jsonl.gz", ".parquet", ".json"
 EXPORTS = (JSONL, GZIP, PARQUET, JSON)
 ENDINGS = (*EXPORTS, PART)
-"""Endings of names that are files, not sessions."""
+"""A name with one of these endings is a file, not a session."""
 
 
 def create(path: str, wanted: Format, *, overwrite: bool) -> Sink:

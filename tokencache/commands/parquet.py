@@ -4,9 +4,9 @@
 are JSON text in `turns`, `more` (of the sequence) and `rollout` (of the session, repeated in each of its rows). A session without
 sequences has no row; it is in the metadata of the file under `tokencache.rollouts`.
 
-For other formats the columns are the members of their rows. Their types are known only after all rows were seen, so rows wait in a
-temporary file until then. Lists of integers become int32 and lists of floats float32 if no value changes. If a column holds an object,
-all its values become JSON text. A format in which every member is an object is refused.
+For other formats the columns are the members of their rows. Their types are known only at the end, so rows are first written to a
+temporary file. Lists of integers become int32 and lists of floats float32 if no value changes. If a column contains an object, all its
+values become JSON text. A format in which every member is an object is refused.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ from tokencache.commands.sink import FileError, PartFile, Sink, rows_of
 from tokencache.trajectories.formats.registry import Format
 
 GROUP_TOKENS, GROUP_ROWS = 1 << 20, 8192
-"""A row group ends after the row with which it reaches so many tokens or rows."""
+"""A row group ends when it has at least this many tokens or rows."""
 
 _WITHOUT_ROWS = b"tokencache.rollouts"
 _JSON = msgspec.json.Encoder()

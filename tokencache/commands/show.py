@@ -1,7 +1,7 @@
 """`tokencache show`: prints a session as a tree of sequences and turns.
 
-Runs of turns that only continue are folded into one line. A sequence that branches off is indented below the turn that it left. Below a
-certain depth the indentation stays the same, so that lines do not become too narrow; the heading names the turn that the sequence left.
+Runs of turns that only continue are folded into one line. A sequence that branches off is indented below the turn from which it branches.
+From a certain depth on, the indentation stays the same, so that lines do not become too narrow. The heading names that turn.
 """
 
 import time
@@ -19,7 +19,7 @@ from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, Prox
 
 MAX_DEPTH = 8
 MIN_FOLDED = 3
-"""Runs of at least so many turns are folded."""
+"""Shortest run of turns that is folded."""
 
 _USUAL_FINISH = frozenset({"stop", "tool_calls"})
 Part = str | tuple[str, str]
@@ -98,7 +98,7 @@ class _Tree:
         self._with_incident = {incident.turn for incident in rollout.incidents}
         self._known = {turn.turn for sequence in rollout.sequences for turn in sequence.turns}
         self._branches: dict[str, list[TrainingSequence]] = {}
-        """The sequences that left a turn, by turn id; under `""` those that left none."""
+        """The sequences that branch off a turn, by turn id; under `""` those that branch off none."""
         for sequence in rollout.sequences:
             self._branches.setdefault(self._left(sequence), []).append(sequence)
 

@@ -1,7 +1,7 @@
-"""What all export files have in common: the interface `Sink`, and the name `FILE.part` until a file is complete.
+"""Defines `Sink`, the interface of all export files, and `PartFile`, a file that is called `FILE.part` until it is complete.
 
-A file gets its own name when all data is in it and on the disk. So a file with its own name is always complete. After an interruption
-`FILE.part` holds what was written, and can be read.
+A file gets its own name when all data is written and on the disk. So a file with its own name is always complete. After an interruption
+`FILE.part` contains the data that was written, and can be read.
 """
 
 import os
@@ -19,7 +19,7 @@ _ROWS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class FileError(Exception):
-    """A file cannot be written or read as requested. The message says what to do instead."""
+    """A file cannot be written or read as requested. The message explains what to do instead."""
 
 
 class Sink(Protocol):

@@ -1,8 +1,8 @@
 """Aligns two tokenizations of one reply, column by column.
 
-Both rows are split into characters and compared (`difflib`), so that equal text is in equal columns, however it is split into tokens. A
-column before a character that starts a token in either row has a bar, in the row whose token starts there. Text that only one row has
-faces blanks. A character whose bytes belong to several tokens is written in hexadecimal, byte by byte.
+Both rows are split into characters and compared (`difflib`), so that equal text is in the same columns, however it is split into tokens. A
+bar in a row marks the start of a token. If only one row has a text, the other row has blanks in these columns. A character whose bytes
+belong to several tokens is written in hexadecimal, byte by byte.
 """
 
 import unicodedata
@@ -16,7 +16,7 @@ from rich.cells import cell_len
 BAR = "│"
 _SHOWN = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 _KEPT, _LONG = 16, 40
-"""Of at least `_LONG` consecutive columns that only one row has, up to `_KEPT` are kept at either end."""
+"""If at least `_LONG` consecutive columns have text in only one row, up to `_KEPT` of them are kept at either end."""
 
 
 class Column(NamedTuple):
@@ -30,7 +30,7 @@ class Column(NamedTuple):
 
 
 class _Atom(NamedTuple):
-    """One character of a row: itself, as shown, whether it starts a token, its (first) token, and the range of its bytes."""
+    """One character of a row: the character, its shown form, whether it starts a token, its (first) token, and the range of its bytes."""
 
     char: str
     shown: str
@@ -66,7 +66,7 @@ def align(top: Sequence[bytes], bottom: Sequence[bytes]) -> list[Column]:
 
 
 def wrap(columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """Split columns into lines of at most `width` cells, before a bar if possible."""
+    """Split columns into lines of at most `width` cells. Lines end before a bar if possible."""
     lines: list[list[Column]] = [[]]
     for column in columns:
         line = lines[-1]

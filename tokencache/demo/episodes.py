@@ -1,11 +1,11 @@
-r"""The replies of the demo's simulated model: three jobs of eight turns, as a model would write them.
+r"""Defines the replies of the demo's simulated model: three jobs of eight turns, as a model would write them.
 
-The simulated engine gives these replies, each time in other tokens. They contain what makes token-exact histories hard: thinking that the
-harness drops, blanks around text that it strips, arguments whose key order, spacing and number format it changes, two calls in one reply,
-code, JSON escapes, several scripts. A reply without a call ends a task within the rollout: the user speaks next, and from there on the
-template omits all earlier thinking.
+The simulated engine returns these replies, each time in different tokens. They contain what makes token-exact histories hard: thinking that
+the harness drops, blanks around text that it strips, arguments whose key order, spacing and number format it changes, two calls in one
+reply, code, JSON escapes, several scripts. A reply without a call ends a task within the rollout. A user message follows, and from there on
+the template omits all earlier thinking.
 
-The first reply of the first job is the one that the demo shows token by token.
+The demo shows the first reply of the first job token by token.
 """
 
 from collections.abc import Mapping, Sequence

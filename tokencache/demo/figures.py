@@ -1,19 +1,19 @@
-"""The demo's figures: what a trainer can do with the token ids of some rollouts.
+"""Computes the demo's figures: how much of some rollouts a trainer can use.
 
-The definition is the same with and without the proxy, and uses only ids. A rollout is the list of its turns; the *prefix* of a turn is its
-prompt and completion.
+The definitions are the same with and without the proxy, and use only token ids. A rollout is the list of its turns. The *prefix* of a turn
+is its prompt and completion.
 
 ================== ====================================================================================================
 `turns`            model calls
 `contiguous_turns` turns that are the first of their rollout, or whose prompt starts with the prefix of the turn before
-`drifted_tokens`   over all other turns: the tokens of that prefix from the first one that the prompt does not repeat
+`drifted_tokens`   for all other turns: the tokens of that prefix from the first one that the prompt does not repeat
 `sequences`        runs of turns that extend one another: the parts of a rollout if it is cut wherever it breaks
 `trainable_tokens` sampled tokens of each rollout's first run: all of them if it has one run, else those that remain if a
                    rollout must be one sequence, as trainers that assert contiguity (NeMo RL) require
 ================== ====================================================================================================
 
-Without the proxy the ids come from the engine's ground truth, because a harness that receives text has none. With the proxy they come from
-the trainer's route: runs are the exported sequences, and only tokens with loss mask 1 count.
+Without the proxy the ids come from the engine's ground truth, because a harness receives only text. With the proxy they come from the
+trainer's API: runs are the exported sequences, and only tokens with loss mask 1 are trainable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class DemoFigures:
-    """The figures of some rollouts; see the module docstring."""
+    """The figures of some rollouts, as the module docstring defines them."""
 
     rollouts: int = 0
     turns: int = 0
@@ -96,9 +96,9 @@ def measure_exported(trajectory: Mapping[str, Any]) -> DemoFigures:
 def disagreements(trajectory: Mapping[str, Any], ground_truth: Sequence[Generation], turns: int) -> list[str]:
     """List where an exported trajectory differs from the engine's ground truth of that session. An empty list proves that it is exact.
 
-    Every exported turn must equal one entry of the ground truth, in prompt ids, completion ids and log probabilities, and every entry one
-    exported turn. There must be as many as the harness made calls. The loss mask must be 1 for sampled tokens and 0 elsewhere. The proxy
-    must report the session as complete.
+    Exported turns and entries of the ground truth must be equal one to one, in prompt ids, completion ids and log probabilities. Their
+    number must be that of the harness's calls. The loss mask must be 1 for sampled tokens and 0 elsewhere. The proxy must report that the
+    session is complete.
     """
     session, found = trajectory["session"], []
     left = list(ground_truth)

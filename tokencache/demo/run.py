@@ -1,7 +1,7 @@
 """Runs the demo: the same agents on the same engine, with and without the proxy, and compares the two.
 
 Everything is real except the model: HTTP on loopback, the proxy as `tokencache serve` runs it, a harness that receives only text, a
-tokenizer, a chat template. What the proxy exports is then compared with the engine's ground truth, entry by entry.
+tokenizer, a chat template. Then the proxy's exports are compared with the engine's ground truth, entry by entry.
 """
 
 import asyncio
@@ -56,8 +56,7 @@ async def run_demo(
         console: where to print.
 
     Returns:
-        Whether everything that the proxy exported equals what the engine did and, with the simulated engine, every turn extends the one
-        before it.
+        Whether all exports equal the engine's ground truth and, with the simulated engine, every turn extends the one before it.
     """
     if console is None:
         if isinstance(sys.stdout, TextIOWrapper):

@@ -1,6 +1,6 @@
 """Prints the demo's results: the figures side by side, the verdict, and one drift token by token.
 
-Everything can be read at 80 columns and without colour.
+Everything is readable at 80 columns and without color.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,7 +29,7 @@ _MOST_LINES = 7
 
 
 def opening(console: Console, engine: str, rollouts: int, turns: int) -> None:
-    """Print what the demo is going to do."""
+    """Print what the demo does."""
     console.print(
         f"[bold]{rollouts} rollouts of {turns} turns, twice[/]: an agent that uses plain OpenAI chat completions, "
         f"first directly on the engine, then through tokencache. The engine is {escape(engine)}.\n",
@@ -81,7 +81,7 @@ def verdict(console: Console, wrong: Sequence[str], turns: int, *, simulated: bo
 def choose(logs: Sequence[Sequence[Generation]]) -> tuple[int, Generation, Generation] | None:
     """Choose a direct rollout whose second turn drifts. Returns its number and first two turns.
 
-    The first reply must have ended on its own: only then its last id shows where it ends in the second prompt.
+    The first reply must have ended on its own, because only then its last id locates its end in the second prompt.
     """
     for number, (first, second) in ((number, log[:2]) for number, log in enumerate(logs) if len(log) > 1):
         known = len(first.prompt)
@@ -93,7 +93,7 @@ def choose(logs: Sequence[Sequence[Generation]]) -> tuple[int, Generation, Gener
 async def drift_shown(
     console: Console, example: tuple[int, Generation, Generation], spell: Callable[[Sequence[int]], Awaitable[list[bytes]]]
 ) -> None:
-    """Print one drift in two aligned rows: a reply as sampled, and as it is in the next turn's prompt."""
+    """Print one drift in two aligned rows: a reply as it was sampled, and as the next turn's prompt contains it."""
     number, first, second = example
     rest = second.prompt[len(first.prompt) :]
     reread = rest[: rest.index(first.completion[-1]) + 1]

@@ -1,8 +1,8 @@
-"""Engines that the demo runs on, with the ground truth of every call.
+"""Provides the engines that the demo runs on, with the ground truth of every call.
 
-The simulated engine records its ground truth. A real engine does not, so a *tap* is put in front of it: a relay that reads which ids the
-engine received and sampled. Calls with and without the proxy pass the tap, and the proxy is in front of it, so what the tap records does
-not depend on the proxy. Records belong to the session that the header `X-Session-ID` names; the proxy sends that header, too.
+The simulated engine records its ground truth. A real engine does not, so a *tap* is put in front of it: a relay that records which ids the
+engine received and sampled. Calls with and without the proxy pass through the tap. The tap is between proxy and engine, so its records do
+not depend on the proxy. The header `X-Session-ID`, which the proxy sends too, names the session of a record.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _MAX_TOKENS = 160
 
 
 class StageError(Exception):
-    """The demo cannot run on this engine. The message says why."""
+    """The demo cannot run on this engine. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Stage:
     """An engine to run on.
 
     Attributes:
-        name: describes it.
+        name: a description.
         url: base URL, without `/v1`.
         model: name of the model.
         ground_truth: returns the calls of a session, in order.
-        spell: returns the bytes of each of some ids.
-        body: members of each request without the proxy.
-        sampling: members of all requests.
+        spell: returns the bytes of each given id.
+        body: members to add to each request that does not go through the proxy.
+        sampling: members to add to all requests.
     """
 
     name: str
@@ -77,7 +77,7 @@ async def real(upstream: str, model: str, key: str | None) -> AsyncIterator[Stag
         key: API key of the engine, if it needs one.
 
     Raises:
-        StageError: it cannot be reached, or does not serve the model.
+        StageError: the engine cannot be reached, or does not serve the model.
     """
     tap = _Tap(upstream.rstrip("/").removesuffix("/v1"), key)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), auto_decompress=False) as client:
@@ -127,7 +127,7 @@ class _Tap:
             return json.loads(await answer.read())
 
     async def spell(self, model: str, ids: Sequence[int]) -> list[bytes]:
-        """Let the engine decode each id alone. Part of a character becomes U+FFFD."""
+        """Let the engine decode each id by itself. Part of a character becomes U+FFFD."""
         for token in ids:
             if token not in self._spelt:
                 said = await self.ask("POST", "/detokenize", {"model": model, "tokens": [token]})

@@ -1,6 +1,6 @@
-"""Test kit: a simulated engine to test against, which knows the true token ids of every call.
+"""Test kit: a simulated engine that records the true token ids of every call.
 
-`SimulatedEngine` serves vLLM's HTTP API with a real tokenizer and chat template. It gives the replies that a test defines, and records
+`SimulatedEngine` serves vLLM's HTTP API with a real tokenizer and chat template. It returns the replies that a test defines, and records
 every prompt and completion id. Needs the extra `testing`.
 """
 

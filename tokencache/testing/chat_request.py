@@ -1,7 +1,7 @@
 """Reads and validates the body of a chat completion request, in the order in which vLLM 0.32 does.
 
-First the types (pydantic in vLLM), then what the fields mean together, then the model's name. Unknown fields are ignored, as vLLM does: so
-an old engine silently ignores `kv_transfer_params.prompt_token_ids`. The order matters only for which of several faults a client sees.
+First the types (pydantic in vLLM), then the values and combinations of fields, then the model's name. The order only decides which of
+several faults is reported. As in vLLM, unknown fields are ignored, so an old engine silently ignores `kv_transfer_params.prompt_token_ids`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def check_types(body: Mapping[str, Any]) -> None:
 
 
 def _check_calls(message: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not text, also if the prompt is given as ids."""
+    """Refuse arguments that are not text, even if the prompt is given as ids."""
     calls = message.get("tool_calls")
     for i, call in enumerate(calls if isinstance(calls, list) else []):
         function = call.get("function") if isinstance(call, dict) else None
@@ -184,7 +184,7 @@ def read_chat_request(body: dict[str, Any], headers: Mapping[str, str], *, serve
 
 
 def _check_meaning(body: Mapping[str, Any], vocabulary: int) -> None:
-    """Refuse what vLLM's own validators refuse, with messages recorded from it."""
+    """Refuse values that vLLM's own validators refuse, with messages recorded from vLLM."""
     if body.get("stream_options") is not None and not body.get("stream"):
         raise senseless("Stream options can only be defined when `stream=True`.", "stream_options")
     if body.get("top_logprobs") and not body.get("logprobs"):

@@ -1,8 +1,8 @@
-"""Completions of the simulated engine, from the prompt's ids to the last event: chat and text completions, whole or streamed.
+"""Generates the completions of the simulated engine, from the prompt's ids to the last event: chat or text, whole or streamed.
 
-A text completion (`/v1/completions`) has a prompt as text or ids, or several. It has no template and no parsers: the reply is the text.
-As in vLLM 0.32 (`completion/protocol.py`) its ids are in each choice, the prompt's too, and every step is a chunk, even without visible
-text. `echo`, `suffix`, beam search and embeddings are refused.
+A text completion (`/v1/completions`) has one or several prompts, as text or ids. It has no template and no parsers: the reply is the text.
+As in vLLM 0.32 (`completion/protocol.py`) each choice contains its ids and those of its prompt, and every step is a chunk, even without
+visible text. `echo`, `suffix`, beam search and embeddings are refused.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Completion:
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Mark the choices as not delivered to the end."""
+        """Mark the choices as not delivered completely."""
         for entry in self.entries:
             entry.aborted = True
             entry.finish_reason = entry.finish_reason or "abort"
@@ -208,7 +208,7 @@ def read_text_request(
     """Check the body of a text completion. Returns its settings, as a chat request without messages, and the ids of its prompts.
 
     Raises:
-        RefusalResponse: vLLM would refuse it, or it uses what is not simulated.
+        RefusalResponse: vLLM would refuse the request, or it uses a feature that is not simulated.
     """
     for name in _NOT_SIMULATED:
         if body.get(name):

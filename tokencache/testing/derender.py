@@ -1,8 +1,8 @@
-"""Serves `/v1/chat/completions/render` and `/derender`: a request's ids and sampling parameters, and a message from ids, without an engine.
+"""Makes the responses of `/v1/chat/completions/render` (a request's ids and sampling parameters) and `/derender` (a message from ids).
 
-As vLLM 0.32, without streams: `derender` keeps the finish reason (`stop`, with or without calls), keeps all calls whatever
-`parallel_tool_calls` says, gives them ids of its own style, and refuses a choice without ids (`renderers/online_derenderer.py`). `render`
-returns what a required or named tool constrains sampling to (`structured_outputs`); the simulated model follows no grammar.
+As in vLLM 0.32, without streams: `derender` keeps the finish reason (`stop`, with or without calls), keeps all calls whatever the value of
+`parallel_tool_calls`, gives them ids of another style, and refuses a choice without ids (`renderers/online_derenderer.py`). `render`
+returns the constraint of a required or named tool (`structured_outputs`); the simulated model follows no grammar.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def derendered(request: ChatRequest, generated: dict[str, Any], tokenizer: SimTo
 
 
 def rendered(request: ChatRequest, ids: Sequence[int], longest: int) -> dict[str, Any]:
-    """Return the `GenerateRequest` of a request. `longest`: largest number of tokens of prompt and reply together."""
+    """Return the `GenerateRequest` for a request. `longest`: largest number of tokens of prompt and reply together."""
     choice = request.body.get("tool_choice")
     guided = (
         {"structural_tag": '{"type": "structural_tag"}', "_backend": None} if choice == "required" or isinstance(choice, dict) else None

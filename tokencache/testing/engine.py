@@ -2,11 +2,11 @@ r"""Simulates a vLLM server without a model: the same routes and bytes, scripted
 
     async with SimulatedEngine(episodes={"demo": ["<think>\n\n</think>\n\nHello."]}).serve() as url:
         ...                       # any OpenAI client at f"{url}/v1"
-        engine.ground_truth       # the ids that went in and came out of every call
+        engine.ground_truth       # prompt and completion ids of every call
 
 It replies as vLLM 0.32 does with `--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3` and a template like
-Qwen3's, in one process, without a GPU, in milliseconds per turn. What makes a real engine hard to test is under control: replies are
-known beforehand, their ids always differ from the canonical tokenization, and faults happen when a test asks for them.
+Qwen3's, in one process, without a GPU, in milliseconds per turn. A test controls what a real engine leaves to chance: replies are known
+beforehand, their ids always differ from the canonical tokenization, and faults happen when a test requests them.
 
 To run it as a process: `python -m tokencache.testing.engine --port 8000 --episodes episodes.json`.
 """
@@ -56,20 +56,20 @@ class SimulatedEngine:
     Args:
         episodes: replies by name; see `replies`.
         model: name of the model.
-        seed: of everything that is random.
+        seed: seed of all random choices.
         drift: probability that a token is split into two.
         max_model_len: tokens.
         honours_ids: whether it uses supplied prompt ids. vLLM before 0.27 ignores them silently.
         derenders: whether it serves `render` and `derender`, as vLLM does with `--enable-scale-out`.
-        strict_arguments: whether it refuses a history whose tool-call arguments are not JSON, as older releases did.
+        strict_arguments: whether it refuses a history with tool-call arguments that are not JSON, as older releases did.
         reasoning_parser: false for vLLM without `--reasoning-parser`, which leaves `<think>…</think>` in the text.
         token_delay: seconds for each token.
         chunk_tokens: tokens in each chunk of a stream.
-        version: of vLLM.
+        version: the version of vLLM that it reports.
         logprobs_mode: vLLM's option of that name.
         weight_versions: how it reports weight versions; see `metadata`.
-        routed_experts: number of layers, and of experts chosen in each, which it then reports.
-        choose_fault: receives the route and body of each request and returns a fault. Comes before the queue `faults`.
+        routed_experts: number of layers, and of experts chosen in each. If set, it reports routed experts.
+        choose_fault: receives the route and body of each request and returns a fault. It is used before the queue `faults`.
         journal: file that receives every token before it is sent; see `ground_truth`.
         orders: faults that are ordered over HTTP, in place of `choose_fault`.
 
@@ -254,7 +254,7 @@ class SimulatedEngine:
         return prompt_ids(self.tokenizer, body, arguments, model=self.model, strict_arguments=self.strict_arguments)
 
     def _supplied_ids(self, body: Mapping[str, Any]) -> list[int] | None:
-        """Return the prompt ids supplied with the request if this engine uses them. Malformed ones are refused as by vLLM 0.32."""
+        """Return the prompt ids supplied with the request if this engine uses them. Malformed ones are refused, as in vLLM 0.32."""
         ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         if ids is None or not self.honours_ids or body.get("echo") or has_media(body["messages"]):
             return None
@@ -287,7 +287,7 @@ class SimulatedEngine:
         return await self._answer(http, _TEXT, body, self._begin_text)
 
     async def _answer(self, http: web.Request, route: str, body: dict[str, Any], begin: Callable[..., Completion]) -> web.StreamResponse:
-        """Send the completion that `begin` makes of body and headers, or let a fault happen."""
+        """Send the completion that `begin` makes from body and headers, or carry out a fault."""
         self._notify()
         fault = self._next_fault(route, body)
         if fault is not None and (fault.kind in (FaultKind.STATUS, FaultKind.HANG) or (fault.kind is FaultKind.CLOSE and not fault.after)):

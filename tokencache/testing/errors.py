@@ -1,8 +1,8 @@
-"""Refusals of the simulated engine: status codes and error bodies as vLLM (and OpenAI) send them.
+"""Defines the refusals of the simulated engine: status codes and error bodies as vLLM (and OpenAI) send them.
 
-vLLM 0.32 refuses at two stages. First the *schema*: JSON that does not parse, or fields of a wrong type, give `"type": "Bad Request"` and a
-message that lists the faults. Then what is well-formed but invalid gives `"type": "BadRequestError"` and a sentence. Both are 400; only an
-unknown model is 404. The texts were recorded from a running 0.32.0 server.
+vLLM 0.32 refuses at two stages. First the *schema*: JSON that does not parse, or a field of a wrong type, gives `"type": "Bad Request"` and
+a message that lists the faults. Then a well-formed but invalid value gives `"type": "BadRequestError"` and a sentence. Both are 400; only
+an unknown model is 404. The texts were recorded from a running 0.32.0 server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class RefusalResponse(Exception):  # noqa: N818 - a response, not a failure
     def __init__(
         self, message: str, *, param: str | None = None, kind: str = "BadRequestError", status: int = 400, by_engine: bool = False
     ) -> None:
-        """`by_engine`: found after the API server, when a stream has begun. It is then sent as an event of a 200."""
+        """`by_engine`: the engine refuses after the API server has started a stream, so the refusal is an event of a 200."""
         super().__init__(message)
         self.by_engine = by_engine
         self.message = message
@@ -38,7 +38,7 @@ def schema_refusal(location: str, kind: str, message: str, given: Any, context: 
 
 
 def _summary(value: Any) -> str:
-    """Describe what was given without repeating it at length."""
+    """Describe a given value in few characters."""
     if isinstance(value, (dict, list)):
         return f"<{type(value).__name__} of {len(value)} items>"
     return str(value)

@@ -1,4 +1,4 @@
-"""Faults that a test asks for: what a simulated engine does wrong, one request at a time.
+"""Defines the faults that a test can request from a simulated engine, one request at a time.
 
     engine.faults.append(Fault.cut(after=3))       # the stream of the next chat completion ends after three chunks
 
@@ -7,9 +7,10 @@ Each fault is taken from the front of the queue by one request. `None` in the qu
 An engine that runs as a process of its own takes faults over HTTP (`FaultOrders`):
 
     POST   /control/faults   [{"kind": "cut", "after": 3}, {"kind": "status", "status": 429, "body": "{}", "words": "session 7"}]
-    DELETE /control/faults   forget the faults that have not happened
+    DELETE /control/faults   remove the faults that have not happened
 
-Each happens to the next request for its route whose body contains its `words`. This leaves out the requests that a proxy makes on its own.
+Each fault happens to the next request for its route whose body contains its `words`. So requests that a proxy makes on its own can be
+left out.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Fault:
     """A fault of one request. Use the class methods to make one.
 
     Attributes:
-        after: chunks of the stream that are still sent; the role chunk is the first. For an abort, tokens that are sampled.
-        path: route that fails. The fault waits in the queue for a request to it.
+        after: number of chunks of the stream that are still sent; the role chunk is the first. For an abort: number of sampled tokens.
+        path: route that fails. The fault stays in the queue until a request for that route.
     """
 
     kind: FaultKind
@@ -80,7 +81,7 @@ class Fault:
 
     @classmethod
     def stall(cls) -> Fault:
-        """Send nothing more before the end of the stream."""
+        """Send everything except the end of the stream."""
         return cls(FaultKind.STALL)
 
     @classmethod

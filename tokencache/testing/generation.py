@@ -1,8 +1,8 @@
 """Generates one reply step by step: limits, stop conditions, text that follows the ids, and log probabilities.
 
-What a client sees of a token is not always that token. vLLM decodes bytes as they come, so the first two of the three tokens of `☕` have
-no text; it holds back as many characters as a stop string might still cover; and the id that ends the turn is reported but not shown. The
-same happens here.
+As in vLLM, the text that a client receives may lag behind the tokens. Bytes are decoded as they are sampled, so the first two of the three
+tokens of `☕` have no text. Characters that may belong to a stop string are held back. The id that ends the turn is reported, but has no
+text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 """vLLM's `--logprobs-mode`: which values are returned as log probabilities."""
 MASKED = -9999.0
-"""What vLLM writes for minus infinity."""
+"""The value that vLLM writes for minus infinity."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ def generate(
         request: the request.
         tokenizer: decodes the ids.
         max_tokens: largest number of tokens, at least 1.
-        seed: of the log probabilities.
+        seed: seed of the log probabilities.
         chunk: tokens in each step. As with vLLM's `stream_interval`, the first step has one token.
         mode: which values are returned as log probabilities.
     """

@@ -1,10 +1,10 @@
-"""The ground-truth log of the simulated engine: the token ids that went in and came out, as the engine itself knows them.
+"""Records the ground truth of the simulated engine: the exact token ids of every prompt and completion.
 
-Comparing a proxy's records with what the proxy received proves little. The engine records every generation on its own side of the wire:
-prompt ids, completion ids and log probabilities, whether or not they were requested, sent, or lost on the way.
+Comparing a proxy's records with what the proxy received would prove little. So the engine itself records every generation: prompt ids,
+completion ids and log probabilities, whether or not they were requested, sent, or lost on the way.
 
-`GroundTruthLog` also appends each token to a file before it is sent. An engine that is killed in the middle of a stream loses its memory,
-and with it the record of tokens that were sampled but never received. The file keeps them: SIGKILL does not undo a completed `write`.
+`GroundTruthLog` also appends each token to a file before it is sent. If an engine is killed in the middle of a stream, its memory is lost,
+and with it the tokens that were sampled but never received. The file keeps them: SIGKILL does not undo a completed `write`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroundTruthEntry:
         logprobs: natural logarithms (float32 values), one for each completion id.
         finish_reason: `stop`, `length`, `tool_calls` or `abort`; `None` while the generation runs.
         stop_reason: the stop id or stop string that ended it, if any.
-        aborted: the client disconnected, or a fault cut the connection, before the last id was sent.
+        aborted: whether the client disconnected, or a fault cut the connection, before the last id was sent.
     """
 
     request_id: str
@@ -64,7 +64,7 @@ class GroundTruthLog:
         self._written: dict[str, int] = {}
 
     def append(self, entry: GroundTruthEntry) -> None:
-        """Write what is new in an entry: all of it the first time."""
+        """Write the new part of an entry; the first time, the whole entry."""
         name, _ = self._known.setdefault(id(entry), (f"{os.getpid()}-{len(self._known)}", entry))
         at = self._written.get(name)
         line: dict[str, Any] = {"entry": name} if at is not None else {"entry": name} | {field: getattr(entry, field) for field in _HEAD}

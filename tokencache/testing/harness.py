@@ -1,18 +1,17 @@
-r"""A scripted agent harness: the loop of a real one, including how it changes what it sends back.
+r"""A scripted agent harness that runs the loop of a real one and, like a real one, changes the history that it sends back.
 
     harness = ScriptedHarness("http://127.0.0.1:8100/v1", headers={"X-Tokencache-Session": "r1"}, model="sim", tools=TOOLS)
     episode = await harness.run("Fix the failing test.", turns=8)
 
-It receives text, like any OpenAI client, and keeps its own history, as real harnesses do. It never sends a reply back as it was received:
+It receives text, like any OpenAI client, and keeps its own history, as real harnesses do. It never sends a reply back unchanged:
 
 * reasoning is dropped, text is stripped;
 * empty content is `null`, `""` or absent, in turn;
-* tool-call arguments are parsed and written again as JavaScript would: keys sorted, no spaces, `10.0` is `10`, `\u00e9` is `é`. What is not
-  JSON is sent back unchanged;
+* tool-call arguments are parsed and written again as JavaScript would: keys sorted, no spaces, `10.0` is `10`, `\u00e9` is `é`. Arguments
+  that are not JSON are sent back unchanged;
 * tool results are made up, always the same for the same call. Some contain special tokens (`<|im_end|>`), one is empty.
 
-After a reply without a call it sends the next of `follow_ups`. It knows nothing of any proxy, so a proxy that works for it works because of
-what is on the wire.
+After a reply without a call it sends the next of `follow_ups`. It does not know about the proxy, which sees only its HTTP requests.
 """
 
 from __future__ import annotations
@@ -73,10 +72,10 @@ class ScriptedHarness:
     """An agent that runs the same way every time.
 
     Attributes:
-        base_url: that of an OpenAI client, with `/v1`.
-        headers: of every request.
+        base_url: base URL as for an OpenAI client, with `/v1`.
+        headers: headers of every request.
         model: name of the model.
-        tools: in OpenAI's form.
+        tools: its tools, in OpenAI's form.
         streaming: whether it requests streams.
         system: system prompt.
         follow_ups: user messages after a reply without a call.
@@ -201,7 +200,7 @@ def tool_output(name: str, arguments: str) -> str:
 
 
 def rewrite(text: str) -> str:
-    """Write JSON again as `JSON.stringify` does, with sorted keys. What is not JSON stays unchanged."""
+    """Write JSON again as `JSON.stringify` does, with sorted keys. A text that is not JSON stays unchanged."""
     try:
         return _stringify(json.loads(text))
     except ValueError:

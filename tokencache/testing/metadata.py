@@ -1,8 +1,8 @@
-"""What engines for RL report beside tokens: weight versions and routed experts.
+"""Reports weight versions and routed experts, as engines for RL do.
 
-Weight versions in the forms of three engines: `spans`, as vLLM 0.33 reports them on request (`return_weight_versions`, in the last chunk of
-a stream or in a whole reply); `metadata`, as SGLang reports one version with each whole reply; `header`, as a router might. Routed experts
-as vLLM 0.32 reports them with `--enable-return-routed-experts`: a `.npy` file in base64, only in whole replies.
+Weight versions have one of three forms: `spans`, as vLLM 0.33 reports them on request (`return_weight_versions`, in the last chunk of a
+stream or in a whole reply); `metadata`, as SGLang reports one version with each whole reply; `header`, as a router might. Routed experts
+have the form of vLLM 0.32 with `--enable-return-routed-experts`: a `.npy` file in base64, only in whole replies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ReplyMetadata:
         return {"weight_versions": spans}
 
     def routed(self, tokens: int) -> str | None:
-        """Experts for a prompt and completion of this many tokens. The last token was sampled, not forwarded."""
+        """Experts for a prompt and completion of this many tokens. The last token has none: it was sampled but not forwarded."""
         if self.experts is None:
             return None
         layers, chosen = self.experts

@@ -1,11 +1,11 @@
 """Parses the text of a completion into message fields, as vLLM 0.32 does with `--reasoning-parser qwen3 --tool-call-parser hermes`.
 
 A model writes one text; a client gets a message with `reasoning`, `content` and `tool_calls`. The parsers lose information (whitespace of
-arguments, text after a call, the markup itself), so the message cannot be turned back into what was sampled. Read in the 0.32.0 wheel, and
-seen on a running server:
+arguments, text after a call, the markup itself), so the sampled text cannot be restored from the message. Sources: the 0.32.0 wheel and a
+running server.
 
 * The completion is *reasoning* until `</think>` or, without that, `<tool_call>`. A reply with neither is all reasoning, with content null.
-  Nothing is trimmed: newlines beside the markup stay.
+  Nothing is trimmed: newlines next to the markup stay.
 * Within reasoning, `<think>` and the end-of-turn tokens disappear.
 * Arguments: whole replies are read as JSON and written again (`{"a":1}` becomes `{"a": 1}`); streams forward the text as it is. One invalid
   call makes a whole reply plain content, while a stream has already sent the calls before it and the beginning of the invalid one. Both
@@ -74,7 +74,7 @@ def parse_reply(text: str, *, tools: bool, thinking: bool = True) -> ParsedText:
 
 
 def _split_reasoning(text: str) -> tuple[str | None, str | None]:
-    """Split a completion at the end of its reasoning. A second `</think>` after it disappears, too."""
+    """Split a completion at the end of its reasoning. A second `</think>` after it disappears too."""
     end = min((at for at in (text.find(_END_THINK), text.find(_CALL)) if at >= 0), default=len(text))
     thought, rest = text[:end], text[end:].replace(_END_THINK, "")
     for token in (_THINK, *_DROPPED):

@@ -1,11 +1,11 @@
-"""Makes the ids of the prompt from the messages of a request, as vLLM does around the chat template.
+"""Makes the ids of the prompt from the messages of a request, as vLLM does.
 
-A template does not see messages and tools as they were sent. vLLM 0.32 first (`renderers/chat_utils.py`, `renderers/hf.py`)
+vLLM 0.32 changes messages and tools before it passes them to the chat template (`renderers/chat_utils.py`, `renderers/hf.py`). It
 
 * joins the text parts of list content with newlines, without empty ones, and makes null content the empty string;
-* passes `reasoning` to the template as `reasoning_content`, too;
-* reads the arguments of old calls as JSON, so that the template writes them again. What is not a JSON object becomes `{}`. (Older releases
-  answered 400, to this and every later turn: `strict_arguments`);
+* also passes `reasoning` to the template as `reasoning_content`;
+* reads the arguments of old calls as JSON, so that the template writes them again. Arguments that are not a JSON object become `{}` (older
+  releases returned 400, for this and every later turn: `strict_arguments`);
 * gives tools fixed keys: unknown ones are dropped, `description` and `parameters` are present even if null;
 * turns `developer` into `system`, and then moves all system messages into one at the front;
 * drops the line `x-anthropic-billing-header…` that Claude Code puts into its system prompt.

@@ -1,16 +1,16 @@
 r"""Makes the replies of the simulated model: their text, and the token ids that spell it.
 
 The text of a reply comes from one of three sources. An *episode* is a list of replies that a test defines: a prompt that contains
-`EPISODE:name` gets reply number k, where k is the number of assistant turns in the prompt; after the last reply, that one is repeated. Only
-the prompt decides, so retries, forks and parallel sub-agents work as with a real model. Without an episode the model makes up short random
-text, with and without thinking and tool calls. A *script* comes before both: a function that gets each request and may return any text
-(tests that replay recorded traffic recognise requests by their id).
+`EPISODE:name` gets reply number k, where k is the number of assistant turns in the prompt. The last reply is repeated. Only the prompt
+selects the reply, so retries, forks and parallel sub-agents work as with a real model. Without an episode the model makes up short random
+text, with and without thinking and tool calls. A *script* precedes both: a function that gets each request and may return any text
+(tests that replay recorded traffic recognize requests by their id).
 
-The ids are then drawn as a model draws them, not as the tokenizer would choose. The generator is seeded with the prompt and a call counter,
-so the same request gives the same text in other ids each time, and a whole test run gives the same ids every time.
+The ids are then sampled as by a model, not chosen as by the tokenizer. The generator is seeded with the prompt and a call counter. So the
+same request gives the same text in different ids each time, and a whole test run gives the same ids every time.
 
-To vLLM's qwen3 parser a reply without `</think>` is all reasoning (see `parser`). So end the thinking of an episode yourself, with
-`<think>\n…\n</think>\n\n` in front, or turn it off with `chat_template_kwargs: {"enable_thinking": false}`.
+vLLM's qwen3 parser reads a reply without `</think>` as reasoning only (see `parser`). So an episode must end its thinking, with
+`<think>\n…\n</think>\n\n` at the beginning, or turn it off with `chat_template_kwargs: {"enable_thinking": false}`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ReplyGenerator:
 
     Attributes:
         episodes: replies by name.
-        seed: of everything that is random.
+        seed: seed of all random choices.
         drift: probability that a token is split into two. 0 makes every reply canonical.
         script: returns the text of the reply to a request, in pieces that tokens do not cross and that may go on without end, or `None`.
     """

@@ -1,8 +1,8 @@
-"""The chat template of the simulated model, and the code that renders it.
+"""Defines and renders the chat template of the simulated model.
 
 A *chat template* is a Jinja program that belongs to a model. A server runs it over the messages and tools of a request; the result is the
-one string that the model reads. The program below is this project's own. Its output has the format of Qwen3 (ChatML turns, Hermes tool
-calls in XML tags, `<think>` blocks), because that format has most of what makes exact prefixes hard:
+text that the model reads. The template below was written for this project. Its output has the format of Qwen3 (ChatML turns, Hermes tool
+calls in XML tags, `<think>` blocks), because that format has most of the properties that make exact prefixes hard:
 
 * thinking of turns before the last user query is omitted, so a rendering of the same history changes over time;
 * consecutive tool results are wrapped in one user turn;

@@ -1,16 +1,16 @@
 """A real tokenizer that needs no download: byte-level BPE, trained in a second on text that Python ships.
 
 A text has many tokenizations. A model samples one of them; a server that tokenizes the text again gets the *canonical* one, and the two
-differ. A toy tokenizer that maps words to numbers cannot show that. With byte-pair encoding the simulated engine can do what a model does:
-write `Paris` as `P` + `aris`.
+may differ. A toy tokenizer that maps words to numbers cannot show that. With byte-pair encoding the simulated engine can write `Paris` as
+`P` + `aris`, as a model does.
 
 The vocabulary has the added tokens of Qwen3 that matter here. *Special* ones (`<|im_start|>`, `<|im_end|>`, `<|endoftext|>`) disappear
 when text is decoded for a user. The others (`<think>`, `<tool_call>`, `<tool_response>` and their closers) are single ids, too, but stay
 in the text. Both kinds are recognised anywhere in a text.
 
 The training text must contain whole English words, Python and JSON; otherwise words would split into letters. It is the source code of
-Python's standard library with its docstrings, and some lines of conversation as agents write them. It is the same for every run of one
-Python version. Another version gives other ids, so do not store them.
+Python's standard library with its docstrings, and some lines of conversation as agents write them. It is the same in every run with one
+Python version. Another version gives different ids, so do not store them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SimTokenizer:
         return len(self._ids)
 
     def encode(self, text: str) -> list[int]:
-        """Return the canonical ids of `text`. Added tokens are recognised anywhere; nothing is put around it."""
+        """Return the canonical ids of `text`. Added tokens are recognized anywhere; no tokens are put before or after it."""
         return [token_id for part in self._split_at_added.split(text) for token_id in self._encoded(part)]
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - one tokenizer per process; the same histories are encoded many times
@@ -130,7 +130,7 @@ class SimTokenizer:
         return render(self.chat_template, messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
 
     def resample(self, text: str, rng: random.Random, rate: float = 0.3) -> list[int]:
-        """Return ids that decode to `text`, but that `encode` would not choose.
+        """Return ids that decode to `text` and differ from those of `encode`.
 
         Each token that can be split into two tokens of the vocabulary is split with probability `rate` (0 to 1), at a random position.
         With a rate above 0 at least one is split, if possible. Added tokens stay whole.

@@ -1,8 +1,8 @@
 """Builds the bodies of responses: JSON objects with vLLM 0.32's keys, in vLLM's order, with null where vLLM writes null.
 
-A whole reply contains every field, null or not. A stream omits fields that were not set: `token_ids` is missing in the role chunk and null
+A whole reply contains every field, null or not. A stream omits fields that were not set: `token_ids` is missing in the role chunk, and null
 in the others unless requested; `stop_reason` is only in the last chunk of a choice; so is `system_fingerprint`, unless a usage chunk
-follows and has it. Recorded from a running server.
+follows and has it. These forms were recorded from a running server.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _chunk(request: ChatRequest, created: int, choices: list[dict[str, Any]]) ->
 
 
 def role_chunk(request: ChatRequest, created: int, index: int, prompt_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the first chunk of a choice: the role, and the prompt's ids if asked for."""
+    """Return the first chunk of a choice: the role, and the prompt's ids if requested."""
     delta = {"role": request.role, "content": ""}
     chunk = _chunk(request, created, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
     if request.continuous_usage:

@@ -1,8 +1,8 @@
-"""Turn the recorded turns of a session into trajectories that a trainer can use.
+"""Turns the records of a session into trajectories that a trainer can use.
 
-Everything here is computed from records. Nothing opens a socket, asks an engine or reads a store.
+All modules compute from records alone: none opens a socket, calls an engine or reads a store.
 
-`values`      trajectories, sequences, turns and session states as typed values: what the native format holds
+`values`      trajectories, sequences, turns and session states as typed values: the content of the native format
 `rollout`     puts the records of a session together: labelled sequences, weights, figures
 `formats`     writes a rollout in the format of a trainer; `formats.registry` lists all formats
 `verify`      checks an exported trajectory with nothing but the export

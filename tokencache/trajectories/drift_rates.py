@@ -1,7 +1,7 @@
 """Sums up the drift of many trajectories: one row for each harness and model.
 
-Only spliced prompts can drift. The drift figures of a row cover those of its turns that were measured. The cost of a text-only path
-(`core.drift.breaks`) is known for sequences of which every turn was measured (`?drift=turns`) and is summed over those alone.
+Only spliced prompts can drift. The drift figures of a row cover its measured turns. The cost of a text-only path (`core.drift.breaks`) is
+known only for sequences in which every turn was measured (`?drift=turns`), and is summed over these.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,14 +28,14 @@ class DriftRates(msgspec.Struct, kw_only=True):
     """The drift of one harness and model.
 
     Attributes:
-        sessions, sequences: how many there were. A sequence counts for the harness and model of its first turn.
-        could_drift: turns with a spliced prompt. `measured`: those that were compared with a plain rendering. `drifted`: those of them
-            that differ.
-        prompt_tokens: tokens of the measured prompts. `drifted_tokens`: those that the plain rendering does not have.
-        causes: by name, the most frequent first.
-        whole_sequences: sequences of which every turn was measured. `continuing`: their turns after the first.
-        text_only_sequences: the number of sequences these would have become if every prompt had been rendered plainly.
-        trainable_tokens: their trainable tokens. `trainable_tokens_lost`: those after the first break of each.
+        sessions, sequences: their number. A sequence counts for the harness and model of its first turn.
+        could_drift: number of turns with a spliced prompt. `measured`: those that were compared with a plain rendering. `drifted`: those
+            of them that differ.
+        prompt_tokens: number of tokens of the measured prompts. `drifted_tokens`: those that the plain rendering does not have.
+        causes: the effects of each cause by name, the most frequent cause first.
+        whole_sequences: number of sequences in which every turn was measured. `continuing`: their turns after the first.
+        text_only_sequences: number of sequences that these would have become if every prompt had been rendered plainly.
+        trainable_tokens: their trainable tokens. `trainable_tokens_lost`: those after the first break of each sequence.
     """
 
     harness: str
@@ -56,7 +56,7 @@ class DriftRates(msgspec.Struct, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The harness and its model, for people."""
+        """Harness and model in a readable form."""
         return f"{self.harness or '(no adapter)'}, {self.model}" if self.model else self.harness
 
 

@@ -47,11 +47,11 @@ class Rollout(msgspec.Struct, frozen=True):
     """One session, ready to be written in any format.
 
     Attributes:
-        complete: false if something that the model sampled, or may have sampled, is missing. `incidents` say what.
+        complete: false if something that the model sampled, or may have sampled, is missing. `incidents` describe it.
         weights: for each sequence its share of the rollout's trainable tokens. The weights sum to 1, or are all 0 if nothing can be
             trained. So a rollout counts once, however many sequences it has: the sum of each sequence's token mean times its weight is
             the mean over all tokens of the rollout.
-        contexts: the whole request messages of each turn, by turn id. A turn whose request is not kept (media) has none.
+        contexts: the whole request messages of each turn, by turn id. If the request of a turn is not kept (media), it has none.
     """
 
     session: str
@@ -106,7 +106,7 @@ def rollout(records: Records) -> Rollout:
 
 
 def incidents_of(info: SessionInfo, owed: Sequence[Incident]) -> list[Incident]:
-    """All incidents of a session: stored, not saved yet, and one for each open call."""
+    """Return all incidents of a session: those that are stored, those not saved yet, and one for each open call."""
     detail = "the call has begun and not ended: it is in progress, or its proxy died"
     open_calls = (IncidentKind.CALL_OPEN.incident(detail, call=call.call, at=call.since) for call in info.open_calls)
     return [*info.incidents, *owed, *open_calls]
@@ -132,7 +132,7 @@ def figures_of(
     trainable: int,
     drift: DriftFigures | None = None,
 ) -> Figures:
-    """Count a rollout.
+    """Count the turns, tokens and incidents of a rollout.
 
     Args:
         turns: all its turns.
@@ -175,13 +175,13 @@ def _drift_figures(built: Sequence[TokenSequence], records: Records) -> DriftFig
 
 
 def _text_only_cost(sequence: TokenSequence, drift: Mapping[str, Drift]) -> tuple[int, int] | None:
-    """How many sequences plain rendering makes of this one, and its trainable tokens after the first break; `None` if unknown."""
+    """See `text_only_cost`."""
     steps = [MeasuredTurn(span.completion[0], span.completion[1], drift.get(span.turn.id)) for span in sequence.turns]
     return text_only_cost(sequence.token_ids, sequence.loss_mask, steps)
 
 
 def text_only_cost(token_ids: Sequence[int], loss_mask: Sequence[int], steps: Sequence[MeasuredTurn]) -> tuple[int, int] | None:
-    """What a sequence would have cost if every prompt had been rendered plainly.
+    """Compute what plain rendering of every prompt would have cost a sequence.
 
     Returns:
         The number of sequences that it would have become, and its trainable tokens after the first break. `None` if the drift of a

@@ -1,4 +1,4 @@
-"""Trajectories, sequences, turns, session and engine states as typed values, read from the JSON of the API.
+"""Defines typed values for the JSON of the API: trajectories, sequences, turns, session and engine states.
 
 The JSON is the native format (`docs/api.md`). Unknown members are ignored, so an older client reads the JSON of a newer server.
 Lists are plain Python lists: `torch.tensor(sequence.token_ids)`.
@@ -43,8 +43,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """One model call within a sequence.
 
     Attributes:
-        prompt, completion: half-open ranges of the sequence's tokens. `prompt` covers only the tokens that are new in this prompt.
-            The tokens before it belong to earlier turns, or to the sequence from which this one branched off.
+        prompt, completion: half-open ranges of the sequence's tokens. `prompt` covers only the tokens that are new in this prompt. The
+            tokens before it belong to earlier turns, or to the sequence from which this one branched off.
         match, reason, forgiven, anchors: how the prompt was built (`docs/api.md`). `parent` is the turn that it extends; `origin` is the
             turn from which it took its context.
         prefix_hash, completion_hash, logprobs_hash: `tokencache verify` uses them to find altered ids and log probabilities.
@@ -100,10 +100,10 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
         token_ids, loss_mask, logprobs: one entry for each token, all of the same length. A token with mask 1 was sampled by the policy
             in this sequence; its entry in `logprobs` is the log probability (natural logarithm) with which it was sampled. Every other
             token has mask 0 and log probability 0.0.
-        start: how the sequence begins: `root`, `branch`, `resplice` or `plain`. `reason` says why.
+        start: how the sequence begins: `root`, `branch`, `resplice` or `plain`. `reason` is the cause.
         parent: the sequence from which it branched off or took its context.
         root: the first sequence of its chain of parents. Several rollouts in one session have a root each. `""` in older exports.
-        continued: a later call extended one of its turns. `tools`: the number of tools that its first call offered.
+        continued: whether a later call extended one of its turns. `tools`: the number of tools that its first call offered.
         weight: its share of the rollout's trainable tokens. The weights of a trajectory sum to 1, or are all 0.
         tokens: the number of its tokens. `trainable_tokens`: the number of tokens with mask 1.
     """
@@ -132,9 +132,9 @@ class DriftFigures(msgspec.Struct, frozen=True):
         tokens: tokens of these prompts that a plain rendering would not have had.
         causes: number of sites for each cause.
         unmeasured: number of turns that could not be measured, by reason.
-        text_only_sequences: number of sequences the rollout would have had if every prompt were rendered plainly.
-        trainable_tokens_lost: trainable tokens after the first break of each sequence. A trainer that keeps only one contiguous
-            piece of each loses them. Both are `None` if not every turn was measured.
+        text_only_sequences: number of sequences that the rollout would have had if every prompt had been rendered plainly.
+        trainable_tokens_lost: trainable tokens after the first break of each sequence. A trainer that keeps only one contiguous piece of
+            each sequence would lose them. Both are `None` if some turn was not measured.
     """
 
     measured: int
@@ -173,8 +173,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """All sequences of one session.
 
     Attributes:
-        complete: false if something that the model sampled, or may have sampled, is missing. `incidents` say what.
-        created: seconds since the epoch.
+        complete: false if something that the model sampled, or may have sampled, is missing. `incidents` describe it.
+        created: when the session began, in seconds since the epoch.
         figures: counts over the rollout.
     """
 
@@ -193,7 +193,7 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         turns: number of recorded turns.
         open_calls: calls that have begun and not ended.
-        complete: no call is open and no incident reports missing data.
+        complete: whether no call is open and no incident reports missing data.
     """
 
     session: str
@@ -207,14 +207,14 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine behind the proxy.
+    """An engine of the proxy.
 
     Attributes:
         url: its base URL, without `/v1`.
-        state: `serving`, or `draining`: it takes no new calls.
-        serves: it was probed and sessions are routed to it. Otherwise `error` says why not.
-        calls: calls in progress on it: on all replicas while it is draining, else on the replica that answers.
-        drained: it takes no new calls and has none in progress, so it may be removed and stopped.
+        state: `serving`, or `draining`: it accepts no new calls.
+        serves: whether it was probed and sessions are routed to it. Otherwise `error` is the reason.
+        calls: its calls in progress: those of all replicas while it is draining, otherwise those of the replica that responds.
+        drained: whether it accepts no new calls and has none in progress, so that it may be removed and stopped.
         models: what the probe found, for each model (`docs/engines.md`).
     """
 

@@ -1,14 +1,13 @@
-"""Checks an exported trajectory with nothing but the export.
+"""Checks an exported trajectory from the export alone.
 
-An exported file may have been written by an old version, cut, merged, edited or damaged. All of this shows, because an export is
-redundant: every turn carries hashes of its ids and log probabilities, every range has neighbours, and every count can be repeated.
+An exported file may have been written by an old version, cut, merged, edited or damaged. The checks detect this because an export is
+redundant: every turn has hashes of its ids and log probabilities, ranges must be adjacent, and every count can be repeated.
 
 ===========  =========================================================================================================
 `aligned`    ids, mask and log probabilities have the same length, and the turns divide it in order and without gaps
 `trained`    mask 1 exactly on tokens that were sampled with log probabilities; log probabilities are finite and at most
              0 there, and 0.0 elsewhere
-`hashes`     the hashes of every prefix, of every completion and of its log probabilities, computed again, are those that
-             were recorded
+`hashes`     the recorded hashes of every prefix, of every completion and of its log probabilities are those of the tokens
 `lineage`    a turn with a parent comes after all tokens of that parent, in the same sequence or in one that branches off
 `anchors`    the replies that a `resplice` names are at the positions that it names
 `once`       each turn and each sequence occurs once
@@ -17,7 +16,7 @@ redundant: every turn carries hashes of its ids and log probabilities, every ran
 `complete`   agrees with the incidents
 ===========  =========================================================================================================
 
-`NOT_CHECKED` lists what no export can show. No function here raises for a wrong trajectory, however wrong it is.
+`NOT_CHECKED` lists what an export cannot show. No function here raises an exception for a wrong trajectory.
 """
 
 import math
@@ -58,7 +57,7 @@ class CheckFailure(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         check: the name of the check.
         words: what is wrong.
-        token: index of the first wrong token in the sequence; `None` if no token is concerned.
+        token: index of the first wrong token in the sequence; `None` if the failure is not about tokens.
         around: the wrong ids in brackets, with their neighbours: `… 11 12 [13] 14 15 …`.
     """
 
@@ -79,8 +78,8 @@ class CheckFailure(msgspec.Struct, frozen=True, kw_only=True):
 def verify(trajectory: Trajectory) -> list[CheckFailure]:
     """Check a trajectory. An empty list means that every check passed.
 
-    The failures are in the order of the table above, so that the first one is nearest to the cause. If the ranges of a sequence are
-    wrong, its tokens are not checked any further.
+    The failures are in the order of the table in the module docstring, so that the first one is nearest to the cause. If the ranges of a
+    sequence are wrong, its tokens are not checked further.
     """
     found: list[CheckFailure] = []
     sound = []
@@ -112,7 +111,7 @@ def holes(trajectory: Trajectory) -> Counter[str]:
 
 
 def _torn(trajectory: Trajectory) -> bool:
-    """Whether the records could not be put together. Then there is no sequence, and the figures count turns that are missing."""
+    """Whether the records did not fit together. Then there are no sequences, and the figures count turns that are missing."""
     return not trajectory.sequences and IncidentKind.TORN_RECORD in holes(trajectory)
 
 
@@ -240,7 +239,7 @@ def _branched(s: Sequence, turn: TurnSpan, parent: _Located) -> Iterator[CheckFa
 
 
 def _first_difference(own: list[int], other: list[int]) -> int:
-    """Return the first place where two lists differ: at the latest the end of the shorter one."""
+    """Return the first index at which two lists differ: at most the length of the shorter one."""
     return next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
 
 

@@ -1,8 +1,8 @@
-"""Gym's `vllm_model` server, with the calls of each rollout in one session at the proxy.
+"""Extends Gym's `vllm_model` server so that the calls of each rollout are in one session at the proxy.
 
-Gym's server keeps its functions: it converts Responses and Messages, removes members that vLLM does not read, answers a prompt that is
-too long with an empty completion, and captures tokens. Two things are new. Each call names its session in a header, so the proxy supplies
-the exact prefix. And each call asks for token ids with the completion (`return_token_ids`), so they are the ids that the engine used; Gym
+Gym's server keeps its functions: it converts Responses and Messages, removes members that vLLM does not read, returns an empty completion
+for a prompt that is too long, and captures tokens. Two things are new. Each call names its session in a header, so the proxy supplies
+the exact prefix. And each call requests token ids with the completion (`return_token_ids`), so they are the ids that the engine used. Gym
 puts them on the output items, where NeMo RL reads them.
 
 Source: nemo-gym 0.7.0, `responses_api_models/vllm_model/app.py` (`VLLMModel._resolve_client`,
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class TokencacheModelConfig(VLLMModelConfig):
-    """The settings of Gym's `vllm_model`. `base_url` is the proxy's; token ids are on by default.
+    """The settings of Gym's `vllm_model`. Token ids are on by default.
 
-    `session_header` is the proxy's `--session-header`.
+    `base_url` is the URL of the proxy, and `session_header` its `--session-header`.
     """
 
     return_token_id_information: bool = True

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class RolloutSession(NamedTuple):
-    """A session's name, and whether the client named it; if not, the name is new and no other call uses it."""
+    """A session's name, and whether the client named it. If not, the name is new and no other call uses it."""
 
     name: str
     named: bool

@@ -8,9 +8,9 @@ side: `system`, `user`, or `agent`. Tool results are the observation of the step
 this sequence has `metrics` with `prompt_token_ids` (the whole prompt), `completion_token_ids` and `logprobs`. Do not train a step without
 `logprobs`.
 
-The context of a sequence that branched off another one, or took its context from it, is marked `is_copied_context`. So are all replies that
-this sequence did not sample: the format says that they are not training data. A branch or a sub-agent is a trajectory of its own, not an
-entry of `subagent_trajectories`: that would name the call that delegated to it, which is not known. `extra.parent` names its parent.
+If a sequence branched off another one, or took its context from it, that context is marked `is_copied_context`. So are all replies that
+this sequence did not sample. By the format, such steps are not training data. A branch or a sub-agent is a trajectory of its own, not an
+entry of `subagent_trajectories`, because the call that delegated to it is not known. `extra.parent` names its parent.
 
 Source: Harbor's RFC 0001 (`rfcs/0001-trajectory-format.md`), v1.7, and its classes, harbor 0.25.0, `harbor/models/trajectories/`.
 """
@@ -84,7 +84,7 @@ def _add_message(steps: list[dict[str, Any]], message: Message, *, copied: bool)
         if called is not None:
             called.setdefault("observation", {"results": []})["results"].append({"source_call_id": message.answers, **result})
             return
-        # The last step made no such call. The schema refuses to name a call of another step.
+        # The last step did not make this call, and the schema does not allow a result for a call of another step.
         step: dict[str, Any] = {"source": "system", "message": "", "observation": {"results": [result]}}
     elif message.role == "assistant":
         step, copied = _agent_step(message), True

@@ -1,11 +1,11 @@
-"""Reads a sequence as a conversation: which messages each turn added, and what the model answered.
+"""Splits a sequence into exchanges: the messages that each turn added, and the model's answer.
 
-A turn stores its whole request, which repeats all earlier messages. Formats want each message once. So a sequence is read as *exchanges*:
-the messages that are new since the model's last answer, and its answer. The first exchange of a sequence has all messages of its request,
-including replies that earlier sequences sampled.
+A turn stores its whole request, which repeats all earlier messages. Formats need each message once. So an *exchange* consists of the
+messages since the model's last answer, and its new answer. The first exchange of a sequence has all messages of its request, including
+replies that earlier sequences sampled.
 
-An answer is the message that the proxy served, whatever the harness made of it later. If the messages of a turn are not kept (media, text
-completions, unreadable requests, torn records), the exchange has `None` in their place; its tokens are there all the same.
+An answer is the message that the proxy served, even if the harness changed it later. If the messages of a turn are not kept (media, text
+completions, unreadable requests, torn records), the exchange has `None` in their place. Its tokens are available in any case.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
 class TurnMessages(NamedTuple):
-    """A turn of a sequence, and the messages that are new since the model's last answer; `None` if they are not kept."""
+    """An exchange: a turn, and the messages since the model's last answer; `None` if they are not kept."""
 
     span: SequenceTurn
     messages: tuple[Message, ...] | None
@@ -36,10 +36,10 @@ class TurnMessages(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """The tokens of a turn, cut for a trainer.
+    """The tokens of a turn, as trainers need them.
 
     Attributes:
-        prompt: all ids of the prompt. `added`: those of them that the sequence did not have before this turn.
+        prompt: all ids of the prompt. `added`: the ids at its end that are new in this turn.
         completion: the sampled ids.
         logprobs: one value for each id of `completion`; empty if nothing can be trained.
     """
@@ -51,7 +51,7 @@ class SampledTokens(NamedTuple):
 
 
 def exchanges(sequence: TokenSequence, contexts: Mapping[str, Context]) -> list[TurnMessages]:
-    """Read a sequence as exchanges, one for each turn."""
+    """Split a sequence into exchanges, one for each turn."""
     found: list[TurnMessages] = []
     before: Context | None = None
     for span in sequence.turns:

@@ -1,11 +1,11 @@
-"""The native format: all sequences of a session with everything that is known of them.
+"""Writes rollouts in the native format: all sequences of a session with everything that is recorded about them.
 
     {"session": "r1", "complete": true, "incidents": [], "figures": {…},
      "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "weight",
         "token_ids": [...], "loss_mask": [...], "logprobs": [...],
         "turns": [{"turn", "prompt": [0, 812], "completion": [812, 940], "finish_reason", "model", "match", …}]}]}
 
-`complete` is false if something that the model sampled, or may have sampled, is missing. The incidents say what.
+`complete` is false if something that the model sampled, or may have sampled, is missing. The incidents describe it.
 `trajectories.values` reads this format.
 """
 

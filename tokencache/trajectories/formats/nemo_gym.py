@@ -12,9 +12,9 @@ these three members.
 
 NeMo RL walks the output and requires that the prompt of an item begins with all tokens before it
 (`_postprocess_nemo_gym_to_nemo_rl_result`). New tokens of the prompt get mask 0, the generation gets mask 1. So tokens that must not be
-trained have no item of their own: an answer without log probabilities, or one that another sequence trains, is part of the prompt of the
-next item. NeMo RL refuses a response in which nothing was generated, hence `untrainable`. The verifier adds the `reward`; a missing reward
-is not 0.
+trained get no item: an answer without log probabilities, or one that another sequence trains, is part of the prompt of the next item.
+NeMo RL refuses a response in which nothing was generated. Such responses are therefore in `untrainable`. The verifier adds the `reward`;
+a missing reward is not 0.
 
 Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `NeMoGymResponse` and its items,
 `NeMoGymResponseCreateParamsNonStreaming`, `NeMoGymChatCompletionMessageParam`), `base_resources_server.py` (`BaseVerifyRequest`),

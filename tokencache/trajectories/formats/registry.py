@@ -26,7 +26,7 @@ class Format(NamedTuple):
         title: which trainer reads it, and as what.
         write: writes a rollout as JSON values. A module-level function, because a worker process may call it.
         rows: the member of the written object that holds one row for each training sample; `""` if the whole object is one row.
-        reads_contexts: the format needs the messages as well as the tokens.
+        reads_contexts: whether the format needs the messages as well as the tokens.
     """
 
     name: str

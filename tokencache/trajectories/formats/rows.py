@@ -1,11 +1,11 @@
-"""Splits each sequence into a prompt and a response: one training sample, as most trainers want it.
+"""Splits each sequence into a prompt and a response: one training sample, in the form that most trainers need.
 
 The prompt is everything before the first sampled token of the sequence. The response is the rest: replies, tool results and the template
 tokens between them. The response mask is 1 for tokens that the policy sampled in this sequence. All other tokens have mask 0 and log
 probability 0.0; verl, SkyRL, TRL, slime and Tinker write them the same way.
 
 Facts for which a trainer has no field are exported as *labels* under the single name `tokencache`, so that they cannot be mistaken for a
-field of the trainer. Rewards come from the trainer: they are absent or `None`, never 0.
+field of the trainer. The trainer sets rewards: here they are absent or `None`, never 0.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -62,7 +62,7 @@ def rows_of(rollout: Rollout) -> list[Row]:
 
 
 def session_object(rollout: Rollout) -> dict[str, Any]:
-    """Write the facts about the whole rollout that formats put beside its rows."""
+    """Write the facts about the whole rollout, which formats add to its rows."""
     return {
         "session": rollout.session,
         "complete": rollout.complete,
@@ -94,8 +94,8 @@ def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
 def ending(turn: Turn) -> Ending:
     """Return how a reply ended, as the engine itself would name it.
 
-    A chat completion reports `tool_calls` where the engine stopped normally. Trainers that mask or punish everything but `stop` (SkyRL's
-    `apply_overlong_filtering`) mean the engine's reason. Any other end that is not normal is an `abort`.
+    A chat completion reports `tool_calls` where the engine stopped normally. Trainers that mask or penalize everything but `stop` (SkyRL's
+    `apply_overlong_filtering`) expect the engine's reason. Any other end that is neither normal nor `length` is an `abort`.
     """
     if turn.finish_reason == "length":
         return "length"

@@ -8,12 +8,12 @@ Source: skyrl 0.3.0 on PyPI (github.com/NovaSky-AI/SkyRL), `skyrl/train/generato
 `response_ids`        [[int]]    all tokens after it
 `loss_masks`          [[int]]    over the response; 1: sampled here
 `rollout_logprobs`    [[float]]  over the response
-`stop_reasons`        [str]      `stop`, `length` or `abort`: of the last turn, as an engine names it. SkyRL can mask or punish
+`stop_reasons`        [str]      `stop`, `length` or `abort`: of the last turn, as an engine names it. SkyRL can mask or penalize
                                  everything but `stop`
 `rewards`             `None`     set by the trainer: one for each response, or one for each of its tokens
 `is_last_step`        [bool]     true for the last sequence. With `generator.step_wise_trajectories` the advantage of the last
                                  sequence is used for all, so that a session counts once. Without it SkyRL trains each on its own
-`tokencache`          [object]   our labels. SkyRL concatenates such lists as it does its own
+`tokencache`          [object]   our labels. SkyRL concatenates such lists like its own
 ====================  =========  ==============================================================================================
 
 `concatenate_generator_outputs` joins the batches of several sessions. The trainer sets `trajectory_ids`, because only it knows which

@@ -4,9 +4,9 @@ A trace is a graph of messages. Each node holds the tokens that its message adds
 training sample: the `token_ids`, `mask` and `logprobs` of its nodes, concatenated. Nothing is tokenized again. prime-rl makes one
 `TrainingSample` of each branch and gives all of them the advantage of the trace, so `prime-rl` needs no format of its own.
 
-Each sequence becomes a branch of its own, with its context repeated at mask 0. Branches could share the nodes that they have in common.
-But whether a node in two branches is trained once or twice depends on the version of prime-rl (`trace_to_samples`: each branch as it is at
-004274e; a node only in the first branch that holds it later). Without shared nodes every version trains each sampled token once.
+Each sequence becomes a separate branch, with its context repeated at mask 0. Branches could share common nodes, but the version of prime-rl
+decides whether a shared node is trained once or twice (`trace_to_samples`: in each branch at 004274e; later only in the first branch that
+holds it). Without shared nodes every version trains each sampled token once.
 
 The positions of single messages in a prompt are not recorded. So the node of an answer carries all new tokens of its prompt, with mask 0,
 and the message nodes before it carry none. verifiers does the same if its renderer returns no spans (`graph.py`).

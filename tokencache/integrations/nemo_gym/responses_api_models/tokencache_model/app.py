@@ -1,4 +1,4 @@
-"""The file that Gym starts for `tokencache_model` (nemo-gym 0.7.0, `responses_api_models/vllm_model/app.py` ends alike)."""
+"""Entry point that Gym starts for `tokencache_model` (as nemo-gym 0.7.0, end of `responses_api_models/vllm_model/app.py`)."""
 
 from nemo_gym.server_utils import is_nemo_gym_fastapi_entrypoint
 
