@@ -1,4 +1,4 @@
-// Requests to the API. The admin key is asked for once and kept in this tab.
+// Sends requests to the API. The user enters the admin key once; this tab keeps it.
 
 const ROOT = new URL("../v1/", document.baseURI);
 const STORED = "tokencache.key";
@@ -12,7 +12,7 @@ export class ApiError extends Error {
 
 let asking = null;
 
-/** Get JSON. Asks for the key if it is needed. Throws `ApiError`, or `AbortError` if the signal aborts. */
+/** Get JSON. Prompts the user for the key if it is needed. Throws `ApiError`, or `AbortError` if the signal aborts. */
 export async function get(path, query = {}, signal = undefined) {
   const url = new URL(path, ROOT);
   for (const [name, value] of Object.entries(query)) url.searchParams.set(name, value);

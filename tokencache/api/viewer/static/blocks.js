@@ -1,5 +1,5 @@
-// A long sequence as blocks of tokens, of which only those near the visible part are filled. The others are empty boxes of their last or
-// expected height, so that the page scrolls like any text and holds only some thousand nodes.
+// Shows a long sequence as blocks of tokens. Only blocks near the visible part are filled. The others are empty boxes with their last or
+// expected height, so that the page scrolls like any text and contains only a few thousand nodes.
 
 import { h } from "./dom.js";
 
@@ -8,7 +8,7 @@ const NEAR = "900px";
 const HELD = 48; // blocks whose tokens stay cached
 
 export class Blocks {
-  /** `fetch(start, end)` fetches the tokens of a block, `draw(tokens)` makes nodes of them, `drawn()` is called afterwards. */
+  /** `fetch(start, end)` fetches the tokens of a block, `draw(tokens)` makes nodes from them, `drawn()` is called afterwards. */
   constructor(total, { fetch, draw, drawn }) {
     Object.assign(this, { total, fetch, draw, drawn, known: new Map() });
     this.element = h("div", { class: "blocks" });
@@ -21,7 +21,7 @@ export class Blocks {
     this.observer = new IntersectionObserver((entries) => entries.forEach((entry) => this.seen(entry)), { rootMargin: `${NEAR} 0px` });
   }
 
-  /** Start, once the element is on the page. */
+  /** Start. Call this after the element was added to the page. */
   start() {
     const wide = Math.max((this.element.clientWidth - 150) / 7.3, 20);
     this.guess = Math.ceil((BLOCK * 5.2) / wide) * 21;

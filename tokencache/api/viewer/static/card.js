@@ -1,4 +1,4 @@
-// The card next to a token: its id, text, log probability, kind and turn.
+// Shows the card next to a token: its id, text, log probability, kind and turn.
 
 import { at, get } from "./api.js";
 import { copier, h } from "./dom.js";

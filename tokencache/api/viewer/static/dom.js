@@ -48,7 +48,7 @@ async function put(text) {
 }
 
 function putOld(text) {
-  // without https the browser offers no clipboard to pages of other hosts
+  // without https, browsers offer the clipboard only to pages of this machine
   const area = h("textarea", { class: "visually-hidden" }, text);
   document.body.append(area);
   area.select();

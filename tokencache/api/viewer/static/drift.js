@@ -1,9 +1,9 @@
-// Drift: where a plain rendering of the messages differs from the prompt that was sent, as the proxy measured it. Only the last prompt of each
-// sequence is compared, because it holds all earlier ones.
+// Fetches the measured drift: where a plain rendering of the messages differs from the prompt that was sent. Only the last prompt of each
+// sequence is compared, because it contains all earlier ones.
 
 import { at, get } from "./api.js";
 
-/** The measured drift of a session: `turns` (id → {rendered, tokens, sites}), `unmeasured` (id → why); `why` if nothing was. */
+/** The drift of a session: `turns` (id → {rendered, tokens, sites}), `unmeasured` (id → reason); `why` if nothing was measured. */
 export async function driftOf(session, signal) {
   try {
     const found = await get(at(session, "drift"), { drift: "sequences" }, signal);
@@ -16,7 +16,7 @@ export async function driftOf(session, signal) {
   }
 }
 
-/** The sums over spliced prompts. A prompt that the engine rendered is its own plain rendering. */
+/** The sums over spliced prompts. A prompt that the engine rendered cannot drift: it is its own plain rendering. */
 export function driftSums({ turns }, match) {
   const spliced = [...turns].filter(([id]) => !["root", "plain"].includes(match(id))).map(([, one]) => one);
   return { prompts: spliced.length, drifted: spliced.filter((one) => one.sites.length).length, tokens: spliced.reduce((sum, one) => sum + one.tokens, 0) };

@@ -1,4 +1,4 @@
-// Formats numbers, times and texts for people.
+// Formats numbers, times and texts for display.
 
 const COUNT = new Intl.NumberFormat("en");
 
@@ -20,7 +20,7 @@ export function span(seconds) {
   return `${Math.floor(seconds / 86400)} days`;
 }
 
-/** How long ago, coarsely. */
+/** How long ago, rounded. */
 export function ago(seconds) {
   if (seconds < 2) return "now";
   if (seconds < 60) return `${Math.floor(seconds)} s`;

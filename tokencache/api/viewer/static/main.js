@@ -1,4 +1,4 @@
-// Routing by the part of the address after `#`, and what all pages share: theme and keys.
+// Selects the page by the part of the address after `#`, and handles what all pages share: theme and keys.
 //
 //   #/                                     all sessions
 //   #/session/NAME                         one session; ?tab=sequences|incidents|forgiven

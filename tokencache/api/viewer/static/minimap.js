@@ -1,4 +1,4 @@
-// The whole sequence as one bar: its runs in their colors, where a plain rendering differs, and the visible part.
+// Draws the whole sequence as one bar: its runs in their colors, the places where a plain rendering differs, and the visible part.
 
 import { s } from "./dom.js";
 import { count } from "./format.js";

@@ -1,4 +1,4 @@
-// Polling while the page is visible.
+// Polls while the page is visible, and moves the focus between rows.
 
 /** Call `ask` now, and again `seconds` after each call has ended, while the tab is visible and until `signal` aborts. */
 export async function poll(ask, seconds, signal) {
@@ -28,7 +28,7 @@ async function rest(seconds, signal) {
   });
 }
 
-/** Move the focus between rows that hold a link. Returns whether the key was one of its keys. */
+/** Move the focus between rows that contain a link, with j, k and the arrow keys. Returns whether the event was one of these keys. */
 export function walkRows(event, rows) {
   const step = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1 }[event.key];
   if (!step || !rows.length) return false;

@@ -15,7 +15,7 @@ const TOP = 150; // height of the bar above, in pixels
 
 export class SequencePage {
   current = -1;
-  held = null; // where in the view the current token stays until the user scrolls
+  held = null; // position in the view at which the current token stays until the user scrolls
   sites = [];
 
   constructor(root, target, signal) {

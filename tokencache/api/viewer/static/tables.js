@@ -1,4 +1,4 @@
-// The tables of sequences, of incidents, and of turns for which rules were applied.
+// Draws the tables of sequences, of incidents, and of turns for which rules were applied.
 
 import { badge, copier, h } from "./dom.js";
 import { clock, count, many, moment, share, visible } from "./format.js";

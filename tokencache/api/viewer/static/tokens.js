@@ -1,4 +1,4 @@
-// Draws tokens as text: a small box in the color of its kind for each, with its run in the margin.
+// Draws tokens as text: each is a small box in the color of its kind. The margin shows the runs.
 
 import { h } from "./dom.js";
 import { count, visible } from "./format.js";

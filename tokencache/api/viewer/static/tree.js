@@ -1,5 +1,5 @@
-// The turns of a session as a graph: one row for each turn in the order of recording, one lane for each sequence. A lane starts at the turn
-// that its sequence branched off (dashed: took its context from) and ends with its last turn.
+// Draws the turns of a session as a graph: one row for each turn in the order of recording, one lane for each sequence. A lane starts at the
+// turn from which its sequence branched off (dashed: took its context) and ends with its last turn.
 
 import { badge, h, s } from "./dom.js";
 import { clock, count, span, visible } from "./format.js";

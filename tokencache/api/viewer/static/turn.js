@@ -1,4 +1,4 @@
-// The panel of one turn: how its prompt was built, the replies in its history next to what was served, and its own reply.
+// Draws the panel of one turn: how its prompt was built, the replies in its history next to those that were served, and its own reply.
 
 import { at, get } from "./api.js";
 import { badge, copier, h, idText, note } from "./dom.js";
@@ -83,7 +83,7 @@ function facts(rows) {
   return h("dl", { class: "facts-list" }, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
 
-/** A reply in the history next to what was served: two columns with the differences marked. */
+/** A reply in the history next to the served one: two columns with the differences marked. */
 function comparison(echo, other) {
   const fate = echo.elsewhere ? "sampled in another context" : echo.relied ? "the prompt holds its exact tokens" : echo.verdict === "unknown" ? "" : "not recognized as the model's: the prompt does not hold its exact tokens";
   return h("section", { class: `echo v-${echo.verdict}`, data: { verdict: echo.verdict } },

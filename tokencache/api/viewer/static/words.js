@@ -1,4 +1,4 @@
-// Explanations of the terms on the page. Those of reasons and incidents come from the tables of the proxy (meanings.js).
+// Explanations of the terms on the page. The proxy generates those of reasons and incidents from its tables (meanings.js).
 
 import { INCIDENTS, REASONS } from "./meanings.js";
 
