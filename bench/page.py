@@ -23,7 +23,7 @@ NAMES = {
     "One call at a time": "cost",
     "One session that grows: CPU µs per call": "growth",
     "Closed loop: each rollout asks again as soon as it was answered": "load",
-    "Open loop: calls arrive when chance says so": "open",
+    "Open loop: calls arrive at random": "open",
     "32 sessions at once, each from nothing": "rollouts",
     "Streams in flight": "streams",
     "Where the CPU of a call goes": "profile",

@@ -126,7 +126,7 @@ def open_loop(found: dict[str, Any]) -> Shown:
         rows.append([f"{run['rate']:,.0f}", *cells])
     head = ["calls/s due", "target", "answered/s", "p50 ms", "p90", "p99", "max", "errors"]
     caption = f"141 KB; latency from the moment a call was due; one proxy core can carry {found['capacity']:,.0f} calls/s"
-    return Shown("Open loop: calls arrive when chance says so", head, rows, caption, left=2)
+    return Shown("Open loop: calls arrive at random", head, rows, caption, left=2)
 
 
 def rollouts(runs: list[dict[str, Any]]) -> Shown:
@@ -184,7 +184,7 @@ def exports(rows: list[dict[str, Any]]) -> Shown:
         cells = [ms(row[where][what]) for where in ("alone", "beside_busy", "beside_export") for what in ("p50_us", "p99_us")]
         out.append([row["target"], f"{row['tokens']:,}", f"{row['answer_bytes'] / 1e6:.1f}", *cells, f"{row['p50_ratio']:.2f}"])
     head = ["target", "tokens", "answer MB", "alone p50", "p99", "busy neighbour p50", "p99", "export p50", "p99", "export/busy"]
-    caption = "busy neighbour: beside a process that only keeps one core busy, as fetcher and worker do"
+    caption = "busy neighbour: next to a process that only keeps one core busy, as fetcher and worker do"
     return Shown("1 KB calls while a large rollout is fetched without a pause, ms", head, out, caption)
 
 

@@ -173,7 +173,7 @@ def checked(found: dict[str, Any], name: str = "proxy memory") -> Shown:
         pairs = [(predicted[q] + beside, run["latency_us"][q]) for q in (50, 99)]
         rows.append([f"{run['rate']:,.0f}", f"{share:.0%}", *(ms(value) for pair in pairs for value in pair)])
     head = ["calls/s", "core used", "p50 predicted", "measured", "p99 predicted", "measured"]
-    return Shown("", head, rows, f"ms, 141 KB, {name}; the first row fits the part beside the core, the others are predictions")
+    return Shown("", head, rows, f"ms, 141 KB, {name}; the first row fits the time outside the core, the others are predictions")
 
 
 def main() -> None:

@@ -211,7 +211,7 @@ class Suite:
             self.found["streams"].append(found)
 
     def _exports(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
-        self.say("calls beside an export")
+        self.say("calls during an export")
         names = [name for name in (PROXY, PROXY_REDIS) if name in able]
         self.found["exports"] = [run_exports(rig, name, 60, self.extent.export_rounds) for name in names]
 
