@@ -15,7 +15,7 @@ _SIGNAL_EXIT = 128
 
 
 class ProgramNotFoundError(AdapterError):
-    """The program of the harness is not on the PATH; the message says how to install it."""
+    """The program of the harness is not on the PATH. The message explains how to install it."""
 
 
 def find(adapter: Adapter, argv: Sequence[str], path: str | None) -> None:
@@ -37,7 +37,7 @@ def find(adapter: Adapter, argv: Sequence[str], path: str | None) -> None:
 def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Run a program to its end and return its exit code; 128 + N if signal N ended it.
 
-    SIGTERM and SIGHUP are passed on. SIGINT and SIGQUIT are not: the terminal sends them to the harness as well, and a harness that
+    SIGTERM and SIGHUP are passed on. SIGINT and SIGQUIT are not, because the terminal sends them to the harness too, and a harness that
     receives Ctrl-C twice quits.
 
     Raises:
@@ -79,7 +79,7 @@ def _signals() -> Iterator[_SignalForwarder]:
     def leave_to_child(_number: int, _frame: FrameType | None) -> None:
         pass
 
-    # Handlers, because the child would inherit SIG_IGN.
+    # The child would inherit SIG_IGN, but it does not inherit handlers.
     handlers = {
         signal.SIGTERM: forwarder.forward,
         signal.SIGHUP: forwarder.forward,

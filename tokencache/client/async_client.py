@@ -172,7 +172,11 @@ class AsyncClient:
     ) -> AsyncIterator[Any]:
         """See `Client.iterate`. The order is that in which the sessions finish.
 
-        At most `concurrency` sessions (at least 1) are processed at a time, and as many trajectories are in memory.
+        At most `concurrency` sessions are processed at a time, so at most as many trajectories are in memory.
+
+        Raises:
+            NotFoundError: see `Client.iterate`.
+            ValueError: `delete` without `seal`, or `concurrency` is less than 1.
         """
         check_deletion(seal=seal, delete=delete)
         if concurrency < 1:

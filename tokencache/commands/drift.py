@@ -51,9 +51,9 @@ def report_drift(  # noqa: PLR0917 - one parameter per option
     The report lists drift for each harness, model and cause, and its cost.
 
     The proxy measures drift: its engine renders the messages of the harness
-    once more. A trajectory fetched with ?drift=turns says for each turn where
-    its prompt differs and why; with ?drift=sequences (the default) for the last
-    turn of each sequence. docs/drift.md explains the terms.
+    once more. A trajectory fetched with ?drift=turns contains for each turn
+    where its prompt differs and why; with ?drift=sequences (the default) for
+    the last turn of each sequence. docs/drift.md explains the terms.
     """
     try:
         rows = _measured(files, _from_proxy(proxy, admin_key, files) if proxy else _from_files(files))

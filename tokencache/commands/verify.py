@@ -104,7 +104,7 @@ def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
 
 
 def _print_report(console: Console, checked: Sequence[Checked], *, most: int | None) -> None:
-    """Print the results, with at most so many failed checks for each target."""
+    """Print the results, with at most `most` failed checks for each target."""
 
     def print_line(words: str, style: str = "") -> None:
         console.print(printable(words, keep="\n"), style=style, highlight=False, markup=False, soft_wrap=True)

@@ -112,7 +112,7 @@ class _Connection(web.RequestHandler):
             self._stop_head_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Stop the timeout, too."""
+        """Stop the timeout when the connection ends."""
         self._stop_head_timer()
         super().connection_lost(exc)
 

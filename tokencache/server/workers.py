@@ -62,7 +62,7 @@ be set before `tokencache.metrics` is imported, which creates the metrics."""
 
 
 class WorkerError(Exception):
-    """The workers cannot start. The message says why."""
+    """The workers cannot start. The message gives the reason."""
 
 
 async def supervise(settings: Settings) -> None:
@@ -218,7 +218,7 @@ def serve_as_worker(restarted: bool) -> None:
         restarted: whether it replaces a process that died.
     """
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
-        os.dup2(2, 1)  # standard output belongs to the supervisor: anything else that prints goes to standard error
+        os.dup2(2, 1)  # standard output is for the supervisor: all other output goes to standard error
         sys.exit(uvloop.run(_serve_worker(out, restarted=restarted)))
 
 

@@ -71,7 +71,7 @@ class SimulatedEngine:
         routed_experts: number of layers, and of experts chosen in each. If set, it reports routed experts.
         choose_fault: receives the route and body of each request and returns a fault. It is used before the queue `faults`.
         journal: file that receives every token before it is sent; see `ground_truth`.
-        orders: faults that are ordered over HTTP, in place of `choose_fault`.
+        orders: receives faults over HTTP; used instead of `choose_fault`.
 
     Attributes:
         ground_truth: one entry for each generation.

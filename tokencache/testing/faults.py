@@ -4,7 +4,7 @@
 
 Each fault is taken from the front of the queue by one request. `None` in the queue lets one request pass.
 
-An engine that runs as a process of its own takes faults over HTTP (`FaultOrders`):
+An engine in a separate process receives faults over HTTP (`FaultOrders`):
 
     POST   /control/faults   [{"kind": "cut", "after": 3}, {"kind": "status", "status": 429, "body": "{}", "words": "session 7"}]
     DELETE /control/faults   remove the faults that have not happened
@@ -49,7 +49,7 @@ class FaultKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of one request. Use the class methods to make one.
+    """A fault for one request. Use the class methods to make one.
 
     Attributes:
         after: number of chunks of the stream that are still sent; the role chunk is the first. For an abort: number of sampled tokens.

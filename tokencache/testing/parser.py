@@ -136,7 +136,7 @@ class StreamParser:
         return delta
 
     def _think(self, text: str, *, finished: bool) -> tuple[str, str | None]:
-        """Split off the reasoning. Returns it, and what follows it, which is `None` while the reasoning goes on.
+        """Split off the reasoning. Returns it, and the text after it, which is `None` while the reasoning continues.
 
         The end of the text is held back while it may be the beginning of a marker.
         """

@@ -55,7 +55,8 @@ class ReplyGenerator:
         episodes: replies by name.
         seed: seed of all random choices.
         drift: probability that a token is split into two. 0 makes every reply canonical.
-        script: returns the text of the reply to a request, in pieces that tokens do not cross and that may go on without end, or `None`.
+        script: returns the text of the reply to a request, or `None`. The text is an iterable of pieces, possibly infinite. No token
+            crosses the border of a piece.
     """
 
     tokenizer: SimTokenizer
@@ -67,7 +68,7 @@ class ReplyGenerator:
     def reply(self, request: ChatRequest, prompt_ids: Sequence[int], call: int, index: int) -> Iterator[int]:
         """Yield the ids of one reply. The caller may stop at any id.
 
-        It ends after the end-of-turn id. If the request allows only certain ids, or ignores the end, it may go on without end.
+        It ends after the end-of-turn id. If the request allows only certain ids, or ignores the end, it may be infinite.
 
         Args:
             request: the request.

@@ -5,7 +5,7 @@ may differ. A toy tokenizer that maps words to numbers cannot show that. With by
 `P` + `aris`, as a model does.
 
 The vocabulary has the added tokens of Qwen3 that matter here. *Special* ones (`<|im_start|>`, `<|im_end|>`, `<|endoftext|>`) disappear
-when text is decoded for a user. The others (`<think>`, `<tool_call>`, `<tool_response>` and their closers) are single ids, too, but stay
+when text is decoded for a user. The others (`<think>`, `<tool_call>`, `<tool_response>` and their closers) are also single ids, but stay
 in the text. Both kinds are recognised anywhere in a text.
 
 The training text must contain whole English words, Python and JSON; otherwise words would split into letters. It is the source code of

@@ -146,7 +146,7 @@ def _add(runs: list[Run], start: int, end: int, kind: Kind, turn: str) -> None:
 
 
 class TextsUnavailable(Exception):  # noqa: N818 - not an error: the ids are shown without texts
-    """The engine cannot decode the tokens. The message says why."""
+    """The engine cannot decode the tokens. The message gives the reason."""
 
 
 class TokenTexts:

@@ -42,7 +42,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def optional(fields: dict[str, Any], name: str, kind: type, at: Position = "") -> Any:
-    """Return the value of a member, `None` if it is missing or null. An integer is a number, too; a boolean is neither.
+    """Return the value of a member, `None` if it is missing or null. An integer is also a number; a boolean is neither.
 
     Raises:
         HarnessError: it has another type.
@@ -71,7 +71,7 @@ def required(fields: dict[str, Any], name: str, kind: type, at: Position = "") -
 UNPARSED = "__unparsed_arguments"
 """The member that holds a call's arguments as one string, in a whole reply, if they are not a JSON object.
 
-Claude Code wraps such arguments from a stream, too, under a name of its own. The rule `unparsed-input` covers that (`core.rules`).
+Claude Code itself wraps such arguments from a stream, under another name. The rule `unparsed-input` covers that (`core.rules`).
 """
 
 

@@ -205,7 +205,7 @@ def _as_reminder(raw: bytes) -> bytes:
 
 
 def with_stand_ins(raw: bytes) -> bytes:
-    """Replace tool-call arguments that an engine may refuse: an object or list by its text, anything else that is not JSON text by `{}`.
+    """Replace tool-call arguments that an engine may refuse: an object or list by its text, all others that are not JSON text by `{}`.
 
     Because of them an engine may refuse the whole history, and so every later turn: vLLM before 0.32 if the text is not JSON, 0.32 if the
     value is an object or `null`. vLLM 0.32 itself renders `{}` if the text is not JSON. Arguments that it can parse keep their bytes, and
@@ -271,7 +271,7 @@ def check_policy(policy: Mapping[str, Any]) -> None:
     """Check the names and values of a sampling policy.
 
     Raises:
-        ValueError: a name or value is not allowed; the message says which are.
+        ValueError: a name or value is not allowed. The message lists the allowed ones.
     """
     for name, value in policy.items():
         rule = PINNED.get(name)

@@ -9,7 +9,7 @@ A server can fail in three ways:
   cost every call its whole time limit.
 
 An operation's time starts when it gets a connection. If thousands start at once, they queue for the connections in order. That wait does
-not count, because it is no sign of a slow server.
+not count, because it does not show that the server is slow.
 """
 
 import asyncio

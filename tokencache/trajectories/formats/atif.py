@@ -9,7 +9,7 @@ this sequence has `metrics` with `prompt_token_ids` (the whole prompt), `complet
 `logprobs`.
 
 If a sequence branched off another one, or took its context from it, that context is marked `is_copied_context`. So are all replies that
-this sequence did not sample. By the format, such steps are not training data. A branch or a sub-agent is a trajectory of its own, not an
+this sequence did not sample. By the format, such steps are not training data. A branch or a sub-agent is a separate trajectory, not an
 entry of `subagent_trajectories`, because the call that delegated to it is not known. `extra.parent` names its parent.
 
 Source: Harbor's RFC 0001 (`rfcs/0001-trajectory-format.md`), v1.7, and its classes, harbor 0.25.0, `harbor/models/trajectories/`.

@@ -16,7 +16,7 @@ A `rollout_func` must return `num_generations` completions for each prompt, so t
 Leave out sequences without sampled tokens (empty `completion_ids`): TRL reads the last token of each.
 
 The importance sampling correction of TRL needs log probabilities of the distribution that was sampled from: run vLLM with
-`--logprobs-mode processed_logprobs`. `tokencache.turns[].logprob_kind` says which kind they are.
+`--logprobs-mode processed_logprobs`. `tokencache.turns[].logprob_kind` is their kind.
 """
 
 from typing import Any

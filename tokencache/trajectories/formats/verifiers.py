@@ -2,7 +2,7 @@
 
 A trace is a graph of messages. Each node holds the tokens that its message adds. Each path from a root to a leaf is a branch, which is one
 training sample: the `token_ids`, `mask` and `logprobs` of its nodes, concatenated. Nothing is tokenized again. prime-rl makes one
-`TrainingSample` of each branch and gives all of them the advantage of the trace, so `prime-rl` needs no format of its own.
+`TrainingSample` of each branch and gives all of them the advantage of the trace, so `prime-rl` needs no separate format.
 
 Each sequence becomes a separate branch, with its context repeated at mask 0. Branches could share common nodes, but the version of prime-rl
 decides whether a shared node is trained once or twice (`trace_to_samples`: in each branch at 004274e; later only in the first branch that
