@@ -72,7 +72,7 @@ def test_run_does_not_write_into_a_directory_of_the_users(machine, proxy):
     assert {path.name: path.read_text() for path in (machine.home / ".codex").iterdir()} == {"config.toml": "# mine\n"}
 
 
-def test_run_makes_a_session_and_says_which(machine, proxy):
+def test_run_makes_a_session_and_prints_its_name(machine, proxy):
     machine.install("claude", then="sys.exit(0)")
     runs = [machine.tokencache("run", "claude-code", "--proxy", proxy) for _ in range(2)]
     named = [re.fullmatch(r"tokencache: session (claude-code-[0-9a-f]{12})\ncomplained\n", done.stderr)[1] for done in runs]
@@ -118,7 +118,7 @@ def test_run_with_an_adapter_of_ones_own(machine, proxy, tmp_path):
         ("langgraph", r"no-such-program is not on the PATH\n"),
     ],
 )
-def test_run_of_a_program_that_is_not_there(machine, harness, said):
+def test_run_of_a_program_that_is_not_installed(machine, harness, said):
     """Told at once: no proxy is asked for this."""
     done = machine.tokencache("run", harness, "--session", "s", "--proxy", "http://127.0.0.1:1", "--", "no-such-program")
     assert done.returncode == 127
@@ -205,7 +205,7 @@ def test_the_context_of_a_model_that_was_named():
         assert "model_context_window = 131072" in shown
 
 
-def test_a_proxy_that_is_not_there():
+def test_a_proxy_that_does_not_answer():
     done = invoke("env", "openai", "--session", "s", "--proxy", "http://127.0.0.1:1")
     assert done.exit_code == 1
     assert "is `tokencache serve` running there" in done.stderr
@@ -238,7 +238,7 @@ def test_a_proxy_that_answers_otherwise(status, body, said):
     ],
 )
 @pytest.mark.parametrize("command", ["env", "run"])
-def test_what_is_wrong_is_said_in_a_line(command, args, said):
+def test_errors_are_one_line(command, args, said):
     done = invoke(command, *args, *(["--", sys.executable] if command == "run" else []))
     assert done.exit_code == 1
     assert said in done.stderr
@@ -281,7 +281,7 @@ def test_env_is_what_a_shell_takes_in(name, tmp_path):
         assert f"# wrote {directory / file.path}" in shown.stdout
 
 
-def test_env_without_a_directory_says_what_its_files_must_hold(tmp_path, monkeypatch):
+def test_env_without_a_directory_prints_the_content_of_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = invoke("env", "codex", "--session", "s", "--proxy", "http://127.0.0.1:1", "--model", "m")
     lines = shown.stdout.splitlines()
@@ -299,7 +299,7 @@ def test_env_of_a_library_shows_the_line_of_code():
     assert '# In your code: model = ChatOpenAI(model=os.environ["OPENAI_MODEL"])' in shown
 
 
-def test_env_tells_the_session_that_it_made():
+def test_env_prints_the_session_that_it_made():
     shown = invoke("env", "openai", "--proxy", "http://127.0.0.1:1", "--model", "m")
     named = re.search(r"session (openai-\w+)", shown.stderr)[1]
     assert f"/s/{named}/h/openai/v1'" in shown.stdout

@@ -140,7 +140,7 @@ def test_a_session_without_a_key_is_named_by_one(tmp_path):
     assert prepared("openai", tmp_path, key=None).env["OPENAI_API_KEY"] == f"tcs-{SESSION}"
 
 
-def test_a_proxy_behind_a_path(tmp_path):
+def test_a_proxy_with_a_path(tmp_path):
     env = prepared("anthropic", tmp_path, proxy_url="https://gate.example/rl/").env
     assert env["ANTHROPIC_BASE_URL"] == f"https://gate.example/rl/s/{SESSION}/h/anthropic"
 

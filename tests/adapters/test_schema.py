@@ -30,7 +30,7 @@ def test_there_is_one_for_every_harness():
 
 
 @pytest.mark.parametrize("adapter", SHIPPED.values(), ids=SHIPPED)
-def test_it_says_what_one_needs_to_know(adapter):
+def test_it_has_the_required_notes(adapter):
     assert adapter.title
     assert adapter.install
     assert adapter.tested or adapter.name in {"openai", "anthropic"}

@@ -75,17 +75,17 @@ def test_an_empty_context_needs_no_bytes():
 
 
 @pytest.mark.parametrize("torn", [b"x", b"exx", pack_context(Context([message(1)]))[:-3]])
-def test_torn_bytes_are_said(torn):
+def test_torn_bytes_are_reported(torn):
     with pytest.raises(ValueError, match="unreadable context"):
         unpack_context(torn)
 
 
-def test_a_base_that_is_too_short_is_said():
+def test_a_base_that_is_too_short_is_reported():
     turns = {"a": turn("a"), "b": turn("b", "a", 2)}
     with pytest.raises(ValueError, match="shares 2 of 1"):
         whole_context("b", turns, {"a": pack_context(Context([message(1)])), "b": b""})
 
 
-def test_a_missing_base_is_said():
+def test_a_missing_base_is_reported():
     with pytest.raises(KeyError):
         whole_context("b", {"b": turn("b", "a", 1)}, {"b": b""})

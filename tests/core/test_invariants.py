@@ -109,7 +109,7 @@ def test_engine_disagrees(part, value, word):
     )
 
 
-def test_an_entry_that_nobody_recorded_and_a_turn_that_the_engine_never_made():
+def test_an_unrecorded_entry_and_a_turn_that_the_engine_never_made():
     forest = line(3)
     found = invariants.engine_agrees(forest.turns[:2], forest.tokens, ground_truth(forest))
     assert found == ["engine's entry 2: recorded by no turn (13 prompt and 2 completion tokens)"]
@@ -231,7 +231,7 @@ def test_trained_once_broken(broken, word):
     told(invariants.trained_once(broken(checked(forest)), forest.turns, forest.tokens, session="r1"), "session r1", word)
 
 
-def test_trained_once_with_a_turn_that_nobody_recorded():
+def test_trained_once_with_an_unrecorded_turn():
     forest = line(3)
     told(invariants.trained_once(checked(forest), forest.turns[:2], forest.tokens), "turn t2: is in a sequence, and not recorded")
 
@@ -338,7 +338,7 @@ def test_audit_and_ground_truth_reject_every_broken_record(fields):
     assert invariants.audit(forest.turns, forest.tokens) or invariants.engine_agrees(forest.turns, forest.tokens, kept)
 
 
-def test_audit_says_what_it_cannot_build():
+def test_audit_reports_what_it_cannot_build():
     forest = line(3)
     forest.tokens["t1"] = Tokens(b"", b"")
     told(invariants.audit(forest.turns, forest.tokens, session="r1"), "session r1: turn t1")

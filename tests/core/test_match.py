@@ -178,7 +178,7 @@ def test_a_retry_with_other_tokens_is_ambiguous_and_one_with_the_same_is_not():
     assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply")
 
 
-def test_reasoning_sent_back_tells_siblings_apart():
+def test_reasoning_sent_back_distinguishes_siblings():
     index = _Index()
     index.add(_turn("a", Message("assistant", "OK", "this way")), U1)
     index.add(_turn("b", Message("assistant", "OK", "that way")), U1)
@@ -198,7 +198,7 @@ def test_ids_tell_siblings_apart():
     assert index.match(U1, reply(C3), Message("tool", "x", answers=C3)).reason == "ambiguous-reply"
 
 
-def test_an_id_that_two_calls_share_once_sanitised_tells_nothing():
+def test_an_id_that_two_calls_share_once_sanitised_is_no_evidence():
     def reply(name):
         return Message("assistant", None, None, (ToolCall(name, "bash", "{}"),))
 
@@ -324,7 +324,7 @@ def test_two_replies_that_a_rewriting_makes_alike_are_ambiguous():
     assert index.match(U1, two.served, U2).parent.id == "b"
 
 
-def test_a_handle_says_which_and_never_what():
+def test_a_handle_identifies_a_reply_but_not_its_content():
     index = _Index(CLAUDE)
     for name in "ab":
         index.add(msgspec.structs.replace(_turn(name, OK), handle=name * 32), U1)
@@ -341,7 +341,7 @@ def _left(name, text, cuts, **more):
     return msgspec.structs.replace(turn, marks=("aborted",), cuts=pack_cuts([Cut(n, n + 1, end, 0) for n, end in enumerate(cuts)]))
 
 
-def test_what_was_heard_before_an_interrupt():
+def test_the_prefix_delivered_before_an_interrupt():
     index = _Index(CLAUDE)
     turn = index.add(_left("a", "One, two ", (3, 5, 8, 9)), U1, aborted=True)
     found = index.match(U1, Message("assistant", "One, two"), U2)
@@ -464,7 +464,7 @@ def test_no_rule_applies_to_context():
 # --- evidence out of context ------------------------------------------------------------------------------------------------
 
 
-def test_few_shot_examples_are_no_replies():
+def test_few_shot_examples_are_not_replies():
     index = _Index()
     index.add(_turn("a", Message("assistant", "Yes.", "a secret of another agent")), Message("user", "Is 4 even?"))
     examples = [Message("user", "Is 2 even?"), Message("assistant", "Yes."), Message("user", "Is 8 even?")]
@@ -480,7 +480,7 @@ def test_replies_of_equal_words_under_other_template_arguments_are_seen_side_by_
     assert index.match(U1, OK, U2, scope=b"other").reason == "ambiguous-reply"
 
 
-def test_with_other_template_arguments_a_reply_is_known_by_what_stands_before_it():
+def test_with_other_template_arguments_a_reply_is_known_by_what_precedes_it():
     index = _Index()
     one = index.add(_turn("a", OK), U1, scope=b"low")
     assert index.match(U1, OK, U2, scope=b"high").anchors == ((1, Hit(one)),), "that it is rendered alike is for the planner to prove"
@@ -553,7 +553,7 @@ def _ids(turn):
     return ReturnedIdHashes(turn.prefix_hash, turn.completion_hash)
 
 
-def test_token_ids_say_which_of_equal_replies_is_meant():
+def test_token_ids_identify_one_of_equal_replies():
     index = _Index()
     turns = [index.add(_turn(name, OK), U1) for name in "abc"]
     assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply")
@@ -564,7 +564,7 @@ def test_token_ids_say_which_of_equal_replies_is_meant():
         assert index.match(U3, OK, U2, echoed={1: _ids(turn)}).anchors == ((1, Hit(turn)),), "behind another message, too"
 
 
-def test_token_ids_of_nobody_change_nothing():
+def test_unknown_token_ids_change_nothing():
     index = _Index()
     one = index.add(_turn("a", OK), U1)
     nobody = {1: ReturnedIdHashes(b"other", b"other")}
@@ -593,7 +593,7 @@ def test_of_turns_with_the_named_tokens_the_one_that_nothing_continues_is_taken(
     assert (found.kind, found.parent) == ("continue", turns[1]), "each of two rollouts goes on from a turn of its own"
 
 
-def test_where_replies_stand_in_a_client_s_ids_is_not_recorded():
+def test_positions_of_replies_in_a_client_s_ids_are_not_recorded():
     """A turn that begins with such ids is gone on from while its history comes back in the same bytes, and not judged anew."""
     index = _Index()
     one = index.add(_turn("a", OK), U1)

@@ -134,7 +134,7 @@ def test_any_other_difference_is_refused(served, echoed):
 
 
 @pytest.mark.parametrize(("served", "echoed"), [row[1:] for row in LIES], ids=[row[0] for row in LIES])
-def test_other_reasoning_is_not_what_the_model_said(served, echoed):
+def test_other_reasoning_is_not_the_models_own(served, echoed):
     assert digest(served) == digest(echoed)
     assert judge(served, echoed)[:2] == ("rewritten", ())
     assert not judge(served, echoed).supplied
@@ -285,7 +285,7 @@ def test_white_space_around_a_reply_and_silence_on_reasoning_change_no_digest(me
 
 @MANY
 @given(messages, messages)
-def test_a_digest_says_the_text_and_the_calls(a, b):
+def test_a_digest_covers_the_text_and_the_calls(a, b):
     def says(m):
         return m.text, [(c.name, canonical_arguments(c.arguments)) for c in m.calls]
 

@@ -219,7 +219,7 @@ def test_every_rule_is_defined_once_and_has_a_harness_and_a_source():
         assert not Leniency(frozenset({rule.name}), HARNESS_RULES).allows(rule.name)
 
 
-def test_what_is_foretold_is_what_comes_back():
+def test_the_predicted_text_is_what_comes_back():
     served = said(f"{KEY} <tool_call>x</tool_call>")
     assert expected_rewritings(served, Leniency()) == []
     hermes = Leniency(harness_rules=frozenset({"secrets-masked", "markup-removed", "empty-marker"}))
@@ -265,7 +265,7 @@ def test_other_arguments_are_explained_by_their_members_or_not_at_all(a, b, name
 
 @MANY
 @given(objects, st.integers(1, 60))
-def test_what_is_repaired_was_said(value, cut):
+def test_what_is_repaired_was_sampled(value, cut):
     text = json.dumps(value, ensure_ascii=False)
     assume(cut < len(text))
     head = text[: len(text) - cut]
@@ -310,7 +310,7 @@ def test_similarity_never_counts():
             assert set(verdict.rules) <= {"cd-prefix", "coerced-values", "trailing-blanks", "marker-broken", "args-json"}
 
 
-def test_the_page_says_which_harness_needs_each_rule():
+def test_the_page_lists_which_harness_needs_each_rule():
     """`tests/docs` checks the table of all rules; this checks the tables of what harnesses do."""
     page = (Path(__file__).parents[2] / "docs/rules.md").read_text().partition("\n## What harnesses do\n")[2]
     rows = [row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith("|") and not row.startswith(("| what |", "|---"))]

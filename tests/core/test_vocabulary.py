@@ -25,12 +25,12 @@ def literals(source):
 
 
 @pytest.mark.parametrize("table", [IncidentKind, Reason, TurnMark])
-def test_every_name_says_what_it_means(table):
+def test_every_name_has_a_meaning(table):
     assert all(name == name.lower() and name.meaning and not name.meaning.endswith(".") for name in table)
     assert [name for name in table if name.name != name.upper().replace("-", "_")] == []
 
 
-def test_every_kind_of_incident_says_what_to_do():
+def test_every_kind_of_incident_has_an_action():
     assert [kind for kind in IncidentKind if not kind.action.endswith(".")] == []
     assert {kind for kind in IncidentKind if kind.hole} >= FOUND_ON_READING
 

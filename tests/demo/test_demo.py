@@ -98,7 +98,7 @@ def missing_turn(exported):
 
 
 @pytest.mark.parametrize("lie", [wrong_logprob, wrong_completion, wrong_prompt, wrong_mask, missing_turn])
-async def test_a_proxy_that_lies_is_found_out(tmp_path, monkeypatch, lie):
+async def test_a_proxy_with_wrong_records_is_detected(tmp_path, monkeypatch, lie):
     truth = native.sequence_object
 
     def liar(*given):

@@ -71,5 +71,5 @@ def test_incomplete_is_not_verified():
     assert "call-open" in str(disagreements(exported, [A, B], 2))
 
 
-def test_every_call_of_the_harness_must_be_there():
+def test_every_call_of_the_harness_must_be_recorded():
     assert "3 calls" in str(disagreements(trajectory(), [A, B], 3))

@@ -94,7 +94,7 @@ def test_arguments_are_written_as_javascript_would(text, written):
     assert rewrite(text) == written
 
 
-def test_a_tool_says_the_same_to_the_same_call():
+def test_a_tool_answers_the_same_call_the_same_way():
     assert tool_output("bash", '{"a": 1.0, "b": 2}') == tool_output("bash", '{"b":2,"a":1}')
     assert any("<|im_end|>" in tool_output("bash", f'{{"n": {n}}}') for n in range(40))
     assert any(tool_output("bash", f'{{"n": {n}}}') == "" for n in range(40))

@@ -140,7 +140,7 @@ ODD_MEMBERS = [
 
 @pytest.mark.parametrize("member", ODD_MEMBERS, ids=lambda m: repr(m[:40]))
 @pytest.mark.parametrize("stream", [False, True])
-async def test_values_that_json_can_write_and_nobody_should(rig, member, stream):
+async def test_unreasonable_values_that_json_can_write(rig, member, stream):
     body = b'{"messages": [{"role":"user","content":"EPISODE:demo"}], "stream": %s, %s}' % (b"true" if stream else b"false", member)
     async with rig.http.post(rig.up + CHAT, data=body, headers={"Content-Type": "application/json"}) as answer:
         direct = answer.status

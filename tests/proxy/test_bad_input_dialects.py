@@ -102,7 +102,7 @@ async def test_no_request(rig, path, raw):
 
 @pytest.mark.parametrize("path", FIRST)
 @pytest.mark.parametrize("entry", ENTRIES)
-async def test_an_odd_entry_in_the_history(rig, path, entry):
+async def test_an_unusual_entry_in_the_history(rig, path, entry):
     listed = [*FIRST[path][LIST[path]], ENTRIES[entry][path], *FIRST[path][LIST[path]]]
     status, said = await send(rig, path, {**FIRST[path], LIST[path]: listed})
     if status == 200:

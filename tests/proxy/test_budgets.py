@@ -89,7 +89,7 @@ async def test_the_body_is_that_of_a_reply(rig):
         assert ours["model"] == genuine["model"]
 
 
-async def test_every_choice_that_was_asked_for_is_there():
+async def test_every_requested_choice_is_returned():
     async with proxied(max_calls=1) as rig:
         await rig.say("s", [user(SAY)])
         _, whole = await rig.post("s", messages=[user(SAY)], n=3)
@@ -206,7 +206,7 @@ async def test_what_is_not_recorded_is_refused_where_it_would_have_to_be_counted
         assert status == 200
 
 
-async def test_a_reply_that_the_engine_dropped_costs_nobody_his_turn():
+async def test_a_reply_that_the_engine_dropped_does_not_count_as_a_turn():
     """The call is made again, and counts twice in the store; it was let in once, and that is enough."""
     async with proxied(max_calls=1, hold=5) as rig:
         rig.engine.faults.append(Fault.abort(2))

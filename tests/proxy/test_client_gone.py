@@ -201,7 +201,7 @@ async def test_a_relayed_call_is_aborted_too():
         await rig.engine.until(lambda: rig.engine.ground_truth[before].aborted)
 
 
-async def test_what_was_heard_before_an_interrupt_is_no_known_reply(rig):
+async def test_the_prefix_delivered_before_an_interrupt_is_not_a_known_reply(rig):
     """A harness sends back the half that it has: nothing is guessed, the session goes on plainly."""
     rig.engine.token_delay = 0.002
     got = await leave_after(rig, 12)

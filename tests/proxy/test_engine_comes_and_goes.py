@@ -55,7 +55,7 @@ async def until_ready(rig, status):
     await until(ready)
 
 
-async def test_an_engine_that_is_restarted_is_probed_anew(unused_tcp_port):
+async def test_an_engine_that_is_restarted_is_probed_again(unused_tcp_port):
     """Another process stands there now, and this one does not take ids: found out at the next call."""
     old, new = SimulatedEngine(episodes=EPISODES), SimulatedEngine(episodes=EPISODES, honours_ids=False)
     async with proxied(upstream=f"http://127.0.0.1:{unused_tcp_port}") as rig:
@@ -104,7 +104,7 @@ async def test_an_engine_that_stops_honouring_ids(rig, stream):
     assert not any("engine-disagrees" in t["marks"] for s in exported["sequences"] for t in s["turns"] if t["match"] == "continue")
 
 
-async def test_an_engine_that_refuses_the_ids_is_asked_plainly_and_probed_anew(rig):
+async def test_an_engine_that_refuses_the_ids_gets_a_plain_call_and_is_probed_again(rig):
     message = await rig.say("s", **ASK)
     refusal = Fault.answer(400, '{"error":{"message":"no ids","type":"BadRequestError","param":null,"code":400}}')
     rig.engine.choose_fault = lambda route, body: refusal if route == CHAT and body.get("kv_transfer_params") else None

@@ -120,7 +120,7 @@ async def test_a_stream_that_ends_early(rig, fault, after):
     await goes_on(rig)
 
 
-async def test_the_connection_breaks_behind_the_finish(rig):
+async def test_the_connection_breaks_after_the_finish(rig):
     """What came before the break reaches the harness, the finish reason too."""
     whole = await seen(rig, rig.up, stream=True)
     chunks = len(events(whole[2].decode())) - 1

@@ -88,7 +88,7 @@ WAYS = {
 
 @pytest.mark.parametrize("session", ["s", None])
 @pytest.mark.parametrize("path", WAYS)
-async def test_without_an_engine_every_call_is_told_how_to_add_one(path, session):
+async def test_without_an_engine_every_error_explains_how_to_add_one(path, session):
     async with replica() as rig:
         headers = {HEADER: session} if session else {}
         async with rig.http.post(rig.url + path, json=WAYS[path], headers=headers) as answer:
@@ -309,7 +309,7 @@ async def test_a_password_in_the_url_is_refused_and_not_repeated():
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", ENGINES + "/drain"), ("DELETE", ENGINES)])
-async def test_an_engine_that_is_not_there(method, path):
+async def test_an_engine_that_does_not_answer(method, path):
     async with replica() as rig:
         said = await request(rig, method, path, url="http://127.0.0.1:1", status=404)
         assert "GET /tokencache/v1/engines lists them" in said["error"]["message"]

@@ -101,7 +101,7 @@ async def rig():
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("which", [0, 1])
-async def test_of_two_replies_with_the_same_words_the_handle_tells_which_came_back(rig, dialect, which):
+async def test_the_handle_identifies_one_of_two_replies_with_the_same_text(rig, dialect, which):
     said = [await ask(rig, dialect), await ask(rig, dialect)]
     await ask(rig, dialect, said[which])
     *tried, turn = await rig.turns()
@@ -111,7 +111,7 @@ async def test_of_two_replies_with_the_same_words_the_handle_tells_which_came_ba
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_without_it_nobody_can_tell(rig, dialect):
+async def test_without_a_handle_the_reply_is_ambiguous(rig, dialect):
     said = [await ask(rig, dialect), await ask(rig, dialect)]
     await ask(rig, dialect, dialect.without_handle(copy.deepcopy(said[1])))
     turn = (await rig.turns())[-1]
@@ -119,7 +119,7 @@ async def test_without_it_nobody_can_tell(rig, dialect):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_without_it_the_words_are_enough_where_they_were_said_once(rig, dialect):
+async def test_without_a_handle_a_unique_text_is_sufficient(rig, dialect):
     await ask(rig, dialect, dialect.without_handle(await ask(rig, dialect)))
     assert (await rig.turns())[-1]["match"] == "continue"
 

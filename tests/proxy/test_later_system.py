@@ -50,7 +50,7 @@ async def test_where_it_does_not_the_user_is_reminded():
         assert "<|im_start|>user\n<system-reminder>\nThe date has changed.\n</system-reminder><|im_end|>" in said
 
 
-async def test_a_call_that_waits_for_its_engine_is_said_as_the_template_takes_it(monkeypatch):
+async def test_a_call_that_waits_for_its_engine_is_rendered_as_the_template_accepts_it(monkeypatch):
     """What is known of an engine that is away still holds."""
     monkeypatch.setattr("tokencache.proxy.engine_retry.FIRST_PAUSE", 0.01)
     engine = SystemFirst(episodes={"talk": [f"<think>\nhm\n</think>\n\nNumber {n}." for n in range(4)]}, seed=3)

@@ -47,7 +47,7 @@ async def test_before_the_models_words(rig, arguments, written):
 
 
 @pytest.mark.parametrize(("arguments", "written"), ODD.values(), ids=ODD)
-async def test_behind_the_models_words(rig, arguments, written):
+async def test_after_the_models_text(rig, arguments, written):
     first = await rig.say("s", [user("EPISODE:talk")], tools=TOOLS)
     history = [user("EPISODE:talk"), echo(first), user("look"), *told(arguments), user("go on")]
     _, prompt, plain = await spliced(rig, history)

@@ -34,11 +34,11 @@ async def test_however_many_tokens_came_when_the_text_began(together):
     assert await told([*THOUGHT, *words], heard, 0, 3 + together, 3 + together + 9) == 3 + together + 9
 
 
-async def test_a_place_within_a_token_is_no_place():
+async def test_a_position_within_a_token_is_not_a_boundary():
     assert await told([*THOUGHT, b"one ", b"two"], "one t", 3, 4, 5) is None
 
 
-async def test_half_a_character_is_no_place():
+async def test_half_a_character_is_not_a_boundary():
     coffee = "☕".encode()
     assert await told([*THOUGHT, b"a ", coffee[:1], coffee[1:]], "a ", 3, 4, 5) == 4
     assert await told([*THOUGHT, b"a ", coffee[:1], coffee[1:]], "a ☕", 3, 4, 6) == 6
@@ -49,12 +49,12 @@ async def test_two_places_are_none():
     assert await told([b"a", b"a", b"a"], "aa", 0, 2, 3) is None
 
 
-async def test_a_stop_id_behind_the_whole_belongs_to_it():
+async def test_a_stop_id_after_the_whole_reply_belongs_to_it():
     assert await told([b"all", b"<stop>"], "all", 0, 1, 1) == 2
 
 
 @given(st.lists(st.sampled_from(["a", "b", " ", "ab", "é", "☕"]), min_size=1, max_size=30), st.data())
-async def test_what_is_told_is_what_was_heard(words, data):
+async def test_the_found_prefix_is_the_delivered_one(words, data):
     pieces = [*THOUGHT, *(word.encode() for word in words)]
     end = data.draw(st.integers(1, len(words)))
     begun = data.draw(st.integers(1, end))

@@ -112,7 +112,7 @@ async def test_routes_that_are_not_ours_are_the_engines(rig, path):
     assert (through.line, through.plain(), through.body) == (direct.line, direct.plain(), direct.body)
 
 
-async def test_an_answer_comes_piece_by_piece(tiny):
+async def test_an_answer_is_forwarded_piece_by_piece(tiny):
     upstream, _, rig = tiny
     go = [asyncio.Event() for _ in range(3)]
 
@@ -132,7 +132,7 @@ async def test_an_answer_comes_piece_by_piece(tiny):
         assert await answer.content.read() == b""
 
 
-async def test_an_upload_goes_on_piece_by_piece(tiny):
+async def test_an_upload_is_forwarded_piece_by_piece(tiny):
     upstream, _, rig = tiny
     got, more = asyncio.Event(), asyncio.Event()
 
@@ -205,7 +205,7 @@ async def test_a_broken_answer_is_broken_off(tiny, where):
     writer.close()
 
 
-async def test_an_engine_that_is_not_there_is_a_502(rig):
+async def test_an_unreachable_engine_is_a_502(rig):
     rig.proxy.upstream.url = "http://127.0.0.1:9"
     status, said = await rig.post(None, messages=[])
     assert status == 502

@@ -22,7 +22,7 @@ async def test_signs_come_again_and_again_and_end_with_the_context():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_sign_that_nobody_takes_is_broken_off_with_the_context():
+async def test_an_unread_keep_alive_is_cancelled_with_the_context():
     begun, broken = asyncio.Event(), asyncio.Event()
 
     async def sign() -> None:
@@ -37,7 +37,7 @@ async def test_a_sign_that_nobody_takes_is_broken_off_with_the_context():
     assert broken.is_set()
 
 
-async def test_who_has_gone_is_given_no_further_sign():
+async def test_a_disconnected_client_gets_no_further_keep_alive():
     asked: asyncio.Queue[asyncio.Task] = asyncio.Queue()
 
     async def sign() -> None:
@@ -49,7 +49,7 @@ async def test_who_has_gone_is_given_no_further_sign():
     assert asked.empty()
 
 
-async def test_who_speaks_is_forgotten_at_once():
+async def test_a_client_that_sends_data_is_forgotten_at_once():
     class Speaker:
         def __init__(self) -> None:
             self.signs = KeepAlive(60, self.sign)

@@ -163,7 +163,7 @@ async def test_a_call_like_one_in_flight_gets_its_reply(store, streams, more):
         assert exported["complete"]
 
 
-async def test_who_goes_on_from_a_reply_that_was_said_twice_continues_one_turn(rig):
+async def test_continuing_a_reply_that_was_served_twice_continues_one_turn(rig):
     body = {**ASK, "messages": [user("EPISODE:demo")], "tools": TOOLS}
     go = gate(rig)
     both = [asyncio.create_task(send(rig, body)) for _ in range(2)]
@@ -176,7 +176,7 @@ async def test_who_goes_on_from_a_reply_that_was_said_twice_continues_one_turn(r
     await rig.check()
 
 
-async def test_many_at_once_are_one_call_unless_their_sdk_says_that_each_is_the_first(rig):
+async def test_concurrent_duplicates_are_one_call_unless_their_sdk_marks_each_as_first(rig):
     go = gate(rig)
     calls = [asyncio.create_task(send(rig)) for _ in range(8)]
     await wanted(rig)
@@ -192,7 +192,7 @@ async def test_many_at_once_are_one_call_unless_their_sdk_says_that_each_is_the_
 
 @pytest.mark.parametrize("headers", [{}, FIRST, RETRY], ids=["bare", "first", "marked"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_harness_that_left_comes_back(store, headers, stream):
+async def test_a_harness_that_disconnected_retries(store, headers, stream):
     """It left before anything was shown: the engine goes on, and who asks again gets what it says."""
     derenders = SimulatedEngine(episodes=EPISODES, token_delay=0.005)
     async with proxied(derenders, store=store, whole_replies=True) as rig:
@@ -217,7 +217,7 @@ async def test_a_harness_that_left_comes_back(store, headers, stream):
         assert text
 
 
-async def test_what_nobody_heard_is_said_once(store):
+async def test_an_undelivered_reply_is_sampled_once(store):
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002), store=store) as rig:
         await leave(rig)
         await settled(rig)
@@ -232,7 +232,7 @@ async def test_what_nobody_heard_is_said_once(store):
         await rig.check()
 
 
-async def test_nobody_comes_back_in_time():
+async def test_no_retry_arrives_in_time():
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.5), linger=0.05) as rig:
         await leave(rig)
         await rig.engine.until(lambda: rig.ground_truth()[0].aborted)
@@ -243,7 +243,7 @@ async def test_nobody_comes_back_in_time():
         assert len(rig.ground_truth()) == 2
 
 
-async def test_who_waits_keeps_it_going():
+async def test_a_waiting_client_keeps_the_call_running():
     """The time is up, and the call goes on because another one waits."""
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.02), linger=0.4) as rig:
         await leave(rig)
@@ -375,7 +375,7 @@ async def test_a_storm_of_repetitions_does_not_grow_the_session(rig):
 
 
 @pytest.mark.parametrize("more", [{"logprobs": True}, {"return_token_ids": True}])
-async def test_what_is_not_kept_is_sampled_anew(rig, more):
+async def test_what_is_not_kept_is_sampled_again(rig, more):
     for headers in ({}, RETRY):
         status, body = await send(rig, {**ASK, **more}, **headers)
         assert status == 200
@@ -430,7 +430,7 @@ async def test_a_waiting_stream_hears_signs_of_life(rig):
         assert len(rig.ground_truth()) == 1
 
 
-async def test_a_store_that_failed_at_the_end_keeps_nobody_waiting():
+async def test_a_store_that_failed_at_the_end_delays_no_client():
     """The turn is lost and the call stands open, until the store is back: whoever waits elsewhere is served then."""
     async with proxied() as rig, another(rig) as url:
         go, commit = asyncio.Event(), rig.store.commit

@@ -126,7 +126,7 @@ def added_up(text):
     return found
 
 
-async def test_who_continues_a_reply_that_was_said_again_continues_its_turn(rig):
+async def test_continuing_a_replayed_reply_continues_its_turn(rig):
     """The ids, signatures and handles are those of the first time."""
     for session, way in (("m", "messages"), ("r", "responses")):
         path, body = WAYS[way]
@@ -197,7 +197,7 @@ async def test_anthropic_repeats_after_a_time_out(slow):
     assert reply.content[-1].text == turn["served"]["content"]
 
 
-async def test_gemini_repeats_when_told_to(slow):
+async def test_gemini_retries_when_configured(slow):
     """It says nothing of it: what is byte for byte the same, and unanswered, is the same."""
     options = types.HttpOptions(
         base_url=f"{slow.url}/s/s", timeout=400, retry_options=types.HttpRetryOptions(attempts=8, initial_delay=2.0)
@@ -264,7 +264,7 @@ async def googles(url):
 
 
 @pytest.mark.parametrize(("speak", "counts"), [(openais, ["0", "1", "2"]), (anthropics, ["0", "1", "2"]), (googles, [None] * 3)])
-async def test_what_the_sdks_say_of_their_attempts(speak, counts):
+async def test_retry_headers_of_the_sdks(speak, counts):
     """What `dedup.fingerprint` relies on, and docs/retries.md says: none sends an Idempotency-Key by itself."""
     seen = await heard(speak)
     assert [headers.get("x-stainless-retry-count") for headers in seen] == counts

@@ -110,7 +110,7 @@ async def leave_having_heard(rig, characters, body):
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 3])
 @pytest.mark.parametrize("characters", [1, 8, 25])
-async def test_what_was_heard_before_an_interrupt_goes_on_in_its_own_tokens(characters, chunk_tokens):
+async def test_the_prefix_delivered_before_an_interrupt_continues_in_its_own_tokens(characters, chunk_tokens):
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002, chunk_tokens=chunk_tokens)) as rig:
         asked = {"messages": [user("EPISODE:long")]}
         heard = await leave_having_heard(rig, characters, asked)
@@ -139,7 +139,7 @@ async def test_what_was_heard_before_an_interrupt_goes_on_in_its_own_tokens(char
 
 
 @pytest.mark.parametrize("change", [lambda text: text[:-1], lambda text: text + "!", lambda _: "Something else"])
-async def test_what_was_not_heard_is_not_taken(change):
+async def test_what_was_not_delivered_is_not_used(change):
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
         asked = {"messages": [user("EPISODE:long")]}
         heard = await leave_having_heard(rig, 20, asked)
@@ -158,7 +158,7 @@ def test_all_rules_have_names_that_an_adapter_can_write():
     assert all(rule.name.replace("-", "").isalpha() for rule in RULES.values())
 
 
-async def test_who_leaves_before_the_last_words_has_not_heard_the_whole(monkeypatch):
+async def test_a_client_that_leaves_before_the_last_text_has_not_received_the_whole(monkeypatch):
     """The engine has finished, and the harness is gone before the end reaches it: what came back is a beginning."""
     async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         asked = {"messages": [user("EPISODE:long")]}

@@ -178,7 +178,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("policy", "words"), WRONG)
-async def test_a_wrong_policy_is_no_key(rig, policy, words):
+async def test_a_wrong_policy_registers_no_key(rig, policy, words):
     status, said = await key_for(rig, sampling=policy)
     assert (status, said["error"]["param"]) == (400, "sampling")
     assert words in said["error"]["message"]
@@ -188,7 +188,7 @@ async def test_a_wrong_policy_is_no_key(rig, policy, words):
     ("given", "words"), [('{"top_p": 7}', "'top_p' must be"), ("{", "Expecting property name"), ("[1]", "valid dictionary")]
 )
 @pytest.mark.parametrize("way", ["option", "environment"])
-def test_a_wrong_policy_is_no_start(given, words, way):
+def test_a_wrong_policy_prevents_the_start(given, words, way):
     option, environment = (["--sampling", given], {}) if way == "option" else ([], {"TOKENCACHE_SAMPLING": given})
     command = [sys.executable, "-c", "from tokencache.cli import main; main()", "serve", "--port", "0", *option]
     ended = subprocess.run(

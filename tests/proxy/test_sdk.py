@@ -71,7 +71,7 @@ async def test_the_synchronous_client(rig):
     assert [len(s["turns"]) for s in (await rig.check())["sequences"]] == [4]
 
 
-async def test_logprobs_and_ids_for_who_asks(rig):
+async def test_logprobs_and_ids_on_request(rig):
     async with client(rig) as sdk:
         reply = await sdk.chat.completions.create(
             model="sim", messages=[user("EPISODE:talk")], logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True}

@@ -74,7 +74,7 @@ async def test_an_agent_that_streams(rig, beta):
     assert all(turn["stream"] for turn in await rig.turns())
 
 
-async def test_a_stream_says_the_length_of_the_prompt_at_once(rig):
+async def test_a_stream_reports_the_length_of_the_prompt_at_once(rig):
     async with client(rig) as sdk:
         events = [event async for event in await sdk.messages.create(**asked([user("EPISODE:talk")], stream=True))]
     assert events[0].message.usage.input_tokens == len(rig.ground_truth()[-1].prompt_ids)
@@ -117,7 +117,7 @@ def marked(message):
     return {**message, "content": [*blocks[:-1], {**blocks[-1], "cache_control": {"type": "ephemeral"}}]}
 
 
-async def test_the_same_conversation_goes_on_in_another_dialect(rig):
+async def test_the_same_conversation_continues_in_another_dialect(rig):
     """The digests know no dialect: what was said in Messages is found again in chat completions, and the other way round."""
     async with client(rig) as ours, openai.AsyncOpenAI(base_url=f"{rig.url}/s/s/v1", api_key="none", max_retries=0) as theirs:
         first = await ours.messages.create(**asked([user("EPISODE:talk")], system="Be brief."))
@@ -182,7 +182,7 @@ async def test_stop_sequences_and_limits(rig):
 
 @pytest.mark.parametrize("status", [400, 429, 503])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_engine_refuses_is_told_in_its_words(rig, status, stream):
+async def test_a_refusal_of_the_engine_keeps_its_text(rig, status, stream):
     fault = Fault.answer(status, f'{{"error":{{"message":"no ü","type":"X","param":null,"code":{status}}}}}')
     rig.engine.faults.append(fault)
     async with client(rig) as sdk:
@@ -193,7 +193,7 @@ async def test_what_the_engine_refuses_is_told_in_its_words(rig, status, stream)
     assert refused.value.body == {"type": "error", "error": {"type": kinds[status], "message": "no ü"}}
 
 
-async def test_an_error_within_a_stream_is_an_error_and_the_session_goes_on(rig):
+async def test_an_error_within_a_stream_is_an_error_and_the_session_continues(rig):
     rig.engine.faults.append(Fault.error_event(4))
     messages = [user("EPISODE:demo")]
     async with client(rig) as sdk:

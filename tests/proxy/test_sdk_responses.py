@@ -113,7 +113,7 @@ async def test_two_sessions_do_not_see_each_others_responses(rig):
             await other.responses.create(model="sim", input="x", previous_response_id=made.id)
 
 
-async def test_the_same_conversation_in_chat_goes_on_in_responses(rig):
+async def test_the_same_conversation_in_chat_continues_in_responses(rig):
     message = await rig.say("s", [START], tools=TOOLS)
     async with client(rig) as sdk:
         items = [

@@ -171,7 +171,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error():
         assert len(await late(rig)) == 1
 
 
-async def test_a_session_of_the_same_name_begins_anew():
+async def test_a_session_of_the_same_name_begins_again():
     async with proxied() as rig:
         await sealed(rig)
         await rig.post("s", messages=[user(SAY)])

@@ -41,7 +41,7 @@ TRAINERS = ["/metrics", *(API + path for path in ("/sessions", "/summaries", "/s
 
 
 class TestAdminKey:
-    async def test_what_is_the_trainers_is_shown_to_who_has_its_key(self):
+    async def test_the_trainers_routes_require_its_key(self):
         async with proxied(admin_key=ADMIN) as rig:
             await call(rig, headers={HEADER: "s"}, body=ASK)
             for path in TRAINERS:
@@ -60,7 +60,7 @@ class TestAdminKey:
                     assert (await call(rig, path, right, method="GET"))[0] in {200, 404}, path
 
     @pytest.mark.parametrize("given", ["Basic", "Basic !", "Basic é", "Basic " + "A" * 5000, "Bearer", "Digest x", "Bearer \udce9"])
-    async def test_what_is_no_key_is_refused(self, given):
+    async def test_an_invalid_key_is_refused(self, given):
         async with proxied(admin_key=ADMIN) as rig:
             status, _, _ = await call(
                 rig, "/metrics", {"Authorization": given.encode("utf-8", "surrogateescape").decode("latin-1")}, method="GET"
@@ -89,13 +89,13 @@ class TestAdminKey:
                 assert (await call(rig, API + path, basic(ADMIN), method=method, body={"session": "s"}))[0] == 401
             assert (await call(rig, API + "/sessions/s", BEARER, method="GET"))[1]["sealed"] is False
 
-    async def test_readiness_is_for_all_and_what_there_is_to_say_of_it_for_the_trainer(self):
+    async def test_readiness_is_public_and_its_details_are_for_the_trainer(self):
         async with proxied(admin_key=ADMIN) as rig:
             assert (await call(rig, "/readyz", method="GET"))[:2] == (200, {"ready": True})
             told = (await call(rig, "/readyz", BEARER, method="GET"))[1]
             assert (told["ready"], told["engine"]["url"]) == (True, rig.up)
 
-    async def test_nothing_of_an_engine_that_is_not_there_is_told(self):
+    async def test_nothing_about_an_unreachable_engine_is_revealed(self):
         async with proxied(upstream="http://127.0.0.1:9", admin_key=ADMIN) as rig:
             assert (await call(rig, "/readyz", method="GET"))[:2] == (503, {"ready": False})
             assert "127.0.0.1:9" in (await call(rig, "/readyz", basic(ADMIN), method="GET"))[1]["engine"]["error"]
@@ -117,7 +117,7 @@ class TestListening:
     def test_on_loopback_none_is(self, host):
         assert Settings(host=host).admin_key is None
 
-    def test_the_command_says_what_to_do(self, monkeypatch):
+    def test_the_command_prints_what_to_do(self, monkeypatch):
         monkeypatch.setenv("COLUMNS", "400")
         told = CliRunner().invoke(app, ["serve", "--host", EVERYWHERE])
         assert told.exit_code == 2
@@ -157,7 +157,7 @@ class TestRegisteredKeys:
             assert (await call(rig, f"{API}/keys/{its_id}", BEARER, method="DELETE"))[0] == 404
             assert (await rig.store.session("s")).turns == 2
 
-    async def test_an_id_is_no_key(self):
+    async def test_an_id_is_not_a_key(self):
         async with proxied(admin_key=ADMIN) as rig:
             _, its_id = await key_for(rig, "s")
             assert (await call(rig, headers={"Authorization": f"Bearer tck-{its_id}"}, body=ASK))[0] == 401
@@ -180,7 +180,7 @@ class TestRegisteredKeys:
             for path in ("/sessions", "/sessions/b/turns", "/sessions/b/trajectories", "/sessions/a/trajectories"):
                 assert (await call(rig, API + path, mine, method="GET"))[0] == 401
 
-    async def test_without_a_key_neither_sessions_nor_the_engine_are_there_if_that_is_wanted(self):
+    async def test_without_a_key_sessions_and_engine_can_be_refused(self):
         async with proxied(admin_key=ADMIN, registered_only=True) as rig:
             key, _ = await key_for(rig, "a")
             for headers in ({}, {HEADER: "b"}, {"Authorization": "Bearer tcs-b"}, {"Authorization": "Bearer sk-engine"}):
@@ -223,7 +223,7 @@ class TestTenants:
         assert all(len(salt) == 32 and tenant not in salt for salt, tenant in zip(salts, ("acme", "acme", "other"), strict=True))
 
     @pytest.mark.parametrize("name", [name for name in CALLS if name != "gemini"])  # it has no such member
-    async def test_without_one_a_harnesss_own_salt_goes_on(self, name):
+    async def test_without_one_a_harnesss_own_salt_is_forwarded(self, name):
         path, body = CALLS[name]
         async with proxied() as rig:
             assert (await call(rig, path, {HEADER: "s"}, body={**body, "cache_salt": "mine"}))[0] in PASSED

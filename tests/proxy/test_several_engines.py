@@ -139,7 +139,7 @@ async def test_a_session_whose_engine_goes_continues_elsewhere_on_the_same_ids(s
         assert [e.session for e in made.engines[gone].ground_truth].count("s0") == 3  # it came back, and so does its session
 
 
-async def test_all_go_and_one_comes_back():
+async def test_all_engines_fail_and_one_returns():
     async with fleet() as (rig, made):
         messages = await episode(rig, "s", 2)
         for place in range(3):
@@ -201,7 +201,7 @@ async def test_different_versions_of_one_kind_serve_together_and_are_named(caplo
         assert (await ready(rig))["ready"]
 
 
-async def test_an_engine_that_comes_back_as_something_else_is_not_used():
+async def test_an_engine_that_returns_as_something_else_is_not_used():
     async with fleet() as (rig, made):
         messages = await episode(rig, "s", 2)
         home = made.home("s")
@@ -238,7 +238,7 @@ async def test_other_routes_of_a_session_go_where_it_is():
         assert made.engines[home].tokenizations[-1].get("prompt") == "a b"
 
 
-async def test_every_call_has_an_id_of_its_own_and_says_its_session():
+async def test_every_call_has_its_own_id_and_names_its_session():
     """Two requests with one id get in each other's way in the engine; the harness's own is still to be found there."""
     async with fleet(affinity_headers="X-Session-ID,x-smg-routing-key") as (rig, made):
         status, _ = await rig.post("s", named="mine", **ASK)

@@ -250,7 +250,7 @@ async def test_without_holding_an_abort_is_passed_on(rig):
     assert [turn["marks"] for turn in await rig.turns()] == [["engine-aborted"]]
 
 
-async def test_of_two_choices_one_aborted_is_no_reason_to_throw_the_other_away(held):
+async def test_one_aborted_choice_does_not_discard_the_other(held):
     """Both are recorded, and both are the harness's to see."""
     made = held.engine._begin_chat
 

@@ -46,7 +46,7 @@ async def test_weights_that_change_in_mid_reply_are_two_spans():
     assert 0 < first["end"] < turn["completion_tokens"]
 
 
-async def test_what_is_said_of_the_reply_is_said_of_its_first_choice():
+async def test_members_of_the_reply_are_those_of_its_first_choice():
     """SGLang's `metadata` is that of the first choice; what sampled the second is not said."""
     async with proxied(engine("metadata")) as rig:
         await rig.say("s", ASK, n=2)
@@ -56,7 +56,7 @@ async def test_what_is_said_of_the_reply_is_said_of_its_first_choice():
 
 
 @SHAPES
-async def test_nothing_said_is_an_empty_list(rig, more):
+async def test_no_messages_is_an_empty_list(rig, more):
     await rig.say("s", ASK, **more)
     assert all(turn["weight_versions"] == [] for turn in await rig.turns())
     assert all(body["return_weight_versions"] is True for body in rig.engine.requests[-1:])  # a 0.32 passes over the question

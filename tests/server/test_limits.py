@@ -74,7 +74,7 @@ async def test_no_number_of_streams_is_too_many(many):
     await runner.cleanup()
 
 
-async def test_too_few_files_are_said_and_harnesses_wait():
+async def test_too_few_open_files_are_logged_and_harnesses_wait():
     """Of 150 streams at a time 86 fit: the others are let in when those end, and it is said once."""
     engine = SimulatedEngine(episodes=EPISODES, seed=7, token_delay=0.002)
 

@@ -146,7 +146,7 @@ def test_with_thinking_turned_off_everything_is_content():
     assert stream("Plain answer", "characters", thinking=False) == ParsedText(None, "Plain answer")
 
 
-def test_a_name_comes_first_and_arguments_in_pieces():
+def test_a_name_is_first_and_arguments_follow_in_pieces():
     parser = StreamParser(tools=True, thinking=False)
     deltas = [
         parser.feed(piece) for piece in ("Hi <tool_", "call>\n", '{"name": "f", "argu', 'ments": {"a"', ": 1}", "}\n", "</tool_call>")

@@ -89,7 +89,7 @@ def test_a_call_without_arguments():
     assert arguments_of(with_stand_ins(raw)) == ["{}"]
 
 
-def test_only_what_is_refused_is_written_anew():
+def test_only_what_is_refused_is_rewritten():
     """The other calls of the message, and all its other members, keep their bytes."""
     odd = '"{\\"a\\": NaN, \\"b\\": 1e999}"'
     raw = entry(odd, '"oops"', odd, x='{"n":1.50,"n":2 , "big":123456789012345678901234567890}')

@@ -76,7 +76,7 @@ def test_each_row_has_labels(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_each_row_of_an_incomplete_session_says_so(name):
+def test_each_row_of_an_incomplete_session_is_marked(name):
     assert [labels["complete"] for labels in labels_of(name, ROLLOUTS["aborted"])] == [False, False]
     written = FORMATS[name].write(ROLLOUTS["aborted"])
     assert written["complete"] is False
