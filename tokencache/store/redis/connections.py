@@ -121,7 +121,7 @@ class _TlsPrimaryConnection(_PrimaryConnection, SSLConnection): ...
 
 
 def connect(url: str, timeout_seconds: float) -> tuple[Backend, tuple[str, ...]]:
-    """Make a backend for a URL. Returns it, and the words that must not appear in errors. Nothing is sent before its first use.
+    """Make a backend for a URL. Returns it, and its passwords, which must not appear in errors. It connects at its first use.
 
     Raises:
         ValueError: the URL cannot be read. The message contains no password.
@@ -140,7 +140,7 @@ def _server(address: Address, _timeout: float) -> Backend:
 
 
 def _sentinels(address: Address, timeout: float) -> Backend:
-    each = timeout / (len(address.hosts) + 1)  # a Sentinel that does not respond must leave time for the others
+    each = timeout / (len(address.hosts) + 1)  # if one Sentinel does not respond, there must be time to query the others
     options = address.sentinel | {"ssl": address.tls, "socket_timeout": each, "socket_connect_timeout": each, "protocol": 2}
     sentinel = Sentinel(address.hosts, sentinel_kwargs=options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
     kind = _TlsPrimaryConnection if address.tls else _PrimaryConnection
@@ -148,7 +148,7 @@ def _sentinels(address: Address, timeout: float) -> Backend:
 
 
 def _cluster(address: Address, timeout: float) -> Backend:
-    half = timeout / 2  # the client looks for another node only after it has seen that one does not respond
+    half = timeout / 2  # the client tries another node only after one has timed out
     return Cluster(
         RedisCluster(
             startup_nodes=[ClusterNode(*host) for host in address.hosts],
@@ -164,6 +164,6 @@ def _cluster(address: Address, timeout: float) -> Backend:
 def _client(kind: type[Connection], options: dict[str, Any]) -> Redis:
     own = {"retry": Retry(NoBackoff(), 0), "socket_timeout": None, "socket_connect_timeout": None, "socket_keepalive": True, "protocol": 2}
     kind(**options | own)  # raises for unknown options now, not at the first operation
-    # each operation has its own timeout, which includes waiting for a connection
+    # No timeouts here: `retries` limits the time of each operation, including the time to get a connection from this pool.
     pool = BlockingConnectionPool(connection_class=kind, max_connections=MAX_CONNECTIONS, timeout=None, **options | own)
     return Redis(connection_pool=pool)

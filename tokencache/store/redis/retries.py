@@ -49,7 +49,7 @@ class RetryingClient:
         backend: connections to the database.
         timeout_seconds: time of an operation, including delays between attempts.
         probe: a command that tests whether the server responds.
-        secrets: words that must not appear in errors.
+        secrets: passwords, which must not appear in errors.
     """
 
     def __init__(self, backend: Backend, timeout_seconds: float, probe: Sequence[bytes | str], secrets: Sequence[str] = ()) -> None:
