@@ -1,16 +1,16 @@
-"""Decides, as pure functions on values: which turn a history continues, what is spliced, what a trainer gets. Others do the I/O.
+"""Decides which turn a history continues, which ids are spliced, and which sequences a trainer gets. Pure functions, no I/O.
 
 ==============  =====================================================================================================
 `messages`      messages in the form that all dialects are translated to, and their digests
 `ids`           token ids as bytes
 `chain`         conversations as chains of digests, and look-up keys
-`rules`         every difference that a reply may have when it comes back
-`verdict`       compares a reply that came back with the one that was served
-`evidence`      what a turn keeps of the history that it answered
+`rules`         every difference that an echo may have from the reply that was served
+`verdict`       compares an echo with the reply that was served
+`evidence`      hashes of the history that a turn answered
 `match`         finds the recorded turn that a history continues
 `splice`        joins prefix and tail to the prompt that is sent
 `turn`          the record of one model call
-`context`       the messages that a turn answered
+`context`       the stored request of a turn: its messages and tools
 `budget`        limits of a session
 `lineage`       the turns of a session as sequences for a trainer
 `drift`         where plain renderings differ from what was sent, and why

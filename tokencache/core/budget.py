@@ -1,7 +1,7 @@
 """Limits how much a session may use before its episode ends.
 
-A limit is checked when a call begins, never during a call: a reply that is cut at the limit would not be a sample of the policy any more.
-So a session may exceed its limit by the calls that were in progress.
+A limit is checked when a call begins, never during a call: a reply that is cut at the limit is no longer a sample of the policy. So calls
+that are in progress may exceed the limit.
 """
 
 from typing import Annotated
@@ -13,25 +13,25 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Budget(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Limits of one session: calls, sampled tokens, seconds since its first call. 0 means no limit, `None` that it is not set here."""
+    """Limits of one session: calls, sampled tokens, seconds since its first call. 0 means no limit, `None` means not set."""
 
     calls: _Count | None = None
     tokens: _Count | None = None
     seconds: _Seconds | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is a limit."""
+        """Whether any limit is set."""
         return bool(self.calls or self.tokens or self.seconds)
 
     def over(self, other: "Budget") -> "Budget":
-        """Return this budget, with the other's limits where it has none."""
+        """Return this budget, with the other's limits where this one has `None`."""
         mine, others = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
         return Budget(**{name: limit if limit is not None else others[name] for name, limit in mine.items()})
 
     def spent(self, *, calls: int, tokens: int, seconds: float) -> str:
-        """Return what is used up, in words; `""` if another call is allowed.
+        """Describe the limit that is used up; `""` if another call is allowed.
 
-        `calls` includes the call in question; `tokens` are those of the recorded turns.
+        `calls` includes the new call. `tokens` are the sampled tokens of the recorded turns. `seconds` have passed since the first call.
         """
         if self.calls and calls > self.calls:
             return f"{self.calls} calls"

@@ -1,36 +1,35 @@
-"""Conversations as chains of digests, and the keys under which a reply is found again.
+"""Hashes conversations as chains of digests, and makes the keys under which recorded replies are looked up.
 
-`chain[i]` covers the first `i` messages and everything else that shapes the prompt (model, tools, template arguments: the *prompt
-context*). So the question whether a history continues a turn is one look-up of 16 bytes. A turn whose context was edited in any earlier
-message is not found. The cost is one short hash per message.
+`chain[i]` covers the first `i` messages and the *prompt context*: everything else that shapes the prompt (model, tools, template
+arguments). So one look-up of 16 bytes shows whether a history continues a turn. If any earlier message was edited, the turn is not found
+under this key. The cost is one short hash per message.
 
-Assistant messages are linked by `messages.digest`, which is equal for all writings of one reply; all other messages by
-`messages.exact_digest`, because a template may show any difference. Which assistant messages are replies of the model is not known here:
-a second chain, `written_chain`, covers what their digests leave out (`core.evidence`). A tool result is also linked by which call of the
-reply before it it answers.
+The link of an assistant message is its `messages.digest`, which is equal for all variants of one reply. The link of any other message is
+its `messages.exact_digest`, because a template may show any difference. This module does not know which assistant messages are replies of
+the model. So a second chain, `written_chain`, covers what their digests leave out (`core.evidence`). The link of a tool result also covers
+which call of the preceding reply it answers.
 
-The prompt context is hashed with the deployment's secret. Without it nobody can compute the keys of a conversation, or look for two
-conversations with one key. The links after that may use a fast hash, xxh3-128
-(docs/decisions/0019).
+The prompt context is hashed with the deployment's secret. A client without the secret cannot compute the keys of a conversation, and cannot
+search for two conversations with the same key. So the later links may use a fast hash, xxh3-128 (docs/decisions/0019).
 
-A key only says where to look; what it finds is compared field by field (`core.verdict`). A reply that the harness received whole has up to
-four keys, an interrupted reply has two:
+A key only finds candidates; `core.verdict` then compares them field by field. A reply that the harness received completely has up to four
+keys, an interrupted reply has two:
 
 ======  =====================  ====================================================================================================
-prefix  of                     finds the reply
+prefix  hash of                finds the reply
 ======  =====================  ====================================================================================================
-`c`     the chain through it   if nothing before it changed: nearly always, and at the first look-up
+`c`     the chain through it   if nothing before it changed: nearly always, at the first look-up
 `r`     its digest             anywhere in a history, under the same model
-`i`     its first call's id    the same, if its text was rewritten
-`h`     the call's handle      the same, in dialects that have one
-`p`     the chain before it    in its position, if the harness disconnected during it: its beginning may come back
-`a`     the model              the same, anywhere, so that no other reply is mistaken for such a beginning
+`i`     its first call's id    anywhere, even if its text was rewritten
+`h`     the call's handle      anywhere, in dialects that have handles
+`p`     the chain before it    in its position, if the harness disconnected during it and may send back only its beginning
+`a`     the model              anywhere, if it was interrupted: no other reply must be mistaken for its beginning
 `q`     the whole request      for a repeated request (`proxy.dedup`)
 ======  =====================  ====================================================================================================
 
-Only the chain's keys depend on the template arguments: of two replies with the same text, one sampled with thinking and one without, both
-must be found, or the wrong one would seem certain. If the session's rules change texts in a known way, the reply also has the `c` and `r`
-keys of its expected forms (`rules.expected_rewritings`).
+Only the keys made from the chain depend on the template arguments. Suppose two replies have the same text, one sampled with thinking and
+one without: both must be found, otherwise the wrong one would look certain. If the session's rules change texts in a known way, the reply
+also has the `c` and `r` keys of its expected forms (`rules.expected_rewritings`).
 """
 
 import hashlib
@@ -56,9 +55,9 @@ class Conversation(msgspec.Struct, frozen=True):
         messages: the messages.
         digests, exacts: `messages.digest` and `messages.exact_digest` of each message.
         chain: `chain[i]` covers `messages[:i]`; one entry more than `messages`.
-        written_chain: `written_chain[i]` covers the assistant messages among `messages[:i]`, as they are written.
+        written_chain: `written_chain[i]` covers the assistant messages among `messages[:i]`, exactly as the harness wrote them.
         model_key: a hash of the model's name.
-        salt: for hashes of values that the conversation does not contain.
+        salt: 16 bytes, for keyed hashes of values that the conversation does not contain, such as handles.
         first_places: role → place of its first message; `FIRST_CALL` → place of the first message with a call.
     """
 
@@ -72,7 +71,7 @@ class Conversation(msgspec.Struct, frozen=True):
     first_places: dict[str, int] = {}
 
     def replies(self) -> Iterator[int]:
-        """Yield the places of the assistant messages, the last one first; callers rarely need more than one."""
+        """Yield the places of the assistant messages, the last one first. Lazy, because callers rarely need more than one."""
         return (i for i in range(len(self.messages) - 1, -1, -1) if self.messages[i].role == "assistant")
 
     @property
@@ -98,7 +97,7 @@ def build_conversation(
     """Build a conversation.
 
     Args:
-        prompt_context: names everything but the messages that shapes the prompt.
+        prompt_context: an encoding of everything except the messages that shapes the prompt.
         messages: the messages.
         digests: `messages.digest` of each message, if the caller has them.
         exacts: `messages.exact_digest` of each message, if the caller has them.
@@ -147,7 +146,7 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
 
 
 def keyed_hash(secret: bytes, data: bytes) -> bytes:
-    """Hash with a secret: BLAKE2b (RFC 7693), 16 bytes. Without the secret nobody can compute it or find a collision."""
+    """Hash with a secret: BLAKE2b (RFC 7693), 16 bytes. A client without the secret cannot compute it or find a collision."""
     return hashlib.blake2b(data, digest_size=16, key=secret).digest()
 
 
@@ -165,7 +164,7 @@ def _answered(answers: str, calls: tuple[ToolCall, ...]) -> bytes:
     return b"id:" + answers.encode("utf-8", "surrogatepass")
 
 
-# Look-up keys: one byte that says what they are of, and 16 bytes of a hash.
+# Look-up keys: one byte for the kind (the table above), and a hash of 16 bytes.
 
 
 def chain_key(chain: bytes) -> bytes:
@@ -212,7 +211,7 @@ def handle_key(handle: str, salt: bytes) -> bytes:
 def turn_keys(
     conversation: Conversation, served: Message, own: bytes, *, handle: str = "", leniency: Leniency = STRICT
 ) -> tuple[bytes, ...]:
-    """Return the keys of a reply to `conversation` that the harness received whole; `own` is the digest of `served`."""
+    """Return the keys of a reply to `conversation` that the harness received completely; `own` is the digest of `served`."""
     forms = [(served, own), *((message, digest(message)) for message in expected_rewritings(served, leniency))]
     chains = [chain_key(_link(conversation.chain[-1], message, form)) for message, form in forms]
     digests = [reply_key(form, conversation.model_key) for _, form in forms]
@@ -228,8 +227,9 @@ def aborted_turn_keys(conversation: Conversation) -> tuple[bytes, ...]:
 def lookup_keys(conversation: Conversation, last: int | None = None, handles: Mapping[int, str] = MappingProxyType({})) -> list[bytes]:
     """Return the keys to look up for a history, without duplicates, the deepest reply first.
 
-    The first known `c` key ends the search. Its `p` key comes before it, because a reply in that position may be whole or a beginning.
-    `last` limits the keys to that many of the last replies: nearly always the very last one is known.
+    The first known `c` key ends the search. The `p` key of the same place precedes it, because that reply may be a whole reply or only the
+    beginning of an interrupted one. `last` limits the keys to that many of the last replies: the very last one is nearly always known.
+    `handles` maps places to handles.
     """
     keys: dict[bytes, None] = {}
     for i in islice(conversation.replies(), last):

@@ -1,10 +1,10 @@
-"""The messages that a turn answered, as they were in the request.
+"""Packs and unpacks the request of a turn: its messages, tools and template arguments, in the form of chat completions.
 
-A turn's tokens are what the policy saw; its context is the request behind them: the harness's messages and tools, in the form of chat
-completions. Exporters, the viewer and the drift measurement read it, the calls do not. Like tokens it is stored as a delta: the first
-`Turn.context_shared` messages are those of another turn's request, whose tools and template arguments it shares, too (the chain by which
-the two were compared covers them). So a conversation's text is stored once. A continuation begins with the reply that its parent has as
-`served`: that is used as a dictionary for compression, so that an unchanged echo takes some 30 bytes.
+A turn's tokens are what the policy saw; its *context* is the request from which they were made. Exporters, the viewer and the drift
+measurement read contexts; model calls do not. A context is stored as a delta, like tokens: its first `Turn.context_shared` messages are
+those of another turn's request. Both requests then have the same tools and template arguments, because the chain that was compared covers
+them. So the text of a conversation is stored once. What a continuation adds begins with the echo of its parent's `served` message. That
+message is the compression dictionary, so an unchanged echo takes about 30 bytes.
 """
 
 import json
@@ -22,12 +22,12 @@ Raw = msgspec.Raw
 
 
 class Context(msgspec.Struct, frozen=True):
-    """What a request adds to another's.
+    """The part of a request that is stored with its turn, or a whole request.
 
     Attributes:
         messages: raw JSON messages.
-        tools: the raw JSON list, if the request shares nothing.
-        members, kwargs: the arguments of its rendering (`RenderArgs`), if the request shares nothing.
+        tools: the raw JSON list; `None` if there are none, or if the request shares messages with another.
+        members, kwargs: the arguments of its rendering (`RenderArgs`); empty if the request shares messages with another.
     """
 
     messages: list[Raw] = []
@@ -55,7 +55,7 @@ _SHAPE = (
 )
 """The beginning of the compression dictionary. It is a part of the stored format, like `_dictionary`."""
 _LEVEL = isal_zlib.ISAL_BEST_COMPRESSION
-"""ISA-L writes what any zlib reads: 140 kB of prose and code in 0.4 ms; zlib's level 1 takes 1.3 ms and compresses less."""
+"""Any zlib can read ISA-L's output. ISA-L takes 0.4 ms for 140 kB of prose and code; zlib's level 1 takes 1.3 ms and compresses less."""
 _PLAIN, _ECHO = b"p", b"e"
 
 
@@ -67,7 +67,7 @@ def _dictionary(echoed: Message | None) -> bytes:
 
 
 def pack_context(context: Context, echoed: Message | None = None) -> bytes:
-    """Pack a context for a store; `echoed` is the reply that the turn of `context_base` served, if it begins with that."""
+    """Pack a context for a store; `echoed` is the served reply of the turn `context_base`, if the context begins with its echo."""
     tools = [context.tools] if context.tools is not None else []
     plain = _ENCODER.encode(_Packed(context.messages, tools, context.members, context.kwargs))
     compressor = isal_zlib.compressobj(_LEVEL, wbits=-15, zdict=_dictionary(echoed))
@@ -75,7 +75,7 @@ def pack_context(context: Context, echoed: Message | None = None) -> bytes:
 
 
 def unpack_context(packed: bytes, echoed: Message | None = None) -> Context:
-    """Unpack a context; `echoed` is what it was packed with. `b""` is an empty context.
+    """Unpack a context; `echoed` is the same as for packing. `b""` is an empty context.
 
     Raises:
         ValueError: the bytes are not a packed context.
@@ -94,7 +94,7 @@ def whole_context(turn: str, turns: Mapping[str, Turn], packed: Mapping[str, byt
     """Return a turn's whole context: all messages of its request.
 
     Raises:
-        KeyError: a turn that it rests on is missing, or its context is.
+        KeyError: the turn or one of its context bases is missing, or has no context.
         ValueError: the records are torn.
     """
     line = [turns[turn]]
@@ -107,12 +107,12 @@ def whole_context(turn: str, turns: Mapping[str, Turn], packed: Mapping[str, byt
 
 
 def whole_contexts(turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, Context]:
-    """Return the whole contexts of turns, in the order in which they were recorded, except of turns that have none.
+    """Return the whole context of each turn that has one; `turns` are in the order in which they were recorded.
 
-    Each is unpacked once, however many rest on it.
+    Each context is unpacked once.
 
     Raises:
-        KeyError: a turn that another rests on is missing, or its context is.
+        KeyError: the context base of a turn is missing, or has no context.
         ValueError: the records are torn.
     """
     lookup = {turn.id: turn for turn in turns}
@@ -137,5 +137,5 @@ def _combine(turn: Turn, turns: Mapping[str, Turn], packed: Mapping[str, bytes],
 
 
 def added_messages(context: Context, turn: Turn) -> Sequence[Raw]:
-    """Return the messages of a whole context that the turn's request does not share with its base's."""
+    """Return the messages of a whole context that the turn's request does not share with its context base."""
     return context.messages[turn.context_shared :]

@@ -3,22 +3,23 @@
 Without the proxy an engine renders the harness's messages again for every call. That rendering is compared with what was sent, token by
 token. A *site* is one place where they differ.
 
-The two are aligned with the fewest changes of single tokens (insert, delete, replace: Levenshtein's distance). Sites are what is not
-aligned; of several alignments of equal length, the one is taken whose sites are furthest to the right. So the sites of a pair are unique,
-and the rendering can be rebuilt from the prompt and its sites.
+The two are aligned with the fewest changes of single tokens (insert, delete, replace: Levenshtein distance). Tokens that are not aligned
+form the sites. If several alignments are equally short, the one with its sites furthest to the right is used. So the sites of a pair are
+unique, and the rendering can be rebuilt from the prompt and its sites.
 
 Each site has a cause:
 
 ================  ======================================================================================================
 `retokenized`     both sides decode to the same text: the engine tokenizes it differently than the model sampled it
 a rule's name     the harness sent the reply back changed in that way (`core.rules`); otherwise there would be no site
-`template`        everything else: even for the reply exactly as it was served, the template writes it differently or leaves
-                  it out (thinking before the last question, a call's arguments serialized again)
+`template`        everything else: the template writes even the unchanged reply differently or leaves it out (thinking before
+                  the last question, a call's arguments serialized again)
 ================  ======================================================================================================
 
-Equal texts are found by decoding both sides. Whether the harness or the template is the cause is found by trial: the messages are rendered
-again with one part of the replies after the other as it was served (`restore_part`: calls, text, reasoning). A site is due to the part
-with which most of it disappears (`Trial`), or to the template if more is left in the end. `verdict` says which rules a reply needed.
+Decoding both sides shows whether their texts are equal. Trials show whether the harness or the template is the cause: the parts of the
+replies (calls, text, reasoning) are restored one after another to what was served (`restore_part`), and the messages are rendered again.
+The cause is the part whose restoration removes most of the site (`Trial`), or the template if more than that remains in the end. `verdict`
+lists the rules that a reply needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +39,8 @@ class Site(msgspec.Struct, frozen=True):
     """One place where a plain rendering differs.
 
     Attributes:
-        start, end: the half-open range of the prompt's tokens that the rendering does not have.
-        rendered: the ids that it has in their place.
+        start, end: the half-open range of the prompt's tokens that the rendering lacks.
+        rendered: the ids that the rendering has in their place.
         cause: `retokenized`, the name of a rule, or `template`; `""` if it is not known yet.
         turn: the turn that sampled the tokens; `""` outside all replies.
     """
@@ -55,9 +56,9 @@ class Drift(msgspec.Struct, frozen=True):
     """How a turn's prompt differs from a plain rendering of its messages.
 
     Attributes:
-        rendered: how many tokens the plain rendering has.
-        tokens: how many of the prompt's tokens it does not have, in their order.
-        sites: where they differ; empty if they are equal.
+        rendered: the number of tokens in the plain rendering.
+        tokens: the number of the prompt's tokens that the plain rendering lacks.
+        sites: the places where they differ, in order; empty if they are equal.
     """
 
     rendered: int
@@ -78,14 +79,14 @@ def no_drift(prompt_tokens: int) -> Drift:
 def differences(prompt: bytes, rendering: bytes) -> list[Site]:
     """Find where a rendering differs from a prompt, both packed; the sites have no cause yet.
 
-    The sites are in order and do not touch, and no others need fewer insertions, deletions and replacements. Takes about 0.2 s and little
-    memory for 100,000 tokens that differ in dozens of places (rapidfuzz 3, with Hirschberg's algorithm for long sequences).
+    The sites are in order, do not touch, and need the fewest insertions, deletions and replacements. 100,000 tokens that differ in dozens
+    of places take about 0.2 s and little memory (rapidfuzz 3 uses Hirschberg's algorithm for long sequences).
     """
     head = ids.common_head(prompt, rendering)
     ours, theirs = ids.tail(prompt, head), ids.tail(rendering, head)
     end = ids.common_end(ours, theirs)
     a, b = ids.unpack(ids.head(ours, ids.count(ours) - end)), ids.unpack(ids.head(theirs, ids.count(theirs) - end))
-    distance = abs(len(a) - len(b))  # nearly all changes leave something out, so try a narrow band first
+    distance = abs(len(a) - len(b))  # most changes only leave something out, so try a narrow band first
     codes = Levenshtein.opcodes(a, b, score_hint=distance + distance // 4 + 64)
     gaps = [_Gap(code.src_start, code.src_end, code.dest_start, code.dest_end) for code in codes if code.tag != "equal"]
     whole, other = ids.unpack(ids.tail(prompt, head)), ids.unpack(ids.tail(rendering, head))
@@ -147,7 +148,7 @@ def plain_rendering(prompt: Sequence[int], sites: Sequence[Site]) -> list[int]:
 
 
 class MeasuredTurn(NamedTuple):
-    """A turn of a sequence: the ends of its prompt and completion (tokens), and the drift of its prompt (`None`: not measured)."""
+    """A turn of a sequence: where its prompt and completion end (in tokens), and the drift of its prompt (`None` if not measured)."""
 
     prompt: int
     completion: int
@@ -158,7 +159,7 @@ def break_points(token_ids: Sequence[int], steps: Sequence[MeasuredTurn]) -> lis
     """Find the turns at which a sequence would break if every prompt were rendered plainly, as without the proxy.
 
     A turn continues the one before it if its plain rendering starts with that turn's plain rendering and the tokens that were sampled
-    after it. A difference that was there before does not break the sequence a second time.
+    after it. A difference that the preceding turn already has does not break the sequence a second time.
 
     Returns:
         Places in `steps`, without 0; `None` if the drift of some turn was not measured.
@@ -178,19 +179,19 @@ def break_points(token_ids: Sequence[int], steps: Sequence[MeasuredTurn]) -> lis
 RETOKENIZED, TEMPLATE = "retokenized", "template"
 
 PARTS: tuple[Part, ...] = ("calls", "text", "reasoning")
-"""In the order in which they are restored."""
+"""The parts of a reply, in the order in which trials restore them."""
 
 _REACH = 3
-"""Tokens that are decoded on either side of a site: the bytes of a character may be in four tokens."""
+"""Number of tokens decoded on either side of a site: up to four tokens may share one character."""
 
 
 def own_spans(turn: Turn, turns: Mapping[str, Turn], prefix_of: Callable[[str], bytes]) -> list[Anchor]:
     """Find the replies of the model within a turn's prompt, in order.
 
-    `turns` contains the turn and all that it rests on; `prefix_of` returns a turn's packed prompt and completion.
+    `turns` contains the turn and all its ancestors and origins. `prefix_of` returns a turn's packed prompt and completion.
 
     Raises:
-        KeyError: a turn that it rests on is missing.
+        KeyError: an ancestor or origin is missing.
     """
     line: list[Anchor] = []
     at: Turn | None = turn
@@ -206,7 +207,7 @@ def own_spans(turn: Turn, turns: Mapping[str, Turn], prefix_of: Callable[[str], 
 
 
 def _respliced(turn: Turn, turns: Mapping[str, Turn], prefix_of: Callable[[str], bytes]) -> list[Anchor]:
-    """The anchors of a resplice, and the replies in the beginning that its prompt shares with its origin."""
+    """Return the anchors of a resplice, and the replies in the part of its prompt that it shares with the beginning of its origin."""
     found = {anchor.start: anchor for anchor in turn.anchors}
     if turn.origin is not None:
         origin = turns[turn.origin]
@@ -226,7 +227,7 @@ class FoundReply(NamedTuple):
 
 
 def find_replies(spans: Sequence[Anchor], turns: Mapping[str, Turn], messages: Sequence[Message]) -> dict[str, FoundReply]:
-    """Find the message as which each of a prompt's own spans came back, by turn; spans without one are left out."""
+    """Find the echo of each of a prompt's own spans among the messages, by turn; spans without an echo are left out."""
     every_rule = Leniency(harness_rules=frozenset(RULES))
     found: dict[str, FoundReply] = {}
     at = 0
@@ -245,7 +246,7 @@ def find_replies(spans: Sequence[Anchor], turns: Mapping[str, Turn], messages: S
 
 
 def restore_part(entry: dict[str, Any], served: Message, part: Part) -> dict[str, Any]:
-    """Return an assistant's message (chat completions) with one part as it was served."""
+    """Return an assistant message (chat completions) with one part restored to what was served."""
     restored = dict(entry)
     if part == "text":
         restored["content"] = served.content
@@ -281,10 +282,10 @@ def texts_to_decode(prompt: Sequence[int], sites: Sequence[Site]) -> list[list[i
 
 
 def same_text(sites: Sequence[Site], texts: Sequence[str]) -> list[bool]:
-    """Return for each site whether both sides decode to the same text; `texts` are those of `texts_to_decode`, in its order.
+    """Return for each site whether both sides decode to the same text; `texts` are the decoded `texts_to_decode`, in the same order.
 
-    If a reply decodes to the same text from its first site to its last, so does each site: an alignment of ids may pair the pieces of one
-    word crosswise.
+    If both sides of a reply decode to the same text from its first site to its last, every site in it counts as the same text: the
+    alignment of ids may pair the pieces of one word crosswise.
     """
     found = [False] * len(sites)
     at = 0
@@ -306,7 +307,7 @@ def _by_reply(sites: Sequence[Site]) -> list[range]:
 
 
 def _sides(prompt: Sequence[int], sites: Sequence[Site], group: range) -> tuple[list[int], list[int]]:
-    """Both sides of a run of sites, from a little before the first to a little after the last, without neighbouring sites."""
+    """Return both sides of a run of sites, with a few tokens around them, but without neighbouring sites."""
     first, last = sites[group[0]], sites[group[-1]]
     low = max(first.start - _REACH, sites[group[0] - 1].end if group[0] else 0)
     high = min(last.end + _REACH, sites[group[-1] + 1].start if group[-1] + 1 < len(sites) else len(prompt))
@@ -321,7 +322,8 @@ def _sides(prompt: Sequence[int], sites: Sequence[Site], group: range) -> tuple[
 class Trial(NamedTuple):
     """A rendering with one more part of the replies restored.
 
-    `changed` are the replies that it concerns (turn → rules); `left` the sites that remain and decode to another text.
+    `changed` maps the turns whose reply had that part changed to the rules that they needed. `left` are the remaining sites with different
+    texts.
     """
 
     part: Part
@@ -330,7 +332,7 @@ class Trial(NamedTuple):
 
 
 def name_causes(sites: Sequence[Site], same: Sequence[bool], trials: Sequence[Trial]) -> tuple[Site, ...]:
-    """Set the cause of every site; `same` is the result of `same_text`, `trials` are in the order in which they were made."""
+    """Set the cause of every site; `same` is the result of `same_text`, `trials` are in the order of `PARTS`."""
     size = max((site.end for site in [*sites, *(site for trial in trials for site in trial.left)]), default=0)
     remaining = [max(site.end - site.start, 1) for site in sites]
     best: list[tuple[int, str]] = [(0, TEMPLATE)] * len(sites)
@@ -353,7 +355,7 @@ def name_causes(sites: Sequence[Site], same: Sequence[bool], trials: Sequence[Tr
 def rule_for_site(rules: Sequence[str], part: Part) -> str:
     """Choose the rule that is the cause of a site, among those that a reply needed; `template` if none concerns this part.
 
-    A rule that changes a value comes before others; of equals, the first in the list of rules.
+    A rule that changes a value takes precedence; among equals, the first in the list of rules.
     """
     touching = [rule for rule in RULES.values() if rule.name in rules and rule.part == part]
     ranked = sorted(touching, key=lambda rule: rule.verdict != "rewritten")

@@ -1,13 +1,13 @@
-"""What a turn keeps of the history that it answered, so that later histories can be compared with it.
+"""Hashes the history that a turn answered, so that later histories can be compared with it.
 
-Two histories with one chain have the same messages in the same positions. A chain does not say whether a reply came back with other
-reasoning than the model's, whether it needed a rule that is switched off, or whether the harness changed an assistant message of its own.
-All of that was checked for each turn's own history before the turn was sent. So a turn keeps three short hashes:
+Two histories with the same chain have the same messages in the same positions. But the chain ignores some differences: other reasoning than
+the model's in an echo, an echo that needed a rule which is now switched off, and changes to an assistant message that the harness wrote
+itself. The proxy checked all of that for each turn's own history before it sent the turn. So a turn keeps three short hashes:
 
-`judged`    the assistant messages of its history as they were written, the handles that came back with them, and the rules that applied.
-            A history that begins with the same bytes under the same rules needs no second check: nearly always.
-`foreign`   the assistant messages in its prompt that the harness wrote itself; empty if there are none.
-`before`    what comes directly before the reply, however it is written: evidence of where the reply was sampled.
+`judged`    of the assistant messages of its history exactly as written, the handles that came with them, and the rules that applied.
+            A history that begins with the same bytes under the same rules needs no second check. That is nearly always so.
+`foreign`   of the assistant messages in its prompt that the harness wrote itself; empty if there are none.
+`before`    of the messages directly before the reply, in canonical form: evidence of where the reply was sampled.
 
 Where `judged` differs, `still_holds` checks every reply in the turn's prompt again, along the lineage.
 """
@@ -35,7 +35,7 @@ class PlacedReply(msgspec.Struct, frozen=True):
 
     @property
     def anchor(self) -> Anchor:
-        """The same as a record."""
+        """The stored form."""
         return Anchor(self.turn.id, self.start, self.end, self.place)
 
 
@@ -47,20 +47,20 @@ def whole_reply(place: int, turn: Turn) -> PlacedReply:
 class ReturnedIdHashes(NamedTuple):
     """Hashes of token ids that a client sent back with a message (`turn.hash_ids`).
 
-    `prefix` covers the ids of its prompt and its generation together, `completion` those of its generation; `completion` is empty if
-    only the prefix as a whole came back.
+    `prefix` covers the ids of its prompt and its generation together, `completion` those of its generation. `completion` is empty if the
+    client sent only the prefix as a whole.
     """
 
     prefix: bytes
     completion: bytes = b""
 
     def names(self, turn: Turn) -> bool:
-        """Whether these are the ids of a turn."""
+        """Whether these are hashes of this turn's ids."""
         return turn.prefix_hash == self.prefix and self.completion in {b"", turn.completion_hash}
 
 
 def judged_hash(conversation: Conversation, until: int, leniency: Leniency, handles: Mapping[int, str]) -> bytes:
-    """Hash the assistant messages among the first `until` as they came back, and the rules that applied: 8 bytes."""
+    """Hash the assistant messages among the first `until` exactly as written, and the rules that applied: 8 bytes."""
     returned = "".join([handle for place, handle in handles.items() if place < until])
     return xxhash.xxh3_64_digest(conversation.written_chain[until] + _rules(leniency) + returned.encode())
 
@@ -71,9 +71,9 @@ def _rules(leniency: Leniency) -> bytes:
 
 
 class PrecedingHash(NamedTuple):
-    """What comes directly before a reply: the last message (8 bytes), and all messages since the reply before (4 bytes).
+    """Hashes of the last message before a reply (8 bytes), and of all messages since the preceding reply (4 bytes).
 
-    Keyed hashes, without whitespace, content shape and ids; empty at the beginning of a conversation.
+    Keyed hashes of canonical digests, which ignore surrounding whitespace, content shape and ids. Empty at the beginning of a conversation.
     """
 
     message: bytes
@@ -84,7 +84,7 @@ _MESSAGE, _MESSAGES = 8, 4
 
 
 def preceding_hash(conversation: Conversation, place: int) -> bytes:
-    """Hash what comes directly before a place: 12 bytes (`PrecedingHash`), none at the beginning."""
+    """Hash the messages directly before a place: 12 bytes (`PrecedingHash`); empty at the beginning."""
     if not place:
         return b""
     start = place
@@ -101,18 +101,18 @@ def split_preceding_hash(packed: bytes) -> PrecedingHash:
 
 
 def foreign_hash(conversation: Conversation, start: int, until: int, replies: Collection[int], inherited: bytes = b"") -> bytes:
-    """Hash the harness's own assistant messages up to `until` as they are written: 16 bytes, none if there are none.
+    """Hash the harness's own assistant messages up to `until` exactly as written: 16 bytes; empty if there are none.
 
-    `replies` are the places from `start` on with replies of the model; `inherited` is the hash of what comes before `start`.
+    `replies` are the places from `start` on with replies of the model. `inherited` is the hash of the messages before `start`.
     """
     own = [i for i in range(start, until) if conversation.messages[i].role == "assistant" and i not in replies]
     return keyed_hash(conversation.salt, b"foreign" + inherited + b"".join(conversation.exacts[i] for i in own)) if own else inherited
 
 
 def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, ...] | None:
-    """List the replies inside a turn's prompt, in order; `None` if the records do not say where they are.
+    """List the replies inside a turn's prompt, in order; `None` if the records do not contain their positions.
 
-    `turns` contains all turns that it rests on.
+    `turns` contains its ancestors and the turns of their anchors.
     """
     line: list[PlacedReply] = []
     at = turn
@@ -122,7 +122,7 @@ def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, 
             return None
         line.append(whole_reply(parent.messages, parent))
         at = parent
-    if at.reason == Reason.CLIENT_IDS:  # where its messages are within the client's ids is not recorded
+    if at.reason == Reason.CLIENT_IDS:  # the positions of its messages within the client's ids are not recorded
         return None
     if any(anchor.place < 0 or anchor.turn not in turns for anchor in at.anchors):
         return None
@@ -131,10 +131,10 @@ def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, 
 
 
 def still_holds(turn: Turn, conversation: Conversation, turns: Mapping[str, Turn], came_back: Callable[[Turn, int], bool]) -> bool:
-    """Whether a turn's prompt is right for these messages: every reply in it came back, and no other assistant message changed.
+    """Whether a turn's prompt still fits these messages: each of its replies has an echo, and no other assistant message changed.
 
-    The conversation is known to have the chain of the turn's history. `turns` contains all turns that it rests on. `came_back` says
-    whether the message at a place is the reply of a turn.
+    The conversation has the chain of the turn's history; the caller has checked that. `turns` contains the turn's ancestors and the turns
+    of their anchors. `came_back` returns whether the message at a place is an echo of a turn's reply.
     """
     replies = placed_replies(turn, turns)
     if replies is None or not all(reply.place < turn.messages and came_back(reply.turn, reply.place) for reply in replies):

@@ -1,15 +1,15 @@
-"""Token ids as bytes.
+"""Packs token ids and log probabilities as bytes, and compares and joins packed ids.
 
 A prompt of 32,000 tokens as a list of Python ints takes a millisecond to build and half a megabyte of memory; as bytes it is one `memcpy`
-(docs/performance.md). So ids have two forms, and are a list only where single tokens are read:
+(docs/performance.md). So ids have two forms, and become a list only where code reads single tokens:
 
-- *packed*: 4 bytes per token, int32, little endian. It is stored, compared, sliced and joined.
-- *fragment*: the inside of a JSON array, `b"1,2,3"`, without brackets. It is sent to an engine. The fragment of a long history is kept in
-  *pieces*, of which all but the first begin with a comma. A turn adds a piece, and the hundreds of kilobytes before it are copied only
-  when they are sent.
+- *packed*: 4 bytes per token, int32, little endian. This form is stored, compared, sliced and joined.
+- *fragment*: the inside of a JSON array, `b"1,2,3"`, without brackets. This form is sent to an engine. The fragment of a long history is
+  kept in *pieces*; all but the first begin with a comma. Each turn adds a piece. The hundreds of kilobytes before it are copied only when
+  they are sent.
 
-Log probabilities are packed as float32 where that loses nothing (vLLM's are float32 values), else as float64. So exports have exactly the
-values that the engine reported.
+Log probabilities are packed as float32 where that loses nothing (vLLM's are float32 values), otherwise as float64. So exports contain
+exactly the values that the engine reported.
 """
 
 import struct
@@ -22,7 +22,7 @@ import msgspec
 ID_BYTES = 4
 Pieces = tuple[bytes, ...]
 _MAX_PIECES = 32
-"""More pieces are joined to one; each turn adds two."""
+"""Maximum number of pieces; more are joined into one. Each turn adds two."""
 _JSON = msgspec.json.Encoder()
 
 
@@ -34,7 +34,7 @@ def pack(ids: Iterable[int]) -> bytes:
         TypeError: an element is not an integer.
     """
     listed = ids if isinstance(ids, list) else list(ids)
-    try:  # an array takes twice as long
+    try:  # `array` would take twice as long
         return struct.pack(f"<{len(listed)}i", *listed)
     except struct.error as error:
         raise (OverflowError if all(isinstance(i, int) for i in listed) else TypeError)(str(error)) from None
@@ -55,12 +55,12 @@ def count(packed: bytes) -> int:
 
 
 def head(packed: bytes, n: int) -> bytes:
-    """Cut packed ids after the first `n` tokens."""
+    """Return the first `n` tokens of packed ids."""
     return packed[: n * ID_BYTES]
 
 
 def tail(packed: bytes, n: int) -> bytes:
-    """Drop the first `n` tokens of packed ids."""
+    """Return packed ids without the first `n` tokens."""
     return packed[n * ID_BYTES :]
 
 
@@ -81,7 +81,7 @@ def extended(pieces: Pieces, packed: bytes) -> Pieces:
 def find(haystack: bytes, needle: bytes) -> int:
     """Return the first position, in tokens, of the packed ids `needle` in `haystack`; -1 if there is none."""
     at = haystack.find(needle)
-    while at != -1 and at % ID_BYTES:  # ignore matches across token borders
+    while at != -1 and at % ID_BYTES:  # skip matches that are not aligned to tokens
         at = haystack.find(needle, at + 1)
     return at // ID_BYTES if at != -1 else -1
 
@@ -121,7 +121,7 @@ def common_end(a: bytes, b: bytes) -> int:
 
 
 def pack_logprobs(values: Sequence[float]) -> bytes:
-    """Pack log probabilities without loss: float32 if every value is one, else float64.
+    """Pack log probabilities without loss: as float32 if every value is a float32, otherwise as float64.
 
     The first byte is `f` or `d`. No values pack to no bytes.
 

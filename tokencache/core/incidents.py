@@ -1,8 +1,8 @@
-"""Incidents: everything that a trainer must know about a session beside its turns, in one table.
+"""Lists the kinds of incidents: everything except its turns that a trainer must know about a session.
 
-Each kind says whether it is a *hole*: something that the model said, or may have said, is missing from the record. A session with a
-hole is not complete. What is recorded is exact all the same. To add a kind, add a member; the pages of `docs/` and the viewer are
-tested against this table.
+A kind may be a *hole*: the record lacks something that the model generated, or may have generated. A session with a hole is not complete.
+What is recorded is exact in any case. To add a kind, add a member to `IncidentKind`. Tests compare the pages of `docs/` and the viewer
+with this table.
 """
 
 from enum import StrEnum
@@ -17,9 +17,9 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         kind: an `IncidentKind`; a newer version may have written another one.
         detail: what happened, in words.
-        hole: something that the model said, or may have said, is missing from the record.
+        hole: whether the record lacks something that the model generated, or may have generated.
         call, turn: the ids of the call and the turn; `""` if it concerns none.
-        at: seconds since the epoch.
+        at: Unix time in seconds.
     """
 
     kind: str
@@ -31,14 +31,14 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class IncidentKind(StrEnum):
-    """A kind of incident: its name, what is missing if it is a hole (`""` if it is none), what happened, and what to do."""
+    """A kind of incident: its name, what is missing if it is a hole (otherwise `""`), what happened, and what to do."""
 
     missing: str
     meaning: str
     action: str
 
     def __new__(cls, name: str, missing: str, meaning: str, action: str) -> Self:
-        """Make a member whose value is its name."""
+        """Create a member; its value is its name."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.missing, member.meaning, member.action = missing, meaning, action
@@ -50,7 +50,7 @@ class IncidentKind(StrEnum):
         return bool(self.missing)
 
     def incident(self, detail: str, *, at: float, call: str = "", turn: str = "", hole: bool | None = None) -> Incident:
-        """Make an incident of this kind; `at` is in seconds since the epoch, `hole` overrides what the kind says."""
+        """Make an incident of this kind; `at` is Unix time in seconds, `hole` overrides the kind's own value."""
         return Incident(str(self), detail, self.hole if hole is None else hole, call, turn, at)
 
     # Holes.
@@ -238,4 +238,4 @@ class IncidentKind(StrEnum):
 
 
 FOUND_ON_READING = frozenset({IncidentKind.CALL_OPEN, IncidentKind.TORN_RECORD})
-"""Kinds that are not stored, and so not counted in `tokencache_incidents_total`: they are found when a session is read."""
+"""Kinds that are found when a session is read. They are not stored, so `tokencache_incidents_total` does not count them."""

@@ -10,8 +10,8 @@
 `audit`           all of these that need only a session's records
 ================  ====================================================================================================
 
-Each returns a list of violations, as sentences that name the session (if given), the turn and the position; an empty list means that the
-invariant holds. None raises an exception for wrong records, however wrong they are.
+Each function returns a list of violations: sentences that name the session (if given), the turn and the position. An empty list means
+that the invariant holds. No function raises an exception for wrong records.
 """
 
 from collections import Counter
@@ -28,8 +28,8 @@ GroundTruthEntry = tuple[Sequence[int], Sequence[int], Sequence[float]]
 def extension(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
     """Check that every turn's prompt starts with its parent's prefix, token for token.
 
-    `turns` are in the order in which they were recorded. A turn whose tokens cannot be rebuilt is a violation too, and so is a
-    `continue` or `branch` without a parent, and any other turn with one.
+    `turns` are in the order in which they were recorded. These are violations too: a turn with tokens that cannot be rebuilt, a `continue`
+    or `branch` without a parent, and any other turn with a parent.
     """
     prompts, found = _prompts(turns, tokens)
     for turn in turns:
@@ -50,8 +50,8 @@ def extension(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: s
 def engine_agrees(turns: Sequence[Turn], tokens: Mapping[str, Tokens], log: Iterable[GroundTruthEntry], *, session: str = "") -> list[str]:
     """Compare the records of a session with the engine's own log, one to one.
 
-    A turn marked `aborted` may hold the beginning of what the engine generated; one marked `no-logprobs` is compared
-    without log probabilities. Everything else must be equal, and no entry may be left over.
+    A turn marked `aborted` may contain only the beginning of what the engine generated. A turn marked `no-logprobs` is compared without
+    log probabilities. Everything else must be equal, and no entry of the log may be left over.
     """
     prompts, found = _prompts(turns, tokens)
     entries = [(ids.pack(p), ids.pack(c), list(lp)) for p, c, lp in log]
@@ -105,12 +105,12 @@ def fidelity(
 
     Args:
         prompt: the ids that were sent.
-        own: half-open ranges of `prompt`, in order, that the model sampled (anchors, completions of earlier turns).
+        own: half-open ranges of `prompt` that the model sampled (anchors, completions of earlier turns), in order.
         decode: decodes ids to text, including special tokens.
         rendered: the template's rendering of the same messages, as text.
         written: for each range in `own`, the text in its place in `rendered`: the reply as the template writes it, with its end of turn if
-            the range has one; or the sentinel that the messages were rendered with.
-        session: named in the violations.
+            the range has one; or the sentinel that was rendered in its place.
+        session: the session's name, for the violations.
     """
     if len(own) != len(written):
         return _of(session, [f"{len(own)} spans, and {len(written)} replies in the rendering"])
@@ -139,10 +139,10 @@ def _same_head(a: str, b: str) -> int:
 
 
 def trained_once(built: Sequence[TokenSequence], turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
-    """Check that over all sequences each sampled token is trained exactly once, and no other token is.
+    """Check that the sequences together train each sampled token exactly once, and no other token.
 
-    A trained token has loss mask 1, the log probability that it was sampled with, and before it the prompt that it was sampled after. A
-    turn without log probabilities cannot be trained: it must be marked `no-logprobs` and be masked.
+    A trained token has loss mask 1, follows the prompt that it was sampled after, and has the log probability that it was sampled with. A
+    turn without log probabilities cannot be trained: it must be marked `no-logprobs` and have mask 0.
     """
     prompts, found = _prompts(turns, tokens)
     known = {turn.id: turn for turn in turns}
@@ -183,7 +183,7 @@ def _span(sequence: TokenSequence, span: SequenceTurn, prompt: bytes, own: Token
 
 
 def aligned(sequence: TokenSequence, *, session: str = "") -> list[str]:
-    """Check that a sequence's three lists have one length, and that its turns' spans cover it, in order, without a gap."""
+    """Check that a sequence's three lists have the same length, and that the spans of its turns cover it in order and without gaps."""
     found = []
     sizes = (len(sequence.token_ids), len(sequence.loss_mask), len(sequence.logprobs))
     if len(set(sizes)) != 1:
@@ -206,9 +206,9 @@ def aligned(sequence: TokenSequence, *, session: str = "") -> list[str]:
 
 
 def linear(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
-    """Check that a turn that extends another stores only what it adds.
+    """Check that a turn that extends another stores only the tokens that it adds.
 
-    So a session of one line stores as many ids as its last prefix has, however many turns it has.
+    So a session with a single line stores exactly as many ids as its last prefix has, whatever the number of turns.
     """
     prompts, found = _prompts(turns, tokens)
     known = {turn.id: turn for turn in turns}
@@ -224,7 +224,7 @@ def linear(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str 
 
 
 def audit(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
-    """Check everything that a session's records alone can show."""
+    """Check all invariants that need only a session's records."""
     found = extension(turns, tokens, session=session)
     if found:
         return found
@@ -236,7 +236,7 @@ def audit(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str =
 
 
 def _prompts(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> tuple[dict[str, bytes], list[str]]:
-    """Rebuild the packed prompt of every turn; returns also the violations of turns that cannot be rebuilt."""
+    """Rebuild the packed prompt of every turn; also return the violations of turns that cannot be rebuilt."""
     prompts: dict[str, bytes] = {}
     found = []
     for turn in turns:

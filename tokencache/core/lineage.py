@@ -1,9 +1,9 @@
-"""Turns the turns of a session into sequences that a trainer can use in its loss.
+"""Joins the turns of a session to sequences that a trainer can use in its loss.
 
-The turns form a forest: a turn's parent is the turn whose prefix its prompt starts with. One child of a turn, its *main child*, continues
-its sequence: the one that the harness continued (the deepest line; a complete reply before an aborted one; the first recorded). Every
-other child (a retry whose answer was discarded, a parallel sub-agent, a rollback) starts a sequence of its own, whose context repeats what
-came before with mask 0. So every sampled token is trained exactly once, whatever the shape of the tree.
+The turns form a forest: a turn's prompt starts with the prefix of its parent. One child of a turn, its *main child*, continues its
+sequence: the child with the deepest line after it; among equals a complete reply rather than an aborted one, then the first recorded.
+Every other child (a retry with a discarded answer, a parallel sub-agent, a rollback) starts a sequence of its own. That sequence repeats
+the preceding tokens with mask 0. So every sampled token is trained exactly once, whatever the shape of the tree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from tokencache.core.turn import Tokens, Turn, TurnMark, extend_prefix, rebuild_
 
 
 class SequenceTurn(msgspec.Struct, frozen=True):
-    """A turn inside a sequence; `prompt` (what is new in it) and `completion` are half-open ranges of its tokens."""
+    """A turn inside a sequence. `prompt` (only its new part) and `completion` are half-open ranges of the sequence's tokens."""
 
     turn: Turn
     prompt: tuple[int, int]
@@ -25,19 +25,19 @@ class SequenceTurn(msgspec.Struct, frozen=True):
 class TokenSequence(msgspec.Struct, frozen=True):
     """A line of turns, each extending the one before, as one sequence of tokens.
 
-    A title call is not continued and has no tools; a retry whose answer was discarded is a branch that is not continued. Whether to train
-    on these is the trainer's decision.
+    The trainer decides which sequences it uses. For example, a call that only makes a title is not continued and has no tools; a retry with
+    a discarded answer is a branch that is not continued.
 
     Attributes:
         id: the id of its first turn.
-        parent: the sequence that it branches off, or took its context from; `None` if there is none.
-        start: how it begins: `root`, `branch`, `resplice` or `plain`; `reason` says why.
+        parent: the id of the sequence from which it branches or took its context; `None` if there is none.
+        start: how it begins: `root`, `branch`, `resplice` or `plain`; `reason` explains it (`core.reasons`).
         token_ids, loss_mask, logprobs: one entry per token. A token with mask 1 was sampled by the policy in this sequence, and its entry
             in `logprobs` is the natural logarithm of the probability that it was sampled with. Every other token has mask 0 and 0.0.
         turns: its turns.
-        continued: a later call continues one of its turns, within it or in a branch.
-        tools: how many tools its first call offered.
-        root: the sequence at which following `parent` ends. If several rollouts share a session, each has its own root.
+        continued: whether a later call continues one of its turns, in this sequence or in a branch.
+        tools: the number of tools that its first call offered.
+        root: the id of the sequence that is reached by following `parent`. If several rollouts share a session, each has its own root.
     """
 
     id: str
@@ -82,7 +82,7 @@ def _main_children(turns: Sequence[Turn]) -> dict[str, str]:
         depth[turn.id] = 1 + best[turn.id][0][0] if turn.id in best else 0
         if turn.parent is not None:
             rank = (depth[turn.id], TurnMark.ABORTED not in turn.marks)
-            if turn.parent not in best or rank >= best[turn.parent][0]:  # if equal, take the first recorded, which comes last here
+            if turn.parent not in best or rank >= best[turn.parent][0]:  # among equals the first recorded, which this loop reaches last
                 best[turn.parent] = (rank, turn.id)
     return {parent: child for parent, (_, child) in best.items()}
 
@@ -92,7 +92,7 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
 
     Raises:
         KeyError: tokens of a turn are missing.
-        ValueError: a turn does not extend its parent, or lengths differ: the records are torn.
+        ValueError: the records are torn: a turn does not extend its parent, or lengths differ.
     """
     lookup = {turn.id: (turn, tokens[turn.id]) for turn in turns}
     name_of: dict[str, str] = {}

@@ -1,32 +1,32 @@
 """Finds the recorded turn that a history continues.
 
-The turns of a session form a tree, never a list: sub-agents interleave, turns vanish, identical requests are sent again, forks replay old
-history. Matching walks the history from its end. The deepest reply that is known *in its position* (nothing before it changed) names the
-parent. Replies after it that are known out of their context become *anchors* of a resplice.
+The turns of a session form a tree, not a list: sub-agents interleave, turns disappear, identical requests are sent again, forks repeat old
+history. Matching walks the history from its end. The last reply that is known *in its position* (no message before it changed) determines
+the parent. Replies after it that are recognized although their context changed become *anchors* of a resplice.
 
 ==========  ============================================================================================
 `root`      the history contains no reply of the model
 `continue`  the history is a turn's messages, its reply, and new messages
 `branch`    the same, from a turn that already has a continuation
-`resplice`  the context was edited before or between replies that are still the model's own
-`plain`     the history contains replies, and none of them is certain
+`resplice`  the context was edited before or between replies of the model
+`plain`     the history contains replies, but none of them is recognized with certainty
 ==========  ============================================================================================
 
-Turns are looked up by keys (`chain`) and compared field by field (`verdict`). A parent is taken only if every reply in its prompt is
-compared, or was when the same bytes came before (`evidence`).
+Turns are looked up by keys (`chain`) and compared field by field (`verdict`). A turn becomes the parent only if every reply in its prompt
+has been compared, now or when the same bytes arrived before (`evidence`).
 
-Out of its context a reply needs more evidence than its text. In this order:
+If the context of a reply changed, its text is not enough evidence. It also needs one of these; the first that applies decides:
 
-1. its token ids, if the client sent them back: those of its prompt and its generation (`evidence.ReturnedIdHashes`);
+1. its token ids, if the client sent back those of its prompt and its generation (`evidence.ReturnedIdHashes`);
 2. the handle that was issued with it;
-3. the ids of its calls, as they were issued. An id that does not look random (`functions.bash:0`) may be issued twice, or be the
-   harness's own: it counts together with the message, or the reply, directly before;
-4. the message directly before it, if that is the one that it was sampled after.
+3. the ids of its calls, as they were issued. An id that does not look random (`functions.bash:0`) may have been issued twice or be the
+   harness's own. It counts only together with the message or the reply directly before;
+4. the message directly before it, if the reply was sampled after that message.
 
-Token ids also choose between turns with the same text in the same position. They never make up for a text that differs.
+Token ids also choose between turns with the same text in the same position. They never compensate for a different text.
 
-If several turns are equally likely, the one that was sampled after the same reply and the same messages since is taken. The matcher never
-guesses: if several recorded turns remain and their tokens differ, it takes none.
+If several turns are equally likely, the matcher chooses the turn that was sampled after the same reply and the same messages since then. It
+never guesses: if several recorded turns with different tokens remain, it chooses none.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,16 +59,16 @@ class Match(NamedTuple):
     """How a history relates to the recorded turns.
 
     Attributes:
-        kind: see the module.
+        kind: see the table in the module's docstring.
         reason: a `Reason`, or `""`.
-        parent: the turn that is continued, or whose context was edited.
-        at: how many messages the parent's prefix covers.
+        parent: the turn that is continued; of a resplice, the turn with the edited context.
+        at: the number of messages that the parent's prefix covers.
         anchors: (place in the history, hit), in order.
         applied_rules: names of the rules that were needed.
-        delivered: of an aborted parent, how much of its reply the history contains; the planner must prove where its tokens end.
-        unsure: keys to look up before the match is used, because they may show otherwise: the parent's call ids did not come back, or an
-            anchor has no calls.
-        turns_wanted: the match needs all turns of the session (`turns`); the other fields are not set.
+        delivered: how much of an aborted parent's reply the history contains; the planner must prove where its tokens end.
+        unsure: keys to look up before the match is used, because the result may change it: the echo of the parent's reply has other call
+            ids, or an anchor has no calls.
+        turns_wanted: whether the match needs all turns of the session (`turns`); then no other field is meaningful.
     """
 
     kind: MatchKind
@@ -95,11 +95,11 @@ def match(
 
     Args:
         conversation: the history.
-        hits: the values found under `chain.lookup_keys`.
+        hits: key → the turns found under it, for the keys of `chain.lookup_keys`.
         leniency: the rules of the session.
-        handles: place → handle, for replies that came back with one.
-        turns: all turns of the session by id, if they are at hand; few histories need them.
-        echoed: place → hashes, for replies that came back with token ids; a place is read only where it decides something.
+        handles: place → handle, for echoes with a handle.
+        turns: all turns of the session by id; `None` if they were not read, because few histories need them.
+        echoed: place → hashes, for echoes with token ids. A place is read only where the ids matter.
     """
     if not any(hits.values()):  # nothing is known, as for a session's first call: no reply has to be compared
         return Match("root") if next(conversation.replies(), None) is None else Match("plain", Reason.UNRECOGNISED_REPLY)
@@ -128,7 +128,7 @@ def match(
 
 
 class _Found(NamedTuple):
-    """A turn that a reply of the history may be."""
+    """A turn, and the verdict on a message of the history as its echo."""
 
     hit: Hit
     verdict: Verdict
@@ -136,9 +136,9 @@ class _Found(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """A reply out of its context: the turns that it may be, or the reason why it is none.
+    """A reply with a changed context: the turns that it may be, or the reason why there are none.
 
-    `in_order`: only candidates count that were sampled after the reply before this one.
+    With `in_order`, only candidates that were sampled after the preceding reply count.
     """
 
     place: int
@@ -177,11 +177,11 @@ def _result(finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] 
 def _settle(
     finder: "_Finder", claims: Sequence[_Claim], inside: set[str], parent: tuple[int, _Found] | None
 ) -> tuple[list[tuple[int, _Found]], list[str]]:
-    """Choose one turn for each claim, in the order of the history; a turn is in one place only.
+    """Choose one turn for each claim, in the order of the history; each turn is used in one place only.
 
-    Two places may claim turns with equal tokens. If there are as many turns as places, it makes no difference which is which. That a turn
-    is already in the parent's prefix (`inside`) does not make another one certain. A claim that is given up is no evidence for the claims
-    after it, so these are narrowed again.
+    Several places may claim turns with equal tokens. If there are at least as many turns as places, it does not matter which place gets
+    which turn. Turns that are already in the parent's prefix (`inside`) are not counted. A claim that is given up is not evidence for later
+    claims, so those are narrowed again.
 
     Returns:
         The anchors, and the reasons of the claims that were given up.
@@ -208,7 +208,7 @@ def _settle(
 def _narrow_claims(
     finder: "_Finder", claims: Sequence[_Claim], given_up: set[int], parent: tuple[int, _Found] | None
 ) -> tuple[list[tuple[int, tuple[_Found, ...]]], list[str]]:
-    """Narrow each claim to turns with equal tokens, by what is known to come before it; returns those, and reasons for the others."""
+    """Narrow each claim to turns with equal tokens, by what precedes it; return those claims, and reasons for the others."""
     certain: list[tuple[int, tuple[_Found, ...]]] = []
     reasons: list[str] = []
     last = parent[1].hit.turn if parent is not None else None
@@ -227,7 +227,7 @@ def _narrow_claims(
 
 
 class _Surroundings(NamedTuple):
-    """What comes before a reply out of its context; `last` is the turn of the assistant message before it, if that is known."""
+    """What precedes a reply with a changed context; `last` is the turn of the preceding assistant message, if it is known."""
 
     conversation: Conversation
     place: int
@@ -239,9 +239,9 @@ class _Surroundings(NamedTuple):
         return evidence.split_preceding_hash(evidence.preceding_hash(self.conversation, self.place))
 
     def follows(self, turn: Turn, *, at_least: bool = False) -> bool | None:
-        """Whether a turn was sampled after the reply before this place; `None` if its record does not say.
+        """Whether a turn was sampled after the reply that precedes this place; `None` if its record does not show that.
 
-        It was not if other messages were in between; `at_least` accepts other messages, if there were as many.
+        False if the messages in between were different; with `at_least`, only their number must be the same.
         """
         if not at_least and evidence.split_preceding_hash(turn.before).messages != self.preceding.messages:
             return False
@@ -261,7 +261,7 @@ class _Surroundings(NamedTuple):
     def narrow(self, candidates: tuple[_Found, ...]) -> tuple[_Found, ...]:
         """Keep the turns that were sampled after the same message, then those that were sampled after the same reply.
 
-        A turn that may have been keeps the others from being certain.
+        A turn that may have been sampled after that reply is also kept; then no candidate is certain.
         """
         message = self.preceding.message
         candidates = tuple(found for found in candidates if message and _message_before(found.hit.turn) == message) or candidates
@@ -273,7 +273,7 @@ class _Surroundings(NamedTuple):
 
 
 def _unsure(conversation: Conversation, anchors: Sequence[tuple[int, _Found]]) -> tuple[bytes, ...]:
-    """Return the key of interrupted replies if an anchor has no calls: its text may be the beginning of such a reply."""
+    """Return the key of interrupted replies if an anchor has no calls: its text may be the beginning of an interrupted reply."""
     return (aborted_key(conversation.model_key),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
 
 
@@ -288,12 +288,12 @@ class _Finder(NamedTuple):
     echoed: Mapping[int, ReturnedIdHashes]
 
     def in_place(self, i: int) -> _Found | str | None:
-        """Find the turn of a reply whose context is unchanged; a reason if it is none; `None` if nothing is recorded in this position."""
+        """Find the turn of a reply in its position; a reason if no turn fits; `None` if no turn is recorded in this position."""
         echoed, chain = self.conversation.messages[i], self.conversation.chain[i]
         by_name = [hit for hit in self._by_name(i) if hit.turn.position_key == chain]
         whole = _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name])
         found = self._judged(i, whole)
-        known = {hit.turn.prefix_hash for hit in whole}  # a harness that left and asked again may have got the same tokens
+        known = {hit.turn.prefix_hash for hit in whole}  # a harness that disconnected and retried may have received the same tokens
         aborted = [hit for hit in self.hits.get(position_key(chain), ()) if hit.turn.prefix_hash not in known]
         aborted = [hit for hit in aborted if may_be_delivered(hit.turn, echoed)]
         parts = [(hit, delivered_prefix(hit.turn, echoed, self.leniency)) for hit in aborted]
@@ -312,7 +312,7 @@ class _Finder(NamedTuple):
         return first_reply or turn.judged == evidence.judged_hash(self.conversation, i, self.leniency, self.handles)
 
     def still_holds(self, turn: Turn) -> bool:
-        """Whether every reply in a turn's prompt came back, compared again."""
+        """Compare again whether every reply in a turn's prompt has its echo."""
         return evidence.still_holds(turn, self.conversation, self.turns, self._came_back)
 
     def _came_back(self, turn: Turn, place: int) -> bool:
@@ -328,7 +328,7 @@ class _Finder(NamedTuple):
         return any(name in {other.served.calls[0].id, safe_id(other.served.calls[0].id)} for other in others)
 
     def elsewhere(self, i: int) -> _Claim:
-        """Find the turns that a reply may be, whatever comes before it."""
+        """Find the turns that a reply may be, whatever precedes it."""
         echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
         hits = [*self.hits.get(reply_key(self.conversation.digests[i], self.conversation.model_key), ()), *self._by_name(i)]
         judged = self._judged(i, _once(hits))
@@ -350,14 +350,14 @@ class _Finder(NamedTuple):
         return _Claim(i, tuple(known), "" if evident else Reason.FOREIGN_REPLY, in_order=not evident)
 
     def _may_be_barred(self, i: int, judged: Sequence[_Found], known: Sequence[_Found]) -> bool:
-        """Whether another turn would match too if one of its rules applied in this session: that leaves the others in doubt."""
+        """Whether another turn would also match if a rule that it needs applied in this session; then the match is uncertain."""
         here = self._message_before(i)
         barred = [found.hit.turn for found in judged if found.verdict.rules and not found.verdict.supplied]
         tokens = {found.hit.turn.completion_hash for found in known}
         return any(_message_before(turn) == here and turn.completion_hash not in tokens for turn in barred)
 
     def _evident(self, i: int, genuine: list[_Found]) -> list[_Found]:
-        """Keep the turns with the strongest evidence beside their text; empty if there is none."""
+        """Keep the turns with the strongest evidence in addition to their text; empty if there is none."""
         echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
         by_tokens = self._by_tokens(i, genuine)
         if by_tokens:
@@ -374,7 +374,7 @@ class _Finder(NamedTuple):
         return ids_kept or [found for found in after_same if not self._issued_to_another(i, found.hit.turn)]
 
     def _by_tokens(self, i: int, judged: Sequence[_Found]) -> list[_Found]:
-        """Keep the turns that came back whole and with their token ids; turns without a continuation come first."""
+        """Keep the turns with a complete echo and the same token ids; turns without a continuation come first."""
         returned = self.echoed.get(i)
         if returned is None:
             return []
@@ -382,12 +382,12 @@ class _Finder(NamedTuple):
         return sorted(named, key=lambda found: found.hit.continued)
 
     def _by_name(self, i: int) -> list[Hit]:
-        """Return what is known under the id of the reply's first call, and under its handle."""
+        """Return the turns known under the id of the reply's first call, and under its handle."""
         keys = (call_key(self.conversation, i), handle_key(self.handles.get(i, ""), self.conversation.salt))
         return [hit for key in keys for hit in self.hits.get(key, ())]
 
     def _judged(self, i: int, hits: Iterable[Hit]) -> list[_Found]:
-        """Compare the reply with each turn. A turn that was issued with another handle is not the reply's."""
+        """Compare the reply with each turn. A turn that was issued with another handle is foreign."""
         echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
         judged = []
         for hit in hits:
@@ -416,7 +416,7 @@ def _why_not(judged: Sequence[_Found]) -> Reason:
 
 
 def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
-    """Choose the turn of a reply in its position; a reason if that is not possible; `None` if there are no turns."""
+    """Choose the turn of a reply in its position; a reason if there is no choice; `None` if there are no turns."""
     if not judged:
         return None
     genuine = [found for found in judged if found.verdict.supplied]
@@ -427,7 +427,7 @@ def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
     if any(TurnMark.ENGINE_DISAGREES in found.hit.turn.marks for found in genuine):
         return Reason.ENGINE_DISAGREES
     if len(genuine) > 1 and any(found.delivered is not None for found in genuine):
-        return Reason.AMBIGUOUS_REPLY  # a beginning is known by its text alone
+        return Reason.AMBIGUOUS_REPLY  # an interrupted reply is recognized by its text alone
     return genuine[0] if _interchangeable(_turns(genuine), in_place=True) else Reason.AMBIGUOUS_REPLY
 
 

@@ -1,26 +1,26 @@
-"""Messages in the form that all dialects are translated to, and their digests.
+"""Defines messages, the form to which all dialects are translated, and digests them.
 
 A harness does not send a reply back as it was served: text is trimmed, `null` becomes `""`, arguments are serialized again, reasoning is
-left out or moved into the text, ids are rewritten. All these variants of one reply must have one digest. `digest` treats as equal exactly
-what the canonical rules allow, under the names that `verdict` reports and metrics count:
+left out or moved into the text, ids are rewritten. All these variants of a reply must have the same digest. `digest` ignores exactly the
+differences that the canonical rules allow. `verdict` reports these rules by name, and metrics count them:
 
 ==================  ================================================================================================
 `content-shape`     `null`, `""`, absent, an empty list and blank text are equal; a list of text parts equals its texts
                     joined with newlines (as vLLM joins them, `chat_utils.py`, 0.32)
 `whitespace`        whitespace (and U+FEFF) around a text is ignored, never inside it
 `args-json`         tool-call arguments are compared by value: key order, spacing, escapes, numbers as IEEE doubles
-                    (every JavaScript client turns `10000.0` into `10000`), last duplicate key wins, `""` is `{}`
+                    (every JavaScript client turns `10000.0` into `10000`); the last duplicate key counts; `""` is `{}`
 `inline-think`      a leading `<think>…</think>` in an assistant's text is its reasoning
 `reasoning-dropped` reasoning is not a part of an assistant's digest
-`tool-ids`          ids of tool calls are not a part of a digest; a tool result answers the n-th call
+`tool-ids`          ids of tool calls are not a part of a digest; the chain records which call a tool result answers
 `members`           `cache_control`, `annotations` and other members of an assistant's message are ignored
-                    (they are not kept, so this rule is never reported)
+                    (`Message` does not keep them, so this rule is never reported)
 ==================  ================================================================================================
 
 `Message` keeps the fields as they were written, so that `verdict` can compare two messages whose digests are equal.
 
-These rules hold for replies of the model only. The harness's own messages are context, and a template may show every difference in them.
-So a message has a second digest, `exact_digest`, which is equal only for what no template can tell apart.
+These rules apply only to replies of the model. The harness's own messages are context, and a template may show every difference in them. So
+a message has a second digest, `exact_digest`, which is equal only for messages that no template can distinguish.
 """
 
 import hashlib
@@ -56,14 +56,14 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One entry of a conversation, with its fields as they were written.
 
     Attributes:
-        role: `system` (also for `developer`), `user`, `assistant`, `tool`, or what else the harness wrote.
+        role: `system` (also for `developer`), `user`, `assistant`, `tool`, or any other role that the harness wrote.
         content: the text, parts joined by newlines; `None` if there was none.
-        reasoning: the reasoning, if it has a member of its own.
-        calls: the tool calls of an assistant's message.
+        reasoning: the reasoning, if it is in a member of its own.
+        calls: the tool calls of an assistant message.
         answers: the id of the call that a tool result answers.
         name: the name of a participant; ignored for tools and assistants, because harnesses drop and add it.
         media: the canonical JSON of parts that are not text.
-        parts: the content was a list of parts.
+        parts: whether the content was a list of parts.
     """
 
     role: str
@@ -96,10 +96,10 @@ def split_think(content: str | None) -> tuple[str, str]:
 
 
 def digest(message: Message) -> bytes:
-    """Digest one message: 16 bytes of its SHA-256, equal for all variants that the rules of this module treat as equal.
+    """Digest one message: 16 bytes of a SHA-256, equal for all variants that the rules of this module treat as equal.
 
-    Fields are hashed with their tags and lengths, so that different messages never give the same bytes. A harness chooses the content of
-    messages, so it must not be able to find two with one digest: with a fast hash it could.
+    Fields are hashed with their tags and lengths, so different fields never give the same bytes. A harness chooses the content of messages
+    and must not be able to find two messages with the same digest. With a fast hash it could.
     """
     h = hashlib.sha256(_VERSION)
     _add_field(h, b"role", message.role.encode("utf-8", "surrogatepass"))
@@ -115,15 +115,15 @@ def digest(message: Message) -> bytes:
 
 
 def exact_digest(message: Message) -> bytes:
-    """Digest one message as it is written: 16 bytes of its SHA-256. For messages read from JSON, see `exact_digest_of_json`."""
+    """Digest one message exactly as written: 16 bytes of a SHA-256. For messages read from JSON, use `exact_digest_of_json`."""
     return hashlib.sha256(_VERSION + msgspec.json.encode(message)).digest()[:16]
 
 
 def exact_digest_of_json(entry: dict[str, Any]) -> bytes:
-    """Digest a decoded chat message as it is written: 16 bytes of its SHA-256.
+    """Digest a decoded chat message exactly as written: 16 bytes of a SHA-256.
 
-    It ignores only what vLLM 0.32 hides from every template: the order of members, `cache_control`, and whether a text is a string or a
-    single text part. Everything else may be rendered: whitespace, the number of parts, names, ids, other members.
+    The digest ignores only what vLLM 0.32 hides from every template: the order of members, `cache_control`, and whether a text is a string
+    or a single text part. A template may show everything else: whitespace, the number of parts, names, ids, other members.
     """
     visible = _unmarked(entry)
     if isinstance(content := visible.get("content"), list):
@@ -150,9 +150,9 @@ def _add_field(h: "hashlib._Hash", tag: bytes, data: bytes) -> None:
 
 
 def canonical_arguments(arguments: str) -> bytes:
-    """Return tool-call arguments in the one form that all JSON texts of the same value share.
+    """Return tool-call arguments in canonical form, which is the same for all JSON texts of one value.
 
-    Text that is not JSON, or has more values than a model could have written, is marked and kept as it is: it equals only itself.
+    Text that is not JSON, or has more values than a model could have written, is marked and otherwise unchanged. It equals only itself.
     """
     text = arguments.strip(BLANK)
     if not text:
@@ -174,7 +174,7 @@ def _loads(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        # msgspec refuses lone surrogates and NaN, which Python harnesses write.
+        # msgspec rejects lone surrogates and NaN, which Python harnesses write.
         return json.loads(text)
 
 

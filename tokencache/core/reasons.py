@@ -1,8 +1,8 @@
-"""Reasons: why a turn does not simply continue the turn before it, in one table.
+"""Lists the reasons why a turn does not simply continue the turn before it.
 
-A turn records one of these as its `reason`. Of a `plain` turn the reason says why the engine rendered the prompt. A `continue` or
-`branch` may have a reason too: it says what became of replies after the parent that are not the model's. To add a reason, add a member;
-the pages of `docs/` and the viewer are tested against this table.
+A turn records one of these as its `reason`. The reason of a `plain` turn explains why the engine rendered the prompt. A `continue` or
+`branch` may have a reason too: it explains why replies after the parent were not treated as the model's. To add a reason, add a member to
+`Reason`. Tests compare the pages of `docs/` and the viewer with this table.
 """
 
 from enum import StrEnum
@@ -10,12 +10,12 @@ from typing import Self
 
 
 class Described(StrEnum):
-    """Names that each say what they mean: members are (name, meaning)."""
+    """Names with a meaning in words; a member is written as (name, meaning)."""
 
     meaning: str
 
     def __new__(cls, name: str, meaning: str) -> Self:
-        """Make a member whose value is its name."""
+        """Create a member; its value is its name."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.meaning = meaning
@@ -48,7 +48,7 @@ class Reason(Described):
             "the agent send its token ids back ([NeMo Gym](topologies/nemo-gym.md))"
         ),
     )
-    # The harness left during a stream.
+    # The harness disconnected during a stream.
     INTERRUPTED = (
         "interrupted",
         "the harness disconnected during a stream and sent back a part of what was sampled; that part keeps its exact ids",
@@ -156,4 +156,4 @@ NO_TAIL = frozenset(
         Reason.PAST_CHANGES,
     }
 )
-"""Reasons why no tail could be proven ([templates](../../docs/templates.md))."""
+"""Reasons why no tail could be proven (docs/templates.md)."""

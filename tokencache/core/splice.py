@@ -1,13 +1,13 @@
 """Joins prefix and tail to the prompt that is sent.
 
-The stop id at the end of a reply and the template's end of turn are *one* boundary:
+The stop id at the end of a reply and the template's end of turn are the same boundary and must appear only once:
 
-`shared-stop`  Generation stopped at the id with which the tail begins (`<|im_end|>`; for GLM the next message's opener). The tail continues
-               after it.
+`shared-stop`  The model stopped at the id with which the tail begins (`<|im_end|>`; for GLM the next message's opener). The tail continues
+               after that id.
 `no-stop`      The reply was cut (`length`, a stop string, an abort), so no stop id was sampled. The tail supplies it.
-`other-stop`   The model stopped at another stop id than the template writes there (GLM: it expected the user and gets a tool result;
-               gpt-oss: `<|return|>` is sampled, `<|end|>` is in a history). The history cannot keep its ids: a resplice puts
-               the template's id in place of the model's.
+`other-stop`   The model stopped at another stop id than the template writes there. (GLM: the model expected a user message, but a tool
+               result follows. gpt-oss: the model samples `<|return|>`, but a history has `<|end|>`.) The history cannot keep its exact
+               ids: a resplice replaces the model's stop id by the template's.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from tokencache.core import ids
 
 
 class Junction(NamedTuple):
-    """How a reply and its tail meet: `drop` tokens to remove from the reply's end, `skip` tokens of the tail that the reply already has."""
+    """How a reply and its tail are joined: remove `drop` tokens from the end of the reply, and skip the first `skip` tokens of the tail."""
 
     kind: str
     drop: int = 0
@@ -31,7 +31,7 @@ REPLACED = Junction("other-stop", drop=1)
 
 
 def junction(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Junction:
-    """Find how a reply and its tail (packed ids) meet; `stop_ids` are the ids at which the engine stops."""
+    """Find how to join a reply and its tail (packed ids); `stop_ids` are the ids at which the engine stops."""
     if not reply or not tail:
         return OPEN
     last = reply[-ids.ID_BYTES :]
@@ -49,12 +49,12 @@ def join(prefix: bytes, tail: bytes, where: Junction) -> bytes:
 def fill(
     pieces: Sequence[bytes], openers: Sequence[bytes], replies: Sequence[bytes], stop_ids: AbstractSet[int]
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Put replies, each after its opener, between the pieces that were rendered around them; all are packed ids.
+    """Insert replies, each after its opener, between the pieces that were rendered around them. All are packed ids.
 
-    A stop id at the end of a reply that is not the template's is replaced; the reply's range ends before it.
+    If a reply ends with another stop id than the template's, that id is replaced, and the reply's range ends before it.
 
     Returns:
-        The prompt, and for each reply its half-open range of tokens.
+        The packed prompt, and the half-open range of tokens of each reply.
     """
     prompt, spans = pieces[0] + openers[0], []
     for reply, piece, opener in zip(replies, pieces[1:], (*openers[1:], b""), strict=True):

@@ -1,7 +1,7 @@
-"""Turns: the record of one model call.
+"""Defines a turn, the record of one model call, and rebuilds token ids from stored turns.
 
 A turn is written once and never changes. Its tokens are stored as a *delta*: a prompt is the first `shared` tokens of another turn's
-prefix (`base`) and the tokens after them. So a session of n turns over one growing history stores its tokens once, not n times.
+prefix (`base`), followed by the turn's own tokens. So a session of n turns with one growing history stores its tokens once, not n times.
 """
 
 from typing import Any, Literal
@@ -17,7 +17,7 @@ MatchKind = Literal["root", "continue", "branch", "resplice", "plain"]
 
 
 class TurnMark(Described):
-    """What a trainer must know about a turn."""
+    """A property of a turn that a trainer must know."""
 
     ABORTED = "aborted", "the harness disconnected during the reply"
     ENGINE_ABORTED = "engine-aborted", "the engine ended the reply by itself"
@@ -34,7 +34,7 @@ class TurnMark(Described):
 class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
     """A recognized reply that keeps its exact ids inside a respliced prompt: its turn, and its half-open range of tokens.
 
-    `place` is the index of its message in the request; -1 in records of versions before 0.2, which did not keep it.
+    `place` is the index of its message in the request; -1 in records of versions before 0.2, which did not store it.
     """
 
     turn: str
@@ -48,32 +48,33 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
 
     Attributes:
         id: unique within the session.
-        call: the HTTP call it came from; the choices of one call with n > 1 share it.
-        match: how the prompt was made; `reason` is a `reasons.Reason` or `""`.
+        call: the id of the HTTP call; the choices of one call with n > 1 have the same.
+        match: how the history relates to recorded turns (`core.match`); `reason` is a `reasons.Reason` or `""`.
         parent: the turn whose prefix this prompt starts with, token for token (`continue` and `branch` only).
-        origin: the turn from which the context was taken when it is not the parent (`resplice`).
+        origin: the turn from which the context was taken, if that is not the parent (`resplice`).
         applied_rules: names of the rules that were needed to recognize the replies in its history; stored as `forgiven`.
-        base, shared: token storage: the prompt's first `shared` tokens are those of `base`'s prefix.
+        anchors: the recognized replies inside a respliced prompt.
+        base, shared: for token storage: the prompt's first `shared` tokens are those of `base`'s prefix.
         prompt_tokens, completion_tokens: lengths, in tokens.
-        prefix_hash, completion_hash: xxh3-128 of the packed ids; equal hashes mean interchangeable turns.
-        logprobs_hash: xxh3-128 of the packed log probabilities (`Tokens.logprobs`); empty where there are none.
+        prefix_hash, completion_hash: xxh3-128 of the packed ids (16 bytes); turns with equal hashes are interchangeable.
+        logprobs_hash: xxh3-128 of the packed log probabilities (`Tokens.logprobs`); empty if there are none.
         served: the message as the harness received it.
         position_key: the chain of the conversation that it answers (16 bytes); stored as `place`.
         judged, foreign, before: hashes of the history that it answers (`evidence`).
         handle: the handle that was issued with it; `""` if none.
-        cuts: of an aborted turn, where the harness may have disconnected (`verdict.Cut`).
-        stopped: the completion ends with a stop id, which is the template's end of turn or the next opener.
+        cuts: where the harness may have disconnected in an aborted turn, packed (`verdict.pack_cuts`).
+        stopped: whether the completion ends with a stop id, which is the template's end of turn or the next opener.
         sampling: the sampling parameters that were sent to the engine.
         replaced: sampling parameters that the session's policy replaced: name → the value that the harness requested, `None` if it
             requested none.
         logprob_kind: `raw` if the log probabilities are those of the model's own distribution, `processed` if they are those of the
             distribution after temperature, top-p and masks, `""` if that is unknown.
-        experts: the file of routed experts; `""` if there is none.
+        experts: the path of the file of routed experts; `""` if there is none.
         harness: the adapter whose rules applied; `""` if none.
-        context_base, context_shared: its request's messages are stored like its tokens: the first `context_shared` are those of
+        context_base, context_shared: for message storage: the first `context_shared` messages of its request are those of
             `context_base`'s request.
-        marks: what a trainer must know (`TurnMark`).
-        created: seconds since the epoch when the call began; `seconds`: how long it took.
+        marks: properties that a trainer must know (`TurnMark`).
+        created: when the call began, Unix time in seconds; `seconds` is how long it took.
         versions: spans of weight versions as the engine reports them (vLLM 0.33 `weight_versions`).
     """
 
@@ -122,7 +123,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """The tokens of one turn: packed ids of its prompt beyond `shared`, of its completion, and packed log probabilities."""
+    """The tokens of one turn: packed ids of its prompt after the first `shared` and of its completion, and packed log probabilities."""
 
     delta: bytes
     completion: bytes
@@ -132,7 +133,7 @@ class Tokens(msgspec.Struct, frozen=True):
 class Prefix(msgspec.Struct, frozen=True):
     """The exact ids of a history: a turn's prompt and completion, packed.
 
-    `completion` is the number of tokens at its end that the turn itself sampled.
+    `completion` is the number of tokens at the end that the turn itself sampled.
     """
 
     ids: bytes
@@ -158,7 +159,7 @@ def extend_prefix(packed: bytearray, record: Turn, tokens: Tokens) -> None:
     """Extend the packed prefix of a turn's base to the turn's own, in place.
 
     Raises:
-        ValueError: prompt or completion do not have the recorded length: the records are torn.
+        ValueError: the records are torn: prompt or completion do not have the recorded length.
     """
     del packed[record.shared * ids.ID_BYTES :]
     packed += tokens.delta
@@ -175,14 +176,14 @@ def rebuild_prefix(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefi
 
     Raises:
         KeyError: a base is missing.
-        ValueError: the prompt does not have the recorded length: the records are torn.
+        ValueError: the records are torn: a prompt or completion does not have the recorded length.
     """
     line = []
     at: str | None = turn
     while at is not None:
         line.append(lookup[at])
         at = line[-1][0].base
-    packed = bytearray()  # extended in place: one copy of the tokens, however many turns they came in
+    packed = bytearray()  # extended in place, so that the tokens are copied once
     for record, tokens in reversed(line):
         extend_prefix(packed, record, tokens)
     return Prefix(bytes(packed), ids.count(line[0][1].completion))

@@ -1,22 +1,22 @@
-"""Compares a reply that came back with the one that was served.
+"""Compares an echo, a reply that a harness sends back, with the reply that was served.
 
-A key that matched (`chain`) only says where to look. `judge` compares the fields: it names the rules that were needed, and refuses
-everything that no rule explains. Above all it refuses *other reasoning* than the model's, which a digest does not cover, and another text
-beside a call id that was issued here.
+A key (`chain`) only finds candidates. `judge` compares the fields, lists the rules that were needed, and rejects every difference that no
+rule explains. In particular it rejects *other reasoning* than the model's, which a digest does not cover, and another text next to a call
+id that was issued here.
 
 =============  ==============================================================================================================
 `same`         nothing that the model wrote differs
 `equivalent`   only canonical rules were needed
 `rewritten`    a value differs in a known way: supplied only if each rule applies in the session
-`foreign`      no rule makes this of the served reply, so the model did not write it, whatever id is beside it
+`foreign`      no rule explains the difference, so the model did not write this reply, whatever its ids
 =============  ==============================================================================================================
 
-**Interrupted replies.** A harness that disconnects during a stream sends back what it received, which ends with an event. So an aborted
-turn records after which events its text could have ended (`Cut`), and an echo is recognized if it is the text up to one of them,
-character for character; if whitespace around it was lost, only if there is just one such cut. That says which characters were received,
-not which tokens: a parser holds text back, and a character may be a part of a token. `DeliveredPrefix` says between which bounds the
-tokens end; where exactly is proven by decoding them, which the core cannot do. An aborted turn with calls is never recognized, because
-nothing shows how much of a call the harness kept.
+**Interrupted replies.** A harness that disconnects during a stream sends back the text that it received, which ends with an event. So an
+aborted turn records the events after which its text could have ended (`Cut`). An echo is recognized if it equals the text up to one of
+them, character for character. If whitespace around the text was lost, there must be only one such cut. A cut shows which characters were
+received, not which tokens: a parser holds text back, and a character may be a part of a token. `DeliveredPrefix` has the bounds between
+which the tokens end; the exact place is proven by decoding the tokens, which the core cannot do. An aborted turn with calls is never
+recognized, because nothing shows how much of a call the harness kept.
 """
 
 import re
@@ -29,7 +29,7 @@ from tokencache.core.rules import RULES, STRICT, Leniency, Rules, explain_call, 
 from tokencache.core.turn import Turn
 
 INTERRUPTED = "interrupted"
-"""The rule by which a beginning of a reply is recognized."""
+"""The name of the rule for an echo that is only the beginning of a reply."""
 
 _RANDOM = re.compile(r"[0-9A-Za-z]{8,}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
@@ -41,10 +41,10 @@ class Verdict(NamedTuple):
     """The result of a comparison.
 
     Attributes:
-        kind: see the module.
-        rules: the rules that were needed, or would have been.
-        ids_kept: the ids of the calls are those that were issued; for a foreign reply: at least one is.
-        supplied: the reply counts as the model's, so its exact tokens are supplied.
+        kind: see the table in the module's docstring.
+        rules: the rules that were needed, including rules that do not apply in this session.
+        ids_kept: whether the ids of the calls are those that were issued; for a foreign reply, whether at least one is.
+        supplied: whether the echo counts as the model's reply, so that the proxy supplies its exact tokens.
     """
 
     kind: Kind
@@ -54,12 +54,12 @@ class Verdict(NamedTuple):
 
 
 def safe_id(name: str) -> str:
-    """Write a call's id as harnesses do that allow `[A-Za-z0-9_-]` only."""
+    """Write a call's id as harnesses do that allow only `[A-Za-z0-9_-]`."""
     return _UNSAFE.sub("_", name)
 
 
 def is_unique(name: str) -> bool:
-    """Whether a call's id looks random. Others (`functions.bash:0`) count calls, and a harness may count in the same way."""
+    """Whether a call's id looks random. Other ids (`functions.bash:0`) number the calls, and a harness may do the same."""
     drawn = _RANDOM.search(name)
     return drawn is not None and any(map(str.isdigit, drawn[0]))
 
@@ -87,13 +87,13 @@ def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verd
         return Verdict("rewritten", ids_kept=ids_kept, supplied=False)
     rules |= reasoning
     rewritten = any(RULES[rule].verdict == "rewritten" for rule in rules)
-    supplied = all(map(leniency.allows, rules)) and (ids_kept or not rewritten)  # a harness that changes values must keep the ids
+    supplied = all(map(leniency.allows, rules)) and (ids_kept or not rewritten)  # if a value changed, the ids must be unchanged
     kind: Kind = "rewritten" if rewritten or not supplied else "equivalent" if rules else "same"
     return Verdict(kind, tuple(sorted(rules)), ids_kept, supplied)
 
 
 def _explain_text(served: Message, echoed: Message, leniency: Leniency) -> tuple[Message, set[str]] | None:
-    """Return the served message with the text that came back, and the rules for that; `None` if no rule makes this text of it."""
+    """Return the served message with the echoed text, and the rules that explain it; `None` if no rule does."""
     if served.media != echoed.media:
         return None
     if served.text == echoed.text and len(served.calls) == len(echoed.calls):
@@ -107,13 +107,13 @@ def _explain_text(served: Message, echoed: Message, leniency: Leniency) -> tuple
 
 
 def _edges(content: str | None) -> tuple[str, str]:
-    """The whitespace around a text."""
+    """Return the whitespace around a text."""
     text = content or ""
     return text[: len(text) - len(text.lstrip(BLANK))], text[len(text.rstrip(BLANK)) :]
 
 
 def _preferred(explanations: Sequence[Rules], leniency: Leniency) -> Rules:
-    """The first explanation whose rules all apply; otherwise the first, so that it is named."""
+    """Return the first explanation with rules that all apply; otherwise the first, so that it can be reported."""
     return next((rules for rules in explanations if all(map(leniency.allows, rules))), explanations[0])
 
 
@@ -123,7 +123,7 @@ def _foreign(served: Message, echoed: Message) -> Verdict:
 
 
 def _same_scheme(ours: str, theirs: str) -> bool:
-    """Whether another id looks as if it was issued here too: then it belongs to another call, and is not ours rewritten."""
+    """Whether `theirs` also looks like an id issued here. Then it belongs to another call, and is not a rewritten form of `ours`."""
     one, other = _RANDOM.search(ours), _RANDOM.search(theirs)
     if one is None or other is None:
         return False
@@ -165,7 +165,7 @@ def _judge_reasoning(served: Message, echoed: Message, leniency: Leniency) -> se
 
 
 def _reasonings(message: Message) -> tuple[str, str]:
-    """The reasoning in its own member and that at the beginning of the text: a reply may have both."""
+    """Return the reasoning in its own member, and the reasoning at the beginning of the text; a reply may have both."""
     return (message.reasoning or "").strip(BLANK), split_think(message.content)[0]
 
 
@@ -175,7 +175,8 @@ def _reasonings(message: Message) -> tuple[str, str]:
 class Cut(NamedTuple):
     """An event after which a harness may have disconnected.
 
-    `before` and `after` count the sampled tokens before and after it, `content` and `reasoning` the characters up to it.
+    `before` and `after` are the numbers of tokens sampled before the event and up to its end. `content` and `reasoning` are the numbers of
+    characters up to its end.
     """
 
     before: int
@@ -187,8 +188,8 @@ class Cut(NamedTuple):
 class DeliveredPrefix(NamedTuple):
     """The part of an aborted turn's reply that a harness received.
 
-    `text` is spelled by the tokens that start at some place from `first` (inclusive) to `begun` (exclusive); they end at `after` or a
-    little before. `rules` are the rules that were needed.
+    The tokens of `text` start at an index from `first` (inclusive) to `begun` (exclusive) and end at index `after` or slightly before it.
+    `rules` are the rules that were needed.
     """
 
     turn: Turn
@@ -211,9 +212,9 @@ def unpack_cuts(packed: bytes) -> list[Cut]:
 
 
 def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> DeliveredPrefix | None:
-    """Find how much of an aborted turn's reply an echo is; `None` if it is not a beginning of it, or that is uncertain.
+    """Find how much of an aborted turn's reply an echo contains; `None` if it is not a beginning of the reply, or if that is uncertain.
 
-    The text is the turn's `content` up to a cut, with its reasoning whole or gone. Without any text it is its reasoning.
+    The text is the turn's `content` up to a cut, with complete reasoning or none. If the echo has no text, it is the reasoning up to a cut.
     """
     if not leniency.allows(INTERRUPTED):
         return None
@@ -237,7 +238,7 @@ def may_be_delivered(turn: Turn, echoed: Message) -> bool:
 
 
 def _beginnings(turn: Turn, echoed: Message) -> list[tuple[Cut, Message]]:
-    """The beginnings of an aborted turn's reply that an echo may be, apart from whitespace."""
+    """Return the beginnings of an aborted turn's reply that equal an echo, apart from whitespace."""
     if turn.served.calls or echoed.calls or not (echoed.text or echoed.thought):
         return []
     cuts = [cut for cut in unpack_cuts(turn.cuts) if (cut.content if echoed.text else not cut.content and cut.reasoning)]

@@ -1,8 +1,8 @@
-"""Splits a whole reply into the chunks in which vLLM would have streamed it, for engines that do not stream.
+"""Splits a whole reply into chunks as vLLM would stream it, for engines that do not stream.
 
-The chunks of a choice: its role (with the prompt's ids), its reasoning, its text, its calls (each first by name, then its arguments),
-and its end. Here the end has all its ids and log probabilities: they need not line up with the text in vLLM's own streams either. After
-all choices comes the usage, if it was requested. The format is that of vLLM 0.32, nulls included.
+Each choice becomes several chunks: the role (with the prompt's ids), the reasoning, the text, the calls (for each its name, then its
+arguments), and the end. The last chunk has all ids and log probabilities of the choice; in vLLM's own streams they do not line up with the
+text either. If the usage was requested, it follows after all choices. The format is that of vLLM 0.32, including nulls.
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ _OF_CHOICE = ("token_ids", "weight_versions")
 
 
 def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
-    """Split a whole completion into the JSON of chunks; `asked` are the request's members.
+    """Split a whole completion (JSON) into the JSON of chunks; `asked` are the request's members.
 
-    An error in place of a completion is one chunk, as in a stream. Each choice of a text completion is one chunk.
+    An error instead of a completion becomes one chunk, as in a stream. Each choice of a text completion becomes one chunk.
 
     Raises:
-        ValueError: it is not a completion.
+        ValueError: the body is not a completion.
     """
     try:
         fields = _FIELDS.decode(body)

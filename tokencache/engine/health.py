@@ -1,12 +1,12 @@
-"""Health checks: is the engine reachable, and is it still the same model and version?
+"""Checks the health of an engine: is it reachable, and is it still the same model and version?
 
-An engine that refuses a connection is marked down at once, whether a call or a check notices it. One that answers slowly, or with a
-server error, is marked down after a few such answers in a row. A process that is busy for a second must not lose its sessions,
-because their prefix cache would be cold elsewhere. An engine that answers again is probed first: another process may run there now.
+An engine that refuses a connection is marked down at once, whether a call or a check notices it. An engine that answers slowly, or with a
+server error, is marked down after a few such answers in a row: a process that is busy for a second must keep its sessions, because their
+prefix cache would be cold elsewhere. When an engine answers again it is probed first, because another process may run there now.
 
-The check is `GET /health`, which vLLM, its router and SGLang have; vLLM's answers 503 when the engine process is dead. A server
-without that route (404: NeMo RL's worker, which has only `/v1/chat/completions` and `/tokenize`) gets that request once. After
-that, the check opens a connection to it and closes it, which no server logs as an error. After it was down it gets the request again.
+The check is `GET /health`, which vLLM, its router and SGLang have. vLLM answers 503 when the engine process is dead. A server without that
+route (404: NeMo RL's worker, which has only `/v1/chat/completions` and `/tokenize`) gets that request only once. Later checks open a
+connection and close it, which no server logs as an error. After the server was down, it gets the request again.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tokencache.errors import EngineError
 log = logging.getLogger(__name__)
 
 CHECK_EVERY = 2.0
-"""Seconds between two checks, give or take a quarter at random: engines and replicas must not check in step."""
+"""Seconds between two checks, varied at random by up to a quarter, so that replicas do not check at the same time."""
 TIMEOUT_SECONDS = 5.0
 """Seconds to wait for an answer."""
 STRIKES = 3
@@ -40,20 +40,20 @@ RECONSIDER_SECONDS = 60.0
 _SERVER_ERROR = 500
 _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"role":"user","content":"<|im_end|> 1.50"}')
 _NOT_IDENTIFYING = ("version", "why", "how", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates")
-"""Members of a capability that may differ between engines of one session: texts, and what sampling finds and serving corrects."""
+"""Members of a capability that may differ between the engines of one session: descriptions, and findings that serving corrects."""
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """What engines must have in common to serve one session: the findings of the probe, and a hash of a sample rendering.
+    """What engines must have in common to serve one session: the probe's findings, and a hash of a sample rendering.
 
-    `rendering` is `""` if it is not known: the engine is the only one, or renders nothing.
+    `rendering` is `""` if it is not known, because the engine is the only one or cannot render.
     """
 
     capability: dict[str, object]
     rendering: str
 
     def differences(self, other: "EngineIdentity") -> list[str]:
-        """List in words how this identity differs from `other`."""
+        """Describe each difference between this identity and `other`."""
         here, there = self.capability, other.capability
         found = [f"{name} is {value}, not {there.get(name)}" for name, value in here.items() if value != there.get(name)]
         if self.rendering and other.rendering and self.rendering != other.rendering:
@@ -62,15 +62,15 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 
 
 class EngineMonitor:
-    """Checks one engine; `on_change` is called whenever it was marked down, or probed.
+    """Checks one engine; calls `on_change` whenever the engine was marked down or probed.
 
     Attributes:
-        alone: there is no other engine to compare it with (`gain_peers`).
-        draining: it takes no new calls; calls under way run to their end.
+        alone: whether there is no other engine to compare it with (`gain_peers`).
+        draining: whether it takes no new calls; calls under way run to their end.
         has_health: whether it has `GET /health`, as far as is known.
-        identity: what it was when it was last probed, kept while it is down; `None` if not known.
-        mismatched: it differs from the engines that serve. It is probed again from time to time: the last probe may have come at a
-            bad moment.
+        identity: the result of the last probe, kept while the engine is down; `None` if not known.
+        mismatched: whether it differs from the engines that serve. Such an engine is probed again from time to time, because the last probe
+            may have come at a bad moment.
     """
 
     def __init__(self, engine: Engine, on_change: Callable[[], None], *, alone: bool) -> None:
@@ -93,12 +93,12 @@ class EngineMonitor:
 
     @property
     def ready(self) -> bool:
-        """Whether it was probed with a sufficient level (`model`), and was reachable since."""
+        """Whether the last probe found a sufficient level (`model`), and the engine has been reachable since."""
         return self.engine.state == "ready"
 
     @property
     def version(self) -> str:
-        """The version that it reports; `""` while it is not probed."""
+        """The version that the engine reports; `""` before a probe."""
         return next((found.version for found in self.engine.capabilities), "")
 
     async def run(self) -> None:
@@ -108,12 +108,12 @@ class EngineMonitor:
             await asyncio.sleep(CHECK_EVERY * random.uniform(0.75, 1.25))
 
     async def gain_peers(self) -> None:
-        """Note that the engine is no longer the only one, and find out what its template and tokenizer write."""
+        """Note that the engine is no longer the only one, and identify it again, now with a sample rendering."""
         self.alone, self.identity, self._known = False, None, None
         await self.check()
 
     async def check(self) -> None:
-        """Check once, and probe what is not known."""
+        """Check once, and probe if needed."""
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 problem = await self._problem()
@@ -129,7 +129,7 @@ class EngineMonitor:
                 await self._identify()
 
     async def _problem(self) -> str:
-        """Return what is wrong with the answer to a check; `""` if nothing is.
+        """Return what is wrong with the answer to a check; `""` if nothing is wrong.
 
         Raises:
             EngineError: the engine cannot be reached, or closed the connection.
@@ -144,7 +144,7 @@ class EngineMonitor:
     def mark_down(self, why: str) -> None:
         """Send no calls to the engine until it answers a check."""
         self.engine.forget(why)
-        self.has_health = True  # another server may run there when it is back
+        self.has_health = True  # another server may run there later
         self._log(f"down: {why}")
         metrics.ENGINE_UP.labels(self.url).set(0)
         self._on_change()
@@ -155,7 +155,7 @@ class EngineMonitor:
             self.mark_down(why)
 
     async def _identify(self) -> None:
-        """Find out what the engine is, unless that is known."""
+        """Probe and identify the engine, unless that was done."""
         if self.mismatched and time.monotonic() - self._probed > RECONSIDER_SECONDS:
             self.engine.forget("it differs from the others and is probed again")
         try:
@@ -172,17 +172,17 @@ class EngineMonitor:
         self._on_change()
 
     def _log(self, event: str) -> None:
-        """Log an event once, however often it is found."""
+        """Log an event, unless it is the same as the last one."""
         if event != self._logged:
             log.warning("engine %s: %s", self.url, event)
         self._logged = event
 
 
 async def _identity(model: Model, *, alone: bool) -> EngineIdentity:
-    """Find out what engines must have in common.
+    """Determine the identity of an engine.
 
     Raises:
-        RenderError: the engine renders nothing, although it did when it was probed.
+        RenderError: the engine does not render, although it did when it was probed.
     """
     found = {name: value for name, value in msgspec.structs.asdict(model.capability).items() if name not in _NOT_IDENTIFYING}
     if alone or not model.capability.tokenizes:

@@ -1,18 +1,18 @@
-"""Identifies of which distribution an engine's log probabilities are, by testing it.
+"""Tests which distribution an engine's log probabilities describe.
 
-vLLM's `--logprobs-mode` decides it for all requests, and no answer names it: `raw_logprobs` (the default: the model's own
-distribution, before temperature, top-p and masks), `processed_logprobs` (the distribution that was sampled from), or `raw_logits`
-and `processed_logits`, which are no log probabilities at all (0.32, `v1/sample/sampler.py`).
+vLLM's `--logprobs-mode` sets this for all requests, and no answer reports it. The modes are `raw_logprobs` (the default: the model's own
+distribution, before temperature, top-p and masks), `processed_logprobs` (the distribution that was sampled from), and `raw_logits` and
+`processed_logits`, which are not log probabilities (0.32, `v1/sample/sampler.py`).
 
-The test is two requests of one token, each under a mask that allows a single id (`allowed_token_ids`, a different one each time),
-with the likeliest ids beside it (`top_logprobs`):
+The test sends two requests for one token. Each has a mask that allows a single id (`allowed_token_ids`, a different id each time), and
+requests the likeliest ids (`top_logprobs`):
 
-* *processed* log probabilities: the allowed id has probability 1. Both values are exactly 0, and every other id is practically
-  impossible (vLLM writes -9999 for minus infinity).
-* *raw* ones: the mask does not show. Other ids have values, none is above 0, the probabilities add up to 1 at most, those of one
-  request and the two sampled ones together (hence two requests: one id alone could be certain), and the likeliest of all has
-  `1 / vocabulary` at least.
-* anything else is no log probability, or cannot be identified: the kind is `""`, with the reason.
+* *processed* log probabilities: the allowed id has probability 1. Both values are exactly 0, and every other id is practically impossible
+  (vLLM writes -9999 for minus infinity).
+* *raw* log probabilities: the mask has no effect on them. Other ids have values, and no value is above 0. The probabilities of one request
+  add up to at most 1, and so do the two sampled ones. (That is why there are two requests: a single id could have probability 1.) The
+  likeliest id has at least `1 / vocabulary`.
+* Anything else is not a log probability, or cannot be identified: the kind is `""`, with the reason.
 """
 
 import math
@@ -27,11 +27,11 @@ Raw = msgspec.Raw
 LogprobKind = Literal["raw", "processed", ""]
 
 NONE = "no log probabilities"
-"""The beginning of every finding that the values are no logarithms of probabilities."""
+"""The first words of every finding that the values are not logarithms of probabilities."""
 
 _ALTERNATIVES = 5
 _IMPOSSIBLE = -1000.0
-"""Log probability below which an id among the likeliest must be masked."""
+"""An id among the likeliest with a lower log probability than this must be masked."""
 _FAINTEST = math.log(2**-22)
 """The likeliest of four million ids has at least this log probability."""
 _EXACT, _ROUNDED = 1e-6, 1e-2
@@ -39,7 +39,7 @@ _EXACT, _ROUNDED = 1e-6, 1e-2
 
 
 class Finding(NamedTuple):
-    """The kind of log probabilities, and in words how it was identified."""
+    """The kind of log probabilities, and how it was identified, in words."""
 
     kind: LogprobKind
     seen: str
@@ -55,7 +55,7 @@ class _Token(msgspec.Struct):
 
 
 async def find_logprob_kind(ask: AskChat, model: str, messages: Raw, tokens: tuple[int, int]) -> Finding:
-    """Identify an engine's log probabilities; `tokens` are two ids of its vocabulary, of any meaning."""
+    """Identify an engine's log probabilities; `tokens` are any two ids of its vocabulary."""
     values = []
     for token in tokens:
         found = await _under_mask(ask, model, messages, token)
@@ -85,7 +85,7 @@ async def _under_mask(ask: AskChat, model: str, messages: Raw, token: int) -> _T
 
 
 def judge(values: "list[_Token]") -> Finding:
-    """Judge the values of two tokens, each sampled under a mask that allowed nothing else."""
+    """Identify the kind from the values of two tokens, each sampled under a mask that allowed no other id."""
     if not all(value.top_logprobs for value in values):
         return Finding("", "the engine does not report the likeliest ids beside the sampled one")
     own = [value.logprob for value in values]

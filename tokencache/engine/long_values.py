@@ -1,8 +1,8 @@
-"""Cuts long values out of a reply's JSON, so that they are parsed once, by themselves, or not at all.
+"""Cuts long values out of a reply's JSON, so that they are parsed separately, or not at all.
 
-Three members hold nearly all bytes of a reply: the prompt's ids, the log probabilities, and routed experts. Each is found by its
-name as vLLM writes it, which no JSON string can contain, because its quotes would be escaped. A mark, a short JSON string, takes
-the place of the value. Parsing the rest shows whether the value belonged to the expected member: then the mark stands there.
+Three members hold nearly all bytes of a reply: the prompt's ids, the log probabilities, and routed experts. Each is found by its name as
+vLLM writes it. No JSON string can contain that text, because its quotes would be escaped. A mark, which is a short JSON string, replaces
+the value. Parsing the rest shows whether the value belonged to the expected member: then that member's value is the mark.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _BEGIN = b'"='
 
 
 def cut(data: bytes, spans: Sequence[tuple[int, int]], first: int = 0) -> bytes:
-    """Replace spans of JSON, each one complete value, by the marks `"=0"`, `"=1"`, …, numbered from `first`."""
+    """Replace spans of JSON, each a complete value, by the marks `"=0"`, `"=1"`, …, numbered from `first`."""
     kept, end = [], 0
     for number, (start, after) in enumerate(spans, first):
         kept += [data[end:start], b'"=%d"' % number]

@@ -1,11 +1,10 @@
 """Shares the list of engines between all replicas of the proxy.
 
-Engines come from `--upstream`, and from API requests that add, drain or remove them while the proxy runs. What one replica was
-asked to do is written to the store, and the others read it every `POLL_SECONDS` seconds and do the same. A removed engine leaves an
-entry for an hour, so that a missing entry means a store that lost it: then the replicas that know the engine write it again.
+Engines come from `--upstream`, and from API requests that add, drain or remove them while the proxy runs. The replica that receives such a
+request writes it to the store. The others read the store every `POLL_SECONDS` seconds and do the same. The entry of a removed engine stays
+for an hour. So a missing entry means that the store lost it, and the replicas that know the engine write it again.
 
-Each process counts its own calls under way on an engine. While the engine is being drained, each process reports its number to the
-store.
+Each process counts its own calls under way on an engine. While the engine is drained, each process reports this number to the store.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from tokencache.store.base import EngineEntry, Store, StoreError
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
-"""Seconds between two reads of the store, after which every replica has done what another one was asked."""
+"""Seconds between two reads of the store. After that, every replica has followed a request to another one."""
 _REPORT_SECONDS = 60.0
 """Seconds for which the report of a replica is valid."""
 _REMOVED_SECONDS = 3600.0
@@ -33,7 +32,7 @@ MemberState = Literal["serving", "draining"]
 
 
 class EngineMember(NamedTuple):
-    """An engine in the list. `calls` are under way on it as far as this replica knows; `drained`: there are none on any replica."""
+    """An engine in the list. `calls` is the number under way, as far as this replica knows; `drained` means none on any replica."""
 
     monitor: EngineMonitor
     state: MemberState
@@ -53,7 +52,7 @@ class EngineMembership:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Do what other replicas were asked to do, while the context is open."""
+        """Follow the requests to other replicas while the context is open."""
         await self._try_to_synchronize()
         task = asyncio.create_task(self._follow())
         try:
@@ -68,7 +67,7 @@ class EngineMembership:
             await self._try_to_synchronize()
 
     async def _try_to_synchronize(self) -> None:
-        """Synchronize, or keep the known engines while the store does not answer, which is logged once."""
+        """Synchronize. While the store does not answer, keep the known engines; that is logged once."""
         try:
             await self.synchronize()
         except StoreError as why:
@@ -126,7 +125,7 @@ class EngineMembership:
         await self.synchronize()
 
     async def synchronize(self) -> list[EngineEntry]:
-        """Do what the store's entries say, write entries that it lost, and return the entries.
+        """Apply the store's entries, write entries that it lost, and return the entries.
 
         Raises:
             StoreError: the store does not answer.
@@ -154,7 +153,7 @@ class EngineMembership:
                 await self._store.drop_engine(entry.url)
 
     async def _report(self, entries: Sequence[EngineEntry]) -> None:
-        """Report the calls under way on engines that are being drained, and drop reports that are no longer valid."""
+        """Report the calls under way on engines that are drained, and drop reports that are no longer valid."""
         draining = [monitor for monitor in self._pool.monitors if monitor.draining]
         for monitor in draining:
             calls = monitor.engine.upstream.under_way

@@ -1,19 +1,19 @@
-"""Holds one engine and its models: each is probed on first use, and what is learned about its template is kept.
+"""Keeps the state of one engine: its models, which are probed on first use, and what was learned about their templates.
 
-A model is probed when a call first names it (adapters share an engine but may differ in template), and again after the engine could
-not be reached: another process may run there now. For each model the engine has a state:
+A model is probed when a call first names it (LoRA adapters share an engine but may have other templates). It is probed again after the
+engine could not be reached, because another process may run there now. Each model on an engine has a state:
 
 =============  ========================================================================  ===============================================
 state          last finding                                                              next probe
 =============  ========================================================================  ===============================================
-`unprobed`     none yet, or it was discarded because the engine went away                at the next call
+`unprobed`     none yet, or discarded because the engine was unreachable                 at the next call
 `failed`       none: the probe ended with an error                                       after a delay
 `lowered`      a level below the best ever found here, or below `--require`              after a delay; calls are served in the meantime
 `ready`        a sufficient level                                                        after it was discarded
 =============  ========================================================================  ===============================================
 
-Delays double up to a minute. A lower level is not taken as final: the engine may still be starting, or a router in front of it may
-have lost a route.
+Delays double up to a minute. A lower level is not final: the engine may still be starting, or a router in front of it may have lost a
+route.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _SERVER_ERROR = 500
 
 
 class Model:
-    """A model on an engine: what the probe found, and what is learned while serving it."""
+    """A model on an engine: the probe's findings, and what is learned while the engine serves it."""
 
     def __init__(self, capability: Capability, upstream: Upstream, driver: Driver, small: Renderer | None = None) -> None:
         self.capability = capability
@@ -67,7 +67,7 @@ class Model:
         self._lock = asyncio.Lock()
 
     async def renders_alike(self, args: RenderArgs) -> bool:
-        """Whether `/tokenize` renders under these arguments as chat completions do; tested once."""
+        """Whether `/tokenize` renders with these arguments as chat completions do; tested once."""
         known = self._agreed.get(args.digest)
         if known is None:
             async with self._lock:
@@ -84,8 +84,8 @@ class Model:
     def observe(self, choice: Choice) -> None:
         """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids, with no `stop_reason`.
 
-        The finish reason alone proves nothing (a call may be complete when the limit cuts the reply), so only ids that can only
-        end a turn count. Needed where the probe could not find out: on an engine without `allowed_token_ids`.
+        The finish reason alone proves nothing (a call may be complete when the limit cuts the reply). So only ids that can do nothing but
+        end a turn count. This is needed where the probe could not find the stop ids: on an engine without `allowed_token_ids`.
         """
         if choice.finish_reason in {"stop", "tool_calls"} and choice.stop_reason is None and choice.ids:
             last = choice.ids[-1]
@@ -94,7 +94,7 @@ class Model:
 
 
 class ModelState:
-    """The state of one model on one engine, and when it is probed next.
+    """The state of one model on one engine, and the time of its next probe.
 
     Attributes:
         model: the result of the last probe that finished; `None` in the states `unprobed` and `failed`.
@@ -111,7 +111,7 @@ class ModelState:
 
     @property
     def state(self) -> ProbeState:
-        """See the table above."""
+        """The state; the module's docstring has the table."""
         if self.model is not None:
             return "ready" if LEVELS.index(self.model.capability.level) >= LEVELS.index(self.wanted) else "lowered"
         return "unprobed" if self.failure is None else "failed"
@@ -128,7 +128,7 @@ class ModelState:
         self._due = time.monotonic() + next(self._delays)
 
     def failed(self, why: EngineError) -> None:
-        """Note that a probe did not finish; a known model stays."""
+        """Note that a probe did not finish; keep the known model."""
         self.failure = why
         self._due = time.monotonic() + next(self._delays)
 
@@ -136,8 +136,8 @@ class ModelState:
 class Engine:
     """An engine and its models.
 
-    `drivers` are tried in order. `local` is a local tokenizer, used for models that it renders as the engine does. `required` is the
-    level below which the engine is not ready. `on_probe` is called with every finding.
+    `drivers` are tried in order. `local` is a local tokenizer, used for the models that it renders like the engine. Below the level
+    `required` the engine is not ready. `on_probe` is called with every finding.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Engine:
         self._on_probe = on_probe
         self._required = required
         self._statuses: dict[str, ModelState] = {}
-        """By the name in the request; `""` is the first model that the engine serves."""
+        """By the model's name in the request; `""` is the first model that the engine serves."""
         self._best: dict[str, Level] = {}
         """The highest level ever found, by the model's own name."""
         self._lock = asyncio.Lock()
@@ -168,35 +168,35 @@ class Engine:
 
     @property
     def capabilities(self) -> list[Capability]:
-        """What was found so far, per name of a model."""
+        """The probe's findings so far, one for each requested name of a model."""
         return [status.model.capability for status in self._statuses.values() if status.model is not None]
 
     @property
     def state(self) -> ProbeState:
-        """The state of the model that is furthest from ready, of those that were found; `unprobed` or `failed` if none was."""
+        """`lowered` if any model is, otherwise `ready` if any is, otherwise `failed` or `unprobed`."""
         states = {status.state for status in self._statuses.values()}
         return next((state for state in ("lowered", "ready", "failed") if state in states), "unprobed")
 
     async def model(self, name: str = "") -> Model:
-        """Return a model, probing it when it is named for the first time.
+        """Return a model; probe it if it is named for the first time.
 
         Raises:
-            EngineError: the engine cannot be reached, or refuses the model; or did so a moment ago.
+            EngineError: the engine cannot be reached, or refuses the model; or a recent probe found that.
         """
         if (known := self._known(name)) is not None:
             return known
         before = self._unreachable
         async with self._lock:
             if self._unreachable is not before and self._unreachable is not None:
-                # Another call found out while this one waited: thousands of calls must not try one after another.
+                # Another call found that while this one waited: thousands of calls must not try one after another.
                 raise EngineError(self.error, reached=False) from self._unreachable
             return self._known(name) or await self._probe(name)
 
     def _known(self, name: str) -> Model | None:
-        """Return the model of that name; `None` if it is to be probed now.
+        """Return the model of that name; `None` if it must be probed now.
 
         Raises:
-            EngineError: the probe failed a moment ago.
+            EngineError: the last probe failed, and the delay has not passed.
         """
         status = self._statuses.get(name)
         if status is None:
@@ -206,7 +206,7 @@ class Engine:
         return status.model
 
     async def probe_lowered(self) -> None:
-        """Probe models with a lowered level again, if it is time; they are served as they are in the meantime."""
+        """Probe models with a lowered level again when their delay has passed; until then they are served with the lower level."""
         async with self._lock:
             for status in set(self._statuses.values()):
                 if status.model is not None and status.state == "lowered" and status.due:
@@ -221,7 +221,7 @@ class Engine:
         self.error = why
 
     def doubt(self, why: str) -> None:
-        """Discard all findings because the engine behaves differently; at most once in `DOUBT_SECONDS`, not with every call."""
+        """Discard all findings because the engine behaves differently; at most once in `DOUBT_SECONDS`."""
         now = time.monotonic()
         if now - self._doubted > DOUBT_SECONDS:
             self._doubted = now
@@ -235,7 +235,7 @@ class Engine:
             self._unreachable = None if why.reached else why
             if not self.capabilities:
                 self.error = str(why)
-            if not why.passing and (not name or why.status >= _SERVER_ERROR):  # a refused name may be another client's mistake
+            if not why.passing and (not name or why.status >= _SERVER_ERROR):  # a refused name may be a client's mistake
                 self._statuses.setdefault(name, ModelState()).failed(why)
             raise
         found = msgspec.structs.replace(found, local_tokenizer=small is not None)
@@ -246,7 +246,7 @@ class Engine:
         return self._keep(name, found, small, wanted)
 
     async def _agreeing_tokenizer(self, found: Capability) -> Renderer | None:
-        """Return the local tokenizer if there is one and it renders as the engine does.
+        """Return the local tokenizer if there is one and it renders like the engine.
 
         Raises:
             EngineError: the engine left a request unanswered.
@@ -260,7 +260,7 @@ class Engine:
         return small
 
     def _keep(self, name: str, found: Capability, small: Renderer | None, wanted: Level) -> Model:
-        """Keep a finding under the requested name and the model's own: both are one model."""
+        """Keep a finding under the requested name and under the model's own; both share one state."""
         status = self._statuses.get(found.model)
         if status is None or status.model is None or status.state == "lowered":
             status = status or ModelState()
@@ -272,7 +272,7 @@ class Engine:
         return status.model
 
     def _log(self, found: Capability, wanted: Level) -> None:
-        """Log a finding, unless the probe before found the same."""
+        """Log a finding, unless it is the same as the last one."""
         self.error = ""
         if higher(found.level, wanted) != found.level:
             reason = f"--require asks for {wanted}" if wanted == self._required else f"it was {wanted} before"

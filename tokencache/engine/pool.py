@@ -1,18 +1,16 @@
 """Chooses the engine for a call, among the engines that serve one model.
 
-A session stays on one engine, so that its prefix stays in that engine's cache. Each session has an order of preference over the
-engines, by rendezvous hashing (highest random weight: Thaler and Ravishankar, 1998, doi:10.1109/90.663936), and uses the first
-that serves. No state is kept for it: all replicas of the proxy compute the same order, and an engine that comes or goes moves only
-its own sessions.
+A session stays on one engine, so that its prefix stays in that engine's cache. Each session has an order of preference over the engines,
+by rendezvous hashing (highest random weight: Thaler and Ravishankar, 1998, doi:10.1109/90.663936), and uses the first that serves. This
+needs no stored state: all replicas of the proxy compute the same order. If an engine is added or removed, only its own sessions move.
 
-Sessions are served by engines of one *identity* (`health`): the probe found the same, and template and tokenizer give the same ids.
-If engines differ, those serve that can do most; among equals those of the larger group, then the group of the engine that was
-named first. The others are logged and not used. An engine that is down counts for its group until it comes back as something else:
-a session does not move to a lesser engine because a better one restarts.
+The engines that serve have the same *identity* (`health`): the probe found the same, and template and tokenizer give the same ids. If
+engines differ, the group with the highest level serves; among equals the larger group, then the group of the engine that was named first.
+The other engines are logged and not used. An engine that is down still counts for its group until a probe finds another identity. So a
+session does not move to an engine with a lower level because a better one restarts.
 
-Engines come and go while the pool is open (`add`, `drain`, `remove`). A drained engine takes no new calls of any session. Another
-engine of its group continues its sessions, with a cold prefix cache. No call ends because of that: calls under way on an
-engine that is drained or removed run to their end.
+Engines can be added, drained and removed while the pool is open. A drained engine takes no new calls. Another engine of its group continues
+its sessions, with a cold prefix cache. Calls under way on an engine that is drained or removed run to their end.
 """
 
 import asyncio
@@ -37,7 +35,7 @@ _UNAVAILABLE = 503
 def preference(session: str, urls: Sequence[str]) -> list[int]:
     """Order engines for a session: indices into `urls`, the preferred one first.
 
-    The order does not depend on the order of the URLs, and stays the same among the others if one is taken away.
+    The order does not depend on the order of the URLs. If one URL is removed, the order of the others stays the same.
     """
     weights = [xxhash.xxh3_64_intdigest(f"{session}\0{url}".encode()) for url in urls]
     return sorted(range(len(urls)), key=lambda place: (-weights[place], urls[place]))
@@ -78,7 +76,7 @@ class Pool:
         return next((monitor for monitor in self.monitors if monitor.url == url), None)
 
     async def add(self, url: str) -> None:
-        """Let an engine take calls: a new one, once it was probed, or one that was drained."""
+        """Add an engine, which takes calls after its first probe; or let a drained engine take calls again."""
         if (known := self.find(url)) is not None:
             if known.draining:
                 known.draining = False
@@ -94,7 +92,7 @@ class Pool:
         log.info("engine %s: added", made.url)
 
     def drain(self, url: str) -> None:
-        """Let an engine take no new calls."""
+        """Send no new calls to an engine."""
         monitor = self.find(url)
         if monitor is not None and not monitor.draining:
             monitor.draining = True
@@ -102,7 +100,7 @@ class Pool:
             self._changed()
 
     async def remove(self, url: str) -> None:
-        """Stop checking an engine; `close_removed` closes its connections when no call is under way on them."""
+        """Remove an engine; `close_removed` closes its connections when no call is under way on them."""
         monitor = self.find(url)
         if monitor is None:
             return
@@ -116,7 +114,7 @@ class Pool:
         self._changed()
 
     async def close_removed(self) -> None:
-        """Close the connections to removed engines on which no call is under way any more."""
+        """Close the connections to removed engines without calls under way."""
         for engine in [engine for engine in self._removed if not engine.upstream.under_way]:
             self._removed.remove(engine)
             await engine.upstream.close()
@@ -128,16 +126,16 @@ class Pool:
 
     @property
     def ready(self) -> bool:
-        """Whether an engine serves."""
+        """Whether at least one engine serves."""
         return any(map(self.serves, self.monitors))
 
     def order(self, session: str | None) -> list[Engine]:
         """Return the engines that a call may use, the preferred one first; at least one.
 
-        Calls without a session use them in turn. If none serves, the list has those that may come back: the call finds out.
+        Calls without a session use them in turn. If none serves, the list has the engines that may become available: the call tries them.
 
         Raises:
-            EngineError: no engine takes calls.
+            EngineError: there are no engines, or all are drained.
         """
         taking = self._taking()
         if len(taking) == 1:
@@ -155,7 +153,7 @@ class Pool:
         """Return the engines that are not drained; at least one.
 
         Raises:
-            EngineError: there is none.
+            EngineError: there are no engines, or all are drained.
         """
         taking = [monitor for monitor in self.monitors if not monitor.draining]
         if not taking:
@@ -165,7 +163,7 @@ class Pool:
         return taking
 
     async def model(self, name: str = "") -> Model:
-        """Return a model of the first engine that serves, for requests that belong to no session.
+        """Return a model of the first engine that serves, for requests without a session.
 
         Raises:
             EngineError: the engine cannot be reached, or refuses the model.
@@ -176,7 +174,7 @@ class Pool:
 
     @property
     def later_system(self) -> bool:
-        """Whether all templates accepted a later system message (`Capability.later_system`), those of engines that are down included."""
+        """Whether all templates accepted a later system message (`Capability.later_system`), including those of engines that are down."""
         return all(monitor.identity.capability["later_system"] for monitor in self.monitors if monitor.identity is not None)
 
     def mark_down(self, engine: Engine, why: EngineError) -> None:
@@ -204,7 +202,7 @@ class Pool:
         self._log("", f"engines of different versions serve together ({mixed})" if len(versions) > 1 else "")
 
     def _log(self, url: str, event: str) -> None:
-        """Log an event of an engine (of the pool: `""`) once."""
+        """Log an event of an engine, or of the pool (`""`), unless it is the same as the last one."""
         if event and self._logged.get(url) != event:
             log.warning("%s%s", f"engine {url}: " if url else "", event)
         self._logged[url] = event

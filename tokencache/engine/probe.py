@@ -1,15 +1,15 @@
-"""Finds out what an engine can do for a model, by testing it and never by version number.
+"""Tests what an engine can do for a model, without relying on version numbers.
 
-The decisive test is whether the engine uses supplied ids: a chat request whose messages say one thing and whose ids say another.
-The ids that the engine reports as its prompt show which of them it used. The probe makes this test with each driver (`drivers`)
-and keeps the first that works. The result is the level at which the proxy serves sessions of the model:
+The decisive test is whether the engine uses supplied ids. It is a chat request with messages and with ids of another prompt. The ids that
+the engine reports as its prompt show which of them it used. The probe makes this test with each driver (`drivers`) and keeps the first that
+works. The result is the level at which the proxy serves sessions of the model:
 
 `exact`    The engine uses supplied ids, and it renders with `/tokenize` or adds the tail itself: histories continue token for token.
-`record`   The engine reports ids but does not take any (older vLLM, the Rust frontend), or cannot tokenize: turns are recorded as
-           they are, and none continues another.
-`relay`    The engine reports no ids: sessions are relayed and marked, and nothing can be recorded.
+`record`   The engine reports ids but does not accept any (older vLLM, the Rust frontend), or cannot tokenize: turns are recorded as they
+           are, and none continues another.
+`relay`    The engine reports no ids: sessions are relayed and marked as incomplete, and no turns are recorded.
 
-The level follows from answers alone. A request without an answer ends the probe with an error (`ProbeRequests`).
+Only answers determine the level. A request without an answer ends the probe with an error (`ProbeRequests`).
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -51,10 +51,10 @@ def higher(one: Level, other: Level) -> Level:
 async def chat_prompt_ids(ask: AskChat, body: dict[str, Any], reply: Reply | None = None) -> bytes | None:
     """Generate one token and return the packed prompt ids that the engine reports; `None` if it reports none.
 
-    The model's name in the answer is set on `reply`.
+    Sets the model's name on `reply`.
 
     Raises:
-        EngineError: the engine cannot be reached, or refuses.
+        EngineError: the engine cannot be reached, or refuses the request.
     """
     answer = await ask({"max_tokens": 1, "temperature": 0, "return_token_ids": True, **body})
     if answer.status != _OK:
@@ -71,20 +71,20 @@ class Capability(msgspec.Struct, frozen=True):
 
     Attributes:
         model: the model's name.
-        level: see above; `why` says what is missing if it is not `exact`.
+        level: the table in the module's docstring explains it; `why` is what is missing if it is not `exact`.
         version: from `/version`; `"unknown"` if the engine does not report it.
-        driver: the driver that is used; `how` says in words how it supplies ids.
+        driver: the name of the driver that is used; `how` describes how it supplies ids.
         honours_ids: whether the engine uses supplied ids.
         tokenizes: whether `/tokenize` renders conversations.
         lists_models: whether `/v1/models` names the model (NeMo RL's worker has no such route).
         later_system: whether the template accepts a system message after the first message (Qwen3.5's does not).
         max_model_len: the limit of prompt and completion together, in tokens; 0 if unknown.
         stop_candidates: ids with which the template may end a turn or open the next.
-        turn_ends: those of them that can only do that. If a reply ends with one, the engine stops there.
-        stop_ids: those of them at which generation was seen to stop.
+        turn_ends: those candidates that can do nothing else. If a reply ends with one, the engine stops there.
+        stop_ids: those candidates at which the engine stopped in a test.
         local_tokenizer: whether the local tokenizer makes small renderings.
-        logprobs: the kind of its log probabilities, `""` if they are none or could not be identified; `logprobs_seen` explains
-            the finding (`logprob_kind`).
+        logprobs: the kind of its log probabilities; `""` if the values are not log probabilities or could not be identified.
+            `logprobs_seen` explains the finding (`logprob_kind`).
     """
 
     model: str
@@ -116,10 +116,10 @@ class Capability(msgspec.Struct, frozen=True):
 
 
 class ProbeRequests:
-    """Sends the requests of one probe to an engine, each until it is answered.
+    """Sends the requests of one probe to an engine, and repeats each until it is answered.
 
-    If one request is never answered, or the engine says that it cannot answer now (429, 503), nothing may be concluded from the
-    answers to the others: `unanswered` is set, whichever code catches the error, and every later request raises it too.
+    If a request is never answered, or the engine cannot answer now (429, 503), the other answers prove nothing. Then `unanswered` is set,
+    even if other code catches the error, and every later request raises it too.
     """
 
     def __init__(self, upstream: Upstream) -> None:
@@ -152,10 +152,10 @@ def _refusal(answer: EngineResponse) -> EngineError:
 
 
 async def probe(upstream: Upstream, drivers: Sequence[Driver], model: str = "") -> Capability:
-    """Find out what the engine can do for `model`, or for the first model that it serves, trying each driver in turn.
+    """Test what the engine can do for `model`, or for the first model that it serves, with each driver in turn.
 
     Raises:
-        EngineError: the engine cannot be reached, left a request unanswered, or refuses the model.
+        EngineError: the engine cannot be reached, did not answer a request, or refuses the model.
     """
     requests = ProbeRequests(upstream)
     try:
@@ -213,7 +213,7 @@ _changed = msgspec.structs.replace
 
 
 class _Rendering(NamedTuple):
-    """What a renderer makes of a plain question (packed ids), or why it makes nothing of it."""
+    """The rendering of a plain question (packed ids), or why it cannot be rendered."""
 
     renderer: EngineRenderer
     plain: bytes = b""
@@ -231,9 +231,10 @@ async def _rendering(renderer: EngineRenderer, model: str) -> _Rendering:
 
 
 class _Supply(NamedTuple):
-    """The result of supplying ids with one driver. `model` is the name in the engine's answer, `plain` the prompt of a plain question.
+    """The result of supplying ids with one driver.
 
-    `plain` is packed; it is empty if the engine does not report it.
+    `model` is the name in the engine's answer. `plain` has the packed prompt ids of a plain question, empty if the engine does not report
+    them.
     """
 
     level: Level
@@ -272,7 +273,7 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
 
 
 async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Supply:
-    """Supply ids that no rendering begins or ends with: the prompt of the plain question twice, and its first id."""
+    """Supply ids with which no rendering begins or ends: the prompt of the plain question twice, then its first id."""
     reply = Reply()
     used = plain or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply)
     if not used:
@@ -299,7 +300,7 @@ async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Su
 
 
 def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:
-    """Make one error of the engine's answers to all drivers, with advice if they have no message (500)."""
+    """Make one error from the engine's answers to all drivers, with advice if they have no message (500)."""
     first, *others = refusals.values()
     words = "; ".join(f"{driver.name}: {why}" for driver, why in refusals.items()) if others else str(first)
     if all(why.status == _BARE for why in refusals.values()):
@@ -308,7 +309,7 @@ def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:
 
 
 async def _logprob_kind(ask: AskChat, model: str, prompt: bytes) -> tuple[LogprobKind, str]:
-    """Identify the kind of log probabilities with two ids of a prompt (packed), which are in the vocabulary for sure."""
+    """Identify the kind of log probabilities with two ids of a packed prompt, which are certainly in the vocabulary."""
     known = sorted(set(ids.unpack(prompt)))
     if len(known) < 2:  # noqa: PLR2004
         return "", "not asked"
@@ -334,7 +335,7 @@ async def _models(requests: ProbeRequests) -> dict[str, int]:
 
 
 async def _blank(requests: ProbeRequests, model: str, tokens: Sequence[int]) -> set[int]:
-    r"""Find the ids that are only white space: the `\n` after Qwen's end of turn does not end a turn."""
+    r"""Find the ids that are only whitespace: the `\n` after Qwen's end of turn does not end a turn."""
     found = set()
     for token in tokens:
         answer = await requests.post("/detokenize", {"model": model, "tokens": [token]})
@@ -348,7 +349,7 @@ async def _blank(requests: ProbeRequests, model: str, tokens: Sequence[int]) -> 
 
 
 async def _stops_at(ask: AskChat, model: str, token: int) -> bool:
-    """Let the engine sample nothing but `token`: does it stop there, or continue up to the limit?"""
+    """Whether the engine stops at `token`; tested by allowing it to sample nothing else."""
     body: dict[str, Any] = {
         "model": model,
         "messages": _QUESTION,

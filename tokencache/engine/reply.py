@@ -1,24 +1,24 @@
 """Collects an engine's reply, chunk by chunk from a stream or from a whole body.
 
-Text and token ids do not line up within a chunk of vLLM's stream (incomplete UTF-8, parsers that hold text back). So each is
-collected by itself: the ids as the engine reports them, the message as the harness receives it. Beside them an engine may report:
+Text and token ids do not line up within a chunk of vLLM's stream (incomplete UTF-8, parsers that hold text back). So they are collected
+separately: the ids as the engine reports them, the message as the harness receives it. An engine may also report:
 
-*Routed experts.* A mixture-of-experts engine with `--enable-return-routed-experts` reports with every whole reply to which experts
-each token was routed: `choices[].routed_experts`, a `.npy` file in base64 (vLLM 0.32, `chat_completion/protocol.py`; text completions
-too; streamed replies have none). That is 384 bytes a token for Qwen3-30B-A3B, and 100 MiB a turn for the largest models. So it is
-cut out of the bytes before a JSON reader sees them (`long_values`).
+*Routed experts.* A mixture-of-experts engine with `--enable-return-routed-experts` reports with every whole reply to which experts each
+token was routed: `choices[].routed_experts`, a `.npy` file in base64 (vLLM 0.32, `chat_completion/protocol.py`; text completions too;
+streamed replies have none). That is 384 bytes per token for Qwen3-30B-A3B, and 100 MiB per turn for the largest models. So it is cut out of
+the bytes before the JSON is parsed (`long_values`).
 
-*Weight versions.* An engine whose weights are updated while it serves may sample one reply with several versions. The first of these
-reports counts:
+*Weight versions.* If weights are updated while an engine serves, it may sample one reply with several versions. The first of these reports
+counts:
 
 1. spans of a choice, `choices[].weight_versions: [{"version", "start", "end"}]` over its tokens: vLLM 0.33 and later, requested with
    `return_weight_versions` (vLLM, `docs/training/weight_transfer/`; 0.32 ignores the request)
 2. spans or one version of the reply, `metadata.weight_versions` and `metadata.weight_version`: SGLang, whole replies only, of the first
    choice (`sglang/srt/utils/weight_versions.py`); `sglext` instead of `metadata` in some releases (sglang PR 40347)
-3. the header `X-Weight-Version`: no known engine sends it; it is for a worker or a router of your own that knows the version (NeMo
-   RL's worker does not report it)
+3. the header `X-Weight-Version`: no known engine sends it. Your own worker or router can set it (NeMo RL's worker does not report the
+   version).
 
-One version of a whole reply is stored as one span. It hides a change in the middle of the reply, which only spans can show.
+A single version for a whole reply is stored as one span. It cannot show a change in the middle of the reply.
 """
 
 from typing import Any, Literal
@@ -38,11 +38,11 @@ _LOGPROBS_BEGIN = _LOGPROBS_NAME + b'{"content":['
 _LOGPROBS_END = b'"top_logprobs":[]}]}'
 _EXPERTS = b'"routed_experts":"'
 _AT_ONCE = 32
-"""Deferred chunks that are parsed together: more would save little, and wait in memory."""
+"""Number of deferred chunks that are parsed together. More would save little, and they wait in memory."""
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """What is kept of one sampled token: the natural logarithm of its probability."""
+    """The log probability of one sampled token (natural logarithm); all other members are ignored."""
 
     logprob: float
 
@@ -82,7 +82,7 @@ class _Error(msgspec.Struct):
 
 
 class _PlainChoice(msgspec.Struct):
-    """A choice of a plain chunk, as `hide_tokens` finds them. Reading it as a `_Choice` takes twice as long (1.9 µs, not 0.9)."""
+    """A choice of a plain chunk, which `hide_tokens` recognizes. Parsing it as a `_Choice` takes twice as long (1.9 µs, not 0.9)."""
 
     delta: ReplyMessage
     token_ids: list[int]
@@ -95,7 +95,7 @@ class _PlainChunk(msgspec.Struct):
 
 
 class _WeightMetadata(msgspec.Struct):
-    """What SGLang reports of a reply's weights."""
+    """SGLang's report of a reply's weight versions."""
 
     weight_version: Any = None
     weight_versions: Any = None
@@ -111,8 +111,8 @@ class Choice:
     """One choice of a reply: sampled ids, their log probabilities, and the message.
 
     Attributes:
-        steps: for each delta: the number of ids before and after it, and the characters of content and reasoning that it added.
-        experts: routed experts, as base64 or JSON, as the engine reported them.
+        steps: for each delta with text: the numbers of ids before and after it, and of characters of content and reasoning that it added.
+        experts: routed experts, as the engine reported them (base64 or JSON); `b""` if none.
         prompt: the raw JSON list of its own prompt's ids, if the engine reports them with each choice (text completions).
     """
 
@@ -139,7 +139,7 @@ class Choice:
         )
 
     def add(self, choice: _Choice, experts: list[bytes]) -> None:
-        """Add what one chunk, or a whole body, has of this choice; `experts` were cut out of it."""
+        """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
         before = len(self.ids)
         self.ids += choice.token_ids or ()
         if isinstance(choice.logprobs, Logprobs):
@@ -156,7 +156,7 @@ class Choice:
         self.experts = found or self.experts
 
     def add_plain(self, choice: _PlainChoice) -> None:
-        """Add what a plain chunk has of this choice."""
+        """Add the part of this choice in a plain chunk."""
         before = len(self.ids)
         self.ids += choice.token_ids
         if choice.logprobs is not None:
@@ -184,7 +184,7 @@ class Reply:
 
     Attributes:
         expected: the number of choices that were requested.
-        prompt: the engine's report of the prompt's ids; set its `sent` to what was sent.
+        prompt: the engine's report of the prompt's ids; the caller sets its `sent` to the ids that were sent.
         model: the model's name in the reply.
         error: the raw JSON of an error that the engine reported within its reply; `b""` if none.
         unreadable: the number of chunks that could not be parsed.
@@ -211,7 +211,7 @@ class Reply:
         return self._choices
 
     def add_later(self, data: bytes) -> None:
-        """Add the JSON of a plain chunk (`dialects.completion_reader.hide_tokens`), which is parsed when `choices` is read next."""
+        """Add the JSON of a plain chunk (`dialects.completion_reader.hide_tokens`); it is parsed when `choices` is read next."""
         self._deferred.append(data)
         if len(self._deferred) >= _AT_ONCE:
             self._read_deferred()
@@ -220,7 +220,7 @@ class Reply:
         deferred, self._deferred = self._deferred, []
         try:
             chunks = _PLAIN.decode(b"[%s]" % b",".join(deferred))
-        except (ValueError, RecursionError):  # one of them is not JSON after all: find out which
+        except (ValueError, RecursionError):  # one of them is not JSON: find out which
             for data in deferred:
                 self.add(data)
             return
@@ -234,7 +234,7 @@ class Reply:
         return found
 
     def without_experts(self, data: bytes) -> bytes:
-        """Cut routed experts out of the JSON of a chunk or a whole body, before `add` and the harness get it."""
+        """Cut routed experts out of the JSON of a chunk or a whole body; call this before `add`."""
         start, end = self.prompt.find(data)
         if end and data.find(_EXPERTS, 0, start) < 0 and data.find(_EXPERTS, end) < 0:
             return data  # the hundreds of kilobytes of ids in between need not be searched
@@ -246,10 +246,12 @@ class Reply:
         return long_values.cut(data, spans, first)
 
     def add(self, data: bytes, *, hide_logprobs: bool = False) -> bytes:
-        """Add the JSON of a chunk, or of a whole body; `hide_logprobs`: nobody else needs its log probabilities.
+        """Add the JSON of a chunk, or of a whole body.
+
+        With `hide_logprobs`, the log probabilities may be cut out, because only this object needs them.
 
         Returns:
-            The same JSON without the ids of the prompt (`PromptEcho`), and without log probabilities to hide.
+            The same JSON without the ids of the prompt (`PromptEcho`), and without log probabilities that were cut out.
         """
         if self._deferred:
             self._read_deferred()
@@ -267,7 +269,7 @@ class Reply:
             self.prompt.stop_cutting()
             return self.add(data)
         if logprobs is not None and not (_of_chat(chunk) and any(choice.logprobs == _LOGPROBS_MARK for choice in chunk.choices)):
-            return self.add(data)  # what was cut out was another member
+            return self.add(data)  # the text that was cut out belongs to another member
         self.model = chunk.model or self.model
         self.error = self.error or non_null(chunk.error)
         for echo in echoes:
@@ -294,14 +296,14 @@ class Reply:
     def _in_place(self, chunk: _Chunk, echoes: list[Raw]) -> bool:
         """Whether the ids that were cut out are those of the prompt.
 
-        Ids of a text completion that were not sent stay with their choice: each choice has its own.
+        False for ids of a text completion that were not sent: each choice has its own prompt.
         """
         first = next(filter(None, map(non_null, echoes)), b"")
         return first == long_values.FIRST_MARK and bool(chunk.choices) and (bool(self.prompt.sent) or _of_chat(chunk))
 
     @property
     def refusal(self) -> int:
-        """The HTTP status of a refusal that is all there is of the reply, otherwise 0: vLLM finds some errors only after its 200."""
+        """The HTTP status (4xx) of an error that is the whole reply, otherwise 0: vLLM detects some errors only after it has sent a 200."""
         if not self.error or self.choices:
             return 0
         try:
@@ -312,7 +314,7 @@ class Reply:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has its finish reason: the reply is complete, whatever else the stream still brings."""
+        """Whether every choice has its finish reason: then the reply is complete, whatever the stream still contains."""
         return len(self.choices) >= self.expected and all(c.finish_reason for c in self.choices.values())
 
     @property
@@ -332,8 +334,8 @@ _LOGPROBS_MARK = long_values.FIRST_MARK[1:-1].decode()
 def _without_logprobs(data: bytes) -> tuple[bytes, Logprobs | None]:
     """Cut log probabilities out of the JSON of a reply of one choice, as vLLM (0.27 to 0.32) writes them.
 
-    They are most of the bytes of such a reply, and few harnesses request them. What begins as an object, and can be read to its last byte
-    as one, is the complete value that begins there.
+    They are most of the bytes of such a reply, and few harnesses request them. If the text that begins as an object also parses as an
+    object to its last byte, it is the complete value.
 
     Returns:
         The JSON with a mark in their place, and the log probabilities; the same bytes and `None` if they are written otherwise.
@@ -350,7 +352,7 @@ def _without_logprobs(data: bytes) -> tuple[bytes, Logprobs | None]:
 
 
 def _expert_spans(data: bytes) -> list[tuple[int, int]]:
-    """Find the strings of routed experts, with their quotes; none in half a body."""
+    """Find the strings of routed experts, with their quotes; empty if a string has no end."""
     spans, at = [], data.find(_EXPERTS)
     while at >= 0:
         start = at + len(_EXPERTS) - 1

@@ -1,17 +1,18 @@
-r"""Settles the events of a streamed answer where they arrive on the connection, so that most of them wake no task.
+r"""Processes the events of a streamed answer directly when they arrive on the connection, mostly without waking a task.
 
-aiohttp puts arriving bytes into a reader. That wakes a task, which takes them out and writes them to the next connection: a third of
-what a bare aiohttp relay spends on a token (decision 0022). But nearly all that arrives is one event in one HTTP chunk (RFC 9112,
-7.1), as vLLM's server writes it:
+aiohttp puts arriving bytes into a reader. That wakes a task, which reads them and writes them to the next connection: a third of the time
+that a bare aiohttp relay spends on a token (decision 0022). But nearly always, one event arrives in one HTTP chunk (RFC 9112, 7.1), as
+vLLM's server writes it:
 
     1a3\r\n  data: {…}\n\n  \r\n
 
-`StreamProtocol` takes the place of the connection's own protocol, and calls a function with the event of each such chunk at once. If the
-function settles the event, the own protocol never gets the chunk: its parser is between two chunks, where it would also be after any
-number of them. Everything else is passed to the own protocol.
+`StreamProtocol` replaces the connection's own protocol, and calls a function with the event of each such chunk at once. If the function
+settles the event, which means that the event needs no further processing, the own protocol never gets the chunk. That is safe while its
+parser is between two chunks, because it would be in the same state after any number of complete chunks. Everything else is passed to the
+own protocol.
 
-That the parser is between two chunks follows from what it did last: the bytes that it got ended as a chunk with an event ends, and
-the bytes that came out ended with the event. So it took the line break as the end of the chunk, and not as a part of it.
+The parser is between two chunks if the last bytes that it got ended like a chunk with an event, and its last output ended with the event:
+then it parsed the line break as the end of the chunk, and not as a part of it.
 """
 
 import asyncio
@@ -28,19 +29,19 @@ _CHUNK_END = b"\n\n\r\n"
 class StreamProtocol(asyncio.Protocol):
     """Receives one streamed answer while the context is open.
 
-    `settle` is called, between tasks, with each event that arrives as a chunk of its own while a task waits in `next`. It returns whether
-    the event is done; an exception that it raises is raised by `next`.
+    `settle` is called from the event loop with each event that arrives as a chunk of its own while a task waits in `next`. It returns
+    whether the event needs no further processing. `next` raises any exception that it raises.
     """
 
     def __init__(self, answer: aiohttp.ClientResponse, settle: Callable[[bytes], bool]) -> None:
         self._content, self._settle = answer.content, settle
-        self._tail = b""  # of what the own protocol got last
-        self._after_event = False  # what was read last ended with an event
+        self._tail = b""  # the end of the last bytes for the own protocol
+        self._after_event = False  # the last bytes that were read ended with an event
         self._waiter: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._own: asyncio.Protocol
         connection = answer.connection
-        if connection is not None and connection.transport is not None:  # otherwise everything has arrived already
+        if connection is not None and connection.transport is not None:  # otherwise the whole answer has arrived already
             self._transport, self._own = connection.transport, cast("asyncio.Protocol", connection.protocol)
 
     def __enter__(self) -> Self:
@@ -54,7 +55,7 @@ class StreamProtocol(asyncio.Protocol):
         self._restore()
 
     async def next(self) -> bytes:
-        """Wait for bytes that are not settled: any number of bytes of the stream, `b""` at its end.
+        """Wait for bytes of the stream that were not settled; `b""` at its end.
 
         Raises:
             aiohttp.ClientError: the connection broke.
@@ -71,7 +72,7 @@ class StreamProtocol(asyncio.Protocol):
         return data
 
     def data_received(self, data: bytes) -> None:
-        """Let an event be settled; pass everything else to the own protocol."""
+        """Settle an event, or pass the bytes to the own protocol."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             try:

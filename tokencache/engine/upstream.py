@@ -1,7 +1,8 @@
-"""Sends HTTP requests to one engine: one connection pool, without a limit on connections or on the total time of a request.
+"""Sends HTTP requests to one engine through a connection pool.
 
-There is no total timeout: an agent's turn takes as long as it takes, and a proxy must not give up before its client does. Idle
-connections are closed before vLLM's server closes them (uvicorn: 5 s). Otherwise a call could meet a closed connection.
+The number of connections and the total time of a request have no limit: an agent's turn may take long, and a proxy must not give up before
+its client does. The pool closes idle connections before vLLM's server does (uvicorn: after 5 s). Otherwise a call could use a connection
+that the server has just closed.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0
 _RETRIES = 3
 _LARGE = 2**20
 _SEGMENTED_FROM = 2**16
-"""A body up to this size is copied faster than its segments are written one by one (docs/performance.md)."""
+"""Bytes. Copying a body up to this size is faster than writing its segments one by one (docs/performance.md)."""
 _REMIND_SECONDS = 60.0
 
 
@@ -58,21 +59,21 @@ class EngineResponse(NamedTuple):
 
 
 class EngineClient(Protocol):
-    """Posts small requests to an engine: an `Upstream`, or the probe's requests."""
+    """Posts small requests to an engine; implemented by `Upstream` and by `probe.ProbeRequests`."""
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
         """See `Upstream.post`."""
 
 
 AskChat = Callable[[Mapping[str, Any]], Awaitable[EngineResponse]]
-"""Sends a small chat request of the proxy's own. The answer has token ids where vLLM puts them. Raises `EngineError`."""
+"""Sends a small chat request that the proxy itself makes. The answer has token ids where vLLM puts them. Raises `EngineError`."""
 
 
 class SegmentedPayload(Payload):
     """A JSON body in segments, each written to the socket without a copy; aiohttp joins the first with the head of the request.
 
-    The ids of a long history are hundreds of kilobytes of digits. As one body they would be copied twice for every call: when
-    they are joined with the messages, and with the head of the request (`aiohttp.http_writer`).
+    The ids of a long history are hundreds of kilobytes of digits. As one body they would be copied twice for every call: once to join them
+    with the messages, once to join them with the head of the request (`aiohttp.http_writer`).
     """
 
     _autoclose = True  # there is nothing to close
@@ -98,33 +99,34 @@ class SegmentedPayload(Payload):
 
 
 def segmented_body(*segments: bytes | memoryview) -> bytes | SegmentedPayload:
-    """Make a request body of segments, joined if it is short. Keep the first segment short: it is copied in any case."""
+    """Make a request body of segments; a short one is joined. The first segment should be short, because it is always copied."""
     return SegmentedPayload(segments) if sum(map(len, segments)) > _SEGMENTED_FROM else b"".join(segments)
 
 
 class _Request(aiohttp.ClientRequest):
-    """A request without the headers that aiohttp adds by itself.
+    """A request without the headers that aiohttp adds by default.
 
-    aiohttp can be told so for each request (`skip_auto_headers`), which doubles the time to make one (3.14; 10 µs).
+    aiohttp's own option for that (`skip_auto_headers`) doubles the time to create a request (3.14; 10 µs).
     """
 
     _skip_auto_headers = CIMultiDict[None]((name, None) for name in ("Accept", "Accept-Encoding", "Content-Type", "User-Agent"))
 
     def update_auto_headers(self, skip_auto_headers: Iterable[str] | None) -> None:
-        """Add none."""
+        """Add no headers."""
 
 
 class Upstream:
     """An engine's base URL (scheme, host, port, optional path before `/v1`) and a pool of connections to it.
 
-    `key` replaces the `Authorization` header that the harness sends. So do a user and a password in the URL; `url` is without them.
+    `key` replaces the `Authorization` header that the harness sends. Without a key, user and password in the URL do. `url` does not contain
+    them.
     """
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._authorization = f"Bearer {key}" if key else ""
         if (given := URL(self.url)).user is not None:
-            self.url = str(given.with_user(None)).rstrip("/")  # it appears in logs and answers
+            self.url = str(given.with_user(None)).rstrip("/")  # the URL appears in logs and answers
             basic = base64.b64encode(f"{given.user}:{given.password or ''}".encode()).decode()
             self._authorization = self._authorization or f"Basic {basic}"
         self._session: aiohttp.ClientSession | None = None
@@ -156,7 +158,7 @@ class Upstream:
         return self._awaited + sum(not answer.closed for answer in self._answering)
 
     async def send(self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: Any = None) -> aiohttp.ClientResponse:
-        """Send a request and return when the head of the answer has arrived; the caller releases or closes it.
+        """Send a request and return when the head of the answer has arrived; the caller must release or close the answer.
 
         `path` is sent unchanged, with its percent-encoding and query.
 
@@ -201,7 +203,7 @@ class Upstream:
         return await self._complete(await self._send("POST", path, {**(headers or {}), "Content-Type": "application/json"}, data))
 
     async def get(self, path: str) -> EngineResponse:
-        """Get and read the complete answer.
+        """Send a GET request and read the complete answer.
 
         Raises:
             EngineError: the engine cannot be reached, or closed the connection before the end of its answer.
@@ -209,7 +211,7 @@ class Upstream:
         return await self._complete(await self._send("GET", path, None, None))
 
     async def connect(self) -> None:
-        """Open a connection and close it without a request, to see whether a server is listening.
+        """Open a connection and close it without a request, to test whether a server is listening.
 
         Raises:
             EngineError: the engine cannot be reached.
@@ -225,7 +227,7 @@ class Upstream:
             await writer.wait_closed()
 
     def _unreachable(self, cause: BaseException, described: str) -> EngineError:
-        """Make the error; log, once a minute, if this process is at fault and not the engine."""
+        """Make the error. If the cause is this process and not the engine, log it, at most once a minute."""
         short = isinstance(cause, OSError) and cause.errno in {errno.EMFILE, errno.ENFILE}
         if short and time.monotonic() - self._warned > _REMIND_SECONDS:
             self._warned = time.monotonic()
@@ -243,8 +245,8 @@ class Upstream:
 async def retry_until_answered(send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:
     """Send a request that is safe to repeat, up to four times, until it is answered.
 
-    A closed connection proves nothing about an engine: uvicorn closes one after each 500, and a request that is sent at that moment
-    meets the closed end.
+    A closed connection proves nothing about an engine: uvicorn closes the connection after each 500, and a request may be sent at that
+    moment.
 
     Raises:
         EngineError: the engine cannot be reached, or closed every connection without an answer.
@@ -267,5 +269,5 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _described(why: Exception) -> str:
-    """Describe an error without the requested URL: its query may hold a harness's own key."""
+    """Describe an error without the requested URL, because its query may contain a harness's own key."""
     return f"{type(why).__name__}: {why.message if isinstance(why, aiohttp.ClientResponseError) else why}"

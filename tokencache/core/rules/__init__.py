@@ -1,17 +1,17 @@
-"""Rules: every difference that a reply may have when a harness sends it back.
+"""Defines the rules: every difference that an echo may have from the reply that was served.
 
-A harness does not send back what it was served. Whether what came back is still the model's turn is decided by this list, never by
-likeness: a difference that no rule explains is a miss. `Rule` says what a rule carries; there are three kinds:
+A harness may change a reply before it sends it back. These rules decide whether the echo is still the model's turn; similarity never does.
+If no rule explains a difference, the echo is not recognized. `Rule` documents the fields of a rule. There are three kinds:
 
-`canonical`  the same content in other bytes, or less of it. Applies to all harnesses (`core.messages`, `core.verdict`).
+`canonical`  the same content in other bytes, or a part of it. Applies to all harnesses (`core.messages`, `core.verdict`).
 `harness`    a value changed. Applies only where the session's adapter names the rule, and only if the echo is exactly what the rule's
-             function makes of the served value.
+             function computes from the served value.
 `dialect`    a codec leaves out a part of the request that no engine should see.
 
-Every rule is counted when it was needed, and can be switched off (`Leniency.off`).
+Metrics count each rule that was needed. Every rule can be switched off (`Leniency.off`).
 
-To add a harness rule: one `Rule` in `harness.py`, with its function, and a row in `tests/core/test_rules.py`. A rule from another
-package is added with `register`.
+To add a harness rule, add a `Rule` with its function to `harness.py`, and a row to `tests/core/test_rules.py`. Other packages add rules
+with `register`.
 """
 
 from tokencache.core.rules.apply import Rules, expected_rewritings, explain_call, rewritings

@@ -1,4 +1,4 @@
-"""Applies harness rules to served replies, and finds the rules that explain a call that came back."""
+"""Applies harness rules to served replies, and finds the rules that explain a changed tool call."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -15,9 +15,9 @@ Rules = tuple[str, ...]
 
 
 def rewritings(served: Message, *, among: Leniency | None = None) -> Iterator[tuple[Rules, Message]]:
-    """Yield every other form in which a reply's text may come back, with its rules; forms with the fewest rules come first.
+    """Yield every form in which a harness may send a reply back with changed text, with the rules needed; fewest rules first.
 
-    `among` leaves out the rules that it does not allow. Calls stay as they are, unless a rule turns them into text.
+    Only rules that `among` allows are used; `None` allows all. Calls stay unchanged, unless a rule converts them to text.
     """
     rules = [rule for rule in _in_order() if among is None or among.allows(rule.name)]
     for rule in rules:
@@ -35,12 +35,12 @@ def rewritings(served: Message, *, among: Leniency | None = None) -> Iterator[tu
 
 
 def expected_rewritings(served: Message, leniency: Leniency) -> list[Message]:
-    """List the other forms in which a reply may come back in this session; empty where no harness rule applies."""
+    """List the changed forms in which a reply may be sent back in this session; empty if no harness rule applies."""
     return [message for _, message in rewritings(served, among=leniency)] if leniency.harness_rules else []
 
 
 def explain_call(ours: ToolCall, theirs: ToolCall) -> list[Rules]:
-    """Find the sets of rules that each make `theirs` of `ours`, whose arguments or names differ; empty if none does."""
+    """Find the sets of rules that each explain how `ours` became `theirs`; the calls differ in name or arguments. Empty if none does."""
     value = parse_object(theirs.arguments)
     if value is None:
         return []
@@ -52,7 +52,7 @@ def explain_call(ours: ToolCall, theirs: ToolCall) -> list[Rules]:
 
 
 def _explain_members(ours: ToolCall, theirs: dict[str, Any]) -> Rules | None:
-    """Find one rule for each member that differs; `None` if a member differs otherwise."""
+    """Find one rule for each member that differs; `None` if no rule explains a member."""
     mine = parse_object(ours.arguments)
     if mine is None or mine.keys() - theirs.keys():
         return None

@@ -1,4 +1,4 @@
-"""What a rule is, the table of all rules, and which rules apply in a session."""
+"""Defines what a rule is, the table of all rules, and which rules apply in a session."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,24 +12,25 @@ Part = Literal["calls", "text", "reasoning"]
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference that a reply may have when it comes back.
+    """One difference that an echo may have from the served reply.
 
-    A harness rule has at least one of the functions; each rule is one change, and a reply may need several.
+    Each rule is one change, and an echo may need several rules. Most harness rules have one or more of the functions.
 
     Attributes:
-        name: as counted in metrics, recorded with turns, and named by adapters.
+        name: the name in metrics, in recorded turns and in adapters.
         kind: see `core.rules`.
-        verdict: what a reply is that needs no other rule (`core.verdict`).
-        harnesses: the harnesses that do it, as `docs/rules.md` shows them.
-        what: what came back, in words.
-        source: where that was seen.
-        part: the part of the reply that it changes.
-        rewrites_text: makes the text that comes back of the served text; returns its argument if the rule does not apply.
-        rewrites_reply: makes the message that comes back of the served one; `None` if the rule does not apply.
-        explains_call: whether the second call, with these arguments, is what the harness makes of the first.
-        explains_member: whether the harness makes the last value of the one before it. Arguments: the tool's name, the member's name, the
-            served value (`msgspec.UNSET` if there was none), the value that came back.
-        order: of rules that change one reply, those with a lower number are applied first.
+        verdict: the verdict on an echo that needs only this rule (`core.verdict`).
+        harnesses: the harnesses that make this change, as `docs/rules.md` shows them.
+        what: the change, in words.
+        source: where the change was observed.
+        part: the part of the reply that changes.
+        rewrites_text: computes the echoed text from the served text; returns its argument unchanged if the rule does not apply.
+        rewrites_reply: computes the echoed message from the served one; `None` if the rule does not apply.
+        explains_call: whether the harness changes the first call (as served) to the second call (as echoed), which has these parsed
+            arguments.
+        explains_member: whether the harness changes one value to the other. Arguments: the tool's name, the member's name, the served value
+            (`msgspec.UNSET` if there was none), the echoed value.
+        order: rules with a lower number are applied first.
     """
 
     name: str
@@ -54,7 +55,7 @@ def register(rule: Rule) -> None:
     """Add a rule to `RULES`.
 
     Raises:
-        ValueError: there is a rule of this name.
+        ValueError: a rule with this name exists already.
     """
     if rule.name in RULES:
         raise ValueError(f"the rule {rule.name!r} is defined twice")
@@ -62,13 +63,13 @@ def register(rule: Rule) -> None:
 
 
 class Leniency(msgspec.Struct, frozen=True):
-    """Which rules apply in a session: `off` are switched off, `harness_rules` are those that the session's adapter names."""
+    """The rules of a session: `off` are switched off, `harness_rules` are those that the session's adapter names."""
 
     off: frozenset[str] = frozenset()
     harness_rules: frozenset[str] = frozenset()
 
     def allows(self, rule: str) -> bool:
-        """Whether a rule applies, by its name."""
+        """Whether the rule with this name applies."""
         return rule not in self.off and (RULES[rule].kind != "harness" or rule in self.harness_rules)
 
 

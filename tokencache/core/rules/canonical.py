@@ -1,7 +1,7 @@
-"""Rules for all harnesses, and rules of the dialects' codecs.
+"""Lists the rules that hold for all harnesses, and the rules of the dialects' codecs.
 
-They have no function here: `core.messages` gives all canonical variants one digest, `core.verdict` names those that differ, and a
-dialect's codec leaves out what its rules name.
+These rules have no functions. `core.messages` gives all canonical variants the same digest, and `core.verdict` reports which rules were
+needed. A dialect's codec leaves out what its rules name.
 """
 
 from tokencache.core.rules.base import Rule

@@ -1,11 +1,11 @@
-r"""Rules of single harnesses: how each rewrites a reply, as a function.
+r"""Lists the rules of single harnesses, with a function for each change that a harness makes to a reply.
 
-A rule never says "close enough". Where a harness changes a *text*, the function makes of the served text the one that comes back. So the
-proxy knows what will come back when it records the reply, and finds it by its digest. Where a harness changes the *arguments* of a call,
-the function compares: all of them (`explains_call`), or member by member (`explains_member`), so that several rules may each explain a
-member of one call.
+The rules are exact and never accept similar values. Where a harness changes a *text*, the function computes the echoed text from the served
+text. So the proxy knows the digest of the echo when it records the reply, and finds the turn by it. Where a harness changes the *arguments*
+of a call, the function compares them: as a whole (`explains_call`), or member by member (`explains_member`). So several rules may each
+explain one member of a call.
 
-`json` reads what harnesses may have read: lone surrogates and NaN, which msgspec refuses.
+This module parses with `json`, as harnesses may: it accepts lone surrogates and NaN, which msgspec rejects.
 """
 
 import json
@@ -35,7 +35,7 @@ _OPENHANDS = "_openhands_malformed_tool_call"
 
 
 def parse_object(arguments: str, default: Any = None) -> Any:
-    """Parse arguments that are the JSON text of an object, `""` being an empty one; returns `default` if they are not."""
+    """Parse the JSON text of an object; `""` is an empty object. Returns `default` if the text is not an object."""
     try:
         value = json.loads(arguments) if arguments.strip(BLANK) else {}
     except (ValueError, RecursionError):
@@ -59,7 +59,7 @@ def _break_markers(text: str) -> str:
 
 
 def _close_code(text: str) -> str:
-    """`</code>` is a stop string of smolagents' CodeAgent, which appends it again."""
+    """smolagents' CodeAgent stops at `</code>` and appends it again."""
     return text + "</code>" if "<code>" in text and not text.endswith("</code>") else text
 
 
@@ -71,7 +71,7 @@ def _empty_marker(served: Message) -> Message | None:
 
 
 def _calls_as_text(served: Message) -> Message | None:
-    """The calls as smolagents writes them, ids included."""
+    """Write the calls as smolagents does, including their ids."""
     if not served.calls:
         return None
     functions = [{"name": call.name, "arguments": parse_object(call.arguments, {})} for call in served.calls]
@@ -83,7 +83,7 @@ def _calls_as_text(served: Message) -> Message | None:
 
 
 def _is_broken(ours: ToolCall, theirs: ToolCall) -> bool:
-    """Whether our arguments are not a JSON object, and the call came back under its name."""
+    """Whether the served arguments are not a JSON object, and the echoed call has the same name."""
     return ours.name == theirs.name and bool(ours.arguments.strip(BLANK)) and parse_object(ours.arguments) is None
 
 
@@ -111,7 +111,7 @@ def _invalid_json(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bo
 
 
 def _malformed(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
-    """Empty arguments are malformed to OpenHands, too."""
+    """OpenHands also treats empty arguments as malformed."""
     empty = not ours.arguments.strip(BLANK)
     broken = ours.name == theirs.name and (empty or parse_object(ours.arguments) is None)
     return broken and value.keys() == {_OPENHANDS, "error"} and value[_OPENHANDS] is True and isinstance(value["error"], str)

@@ -1,8 +1,8 @@
-"""Completes truncated JSON as harnesses do that run a call whose arguments were cut off.
+"""Completes truncated JSON as some harnesses do, which run a tool call although its arguments were cut off.
 
-A reply that ran into its token limit inside a call leaves arguments like `{"command": "ls -1 && echo cu`. The value that a harness may
-have made of that is unique: an incomplete end is dropped (a key without a value, half an escape, half a number or word), and what is open
-is closed. Nothing is added.
+If a reply reaches its token limit inside a call, the arguments look like `{"command": "ls -1 && echo cu`. A harness can complete them in
+only one way: it drops an incomplete end (a key without a value, half an escape, half a number or word), and closes open strings, lists and
+objects. It adds nothing.
 """
 
 import json
@@ -10,15 +10,15 @@ import re
 from typing import Any
 
 _HALF_ESCAPE = re.compile(r"\\(?:u[0-9A-Fa-f]{0,3})?")
-"""What may be dropped inside a string."""
+"""An end that may be dropped inside a string."""
 _HALF_MEMBER = re.compile(r""",?\s*(?:"(?:[^"\\]|\\.)*+(?:\\|"\s*:?\s*)?)?(?:[-+.\w]*)?""", re.DOTALL)
-"""What may be dropped outside a string: a comma, a key, a part of a number or word."""
+"""An end that may be dropped outside a string: a comma, a key, a part of a number or word."""
 _MAX_DROPPED = 256
-"""Characters of an incomplete end that are tried at most."""
+"""Maximum length of an incomplete end, in characters."""
 
 
 class NotTruncatedJsonError(ValueError):
-    """A text is not the beginning of a JSON object, or it is a complete one."""
+    """The text is not the beginning of a JSON object, or it is a complete object."""
 
 
 def complete_json(text: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def complete_json(text: str) -> dict[str, Any]:
 
 
 def _closing(text: str) -> str:
-    """The quotes, brackets and braces that close all that is open at the end of a text; `""` if nothing is open."""
+    """Return the quotes, brackets and braces that close everything open at the end of a text; `""` if nothing is open."""
     stack: list[str] = []
     quoted = False
     at = 0

@@ -1,1 +1,1 @@
-"""One driver for each kind of engine; `base` says what a driver does, `registry` lists them."""
+"""Contains a driver for each kind of engine; `base` defines what a driver does, `registry` lists the drivers."""

@@ -1,22 +1,22 @@
-"""Defines what a driver does: everything in which kinds of engines differ.
+"""Defines what a driver does. A driver contains all code that depends on the kind of engine.
 
-Every engine here answers chat completions. They differ in how a request supplies an exact prompt, and in where the reply has its
-token ids:
+Every supported engine answers chat completions. Engines differ in how a request supplies an exact prompt, and in where the reply contains
+its token ids:
 
 ============  ====================================================  ==========================================================
-driver        an exact prompt is supplied as                        ids and log probabilities are read from
+driver        the request supplies an exact prompt as               ids and log probabilities are read from
 ============  ====================================================  ==========================================================
 `vllm`        `kv_transfer_params.prompt_token_ids`, all of it      the members of the reply and its choices; may stream
 `nemo-rl`     `required_prefix_token_ids`, up to the last reply     the message of the reply
 `nemo-gym`    three members on the last reply of the history        the message of the reply
-`completions` the prompt of a text completion                       its choices; a second request, derender, makes the message
+`completions` the prompt of a text completion                       the choices; a second request, derender, makes the message
 ============  ====================================================  ==========================================================
 
-The rest of the proxy knows one format, vLLM's. A driver whose engine has the ids elsewhere moves them there (`Driver.read`). A
-driver that can supply only the beginning of a prompt, up to the end of the last reply, leaves the *tail* to the engine
-(`adds_tail`). Where the proxy can render that tail it knows the whole prompt, and compares all of it with the engine's echo.
+The rest of the proxy knows only vLLM's format. If an engine has the ids elsewhere, its driver moves them (`Driver.read`). If a driver can
+supply only the beginning of a prompt, up to the end of the last reply, the engine adds the *tail* (`adds_tail`). Where the proxy can render
+that tail, it knows the whole prompt and compares all of it with the ids that the engine reports.
 
-To add an engine: write one file with a subclass of `Driver`, and add one line to `registry`.
+To add an engine, write one file with a subclass of `Driver`, and add one line to `registry`.
 """
 
 from abc import ABC, abstractmethod
@@ -35,10 +35,10 @@ _OK, _REFUSED = 200, 400
 
 
 class LastReply(NamedTuple):
-    """The reply with which the known history in a prompt ends.
+    """The reply at the end of the known history in a prompt.
 
-    `place` is the index of its message in the request. In the prompt it reaches from token `start` up to token `end`. `logprobs`
-    are its packed log probabilities for drivers that send them (`Driver.sends_logprobs`), otherwise empty.
+    `place` is the index of its message in the request. `start` and `end` are its half-open range of tokens in the prompt. `logprobs` are
+    its packed log probabilities for drivers that send them (`Driver.sends_logprobs`), otherwise empty.
     """
 
     place: int
@@ -48,7 +48,7 @@ class LastReply(NamedTuple):
 
 
 class ExactPrompt(NamedTuple):
-    """An exact prompt: its packed ids, the same as a JSON fragment in pieces (`core.ids`), and its last reply."""
+    """An exact prompt: its packed ids, the same ids as a JSON fragment in pieces (`core.ids`), and its last reply."""
 
     ids: bytes
     fragment: Pieces
@@ -56,7 +56,7 @@ class ExactPrompt(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a call goes: the engine, the path that the harness called, the headers.
+    """Where to send a call: the engine, the path that the harness called, the headers.
 
     `max_model_len` is the limit of prompt and reply together, in tokens; 0 if unknown.
     """
@@ -68,9 +68,10 @@ class Target(NamedTuple):
 
 
 class ParsedCompletion(NamedTuple):
-    """A chat completion that a second request has made of an engine's answer.
+    """A chat completion that a second request made from an engine's answer.
 
-    `error` says why it has no messages, `""` if it has them; the tokens are there in any case. `temporary`: a later attempt may succeed.
+    `error` is the reason why it has no messages, `""` if it has them; it has the tokens in any case. `temporary` is whether a later
+    attempt may succeed.
     """
 
     body: bytes
@@ -82,10 +83,10 @@ class EngineRequest(NamedTuple):
     """A call in the format of an engine.
 
     Attributes:
-        path: where to send it.
-        body: what to send.
-        parse: makes a chat completion of the body of an answer (status 200) with a second request; `None` if it is one already.
-        not_exact: why the exact prompt is not in the request, so that the engine renders; `""` if it is, or if there was none.
+        path: the path at the engine.
+        body: the request body (JSON).
+        parse: makes a chat completion from the body of an answer (status 200) with a second request; `None` if the body is one already.
+        not_exact: why the request does not contain the exact prompt, so that the engine renders; `""` if it does, or if there was none.
     """
 
     path: str
@@ -98,15 +99,16 @@ class Driver(ABC):
     """How to use one kind of engine. The defaults fit an engine with vLLM's routes and replies.
 
     Attributes:
-        name: as in the option `--engine`, in metrics and in what the probe reports.
+        name: the name in the option `--engine`, in metrics and in the probe's findings.
         how: how it supplies an exact prompt, in words.
-        streams: whether it may ask for a stream. If not, a streaming harness gets a whole reply as a stream.
+        streams: whether it may request a stream. If not, a streaming harness receives the whole reply as a stream.
         adds_tail: whether the engine adds the tail after a history that is known up to its last reply.
         sends_logprobs: whether a request must contain the log probabilities of that reply.
-        pinned: sampling parameters that the engine requires whatever a harness requests. The trainer's own policy overrides them.
-        refusal_hint: what to check if the engine refuses the driver's requests with a 500 that says nothing; `""` if there is no advice.
-        overflow_words: texts in a refusal (400) of a prompt that leaves no room for a reply. Of the defaults, NeMo Gym's server (0.7.0)
-            looks for the first two in vLLM's refusals; the last is vLLM's check of supplied ids (0.32, `v1/engine/input_processor.py`).
+        pinned: sampling parameters that the engine requires, whatever a harness requests. The trainer's own policy overrides them.
+        refusal_hint: what to check if the engine refuses the driver's requests with a 500 without a message; `""` if there is no advice.
+        overflow_words: texts by which a refusal (400) of a prompt that leaves no room for a reply is recognized. NeMo Gym's server (0.7.0)
+            searches vLLM's refusals for the first two defaults; the last is from vLLM's check of supplied ids (0.32,
+            `v1/engine/input_processor.py`).
         renderer: renders conversations with an engine's chat template.
     """
 
@@ -122,24 +124,24 @@ class Driver(ABC):
 
     @abstractmethod
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
-        """Write the chat request around an exact prompt, or (`None`) for the engine to render."""
+        """Write the chat request (JSON) with an exact prompt; with `None` the engine renders."""
 
     @abstractmethod
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
-        """Return members of a chat request that supplies ids which no rendering of its messages would give.
+        """Return the members of a chat request that supplies other ids than any rendering of its messages.
 
         Args:
-            question: a user's message, raw.
-            reply: an assistant's message, raw.
+            question: a user message, raw.
+            reply: an assistant message, raw.
             prompt: the ids: the whole prompt, or (`adds_tail`) its beginning up to the end of `reply`.
         """
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
-        """Make the request for a call, around an exact prompt or (`None`) for the engine to render."""
+        """Make the request for a call with an exact prompt; with `None` the engine renders."""
         return EngineRequest(target.path, self.write(call, prompt))
 
     def read(self, body: bytes) -> bytes:
-        """Move ids and log probabilities in the body of a whole reply to where vLLM has them; an unreadable body stays unchanged."""
+        """Move ids and log probabilities in the body of a whole reply to where vLLM has them; return an unreadable body unchanged."""
         return body
 
     def is_overflow(self, status: int, refusal: bytes) -> bool:
@@ -152,11 +154,11 @@ class Driver(ABC):
         return ""
 
     def own_request(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Adapt a small chat request of the proxy's own to the engine."""
+        """Adapt a small chat request that the proxy itself makes to the engine."""
         return body
 
     async def ask(self, upstream: EngineClient, body: Mapping[str, Any]) -> EngineResponse:
-        """Send a small chat request of the proxy's own; it may have `probe_members`.
+        """Send a small chat request that the proxy itself makes; it may contain `probe_members`.
 
         Raises:
             EngineError: the engine cannot be reached, or closed the connection.
@@ -166,15 +168,15 @@ class Driver(ABC):
         return answer._replace(body=self.read(answer.body)) if answer.status == _OK else answer
 
     async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
-        """Try the second request that parses replies, if the driver uses one; return what is wrong with its result, `""` if nothing is.
+        """Test the second request that parses replies, if the driver uses one; return what is wrong with its result, otherwise `""`.
 
         Raises:
-            EngineError: the engine cannot be reached, or does not answer now.
+            EngineError: the engine cannot be reached, or cannot answer now.
         """
         del upstream, renderer, model
         return ""
 
 
 def last_reply_place(call: ChatCall) -> int:
-    """The index of the last assistant message in a request; -1 if there is none."""
+    """Return the index of the last assistant message in a request; -1 if there is none."""
     return next(call.conversation.replies(), -1) if call.conversation is not None else -1

@@ -1,12 +1,12 @@
-"""Drives NeMo Gym's model server, which passes requests on to NeMo RL's worker.
+"""Drives NeMo Gym's model server, which forwards requests to NeMo RL's worker.
 
-A request supplies the beginning of a prompt as `nemo_rl` describes, in other members: `prompt_token_ids`, `generation_token_ids`
-and `generation_log_probs` on the last reply of the history. The worker uses the last message that has them, so no other
-message gets any. Gym's server looks for a message's reasoning as `<think>…</think>` in its text. It refuses members of a request
-that it does not know (422: `extra="forbid"` in `nemo_gym/openai_utils.py`), so these travel in `metadata.extra_body`, which
-it unpacks for the engine (`responses_api_models/vllm_model/app.py`).
+A request supplies the beginning of a prompt, as with `nemo_rl`, but in three members of the last reply of the history: `prompt_token_ids`,
+`generation_token_ids` and `generation_log_probs`. The worker uses the last message that has them, so no other message gets them. Gym's
+server expects a message's reasoning as `<think>…</think>` in its text. It refuses unknown members of a request (422: `extra="forbid"` in
+`nemo_gym/openai_utils.py`). So these are sent in `metadata.extra_body`, which it unpacks for the engine
+(`responses_api_models/vllm_model/app.py`).
 
-A reply has the same members on its message, given `return_token_id_information: true` in the server's configuration.
+The message of a reply has the same members if the server's configuration has `return_token_id_information: true`.
 """
 
 from collections.abc import Mapping
@@ -67,7 +67,7 @@ class NemoGym(NemoDriver):
 
 
 def _accepted(fields: dict[str, Raw]) -> dict[str, Any]:
-    """Move members that Gym's server does not know into `metadata`, from where it passes them on."""
+    """Move members that Gym's server does not know into `metadata`, from which it forwards them."""
     unknown = {name: raw for name, raw in fields.items() if name not in CHAT_MEMBERS and name not in _NEVER_SENT and bytes(raw) != b"null"}
     known: dict[str, Any] = {name: raw for name, raw in fields.items() if name in CHAT_MEMBERS}
     if not unknown:

@@ -1,15 +1,15 @@
 """Drives NeMo RL's vLLM worker.
 
-A request supplies only the *beginning* of a prompt, up to the end of the last assistant message, and the engine adds the
-template's tail. NeMo RL's worker renders the messages, counts the ends of turn up to that message, and cuts there
-(`nemo_rl/models/generation/openai_server_utils.py`). It would silently cut ids that end with any other message at the wrong place.
-So nothing is supplied unless the known history ends with exactly that message. Ids that a harness put on its messages are removed
-before (`dialects.gym`): the worker would silently mix them with those of the proxy.
+A request supplies only the *beginning* of a prompt, up to the end of the last assistant message, and the engine adds the template's tail.
+NeMo RL's worker renders the messages, counts the ends of turn up to that message, and cuts there
+(`nemo_rl/models/generation/openai_server_utils.py`). If the supplied ids ended with any other message, the worker would silently cut at the
+wrong place. So nothing is supplied unless the known history ends with exactly that message. Ids that a harness put on its messages are
+removed before (`dialects.gym`), because the worker would silently mix them with those of the proxy.
 
-`required_prefix_token_ids` overrides all ids on messages. The worker (`nemo_rl/models/generation/vllm/vllm_worker_async.py`, vLLM
-0.25) asserts that `temperature`, `top_p` and `top_k` are the trainer's own, and a client sees a failed assertion as a 500 without a
-message. It requires `top_logprobs` with `logprobs`, and does not stream. A reply has ids and log probabilities as
-`prompt_token_ids`, `generation_token_ids` and `generation_log_probs` on `choices[].message`.
+`required_prefix_token_ids` overrides all ids on messages. The worker (`nemo_rl/models/generation/vllm/vllm_worker_async.py`, vLLM 0.25)
+asserts that `temperature`, `top_p` and `top_k` are the trainer's own; a client receives a failed assertion as a 500 without a message. The
+worker requires `top_logprobs` with `logprobs`, and does not stream. A reply has its ids and log probabilities as `prompt_token_ids`,
+`generation_token_ids` and `generation_log_probs` in `choices[].message`.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ Raw = msgspec.Raw
 TOKEN_MEMBERS = (PROMPT, GENERATION, LOG_PROBS)
 """Members of a message with its prompt's ids, its own ids, and their log probabilities."""
 DEFAULT_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-"""NeMo RL's sampling parameters unless it is configured otherwise: the distribution of the model itself."""
+"""NeMo RL's default sampling parameters: the model's own distribution."""
 
 _NULL = Raw(b"null")
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
@@ -39,7 +39,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class NemoDriver(Driver):
-    """What the drivers for NeMo RL and NeMo Gym share."""
+    """Common base of the drivers for NeMo RL and NeMo Gym."""
 
     streams = False
     adds_tail = True
@@ -89,7 +89,7 @@ class NemoRl(NemoDriver):
 def ids_from_messages(body: bytes) -> bytes:
     """Move ids, log probabilities and routed experts from the messages of a reply to where vLLM has them.
 
-    A reply whose messages have none is returned unchanged.
+    A reply without ids in its messages is returned unchanged.
     """
     if b'"%s"' % GENERATION.encode() not in body:
         return body

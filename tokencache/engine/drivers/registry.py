@@ -16,10 +16,10 @@ AUTO = "auto"
 
 
 class DriverOptions(NamedTuple):
-    """What drivers are made with.
+    """Options with which drivers are created.
 
-    `sampling` is the trainer's policy for all sessions. `streams` is whether a driver may ask for streams. `parser` answers
-    `/v1/chat/completions/derender`; if it is `None`, the engine does.
+    `sampling` is the trainer's policy for all sessions. `streams` is whether a driver may request streams. `parser` answers
+    `/v1/chat/completions/render` and `derender`; if it is `None`, the engine does.
     """
 
     sampling: Mapping[str, Any] = {}
@@ -46,5 +46,5 @@ EngineKind = Annotated[str, AfterValidator(_known)]
 
 
 def drivers(kind: str, options: DriverOptions) -> list[Driver]:
-    """Return the drivers to try for `--engine`, in order."""
+    """Create the drivers to try for `--engine`, in order."""
     return [make(options) for name, make in DRIVERS.items() if kind in {AUTO, name}]

@@ -1,20 +1,20 @@
-"""Drives a vLLM that takes exact prompts as text completions only, and parses its replies with `derender`.
+"""Drives a vLLM that accepts exact prompts only as text completions, and parses its replies with `derender`.
 
-For a vLLM that ignores ids in chat requests (0.20 to 0.26) and on which the plugin cannot be installed. A call with an exact prompt
-takes up to three requests, and the rest of the proxy sees one chat completion:
+This is for a vLLM that ignores ids in chat requests (0.20 to 0.26), where the plugin cannot be installed. A call with an exact prompt
+takes up to three requests, which become one chat completion for the rest of the proxy:
 
-1. *Guidance.* In a chat request, vLLM derives from tools and formats what constrains the sampling, and has a default limit for the
-   reply. `/v1/chat/completions/render` returns both. It is called with the tools of the call and a question in place of its
-   messages, once for each set of tools.
+1. *Guidance.* For a chat request, vLLM derives constraints of the sampling from tools and formats, and has a default limit for the reply.
+   `/v1/chat/completions/render` returns both. The driver calls it once for each set of tools, with the tools of the call and a fixed
+   question instead of its messages.
 2. *Tokens.* `/v1/completions` with `prompt: [ids]` samples. Its answer has the ids and log probabilities.
-3. *Message.* `/v1/chat/completions/derender` (vLLM 0.24 and later; behind `--enable-scale-out` since 0.30; a `vllm launch render`
-   sidecar always has it) parses the tokens with the same parsers as chat.
+3. *Message.* `/v1/chat/completions/derender` parses the tokens with the same parsers as chat. It exists in vLLM 0.24 and later; since 0.30
+   it needs `--enable-scale-out`. A `vllm launch render` sidecar always has it.
 
-The driver does what derender leaves to its caller as vLLM's chat does it (0.32, `entrypoints/openai/chat_completion/serving.py`): it
-leaves out a last id that only ended the reply; where a stop string cut the text, it parses that text, tokenized again by
-`/tokenize`; it sets the finish reason of tool calls; it keeps only one call without `parallel_tool_calls`.
+Derender leaves some steps to its caller. The driver does them like vLLM's chat (0.32, `entrypoints/openai/chat_completion/serving.py`):
+it leaves out a last id that only ended the reply; if a stop string cut the text, it parses that text, tokenized again by `/tokenize`; it
+sets the finish reason of tool calls; it keeps only one call if `parallel_tool_calls` is off.
 
-A call without an exact prompt is an ordinary chat completion, which vLLM renders, media included.
+A call without an exact prompt is an ordinary chat completion, which vLLM renders, including media.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ COMPLETIONS = "/v1/completions"
 DERENDER = CHAT + "/derender"
 RENDER = CHAT + "/render"
 UNSUPPORTED = Reason.NOT_FOR_COMPLETIONS
-"""The reason of a call that needs something which text completions do not offer; chat does."""
+"""The reason for a call that text completions cannot express, so that it is sent as a chat completion."""
 
 _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _NULL, _TRUE = Raw(b"null"), Raw(b"true")
@@ -57,7 +57,7 @@ _NOT_FOR_COMPLETIONS = frozenset({
     "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text", "logprobs", "top_logprobs", "max_tokens",
     "max_completion_tokens", "response_format", "structured_outputs", "functions", "function_call",
 })  # fmt: skip
-"""Members of a chat request that text completions do not have, or with another meaning."""
+"""Members of a chat request that text completions do not have, or that have another meaning there."""
 _GUIDING = (
     "tools",
     "tool_choice",
@@ -69,7 +69,7 @@ _GUIDING = (
 )
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _NOT_EVERYWHERE = ("bad_words",)
-"""Members of vLLM's chat that its text completions silently ignored in 0.20 to 0.25."""
+"""Members of a chat request that vLLM's text completions silently ignored in 0.20 to 0.25."""
 _QUESTION = Raw(b'[{"role":"user","content":"Hello."}]')
 _CHECK = Raw(b"[" + EPISODE[0] + b"]")
 _NO_MESSAGE: dict[str, Any] = {"role": "assistant", "content": None}
@@ -81,7 +81,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Guidance(NamedTuple):
-    """What a chat request would sample with: constraints (`structured_outputs`), and the default limit for a reply, in tokens."""
+    """How vLLM would sample a chat request: its constraints (`structured_outputs`), and the default limit for a reply, in tokens."""
 
     outputs: Mapping[str, Any] | None = None
     limit: int | None = None
@@ -104,7 +104,7 @@ class _Rendered(msgspec.Struct):
 
 
 class _ChatRequest(NamedTuple):
-    """The chat request that a text completion stands for: its engine, members and headers (`None` for a request of the proxy's own)."""
+    """The chat request that a text completion replaces: engine, members, headers (`None` for a request that the proxy itself makes)."""
 
     upstream: EngineClient
     fields: Mapping[str, Raw]
@@ -132,7 +132,7 @@ class TextPrompts(Vllm):
         return EngineRequest(COMPLETIONS, body, partial(self._parsed, _ChatRequest(target.upstream, call.safe_fields(), target.headers)))
 
     async def _completion(self, call: ChatCall, prompt: ExactPrompt, target: Target) -> bytes | None:
-        """Write the text completion; `None` if it cannot express the call, or if the guidance cannot be had."""
+        """Write the text completion; `None` if it cannot express the call, or if the guidance is not available."""
         fields = members_with_ids(call)
         if bytes(fields.get("logprobs", _NULL)) != b"true" or any(_has(fields, name) for name in _NOT_EVERYWHERE):
             return None
@@ -167,9 +167,10 @@ class TextPrompts(Vllm):
         return await retry_until_answered(partial(self._parser.post, path, body))
 
     async def _parsed(self, request: _ChatRequest, body: bytes) -> ParsedCompletion:
-        """Make a chat completion of a text completion.
+        """Make a chat completion from a text completion.
 
-        Without messages it has ids and log probabilities all the same. A body that is no completion is returned unchanged.
+        If it cannot be parsed, the result has ids and log probabilities but no messages. A body that is not a completion is returned
+        unchanged.
         """
         try:
             completion = _FIELDS.decode(body)
@@ -192,7 +193,7 @@ class TextPrompts(Vllm):
     async def _fill(
         self, messages: list[dict[str, Any]], request: _ChatRequest, choices: list[dict[str, Raw]], visible: list[list[int]]
     ) -> None:
-        """Put derender's messages in place; a choice without visible ids keeps its empty one.
+        """Fill in derender's messages; a choice without visible ids keeps its empty message.
 
         Raises:
             EngineError: derender cannot be reached, or refuses.
@@ -245,7 +246,7 @@ class TextPrompts(Vllm):
         return EngineResponse(answer.status, parsed.body)
 
     async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
-        """See `Driver.cannot_parse`: compare derender with chat for a reply of the model, and for a tool call of the template."""
+        """See `Driver.cannot_parse`. Compares derender with chat for a reply of the model, and tests it with a rendered tool call."""
         request: dict[str, Any] = {"model": model, "messages": _CHECK, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
         answer = await self.ask(upstream, request)
         chat = Reply()
@@ -261,7 +262,7 @@ class TextPrompts(Vllm):
                 return "derender divides a reply into reasoning and text otherwise than chat: it may have other parsers"
             request |= {"tools": TOOL, "max_tokens": 1}
             if (await self.ask(upstream, request)).status in REFUSALS:
-                return ""  # an engine without a parser for tool calls takes no tools
+                return ""  # an engine without a parser for tool calls refuses tools
             args = RenderArgs(b"", b"", {}, {}, {}, TOOL)
             before = await renderer.render(model, EPISODE[:1], args, generation=True)
             after = await renderer.render(model, EPISODE[:2], args, generation=False)
@@ -277,7 +278,7 @@ class TextPrompts(Vllm):
         return "" if calls == [("f", {"a": "b"})] else "derender does not find the tool call that the template writes"
 
     async def _derendered(self, upstream: EngineClient, request: Mapping[str, Any], prompt: list[int], reply: list[int]) -> Reply:
-        """Parse a reply of given ids, as one that the token limit ended.
+        """Parse a reply with given ids, as if the token limit had ended it.
 
         Raises:
             EngineError: derender cannot be reached, or refuses.
@@ -292,9 +293,9 @@ class TextPrompts(Vllm):
 
 
 def text_completion(fields: Mapping[str, Raw], prompt: ids.Pieces, guidance: Guidance) -> bytes:
-    """Write a chat request as a text completion on a prompt of these ids (a JSON fragment in pieces).
+    """Write a chat request as a text completion with a prompt of these ids (a JSON fragment in pieces).
 
-    A call without a limit gets that of the guidance: the default of text completions is 16 tokens, even for `null`.
+    A call without a limit gets the guidance's limit, because the default of text completions is 16 tokens, even for `null`.
     """
     body: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_COMPLETIONS}
     body["max_tokens"] = next((fields[name] for name in _LIMITS if _has(fields, name)), guidance.limit)
@@ -308,7 +309,7 @@ def text_completion(fields: Mapping[str, Raw], prompt: ids.Pieces, guidance: Gui
 
 
 async def _visible(request: _ChatRequest, choice: dict[str, Raw], tokens: list[int]) -> list[int]:
-    """Return the ids whose text is shown to the harness: the sampled ones without a last one that only ended the reply.
+    """Return the ids with text for the harness: the sampled ids without a last id that only ended the reply.
 
     Raises:
         EngineError: the engine cannot tokenize the text that a stop string left.
@@ -373,7 +374,7 @@ def _chat_completion(
 
 
 def _chat_logprobs(raw: Raw, most: int) -> dict[str, Any] | None:
-    """Write log probabilities of a text completion as those of a chat, with up to `most` alternatives for each token (-1: all)."""
+    """Write log probabilities of a text completion as a chat completion has them, with up to `most` alternatives per token (-1: all)."""
     found = msgspec.json.decode(raw)
     if not found:
         return None

@@ -1,9 +1,9 @@
-"""Drives vLLM: 0.27 and later as it is, 0.20 to 0.26 with the plugin of this package (`tokencache.vllm_plugin`).
+"""Drives vLLM: 0.27 and later without changes, 0.20 to 0.26 with the plugin of this package (`tokencache.vllm_plugin`).
 
-`kv_transfer_params: {"prompt_token_ids": [...]}` on chat completions replaces the whole prompt (vLLM PR 48145;
-`renderers/online_renderer.py::_reused_prompt_token_ids`). vLLM then skips rendering and tokenization, and does everything else as
-usual: tool and reasoning parsers, streaming, structured output. No KV connector is needed. Older versions and the Rust frontend
-ignore the member silently. So the probe tests it, and the proxy compares the echo in every reply.
+`kv_transfer_params: {"prompt_token_ids": [...]}` in a chat completion replaces the whole prompt (vLLM PR 48145;
+`renderers/online_renderer.py::_reused_prompt_token_ids`). vLLM then skips rendering and tokenization, and does everything else as usual:
+tool and reasoning parsers, streaming, structured output. It needs no KV connector. Older versions and the Rust frontend ignore the member
+silently. So the probe tests it, and the proxy compares the ids that every reply reports.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from tokencache.engine.upstream import SegmentedPayload, segmented_body
 Raw = msgspec.Raw
 
 STREAM_MEMBERS = ("stream", "stream_options")
-"""Members that only a request for a stream has."""
+"""Members that only streaming requests have."""
 _TRUE, _ZERO, _NULL = Raw(b"true"), Raw(b"0"), Raw(b"null")
 _ENCODER = msgspec.json.Encoder()
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
@@ -30,7 +30,7 @@ class Vllm(Driver):
     how = "kv_transfer_params.prompt_token_ids is the prompt"
 
     def __init__(self, *, streams: bool = True) -> None:
-        """Create a driver; without `streams` it asks for whole replies only."""
+        """Create a driver; without `streams` it requests only whole replies."""
         self.streams = streams
 
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
@@ -55,14 +55,14 @@ class Vllm(Driver):
 
 
 def members_with_ids(call: ChatCall) -> dict[str, Raw]:
-    """Return the members of a request as an engine gets them: always with ids, log probabilities and reasoning.
+    """Return the members of a request for the engine, which always request ids, log probabilities and reasoning.
 
-    With `include_reasoning: false` vLLM would leave out the ids (0.26 and later). Weight versions are requested too, unless vLLM
-    would refuse them (beam search, 0.33). Everything else stays as the harness sent it.
+    With `include_reasoning: false` vLLM would leave out the ids (0.26 and later). The request also asks for weight versions, unless vLLM
+    would refuse that (beam search, 0.33). Everything else stays as the harness sent it.
     """
     fields = {**call.fields, "return_token_ids": _TRUE}
     if call.shows_logprobs or bytes(call.fields.get("top_logprobs", _ZERO)) in {b"0", b"null"}:
-        fields["logprobs"] = _TRUE  # otherwise the engine shall refuse `top_logprobs` without `logprobs`
+        fields["logprobs"] = _TRUE  # otherwise leave it to the engine to refuse `top_logprobs` without `logprobs`
     if not call.shows_reasoning:
         fields["include_reasoning"] = _TRUE
     if bytes(fields.get("use_beam_search", _NULL)) != b"true":

@@ -2,14 +2,14 @@
 
 **Chat completions and `/tokenize`.** `/tokenize` does not accept every member that shapes a chat prompt (vLLM 0.32: `reasoning_effort` and
 `documents` must be put into the template arguments; `tool_choice: "none"` hides the tools on some servers; gpt-oss is rendered by Harmony
-in chat completions and by its Hugging Face template in `/tokenize`). So before tails are taken under a new set of template arguments,
-`chat_agrees` sends small conversations with those arguments to both, and compares the ids that the engine reports. One is a question
-alone, the other an episode with a call and its result, where Harmony and the template differ (one writes the result as it is, the other
-as a JSON string). A conversation that `/tokenize` refuses cannot have a tail, so it counts as agreement, except for the question.
+in chat completions and by its Hugging Face template in `/tokenize`). So before the proxy uses tails with a new set of template arguments,
+`chat_agrees` sends two small conversations with those arguments to both, and compares the ids that the engine reports. One is a single
+question. The other is an episode with a call and its result, where Harmony and the template differ (one writes the result unchanged, the
+other as a JSON string). A conversation that `/tokenize` refuses cannot have a tail, so it counts as agreement, except for the question.
 
 **The local tokenizer and `/tokenize`.** `agreeing_local` compares them once per model, on samples of everything that small renderings can
-contain, under the model's plain arguments and one set of template arguments. `/tokenize` is the reference. Whether the template takes
-content in parts is not read from the template, as vLLM does it (a server may be told otherwise), but tried both ways.
+contain, with plain arguments and with one set of template arguments. `/tokenize` is the reference. vLLM reads from the template whether it
+accepts content in parts, but a server can be configured otherwise. So this module tries both.
 """
 
 import logging
@@ -31,7 +31,7 @@ Raw = msgspec.Raw
 ChatPromptIds = Callable[[dict[str, Any]], Awaitable[bytes | None]]
 """Sends a chat request to the engine and returns the packed prompt ids that the engine reports; `None` if it reports none.
 
-Raises `EngineError`: the engine cannot be reached, or refuses.
+Raises `EngineError` if the engine cannot be reached or refuses the request.
 """
 
 TOOL = Raw(
@@ -54,11 +54,11 @@ async def chat_agrees(chat_prompt_ids: ChatPromptIds, renderer: Renderer, model:
     """Compare chat completions and `/tokenize` on small conversations under `args`.
 
     Returns:
-        Whether they are the same; false also where the question alone is refused, or chat refuses what `/tokenize`
-        renders. `None` if the engine gave no answer.
+        Whether they give the same ids. Also false if `/tokenize` refuses the single question, or if chat refuses what `/tokenize` renders.
+        `None` if the engine gave no usable answer.
 
     Raises:
-        EngineError: the engine cannot be reached, or does not answer now.
+        EngineError: the engine cannot be reached, or cannot answer now.
     """
     try:
         if not await _chat_renders_alike(chat_prompt_ids, renderer, model, args, [ASK]):
@@ -161,7 +161,7 @@ SAMPLES: dict[str, Sample] = {
     "developer and system": Sample([{**_SYSTEM, "role": "developer"}, _ASK, _ANSWER, _SYSTEM, _ASK]),
     "template arguments": Sample([_SYSTEM, _ASK], {"enable_thinking": False, "reasoning_effort": "low", "thinking": False}),
 }
-"""Conversations that the local tokenizer must render as the engine does, by name. Those that the engine refuses are skipped."""
+"""Conversations, by name, that the local tokenizer must render like the engine. Those that the engine refuses are skipped."""
 
 
 class _Case(NamedTuple):

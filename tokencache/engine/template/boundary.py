@@ -1,15 +1,15 @@
 r"""Finds where a reply ends in a rendering, with a sentinel in place of the reply.
 
-A small conversation is rendered with a *sentinel* in place of the model's words: in the text, or, if the reply made
-calls, in the arguments of its last call, because templates write calls after the text. The conversation is rendered
-twice, with two sentinels that share no character. The two results differ in the sentinel alone. So what follows it is
-known without decoding an id, and without searching for anything that a user could write.
+A small conversation is rendered with a *sentinel* in place of the model's words: in the text, or, if the reply made calls, in the
+arguments of its last call, because templates write calls after the text. The conversation is rendered twice, with two sentinels that have
+no common beginning or end. The two results differ only in the sentinel. So what follows it is known without decoding an id, and without
+searching for anything that a user could write.
 
     <|im_start|>user . <|im_end|> <|im_start|>assistant Qa1b2x <|im_end|> \n
                                                  sentinel ^^^^^^ ^^^^^^^^^^^^ after the reply
 
-After the sentinel comes the *closing* that the model samples itself (a call's `"}}</tool_call>`), and then the template's
-end of turn, which starts with a stop id. Nothing follows the closing where the next message's opening is the stop id (GLM).
+After the sentinel comes the *closing* that the model samples itself (a call's `"}}</tool_call>`), and then the template's end of turn,
+which starts with a stop id. If the opening of the next message is the stop id (GLM), nothing follows the closing.
 """
 
 import secrets
@@ -29,14 +29,14 @@ from tokencache.engine.template.renderer import Renderer, RenderError
 
 _RUN = secrets.token_hex(4)
 SENTINEL, OTHER = f"Q{_RUN}x", f"W{_RUN[::-1]}k"
-"""Two sentinels without a common beginning or end, drawn at random per process. `OTHER` only serves to learn a boundary."""
+"""Two sentinels without a common beginning or end, drawn at random per process. `OTHER` is the second text for comparisons."""
 
 ASK = b'{"role":"user","content":"."}'
-"""The user's message in a small conversation."""
+"""The user message of a small conversation."""
 
 
 class BoundaryUnknownError(Exception):
-    """The rendering does not show where a reply ends. The text of the error is the match reason."""
+    """The rendering does not show where a reply ends. The text of the error is a `Reason`."""
 
 
 class SentinelPlace(Enum):
@@ -50,8 +50,8 @@ class SentinelPlace(Enum):
 class Boundary(msgspec.Struct, frozen=True):
     """What a template writes after a reply (packed ids).
 
-    `mark` is the sentinel, written at `place`. `closing` is what the model samples after it. `turn_end` is what the template adds when
-    no message follows; it is empty where the next message's opening ends a turn.
+    `mark` is the sentinel, written at `place`. `closing` is what the model samples after it. `turn_end` is what the template adds if no
+    message follows; it is empty if the opening of the next message ends a turn.
     """
 
     mark: bytes
@@ -60,15 +60,15 @@ class Boundary(msgspec.Struct, frozen=True):
     place: SentinelPlace = SentinelPlace.TEXT
 
     def after(self, rendered: bytes) -> bytes:
-        """Return what follows the reply that holds the sentinel.
+        """Return what follows the reply that contains the sentinel.
 
         Raises:
-            BoundaryUnknownError: the sentinel is missing, is rendered in another way than when it was learned, or occurs twice.
+            BoundaryUnknownError: the sentinel is missing, is rendered differently than when it was learned, or occurs twice.
         """
         return rendered[self._end(rendered) :]
 
     def until(self, rendered: bytes) -> bytes:
-        """Return everything up to the end of the reply that holds the sentinel.
+        """Return everything up to the end of the reply that contains the sentinel.
 
         Raises:
             BoundaryUnknownError: as for `after`.
@@ -79,7 +79,7 @@ class Boundary(msgspec.Struct, frozen=True):
         """Split a rendering at the first sentinel: what precedes the sentinel, and what follows its reply.
 
         Raises:
-            BoundaryUnknownError: the sentinel is missing, or is rendered in another way than when it was learned.
+            BoundaryUnknownError: the sentinel is missing, or is rendered differently than when it was learned.
         """
         key = self.mark + self.closing
         at = ids.find(rendered, key)
@@ -95,9 +95,9 @@ class Boundary(msgspec.Struct, frozen=True):
 
 
 def reworded(message: bytes) -> bytes:
-    """Insert other words into the middle of a raw message's text, which shows where the template writes that text.
+    """Insert other words into the middle of a raw message's text, to find out where the template writes that text.
 
-    Beginning and end are kept because templates inspect them: Qwen3's does not count a user's text in `<tool_response>` as a query.
+    Beginning and end stay the same because templates inspect them: Qwen3's does not count a user's text in `<tool_response>` as a query.
     """
     entry = msgspec.json.decode(message)
     content = entry.get("content")
@@ -161,12 +161,12 @@ async def learn(
 class StopCandidates(NamedTuple):
     """The ids with which a template may end a reply.
 
-    `possible` are all of them. After a reply of text comes its end of turn and nothing else. After calls comes their closing, too, so
-    only its last ids are candidates (gpt-oss ends calls with `<|call|>`). The first id of the message that follows is one as well.
+    `possible` are all of them. A reply with only text is followed by its end of turn. Calls are followed by their closing too, so only the
+    last ids of it are candidates (gpt-oss ends calls with `<|call|>`). The first id of the next message is also a candidate.
 
-    `turn_ends` are ids that can only end a turn: what comes first after a text, or if nothing does, the openings of the next message.
-    A reply that ends with one of them shows that the engine stops there. Of the others it would prove nothing: a call that the limit
-    cut may end with `</tool_call>`, a text with a newline.
+    `turn_ends` are ids that can do nothing but end a turn: the first id after a text, or, if there is none, the openings of the next
+    message. If a reply ends with one of them, the engine stops there. The other candidates prove nothing: a call that was cut by the limit
+    may end with `</tool_call>`, and a text with a newline.
     """
 
     possible: list[int]
@@ -196,7 +196,7 @@ async def stop_candidates(renderer: Renderer, model: str, args: RenderArgs) -> S
 async def _first_id_of(  # noqa: PLR0917
     following: bytes, renderer: Renderer, model: str, args: RenderArgs, reply: Message, boundary: Boundary
 ) -> list[int]:
-    """Return the id with which a message begins that follows a reply; nothing if it cannot be rendered."""
+    """Return the first id of a message that follows a reply, as a list; empty if it cannot be rendered."""
     try:
         rendered = await renderer.render(model, [ASK, stand_in(reply, SENTINEL, boundary.place), following], args, generation=True)
         return ids.unpack(ids.head(boundary.after(rendered), 1))
@@ -205,6 +205,6 @@ async def _first_id_of(  # noqa: PLR0917
 
 
 _END_OF_TURN = 2
-"""Tokens of an end of turn: a stop id, and perhaps a newline that the model does not sample."""
+"""Number of tokens in an end of turn: a stop id, and perhaps a newline that the model does not sample."""
 _CALL = ToolCall("call_0", "f", "{}")
 _RESULT = b'{"role":"tool","tool_call_id":"call_0","content":"."}'

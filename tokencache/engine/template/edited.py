@@ -1,9 +1,9 @@
 """Finds what the template writes around recorded replies in a history that was edited.
 
-The whole history is rendered with sentinels in place of the replies that were recognised. What is between the sentinels is the *frame*
-into which the exact ids of the replies are put. A reply was sampled after a generation prompt, but the rendering of a history opens each
-reply in its own way, often with other ids. So each piece of the frame ends where its last message ends, and the reply's own generation
-prompt is put after it. What opens a reply in a history (its *opening*) is found by rendering the messages before it by themselves.
+The whole history is rendered with sentinels in place of the recognized replies. The pieces around the sentinels are the *frame* into which
+the exact ids of the replies are inserted. A reply was sampled after a generation prompt, but a rendered history often opens a reply with
+other ids. So each piece of the frame ends where its last message ends, and the reply's own generation prompt is added after it. The
+*opening* of a reply, the ids that open it in a history, is found by rendering the messages before it separately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,19 @@ from tokencache.engine.template.renderer import RenderError, TemplateRefusedErro
 from tokencache.engine.template.shapes import TailRequest
 
 MOST_CONTEXTS, MOST_KINDS, MOST_OPENINGS = 65_536, 4096, 8
-"""How many contexts, kinds of replies, and openings of one kind are remembered."""
+"""Limits for remembered contexts, kinds of replies, and openings of one kind."""
 END_OF_MESSAGE, SHORT_END = 8, 3
-"""Tokens that identify the end of a message, and that of a short message."""
+"""Numbers of tokens that identify the end of a message, and of a short message."""
 
 
 class HistoryFrame(NamedTuple):
-    """What a template writes around recognised replies: packed ids.
+    """The packed ids that a template writes around recognized replies.
 
-    `pieces` are what precedes the first reply, separates replies, and follows the last, without what opens a reply in a history
-    (`openings`, one for each reply; `None` where it cannot be separated). `generation_prompts` are the known ones. `unprompted` says for
-    each reply whether the template writes no generation prompt after messages of the role before it.
+    Attributes:
+        pieces: the ids before the first reply, between replies, and after the last, without the openings.
+        openings: the ids that open each reply in a history; `None` if they cannot be separated.
+        generation_prompts: the known generation prompts.
+        unprompted: for each reply, whether the template writes no generation prompt after a message with the role of the preceding one.
     """
 
     pieces: list[bytes]
@@ -42,15 +44,15 @@ class HistoryFrame(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """How many bytes at the end of a prompt `generation_prompt` looks at."""
+        """The number of bytes at the end of a prompt that `generation_prompt` needs."""
         return max(END_OF_MESSAGE * ids.ID_BYTES, *map(len, self.generation_prompts))
 
     def generation_prompt(self, n: int, prompt: bytes, *, same_message: bool) -> bytes | None:
         """Find the generation prompt at the end of `prompt`, after which reply `n` was sampled; `None` if it cannot be identified.
 
-        There may be none at all, in the template or after such a message: then the reply was sampled directly after the message before it.
-        With `same_message`, that is the message before it now, and the end of this message shows it. Otherwise, and after a short message
-        with other words before it, only a template without a generation prompt at this place leaves no doubt.
+        A template may write no generation prompt, in general or after such a message. Then the reply was sampled directly after the
+        preceding message, and the result is `b""`. This is certain if that is still the preceding message (`same_message`) and `prompt`
+        ends like it. Otherwise the template must be known to write no generation prompt at this place.
         """
         opening = self.openings[n]
         if opening is None:
@@ -63,14 +65,14 @@ class HistoryFrame(NamedTuple):
 
 
 class _ContextEnd(NamedTuple):
-    """How conversations of a context end: the generation prompt, and the part that is written even without one."""
+    """The end of conversations in a context: the generation prompt, and the trailer that is written even without a generation prompt."""
 
     generation_prompt: bytes
     trailer: bytes
 
 
 class _Openings:
-    """What opens replies of one kind in a history; `unprompted`: no generation prompt was ever seen there."""
+    """The openings of one kind of reply in a history; `unprompted` means that no generation prompt was ever seen there."""
 
     __slots__ = ("known", "unprompted")
 
@@ -88,10 +90,10 @@ class EditedHistories:
         self._ends: LRUCache[bytes, _ContextEnd] = LRUCache(MOST_CONTEXTS)
 
     async def frame(self, request: TailRequest, places: Sequence[int]) -> HistoryFrame:
-        """Render a whole conversation and return what is around the replies at `places`, of which the last is that of `request`.
+        """Render a whole conversation and return the frame of the replies at `places`; the last of them is the reply of `request`.
 
         Raises:
-            TailRefusedError: it cannot be proven what that is.
+            TailRefusedError: the frame cannot be proven.
         """
         with tail_refusals():
             return await self._frame(request, places)
@@ -119,10 +121,11 @@ class EditedHistories:
     async def _split_opening(
         self, request: TailRequest, front: bytes, place: int, last: int | None, boundaries: Mapping[int, Boundary]
     ) -> tuple[bytes, bytes | None, bool]:
-        """Split what was rendered between the reply at `last` and that at `place` into the messages and the opening of the latter.
+        """Split `front`, the ids between the replies at `last` and `place`, into the messages and the opening of the reply at `place`.
 
         Returns:
-            The messages, the opening (`None` if they cannot be separated), and whether the template writes no generation prompt there.
+            The ids of the messages, the opening (`None` if they cannot be separated), and whether the template writes no generation prompt
+            there.
         """
         messages = request.conversation.messages
         named = tuple(call.name for call in messages[place].calls) if boundaries[place].place is not SentinelPlace.TEXT else ()
@@ -138,7 +141,7 @@ class EditedHistories:
         openings.unprompted = openings.unprompted and not generation_prompt
         bare = not any(self._template.generation_prompts)
         piece, found = await self._split_after(request, body, front, bare=bare)
-        if found is None and (request.systems or request.args.tools is not None):  # a template may write these before the last message
+        if found is None and (request.systems or request.args.tools is not None):  # a template may move these before the last message
             with suppress(BoundaryUnknownError, TemplateRefusedError):
                 body, _ = await self._body(request, place, last, boundaries, args=without_tools(request.args))
                 piece, found = await self._split_after(request, body, front, bare=bare)
@@ -147,11 +150,11 @@ class EditedHistories:
         return piece, found, openings.unprompted
 
     async def _split_after(self, request: TailRequest, body: bytes, front: bytes, *, bare: bool) -> tuple[bytes, bytes | None]:
-        """Split a rendering after the messages that `body` is a rendering of; the second part is `None` if that place is not known.
+        """Split `front` after the messages that are rendered alone in `body`; the second part is `None` if their end cannot be found.
 
-        The last token of `body` may be another one in `front`. Either it merged with the text after it, or the template closes its last
-        message with it and leaves it out where the reply follows (DeepSeek-V3 closes results so, but not before a reply with calls).
-        In the latter case, the reply must follow a known generation prompt.
+        The last token of `body` may differ in `front`. Either it merged with the text after it, or the template writes it only after the
+        last message of a conversation (DeepSeek-V3 closes results with it, but not before a reply with calls). In the latter case, the
+        reply must follow a known generation prompt.
         """
         piece, found = _split_ids(body, front, self._template.stop_ids, bare=bare)
         same = ids.common_head(body, front)
@@ -173,10 +176,10 @@ class EditedHistories:
     ) -> tuple[bytes, bytes]:
         """Render the messages between two replies without the latter reply.
 
-        With other `args`, the system messages at the beginning are left out.
+        If `args` is given, the system messages at the beginning are left out.
 
         Returns:
-            What is rendered both with and without a generation prompt, and the generation prompt.
+            The ids that are written both with and without a generation prompt, and the generation prompt.
         """
         systems = request.systems if args is None else ()
         if last is None:
@@ -203,7 +206,7 @@ class EditedHistories:
             self._template.generation_prompt(real, await self._template.full(request, {}, generation=False))
 
     async def _context_end(self, request: TailRequest) -> _ContextEnd:
-        """Find out how a small conversation of this context ends."""
+        """Find the end of a small conversation in this context."""
         prompted, unprompted = [
             await self._template.render("small", request, [*request.systems, ASK], generation=generation) for generation in (True, False)
         ]
@@ -217,18 +220,18 @@ class EditedHistories:
 
 
 def _split_ids(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool) -> tuple[bytes, bytes | None]:
-    """Split a rendering where the ids of `body` end in it, as `EditedHistories._split_after` says.
+    """Split a rendering where the ids of `body` end in it, as described in `EditedHistories._split_after`.
 
-    `bare`: the template has no generation prompts, so fewer tokens identify the end of a message.
+    With `bare`, the template has no generation prompts, so fewer tokens identify the end of a message.
     """
     same = ids.common_head(body, front)
     if same == ids.count(body):
         return body, front[len(body) :]
     if same == ids.count(body) - 1:  # its last token has merged with what follows, but the reply was sampled after the unmerged one
         return body, ids.tail(front, same)
-    # The last message begins in another way there, or other text precedes it: look for its end. Its last token may have merged with the
-    # next; then the tokens before it are found farther on than an earlier message with the same end. An end that repeats itself cannot
-    # be told from its repetition.
+    # The last message begins differently there, or other text precedes it: search for its end. Its last token may have merged with the
+    # next; then the tokens before it are found after any earlier message with the same end. An end that repeats itself cannot be
+    # distinguished from its repetition.
     for length in (END_OF_MESSAGE, SHORT_END) if bare else (END_OF_MESSAGE,):
         end = ids.tail(body, max(ids.count(body) - length, 0))
         size = ids.count(end)
@@ -245,7 +248,7 @@ def _split_ids(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: b
 
 
 def _check_pieces(pieces: Sequence[bytes], real: bytes) -> None:
-    """Refuse pieces that are not, in order, in the rendering with the real replies: those replies change what is around them."""
+    """Refuse pieces that do not occur, in order, in the rendering with the real replies: the replies change what is written around them."""
     check_same_past(pieces[0], real)
     if not real.endswith(pieces[-1]):
         raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)

@@ -1,7 +1,7 @@
-"""Renders conversations with sentinels, and remembers what was learned of one chat template.
+"""Renders conversations with sentinels, and remembers what was learned about one chat template.
 
-Tails (`tails`) and edited histories (`edited`) are found with these renderings. What is remembered: the boundary of each kind of
-reply, and the generation prompts that were seen.
+`tails` and `edited` use these renderings. This module remembers the boundary of each kind of reply, and the generation prompts that were
+seen.
 """
 
 import asyncio
@@ -25,22 +25,23 @@ log = logging.getLogger(__name__)
 
 REPLY = b'{"role":"assistant","content":"."}'
 MOST_BOUNDARIES, MOST_GENERATION_PROMPTS = 4096, 64
-"""How much is remembered: template arguments and system prompts come from clients and may be new with every call."""
+"""Limits for what is remembered: template arguments and system prompts come from clients and may be new with every call."""
 
 
 class TailRefusedError(Exception):
-    """It cannot be proven what the template writes. The text of the error is the match reason."""
+    """A proof of what the template writes failed. The text of the error is a `Reason`."""
 
 
 class LearnedTemplate:
-    """Renders with one engine's template, and remembers what it learns of it.
+    """Renders with one engine's template, and remembers what was learned about it.
 
     Attributes:
         renderer: the engine's own rendering, the reference.
         local: a renderer for small conversations, used where it gives the same ids as `renderer`; `None` if there is none.
-        stop_ids: the ids at which the engine stops. The set may still grow: what is learned is keyed by its size.
+        stop_ids: the ids at which the engine stops. The set may grow, so what is learned is keyed by its size.
         generation_prompts: the generation prompts seen so far (packed ids).
-        renders: counts of renderings: of a few messages by `local` or by `renderer` ("small"), and of whole histories ("full").
+        renders: the number of renderings of each kind: a few messages by `local` ("local") or by `renderer` ("small"), and whole
+            histories ("full").
     """
 
     def __init__(self, renderer: TextRenderer, stop_ids: AbstractSet[int], local: Renderer | None = None) -> None:
@@ -55,7 +56,7 @@ class LearnedTemplate:
     # boundaries
 
     async def boundary(self, request: TailRequest, reply: Message | None = None) -> Boundary:
-        """Return the boundary of a reply, by default the one before the requested tail; learn it where it is not known.
+        """Return the boundary of a reply, by default the reply before the requested tail; learn it if it is not known.
 
         Raises:
             BoundaryUnknownError: the template does not show where such a reply ends.
@@ -81,11 +82,11 @@ class LearnedTemplate:
         return known
 
     def forget_boundaries(self) -> None:
-        """Learn all boundaries again: the template has changed."""
+        """Forget all boundaries, because the template has changed."""
         self._boundaries.clear()
 
     async def _learn(self, request: TailRequest, reply: Message) -> Boundary:
-        # A template may show one call only, the first, or none, and still the text beside them.
+        # A template may show only the last call, only the first, or only the text.
         *places, last = SentinelPlace if reply.calls else [SentinelPlace.TEXT]
         for place in places:
             with suppress(BoundaryUnknownError):
@@ -106,15 +107,15 @@ class LearnedTemplate:
             return True
 
     def check_tail(self, tail: bytes, boundary: Boundary) -> bytes:
-        """Return what was rendered after a reply.
+        """Return the tail, the ids that were rendered after a reply, unchanged.
 
         Raises:
-            BoundaryUnknownError: it is empty, or does not begin where a reply ends.
+            BoundaryUnknownError: the tail is empty, or does not begin where a reply ends.
         """
         if not tail:
             raise BoundaryUnknownError(Reason.EMPTY_TAIL)
         if boundary.closing and not boundary.turn_end and ids.unpack(ids.head(tail, 1))[0] not in self.stop_ids:
-            # What counts as the model's own closing may hold an end of turn whose stop id is not known yet.
+            # The closing may contain an end of turn with a stop id that is not known yet.
             raise BoundaryUnknownError(Reason.NO_STOP_ID_BEHIND_THE_REPLY)
         return tail
 
@@ -129,7 +130,7 @@ class LearnedTemplate:
         *,
         generation: bool = True,
     ) -> bytes:
-        """Render messages and count the rendering as `kind` (a key of `renders`); `local` ones go to the local renderer."""
+        """Render messages and count the rendering as `kind` (a key of `renders`); the local renderer makes those of the kind `local`."""
         self.renders[kind] += 1
         renderer = self.local if kind == "local" and self.local is not None else self.renderer
         return await renderer.render(request.model, messages, args or request.args, generation=generation)
@@ -153,21 +154,21 @@ class LearnedTemplate:
         return await self.render("full", request, messages[:end], generation=generation)
 
     async def real(self, request: TailRequest, places: Sequence[int]) -> bytes:
-        """Render the whole conversation as it is, with a word in empty replies (at `places`): templates leave empty ones out."""
+        """Render the whole conversation, with a word in empty replies at `places`, because templates leave out empty replies."""
         messages = request.conversation.messages
         empty = {place for place in places if not messages[place].text and not messages[place].calls}
         shown = [REPLY if place in empty else raw for place, raw in enumerate(request.raw)] if empty else request.raw
         return await self.render("full", request, shown)
 
     def generation_prompt(self, with_it: bytes, without: bytes) -> bytes:
-        """Return the ids that `with_it` has at its end and `without` has not, and remember them as a generation prompt."""
+        """Return the ids at the end of `with_it` that `without` lacks, and remember them as a generation prompt."""
         prompt = ids.tail(with_it, ids.common_head(with_it, without))
         self.generation_prompts[prompt] = prompt
         return prompt
 
 
 def other_call_ids(reply: Message) -> dict[str, str]:
-    """Map the ids of a reply's calls to ids that no other call has, because they hold the secret sentinel."""
+    """Map the ids of a reply's calls to ids that no other call has, because they contain the secret sentinel."""
     return {call.id: f"{call.id}{SENTINEL[::-1]}" for call in reply.calls}
 
 
@@ -182,16 +183,19 @@ def without_tools(args: RenderArgs) -> RenderArgs:
 
 
 def check_same_past(before: bytes, rendered: bytes) -> None:
-    """Refuse a rendering that does not begin with what was rendered for the messages before.
+    """Refuse a rendering that does not begin with `before`, the rendering of its first messages.
 
-    The last token may have merged with what follows, where no special token separates them.
+    The last token of `before` may have merged with the next, where no special token separates them.
+
+    Raises:
+        BoundaryUnknownError: the rendering begins differently.
     """
     if ids.common_head(before, rendered) < ids.count(before) - 1:
         raise BoundaryUnknownError(Reason.PAST_CHANGES)
 
 
 def check_no_sentinel(messages: Sequence[bytes]) -> None:
-    """Refuse messages that contain the sentinel. It is secret, so this says nothing about their shape."""
+    """Refuse messages that contain the sentinel. It is random and secret, so this is not a property of their shape."""
     plain = (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw for raw in messages)
     if any(SENTINEL.encode() in raw for raw in plain):
         raise TailRefusedError(Reason.SENTINEL_IN_MESSAGES)
@@ -199,7 +203,7 @@ def check_no_sentinel(messages: Sequence[bytes]) -> None:
 
 @contextmanager
 def tail_refusals() -> Iterator[None]:
-    """Convert what a template or an engine refuses into a `TailRefusedError`."""
+    """Convert errors of boundaries and renderings into a `TailRefusedError`."""
     try:
         yield
     except (BoundaryUnknownError, TemplateRefusedError) as why:
@@ -210,5 +214,5 @@ def tail_refusals() -> Iterator[None]:
 
 
 def reason_of(why: Exception) -> str:
-    """Return the match reason for an error."""
+    """Return the `Reason` for an error."""
     return Reason.TEMPLATE_REFUSES if isinstance(why, TemplateRefusedError) else str(why)

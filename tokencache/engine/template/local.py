@@ -1,21 +1,21 @@
 """Renders small conversations in this process, with transformers, as vLLM renders them.
 
-An optimisation, never the reference: a model uses it only after it agreed with the engine on sample conversations (`agreement`), and a
-shape only after its tail was the engine's (`tails`). Everything unusual is declined and left to the engine.
+This is an optimization; the engine stays the reference. A model uses it only after it agreed with the engine on sample conversations
+(`agreement`), and a shape only after it gave the engine's tail (`tails`). It declines everything unusual, which the engine then renders.
 
-Needs the extra `local`, and imports it only when a renderer is made: a proxy without it starts without it.
+It needs the extra `local`, and imports that only when a renderer is created. So a proxy without the extra starts.
 
 Before a chat template sees messages and tools, vLLM 0.32 prepares them (`renderers/chat_utils.py`, `renderers/hf.py`). `prepare` and
 `prepare_tools` do the same:
 
-* text parts are joined with newlines, empty ones left out, or kept as parts where the template loops over them; a tool's result is
-  always text; `null` is no text; Claude Code's billing line is dropped from system messages;
-* `reasoning` is given under its old name, too;
-* arguments of calls are parsed into objects (`{}` where they are none), and the members of a call are in the order of OpenAI's types,
+* text parts are joined with newlines without empty parts, or kept as parts where the template loops over them; a tool's result is always
+  text; `null` is an empty text; Claude Code's billing line is removed from system messages;
+* `reasoning` is also passed under its old name;
+* arguments of calls are parsed into objects (`{}` if they are not an object), and the members of a call are in the order of OpenAI's types,
   `arguments` before `name`: templates that write a whole call as JSON show this order;
-* developer messages become system messages for a template that does not know the role, and then all system messages are merged into
-  one at the beginning;
-* tools have fixed members: unknown ones are removed, `description` and `parameters` are there even if `null`.
+* if the template does not know the role `developer`, developer messages become system messages, and then all system messages are merged
+  into one at the beginning;
+* tools have fixed members: unknown ones are removed, and `description` and `parameters` are present even if `null`.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ from tokencache.engine.template.renderer import TemplateRefusedError
 from tokencache.errors import extra_missing
 
 LARGE_BYTES = 8 * 1024
-"""Conversations longer than this are rendered in a thread: encoding a megabyte takes a second."""
+"""Conversations with more bytes than this are rendered in a thread: encoding a megabyte takes a second."""
 _TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _BILLING = "x-anthropic-billing-header"
 
 
 class LocalTokenizerError(ValueError):
-    """The local tokenizer that was configured cannot be used."""
+    """The configured local tokenizer cannot be used."""
 
 
 class DeclinedError(TemplateRefusedError):
-    """The conversation contains something that only the engine is trusted with."""
+    """The conversation contains something that only the engine should render."""
 
 
 def quieten() -> None:
-    """Keep transformers from looking for PyTorch, for the network, and for the terminal; for this program's own processes."""
+    """Keep transformers from using PyTorch, TensorFlow, the network and the terminal; for this program's own processes."""
     for name, value in {"USE_TORCH": "0", "USE_TF": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}.items():
         os.environ.setdefault(name, value)
 
@@ -58,19 +58,19 @@ class LocalRenderer:
 
     Attributes:
         path: the folder.
-        parts: whether the template takes content in parts. vLLM reads that from the template; `agreement` tries both.
+        parts: whether the template accepts content in parts. vLLM reads that from the template; `agreement` tries both.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Load a tokenizer.
 
         Raises:
-            LocalTokenizerError: there is none, it cannot be used here, or transformers is not installed.
+            LocalTokenizerError: the folder has no usable tokenizer, or transformers is not installed.
         """
         self.path = Path(path)
         self.parts = False
         self._tokenizer = _load(self.path)
-        # Template arguments that this function would take for its own parameters: the engine handles them.
+        # Template arguments with the names of this function's own parameters: the engine handles them.
         self._reserved = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - {"documents"}
 
     def in_parts(self) -> "LocalRenderer":
@@ -96,7 +96,7 @@ class LocalRenderer:
             return ids.pack(self._tokenizer.encode(text, add_special_tokens=False))
         except DeclinedError:
             raise
-        except Exception as why:  # any error of a template is a refusal, as in vLLM
+        except Exception as why:  # any error in a template is a refusal, as in vLLM
             raise TemplateRefusedError(f"{type(why).__name__}: {why}") from why
 
 
@@ -115,7 +115,7 @@ def _load(path: Path) -> Any:
         raise LocalTokenizerError(f"no tokenizer with a chat template can be loaded from {path}: {why}") from why
     if not tokenizer.is_fast:
         raise LocalTokenizerError(f"the tokenizer in {path} is a slow one, which threads cannot share: leave it to the engine")
-    tokenizer.encode("", add_special_tokens=False)  # once: it sets up truncation, which must not change while a thread encodes
+    tokenizer.encode("", add_special_tokens=False)  # the first call sets up truncation, which must not change while a thread encodes
     return tokenizer
 
 
@@ -124,11 +124,11 @@ def prepare(messages: Sequence[bytes], *, parts: bool, developer: bool) -> list[
 
     Args:
         messages: the messages as JSON.
-        parts: whether the template takes content in parts.
-        developer: whether the template knows the role.
+        parts: whether the template accepts content in parts.
+        developer: whether the template knows the role `developer`.
 
     Raises:
-        DeclinedError: a message has something that is left to the engine.
+        DeclinedError: only the engine should render one of the messages.
     """
     out = [_message(_read(raw), parts=parts) for raw in messages]
     if developer or all(message["role"] != "developer" for message in out):
@@ -140,14 +140,14 @@ def prepare_tools(raw: bytes | None) -> list[dict[str, Any]] | None:
     """Prepare a raw list of tools for the template.
 
     Raises:
-        DeclinedError: a tool has something that is left to the engine.
+        DeclinedError: only the engine should render one of the tools.
     """
     return [_tool(tool) for tool in _list(_read(raw))] if raw is not None else None
 
 
 def _read(raw: bytes) -> Any:
     try:
-        return json.loads(bytes(raw))  # as vLLM reads it: numbers of any size, and any float
+        return json.loads(bytes(raw))  # like vLLM: numbers of any size, and any float
     except (ValueError, RecursionError) as why:
         raise DeclinedError(f"not JSON: {why}") from why
 
@@ -191,7 +191,7 @@ def _part(part: Any) -> dict[str, Any]:
 
 
 def _without_billing_line(part: dict[str, Any]) -> dict[str, Any] | None:
-    """Remove Claude Code's billing line; `None` if the part holds nothing else."""
+    """Remove Claude Code's billing line; `None` if the part contains nothing else."""
     if not part["text"].startswith(_BILLING):
         return part
     rest = part["text"].partition("\n")[2]
@@ -199,7 +199,7 @@ def _without_billing_line(part: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _assistant_members(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the members of an assistant's message beside its content."""
+    """Return the members of an assistant message except its content."""
     out: dict[str, Any] = {}
     if message.get("tool_calls"):
         out["tool_calls"] = [_call(call) for call in _list(message["tool_calls"])]

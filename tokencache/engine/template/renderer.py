@@ -1,4 +1,4 @@
-"""Renders chat messages to token ids, through the engine's `/tokenize`.
+"""Renders chat messages to token ids with the engine's `/tokenize`.
 
 The engine's own rendering is the reference for every other renderer. `/tokenize` needs no flag on any vLLM version.
 """
@@ -15,7 +15,7 @@ from tokencache.engine.upstream import EngineClient
 
 Raw = msgspec.Raw
 REFUSALS = frozenset({400, 422})
-"""Status codes with which an engine rejects a conversation permanently. Other error codes may be temporary."""
+"""HTTP status codes with which an engine rejects a conversation permanently. Other error codes may be temporary."""
 _OK = 200
 
 
@@ -24,7 +24,7 @@ class RenderError(Exception):
 
 
 class TemplateRefusedError(RenderError):
-    """The template or the engine refuses this conversation; a second attempt would fail in the same way."""
+    """The template or the engine refuses this conversation; a second attempt would also fail."""
 
 
 class Renderer(Protocol):
@@ -43,7 +43,7 @@ class Renderer(Protocol):
 
 
 class TextRenderer(Renderer, Protocol):
-    """A renderer that can also turn ids into text."""
+    """A renderer that can also decode ids to text."""
 
     async def read(self, model: str, packed: bytes) -> str:
         """Return the text of packed ids, special tokens included.
@@ -54,10 +54,10 @@ class TextRenderer(Renderer, Protocol):
 
 
 class EngineRenderer:
-    """Renders through the engine's `/tokenize`.
+    """Renders with the engine's `/tokenize`.
 
     Attributes:
-        max_model_len: the longest prompt in tokens, as the last answer named it; 0 if unknown.
+        max_model_len: the limit of prompt and reply together in tokens, from the last answer; 0 if unknown.
     """
 
     route = "/tokenize"
@@ -94,7 +94,7 @@ class EngineRenderer:
             raise RenderError(f"{self.route} returned no token ids: {why}") from why
 
     async def read(self, model: str, packed: bytes) -> str:
-        """See `TextRenderer.read`; asks the engine's `/detokenize`."""
+        """See `TextRenderer.read`; uses the engine's `/detokenize`."""
         try:
             answer = await self._engine.post("/detokenize", {"model": model, "tokens": ids.unpack(packed)})
             return msgspec.json.decode(answer.body, type=_Detokenized).prompt

@@ -1,9 +1,9 @@
-"""Names the features of a conversation that the form of a tail may depend on, and keeps what is known of each combination.
+"""Defines the features of a conversation that its tail may depend on, and stores what is known about each combination.
 
-A tail is what a template writes after a reply (`tails`). Its *form* may depend on the template and its arguments, the kind of reply, the
-roles of the messages after it, and the roles before it. A template may look further: at the system prompt and the tools, which are the
-*context*, what a conversation starts from. A form in one context is a *shape*. What was proven for one conversation of a shape holds
-for all conversations of that shape.
+A tail is what a template writes after a reply (`tails`). The *form* of a conversation contains the features that a tail may depend on: the
+template and its arguments, the kind of reply, the roles of the messages after it, and the roles before it. A template may also use the
+system prompt and the tools: the *context*, from which a conversation starts. A form in one context is a *shape*. What was proven for one
+conversation of a shape is used for all conversations of that shape.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from tokencache.dialects.chat.rendering import RenderArgs
 MANY = 2
 """Counts of calls and messages are distinguished up to this number."""
 MOST_REFUSALS = 64
-"""Refusals remembered for one shape."""
+"""Limit for the remembered refusals of one shape."""
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
 class TailRequest(msgspec.Struct, frozen=True):
-    """A request for a tail: what the template writes after the reply `messages[at - 1]` of a history.
+    """A request for a tail, the ids that the template writes after the reply `messages[at - 1]` of a history.
 
     Attributes:
         model: the model's name.
         args: the template arguments.
         conversation: the whole history.
         raw: its messages as JSON.
-        at: how many messages the history has up to and including the reply.
-        reply_prompt: the prompt after which the reply was sampled (packed ids), `None` if unknown.
+        at: the number of messages up to and including the reply.
+        reply_prompt: the prompt after which the reply was sampled (packed ids); `None` if unknown.
         session: the session that the conversation belongs to.
     """
 
@@ -62,7 +62,7 @@ class TailRequest(msgspec.Struct, frozen=True):
 
     @property
     def lead(self) -> int:
-        """How many messages precede the first answer to a user; an assistant's greeting before them is no answer."""
+        """The number of messages before the first answer to a user; an assistant's greeting before them is not an answer."""
         messages = self.conversation.messages
         asked = self.conversation.first_places.get("user", 0)
         return next((i for i in range(asked, self.at) if messages[i].role == "assistant"), self.conversation.first_places["assistant"])
@@ -74,12 +74,12 @@ class TailRequest(msgspec.Struct, frozen=True):
 
     @property
     def episode(self) -> object:
-        """A key for conversations that share a refusal: the session, and how the conversation began."""
+        """The key of conversations that share a refusal: the session, and the beginning of the conversation."""
         return self.session, self.conversation.chain[self.lead]
 
 
 class TailRefusal:
-    """Why a tail was refused, and how many calls asked for it since."""
+    """The reason why a tail was refused, and how many calls have requested it since."""
 
     __slots__ = ("asked", "reason")
 
@@ -88,17 +88,17 @@ class TailRefusal:
 
 
 class Shape:
-    """What is known of one shape.
+    """What is known about one shape.
 
     Attributes:
         key: context and form, as from `shape_of`.
         lock: held while the shape is proven.
-        method: how its tails are found (`tails`); empty while it is not proven.
-        generation_prompt: what its small conversations end with, once it is proven.
-        deepest: the longest history, in messages, that was rendered as a whole.
-        proofs: how often a proof was tried.
-        uses: how many tails were found since the last proof.
-        trust: how many times the usual number of uses passes until the next proof.
+        method: how its tails are found (`tails`); `""` while it is not proven.
+        generation_prompt: the packed ids with which its small conversations end; set by the proof.
+        deepest: the length in messages of the longest history that was rendered in full.
+        proofs: the number of attempts to prove it.
+        uses: the number of tails that were found since the last proof.
+        trust: the factor by which the usual number of uses until the next proof is multiplied.
     """
 
     __slots__ = ("_refusals", "deepest", "generation_prompt", "key", "lock", "method", "proofs", "trust", "uses")
@@ -112,7 +112,7 @@ class Shape:
         self.proofs = 0
         self.uses = 0
         self.trust = 1
-        self._refusals: dict[object, TailRefusal] = {}  # by episode; that of `None` is due to the template
+        self._refusals: dict[object, TailRefusal] = {}  # by episode; `None` is the key of a refusal that is due to the template
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -129,7 +129,7 @@ class Shape:
         return f"new messages ({new}) after a reply with {after} (model {model}, context {context.hex()[:8]}, arguments {digest.hex()[:8]})"
 
     def refusal(self, request: TailRequest, *, everyone: bool = False) -> TailRefusal | None:
-        """Return why a request's episode was refused; with `everyone`, also a refusal of all conversations."""
+        """Return the refusal of a request's episode; with `everyone`, also a refusal of all conversations."""
         own = self._refusals.get(request.episode)
         return (self._refusals.get(None) or own) if everyone else own
 
@@ -152,7 +152,7 @@ class Shape:
 
 
 def shape_of(request: TailRequest) -> tuple[object, ...]:
-    """Return the key of a shape: its context, then the arguments, the reply, the new messages, and what precedes the reply."""
+    """Return the key of a shape: its context, the model and arguments, the reply, the new messages, and the messages before the reply."""
     new = request.new
     runs = tuple((role, min(len(list(run)), MANY)) for role, run in groupby(m.role for m in new))
     earlier = {role for role, place in request.conversation.first_places.items() if place < request.at - 1}
@@ -165,7 +165,7 @@ def shape_of(request: TailRequest) -> tuple[object, ...]:
         bool(request.reply.thought),
         counted_twice(request),
         runs,
-        # The role before the reply: a template may write the last message in another way than those before it.
+        # The role before the reply: a template may write the last message differently from those before it.
         request.conversation.messages[request.at - 2].role if request.at > 1 else "",
         any(m.calls for m in new),
         "tool" in earlier,

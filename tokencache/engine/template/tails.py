@@ -1,37 +1,36 @@
 """Finds the ids that the template writes after a history, without rendering the history.
 
 Only the new messages are rendered, in a small conversation that ends like the real one, with a sentinel in place of the reply
-(`boundary`). That the small conversation's tail equals the real one's is *proven* for every **shape** (`shapes`), with full renderings
-of the first real conversation of that shape:
+(`boundary`). For every **shape** (`shapes`), full renderings of the first real conversation must *prove* that the small conversation has
+the same tail as the real one:
 
 1. The full conversation with a sentinel in the last reply shows where that reply ends. What follows is a suffix of the full rendering
    with the real reply.
 2. Other words in the new messages change nothing before that place. vLLM 0.32 moves later system messages to the front if there are
-   developer messages, and DeepSeek's template always does: a spliced prompt would lack their text, and no suffix would show it.
-3. The full rendering still begins with what preceded the model's first words, and the messages directly before the last reply are still
-   rendered as they were. A template that moves its tools, or a hint, to the last user message changes the past with every new message.
-   The old past, with which the reply was sampled, is then no prefix of what the template renders now.
-4. The small conversation gives the very same ids.
+   developer messages, and DeepSeek's template always does. Then a spliced prompt would lack their text, and no suffix would show it.
+3. The full rendering still begins with the ids before the model's first words, and the messages directly before the last reply are still
+   rendered as they were. If a template moves its tools, or a hint, to the last user message, every new message changes the past. Then the
+   old past, with which the reply was sampled, is not a prefix of the new rendering.
+4. The small conversation gives exactly the same tail.
 
-The result is a method per shape, and every 64th tail of a shape is compared with full renderings again:
+The result is a method for each shape. At first after 64 tails of a shape, later less often, the proof is repeated:
 
-`local`    all of it holds, and the local tokenizer, if there is one, gives these ids: it makes the small renderings
-`small`    all of it holds: the engine's small renderings are trusted for this shape
-`context`  all of it holds if the small conversation begins with the real one's system messages and tools
-`full`     all but the last holds (DeepSeek-V3's second round of tool results): this shape is rendered in full each time
+`local`    all steps succeed, also with the local tokenizer, which then makes the small renderings
+`small`    all steps succeed: the engine's small renderings are trusted for this shape
+`context`  all steps succeed if the small conversation begins with the real one's system messages and tools
+`full`     all steps but the last succeed (DeepSeek-V3's second round of tool results): this shape is rendered in full each time
 refused    nothing is spliced, the call is rendered plainly, and the reason is recorded; every 8th call tries again
 
-A shape belongs to one context: the system messages, tools and template arguments that a conversation starts from. Where the form was
-proven in another context, one full rendering and the beginning's (3 and 4) are enough; and one more each time that a history is four
-times as long as any before it.
+A shape belongs to one context: the system messages, tools and template arguments from which a conversation starts. If the form was proven
+in another context, steps 3 and 4 are enough, with one full rendering and that of the beginning. Another full rendering is compared each
+time that a history is four times as long as any before it.
 
-Templates also look at words in the middle: `/no_think` in any user message changes the generation prompt from then on (Nemotron Nano 2).
-That is visible while the message is new, and remains in the prompt of the next reply. So the generation prompt of each tail is compared
-with the one before the last reply, and with the one that the shape was proven with. If either differs, the tail is taken from a full
-rendering.
+Templates may also react to words in the middle: `/no_think` in any user message changes the generation prompt from then on (Nemotron Nano
+2). This is visible while the message is new, and stays visible in the prompt of the next reply. So the generation prompt of each tail is
+compared with the one before the last reply, and with the one of the proof. If either differs, the tail is taken from a full rendering.
 
-A refusal that is due to one conversation holds for that conversation alone. What was learned is keyed by the number of known stop ids:
-with a new one everything is learned again.
+A refusal that is due to one conversation applies only to that conversation. What was learned is keyed by the number of known stop ids: when
+a new stop id is found, everything is learned again.
 """
 
 import logging
@@ -56,17 +55,17 @@ from tokencache.engine.template.shapes import Shape, TailRequest, counted_twice,
 log = logging.getLogger(__name__)
 
 RECHECK_EVERY, MOST_TRUST = 64, 16
-"""A proven shape is checked again after this many uses, by rendering a whole history. Each time it was right, the number doubles, up to
-16 times as many: at 141 KB a rendering costs as much as five calls."""
+"""A proven shape is checked again after this many uses, by rendering a whole history. After each successful check the number doubles, up
+to 16 times: at 141 KB a rendering costs as much as five calls."""
 DEEPER = 4
-"""A history this many times as long as any that was checked before is rendered in full: a template may count messages."""
+"""A history that is this many times as long as any checked before is rendered in full: a template may count messages."""
 RETRY_EVERY = 8
 MOST_SHAPES, MOST_FORMS = 65_536, 4096
-"""How many are remembered: template arguments and system prompts come from clients and may be new with every call."""
+"""Limits for remembered shapes and forms: template arguments and system prompts come from clients and may be new with every call."""
 
 
 class _Proven(NamedTuple):
-    """A tail, the method that finds it, and the small conversation's rendering that contains it."""
+    """A tail, the method that finds it, and the rendering of the small conversation that contains it (`b""` for the method `full`)."""
 
     tail: bytes
     method: str
@@ -91,13 +90,13 @@ class Tails:
         """Find the packed ids that the template writes after a reply: end of turn, new messages, generation prompt.
 
         Raises:
-            TailRefusedError: it cannot be proven which ids these are.
+            TailRefusedError: the ids cannot be proven.
         """
         shape = self._shape(request)
         with tail_refusals():
             proofs = shape.proofs
             if not shape.method or shape.refusal(request):
-                async with shape.lock:  # thousands of rollouts begin alike: one proves the shape, the others wait
+                async with shape.lock:  # thousands of rollouts begin in the same way: one proves the shape, the others wait
                     if not shape.method or shape.refusal(request):
                         return await self._first(request, shape, waited=shape.proofs != proofs)
             return await self._again(request, shape)
@@ -111,7 +110,7 @@ class Tails:
             return shape
 
     async def _first(self, request: TailRequest, shape: Shape, *, waited: bool) -> bytes:
-        """Prove a shape. After a refusal, only some calls try again."""
+        """Prove a shape. After a refusal, only every 8th call tries again."""
         refusal = shape.refusal(request, everyone=True)
         if refusal is not None:
             refusal.asked += 0 if waited else 1
@@ -126,7 +125,7 @@ class Tails:
             shape.generation_prompt = await self._generation_prompt(request, boundary, found)
         except (BoundaryUnknownError, TemplateRefusedError) as why:
             shape.refuse(request, reason_of(why), everyone=everyone)
-            level = logging.WARNING if everyone else logging.INFO  # what one conversation contains is no fault of the template
+            level = logging.WARNING if everyone else logging.INFO  # a refusal of one conversation is not a fault of the template
             log.log(
                 level, "session %s: no tail can be proven for %s; they are rendered as text: %s", request.session, shape, reason_of(why)
             )
@@ -142,7 +141,7 @@ class Tails:
         """Find a tail of a proven shape."""
         shape.uses += 1
         recheck = shape.uses >= shape.trust * self._recheck_every
-        shape.uses = 0 if recheck else shape.uses  # one of many concurrent calls
+        shape.uses = 0 if recheck else shape.uses  # so that only one of many concurrent calls checks
         try:
             boundary = await self.template.boundary(request)
             tail = await self._trusted(request, shape, boundary)
@@ -160,7 +159,7 @@ class Tails:
         return tail
 
     async def _trusted(self, request: TailRequest, shape: Shape, boundary: Boundary) -> bytes:
-        """Find a tail by the proven method, or in full where its generation prompt is not the expected one."""
+        """Find a tail by the proven method, or with a full rendering if its generation prompt is not the expected one."""
         if shape.method != "full":
             tail = await self._local_tail(request, boundary) if shape.method == "local" else None
             if not tail:
@@ -169,10 +168,10 @@ class Tails:
             expected = shape.generation_prompt
             if tail.endswith(expected) and (request.reply_prompt is None or request.reply_prompt.endswith(expected)):
                 return tail
-        return await self._full_tail(request, boundary)  # right by construction
+        return await self._full_tail(request, boundary)  # correct by construction
 
     async def _recheck(self, request: TailRequest, boundary: Boundary, tail: bytes, method: str) -> None:
-        """Prove a shape again, and compare the result with the tail that its method found."""
+        """Prove a shape again, and compare the result with the tail that its method gave."""
         found = await self._prove(request, boundary)
         if found.tail != tail and method == "local":
             log.error("the local tokenizer is no longer used: it gave other ids than the engine")
@@ -186,7 +185,7 @@ class Tails:
     # proofs
 
     async def _prove(self, request: TailRequest, boundary: Boundary) -> _Proven:
-        """Find a tail and prove it, by the steps in the module's docstring."""
+        """Find a tail and prove it by the steps in the module's docstring."""
         real = await self.template.real(request, [request.at - 1])
         rendered = await self._full(request, boundary)
         tail = self._tail_in(rendered, boundary)
@@ -206,7 +205,7 @@ class Tails:
         return await self._method(request, boundary, tail)
 
     async def _prove_past(self, request: TailRequest, boundary: Boundary, rendered: bytes) -> None:
-        """Prove that the beginning, up to the model's first words, and the messages before the last reply are rendered as before."""
+        """Prove that the messages before the model's first reply, and those directly before its last reply, are rendered as before."""
         if not request.lead:
             return
         check_same_past(await self.template.render("full", request, request.raw[: request.lead], generation=False), rendered)
@@ -219,9 +218,9 @@ class Tails:
         check_same_past(then, now)
 
     async def _method(self, request: TailRequest, boundary: Boundary, tail: bytes) -> _Proven:
-        """Find the cheapest method that gives this tail."""
+        """Choose the cheapest method that gives this tail."""
         if counted_twice(request) and not await self._ignores_call_ids(request, boundary, tail):
-            return _Proven(tail, "full", b"")  # the template looks for the call of each result among all calls
+            return _Proven(tail, "full", b"")  # the template searches all calls for the call of each result
         local = await self._local_tail(request, boundary)
         if local == tail:
             return _Proven(tail, "local", await self.template.small(request, boundary, "local"))
@@ -230,7 +229,7 @@ class Tails:
                 rendered = await self.template.small(request, boundary, method)
                 small = boundary.after(rendered)
             except (BoundaryUnknownError, TemplateRefusedError):
-                continue  # a template may refuse a conversation that small
+                continue  # a template may refuse such a small conversation
             if small == tail:
                 if local is not None and not self._warned:
                     self._warned = True
@@ -239,7 +238,7 @@ class Tails:
         return _Proven(tail, "full", b"")
 
     async def _ignores_call_ids(self, request: TailRequest, boundary: Boundary, tail: bytes) -> bool:
-        """Whether a tail stays the same if the reply's calls, and the results that answer them, have ids that no other call has."""
+        """Whether the tail stays the same if the reply's calls and their results get ids that no other call has."""
         names = other_call_ids(request.reply)
         reply = stand_in(with_call_ids(request.reply, names), SENTINEL, boundary.place)
         messages = [*request.raw[: request.at - 1], reply, *(answering(raw, names) for raw in request.raw_new)]
@@ -267,7 +266,7 @@ class Tails:
         return self._tail_in(await self._full(request, boundary), boundary)
 
     async def _local_tail(self, request: TailRequest, boundary: Boundary) -> bytes | None:
-        """Return the local tokenizer's tail; `None` if it leaves this conversation to the engine, `b""` if it hides the tail."""
+        """Return the local tokenizer's tail; `None` if it declines this conversation, `b""` if its rendering does not show the tail."""
         if self.template.local is None:
             return None
         try:
