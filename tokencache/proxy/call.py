@@ -2,12 +2,12 @@
 
 `call_states` has the table of all legal transitions.
 
-The turn is stored before the last byte of the reply leaves. So a client that has seen the end of a reply can send its next call to any
+The turn is stored before the last byte of the reply is sent. So a client that has received a whole reply can send its next call to any
 replica of the proxy.
 
-A client that disconnects cancels its call (`CallAttempt.cancel`). While the store is being written to, the cancellation is deferred until
-the store has answered: otherwise it would be unknown what is stored. (A shielded task of its own for each write does the same, and costs
-about 50 µs per call.) A call of which the client has received nothing may instead go on as an *orphaned generation* (`dedup.in_flight`).
+If a client disconnects, its call is cancelled (`CallAttempt.cancel`). During a write to the store, the cancellation is deferred until the
+store has answered; otherwise it would be unknown what is stored. (A shielded task for each write would do the same, but costs about 50 µs
+per call.) If the client has received nothing yet, its call may instead continue as an *orphaned generation* (`dedup.in_flight`).
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class CallRequest(NamedTuple):
         session: the session's name.
         chat: the request, as a chat completion.
         response: the response to the client.
-        fingerprint: of everything that the client sent to be answered (16 bytes); `b""` if duplicates are not looked for.
+        fingerprint: the request fingerprint (16 bytes); `b""` if retries are not deduplicated.
     """
 
     session: str
@@ -72,11 +72,11 @@ class CallRequest(NamedTuple):
 
 
 class Services(NamedTuple):
-    """What serves the calls of all sessions.
+    """The components that serve the calls of all sessions.
 
     Attributes:
         pool: the engines.
-        ledger: the store, as calls use it.
+        ledger: begins and ends calls in the store.
         plan: plans a call for an engine (`planner`).
         hold: seconds for which a call may wait for an engine.
     """
@@ -88,7 +88,7 @@ class Services(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """What the store knows of other calls with the same fingerprint: one in flight, and recorded turns in order."""
+    """What the store knows about other calls with the same fingerprint: one in flight, and the recorded turns in order."""
 
     epoch: str = ""
     duplicate: OpenCall | None = None
@@ -96,12 +96,12 @@ class Opening(NamedTuple):
 
 
 class CallAttempt:
-    """One attempt at a model call. Used as a context, which ends it in the store exactly once, whatever happens.
+    """One attempt at a model call. It is a context manager that ends the call in the store exactly once, whatever happens.
 
-    Within the context: `open`, and then, unless there is a duplicate, `run` or `close`.
+    Within the context, call `open`, and then `run` or `close` unless there is a duplicate.
 
     Attributes:
-        id: 16 hexadecimal digits; the turns and the engine's request have it too.
+        id: 16 hexadecimal digits; also in the turns and in the engine's request.
         state: the state of the call; only `_advance` changes it.
     """
 
@@ -137,7 +137,7 @@ class CallAttempt:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, why: BaseException | None, trace: TracebackType | None) -> None:
-        """End the call in the store, unless that was done.
+        """End the call in the store, unless it has ended.
 
         Raises:
             StoreError: the store failed and the policy is strict.
@@ -156,7 +156,7 @@ class CallAttempt:
                 await self.close()
             case EngineError():
                 await self._settle(IncidentKind.UPSTREAM_BROKE if why.reached else IncidentKind.UPSTREAM_DOWN, str(why))
-            case _:  # our own mistake; calls that wait for this one must not wait for ever
+            case _:  # a bug in tokencache; calls that wait for this one must not wait endlessly
                 await self._settle(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}", hole=self.state in SENT)
 
     # Open and end
@@ -165,7 +165,7 @@ class CallAttempt:
         """Open the call in the store, unless there is a duplicate in flight that it may `join`.
 
         Raises:
-            SessionSealedError: and what else `Store.begin` raises.
+            SessionSealedError: the session is sealed. Other errors of `Store.begin` are raised too.
             StoreError: the store failed and the policy is strict.
             CancelledError: the client left meanwhile.
         """
@@ -218,18 +218,18 @@ class CallAttempt:
         return self._begun is not None
 
     def cancel(self, task: "asyncio.Task[Any]") -> None:
-        """Cancel the task that serves the call; while the store is written to, as soon as that is done."""
+        """Cancel the task that serves the call; during a write to the store, as soon as the store has answered."""
         self._advance(Event.CANCEL)
         if self.state not in DEFERRED:
             task.cancel()
 
     @property
     def may_be_orphaned(self) -> bool:
-        """Whether it makes sense to go on without the client: an engine samples, and nothing of the reply was sent."""
+        """Whether the call may continue without the client: an engine samples, and nothing of the reply was sent."""
         return self.state is State.SAMPLING and self._begun is not None
 
     def orphan(self) -> None:
-        """Go on without the client, or for another grace period."""
+        """Continue without the client, or for another grace period."""
         self._advance(Event.ORPHAN)
         self._outcome.unanswered = True
 
@@ -244,7 +244,7 @@ class CallAttempt:
             self._advance(Event.SHOW)
 
     async def _store(self, work: Awaitable[None]) -> None:
-        """Write the end of the call. It is written to its end even if the client leaves meanwhile.
+        """Write the end of the call, and finish the write even if the client leaves meanwhile.
 
         Raises:
             StoreError: the store failed and the policy is strict.
@@ -262,14 +262,14 @@ class CallAttempt:
             raise asyncio.CancelledError
 
     async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None) -> None:
-        """End a call without a turn, and record why; raises as `close` does."""
+        """End a call without a turn, and record an incident. Raises the errors of `close`."""
         metrics.CALLS.labels(self._chat.dialect, kind).inc()
         incident = self._outcome.incident(kind, detail, hole=hole)
         self._log(incident)
         await self.close([incident])
 
     async def _record(self) -> None:
-        """End a call with the turns that its reply makes; raises as `close` does."""
+        """End a call with the turns of its reply. Raises the errors of `close`."""
         await self._store(self._write_turns())
 
     async def _record_cancelled(self) -> None:
@@ -281,7 +281,7 @@ class CallAttempt:
         await self._ledger.keep_experts(outcome)
         try:
             recorded = outcome.record(self._ledger.prefixes)
-        except Exception as why:  # our own mistake: the client gets its reply, and the trainer an incident
+        except Exception as why:  # a bug in tokencache: the client gets its reply, and the trainer an incident
             log.exception("session %s call %s: no turn could be made of the reply", self._session, self.id)
             recorded = Recorded([], [], [outcome.incident(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}")])
         self._doubt_engine({incident.kind for incident in recorded.incidents})
@@ -299,12 +299,12 @@ class CallAttempt:
             self._log(incident)
 
     def _log(self, incident: Incident) -> None:
-        """Log an incident; its detail may quote the client, so it is logged at debug level only."""
+        """Log an incident. Its detail may quote the client, so it is logged only at debug level."""
         log.warning("session %s call %s: %s", self._session, self.id, incident.kind)
         log.debug("session %s call %s: %s: %s", self._session, self.id, incident.kind, incident.detail)
 
     def _doubt_engine(self, kinds: set[str]) -> None:
-        """Probe the engine again if it behaves in another way than the probe found: another one may be at its URL now."""
+        """Probe the engine again if its behaviour contradicts the probe: another engine may run at its URL now."""
         model = self._outcome.model
         if IncidentKind.ENGINE_DISAGREES in kinds:
             self._engine.doubt("it used other ids than were sent")
@@ -317,15 +317,15 @@ class CallAttempt:
         """Serve the call to its last byte.
 
         Args:
-            second: the earlier call with the same fingerprint of which this is another sample; `""` if there is none.
-            documents: stored if the call ends without a turn.
+            second: the id of an earlier call with the same fingerprint, if this is a second sample of it; otherwise `""`.
+            documents: documents to store if the call ends without a turn.
 
         Returns:
-            The response; `None` if the engine aborted the reply before the client received any of it: the call is to be made again.
+            The response; `None` if the engine aborted the reply before the client received any of it, so that the call must be made again.
 
         Raises:
-            EngineError: no engine took the call in time, or it broke off, and nothing was sent to the client.
-            HarnessError: the prompt would not begin as the client requires.
+            EngineError: no engine took the call in time, or the engine broke off its answer; nothing was sent to the client.
+            HarnessError: the prompt would not begin with the ids that the client requires.
             StoreError: the store failed and the policy is strict.
         """
         self._outcome.second = second
@@ -349,14 +349,14 @@ class CallAttempt:
             answer.close()
 
     def _budget_spent(self) -> str:
-        """Name what of the session's budget is used up; `""` if nothing is, or if the store failed."""
+        """Describe which limit of the session's budget is used up; `""` if none is, or if the store failed."""
         if self._begun is None or not self._budget:
             return ""
         begun = self._begun
         return self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=time.time() - begun.created)
 
     async def _stop(self, spent: str) -> web.StreamResponse:
-        """End the episode: no engine is asked."""
+        """End the episode with a reply of the proxy, without an engine."""
         metrics.CALLS.labels(self._chat.dialect, IncidentKind.BUDGET_SPENT).inc()
         number = self._ledger.count_over_budget(self._session)
         log.info("session %s call %s: %s: %s", self._session, self.id, IncidentKind.BUDGET_SPENT, spent)
@@ -367,8 +367,8 @@ class CallAttempt:
         """Send the call to the session's engines until one takes it.
 
         Raises:
-            EngineError: an engine failed after it may have begun to sample, or time is up.
-            HarnessError: the prompt would not begin as the client requires.
+            EngineError: an engine failed after it may have begun to sample, or the time is over.
+            HarnessError: the prompt would not begin with the ids that the client requires.
         """
         try:
             return await self._ask_each_engine(self._started)
@@ -379,7 +379,7 @@ class CallAttempt:
         return taken.answer
 
     async def _ask_each_engine(self, started: float = 0.0) -> aiohttp.ClientResponse:
-        """Ask each engine once, in the session's order; `started` is when the call came, or 0 if it waited meanwhile.
+        """Try each engine once, in the session's order; `started` is the time when the call arrived, or 0 if it has waited since.
 
         Raises:
             NotTakenError: no engine took the call.
@@ -413,8 +413,8 @@ class CallAttempt:
         """Plan the call for an engine, and send it there.
 
         Raises:
-            EngineError: the engine cannot be reached, or does not serve now.
-            HarnessError: the prompt would not begin as the client requires.
+            EngineError: the engine cannot be reached, or cannot serve now.
+            HarnessError: the prompt would not begin with the ids that the client requires.
         """
         outcome = self._outcome
         outcome.plan, outcome.model = await self._services.plan(engine, self._session, self._chat, self._keys, self._begun)
@@ -429,7 +429,7 @@ class CallAttempt:
             raise
 
     async def _send(self, engine: Engine) -> aiohttp.ClientResponse:
-        """Send the call as it is planned; if the engine refuses that, send it again as the client wrote it.
+        """Send the call as planned. If the engine refuses the exact prompt, send the call again as the client wrote it.
 
         Raises:
             EngineError: the engine cannot be reached.
@@ -444,17 +444,17 @@ class CallAttempt:
         answer = await self._post(engine)
         if plan.exact is None or answer.status not in _REFUSED:
             return answer
-        # An engine that refuses has sampled nothing. It may refuse the ids, which are ours: send what the client wrote.
+        # A refusal means that nothing was sampled. The engine may refuse only our ids, so send what the client wrote.
         words = await answer.read()
         if self._exchange.token_ids and self._driver.is_overflow(answer.status, words):
-            return answer  # a rendering of the history may be shorter, but its ids would not continue the rollout's
+            return answer  # a rendering may be shorter, but would not continue the rollout's ids
         answer.close()
         log.warning("session %s call %s: the engine refused the spliced prompt with %d", self._session, self.id, answer.status)
         log.debug("session %s call %s: the engine answered: %s", self._session, self.id, words[:300].decode(errors="replace"))
         outcome.plan = Plan(match="plain", reason=Reason.ENGINE_REFUSED_IDS, near=plan.near)
         self._request = await self._write_request(None, target)
         answer = await self._post(engine)
-        if answer.status == _OK:  # so it was the ids: the engine's vocabulary may have changed since the probe
+        if answer.status == _OK:  # so the ids were the cause: the vocabulary may have changed since the probe
             engine.doubt("it refused the ids that it was sent")
         return answer
 
@@ -468,10 +468,10 @@ class CallAttempt:
         headers = with_request_id(self._exchange.headers, self.id, self._posts)
         return await engine.upstream.send("POST", self._request.path, headers=headers, body=self._request.body)
 
-    # Pass the engine's answer on
+    # Forward the engine's answer
 
     async def _compare_returned_ids(self) -> None:
-        """Note where token ids that the client sent back differ from the record."""
+        """Add incidents where token ids that the client sent back differ from the record."""
         plan = self._outcome.plan
         differences = await compare(
             self._session,
@@ -505,7 +505,7 @@ class CallAttempt:
         """Send a whole reply to the client, after its turn is stored.
 
         Raises:
-            EngineError: tokens were sampled, and there is no text for them.
+            EngineError: tokens were sampled, but their text is not available.
         """
         body = await self._read(answer)
         if body is None:
@@ -521,13 +521,13 @@ class CallAttempt:
             self._engine.doubt(no_text)
             await self._record()
             raise EngineError(no_text)
-        if self._reply.unreadable and self._exchange.refuse is not None:  # half a body cannot be translated
+        if self._reply.unreadable and self._exchange.refuse is not None:  # an incomplete body cannot be translated
             await self._record()
             raise EngineError(_UNREADABLE)
         as_stream = delivery.sends_as_stream
         try:
             written = self._response.as_events(body, self._reply) if as_stream else self._response.as_body(body, self._reply)
-        finally:  # what cannot be written for the client was sampled all the same
+        finally:  # record the reply even if it cannot be written for the client
             async with self._response.keep_alive():
                 await self._record()
         if as_stream:
@@ -537,7 +537,7 @@ class CallAttempt:
         return whole_response(answer, written)
 
     async def _read(self, answer: aiohttp.ClientResponse) -> bytes | None:
-        """Read a whole answer; `None` if the engine broke it off, and then the client's connection is closed too."""
+        """Read a whole answer. If the engine breaks it off, close the client's connection too and return `None`."""
         try:
             async with self._response.keep_alive():
                 return await answer.read()
@@ -547,7 +547,7 @@ class CallAttempt:
             return None
 
     async def _parse(self, parsing: Awaitable[ParsedCompletion], delivery: Delivery) -> ParsedCompletion:
-        """Wait for the second request that parses a reply. If the client leaves meanwhile, the tokens are recorded all the same."""
+        """Wait for the second request that parses a reply. If the client leaves meanwhile, still record the tokens."""
         work = asyncio.ensure_future(parsing)
         try:
             async with self._response.keep_alive():
@@ -562,7 +562,7 @@ class CallAttempt:
         await self._write_turns()
 
     async def _pass_stream(self, answer: aiohttp.ClientResponse, delivery: Delivery) -> web.StreamResponse | None:
-        """Pass a stream on, and store its turn before its last event leaves."""
+        """Forward a stream, and store its turn before its last event is sent."""
         reply, outcome = self._reply, self._outcome
         held, broke = await delivery.follow(answer)
         if delivery.withheld == "overflow":
@@ -570,7 +570,7 @@ class CallAttempt:
         if delivery.withheld == "aborted" and not delivery.client_left:
             await self._drop()
             return None
-        if broke is None and delivery.client_left:  # it will not receive what waits for the store
+        if broke is None and delivery.client_left:  # it will not receive the held part
             broke = ABORTED, CLIENT_LEFT
         cut = broke is not None
         if broke is None and not reply.finished and not reply.error:
@@ -582,20 +582,20 @@ class CallAttempt:
         try:
             async with self._response.keep_alive():
                 await self._record()
-        except StoreError as why:  # the head was sent: the error goes into the stream, as an engine would send it
+        except StoreError as why:  # the head was sent, so send the error in the stream, like an engine
             held, cut = self._exchange.encoder.error(_UNAVAILABLE, f"the store failed: {why}"), False
         return await self._response.finish(held, cut=cut)
 
     async def _drop(self) -> None:
-        """Record a reply that the engine aborted before the client received any of it: the call is made again."""
+        """Record a reply that the engine aborted before the client received any of it; the caller makes the call again."""
         self._outcome.broke, self._outcome.detail = DROPPED, "the engine aborted the reply before anything was shown; asked again"
         await self._record()
 
 
 def with_request_id(headers: CIMultiDict[str], call: str, post: int = 1) -> CIMultiDict[str]:
-    """Give a request to an engine an id of its own: two requests with one id disturb each other in vLLM.
+    """Give a request to an engine a unique id: two requests with the same id disturb each other in vLLM.
 
-    The id ends with the call's id, which the turn has too. A client's own id comes before it, to be found in the engine's log.
+    The id contains the call's id, which the turn has too. A client's own id precedes it, so that it can be found in the engine's log.
     """
     own = headers.get(REQUEST_ID)
     unique = f"{call}-{post}" if post > 1 else call
@@ -605,5 +605,5 @@ def with_request_id(headers: CIMultiDict[str], call: str, post: int = 1) -> CIMu
 
 
 def undelivered(call: str) -> str:
-    """Name the document which says that no client has received a call's reply yet. Whoever removes it may send the reply."""
+    """Return the name of the document that marks a reply as not received yet. The request that deletes it may send the reply."""
     return f"unheard:{call}"

@@ -1,12 +1,12 @@
-"""Defines the states of a model call, and every legal transition between them. `call` runs calls by this table.
+"""Defines the states of a model call, and every legal transition between them. `call` follows this table.
 
 The usual path is
 
     NEW → OPENING → OPEN → SAMPLING → STREAMING (or not) → STORING → STORED
 
-An illegal transition raises `IllegalTransitionError`, in production as in tests. It can only come from a mistake in this package, so
-nothing is known about what would be recorded. The call is then closed in the store like after any other internal error: without a turn,
-and with the incident `internal-error`, so that the trainer does not take the session for complete.
+An illegal transition raises `IllegalTransitionError`, in production as in tests. The cause can only be a bug in this package, so the state
+of the call is unknown. The call is then closed in the store as after any other internal error: without a turn, and with the incident
+`internal-error`, so that the session does not count as complete.
 """
 
 from collections.abc import Mapping
@@ -17,41 +17,41 @@ class State(StrEnum):
     """The state of one model call."""
 
     NEW = "new"
-    """The store was not asked yet."""
+    """The store does not know the call yet."""
     OPENING = "opening"
     """The store is opening the call."""
     OPENING_CANCELLED = "opening, cancelled"
-    """The same, and the client has left: the call is closed as soon as the store has answered."""
+    """The store is opening the call, and the client has left: the call is closed as soon as the store has answered."""
     OPEN = "open"
-    """Open in the store. Its prompt is being planned; no engine has it."""
+    """Open in the store. Its prompt is being planned; no engine has the call."""
     QUEUED = "queued"
-    """No engine took it. It waits to be planned and sent again."""
+    """No engine accepted the call. It waits to be planned and sent again."""
     SAMPLING = "sampling"
     """An engine may be sampling. The client has received nothing of the reply."""
     STREAMING = "streaming"
     """The client has received the beginning of the reply."""
     ORPHANED = "orphaned"
-    """The client left before it received anything, and the engine goes on for a grace period."""
+    """The client left before it received anything. The engine continues for a grace period."""
     ORPHANED_QUEUED = "orphaned, queued"
-    """The same, and no engine has taken the call yet."""
+    """The client left, the grace period runs, and no engine has accepted the call yet."""
     ABANDONED = "abandoned"
-    """Cancelled before an engine may have sampled: to be closed without a turn."""
+    """Cancelled before an engine may have sampled. It must be closed without a turn."""
     CANCELLED = "cancelled"
-    """Cancelled after an engine may have sampled: what was received is to be recorded."""
+    """Cancelled after an engine may have sampled. The received part must be recorded."""
     STORING = "storing"
     """The end of the call is being written to the store."""
     STORING_CANCELLED = "storing, cancelled"
-    """The same, and the client has left: the call stops as soon as the store has answered."""
+    """The end of the call is being written, and the client has left: the call stops as soon as the store has answered."""
     UNOPENED = "unopened"
-    """Terminal: never opened. A duplicate is in flight, the store refused, or the client left at once."""
+    """Terminal: never opened, because a duplicate is in flight, the store refused, or the client left at once."""
     STORED = "stored"
-    """Terminal: the store (or, while it fails, the ledger) has what the call came to."""
+    """Terminal: the result of the call is in the store, or in the ledger while the store fails."""
     LOST = "lost"
     """Terminal: the store failed, and the policy is strict."""
 
 
 class Event(StrEnum):
-    """What happens to a call."""
+    """An event that changes the state of a call."""
 
     OPEN = "open"
     OPENED = "opened"
@@ -100,7 +100,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     State.STREAMING: {Event.CANCEL: State.CANCELLED, Event.STORE: State.STORING},
     State.ORPHANED: {
         Event.NOT_TAKEN: State.ORPHANED_QUEUED,
-        Event.SHOW: State.ORPHANED,  # to a client that is gone
+        Event.SHOW: State.ORPHANED,  # although the client is gone
         Event.ORPHAN: State.ORPHANED,  # another call waits for the reply: the grace period begins again
         Event.CANCEL: State.CANCELLED,
         Event.STORE: State.STORING,
@@ -132,7 +132,7 @@ TERMINAL = frozenset({State.UNOPENED, State.STORED, State.LOST})
 DEFERRED = frozenset({State.OPENING_CANCELLED, State.STORING_CANCELLED})
 """States in which a cancellation waits for the store."""
 ENDING = TERMINAL | {State.STORING, State.STORING_CANCELLED}
-"""States in which the end of a call is written, or was."""
+"""States in which the end of a call is being written, or has been written."""
 SENT = frozenset({State.SAMPLING, State.STREAMING, State.ORPHANED, State.CANCELLED})
 """States in which an engine may have sampled."""
 

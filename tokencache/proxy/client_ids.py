@@ -1,29 +1,29 @@
 """Uses the token ids that clients send back with a history: as evidence, as the beginning of a prompt, and to find differences.
 
-Agents of NeMo Gym send `prompt_token_ids` and `generation_token_ids` back on the messages (`dialects.gym`). Hashes of them identify the
-turn where several turns have the same words (`core.evidence.ReturnedIdHashes`).
+Agents of NeMo Gym send `prompt_token_ids` and `generation_token_ids` back on the messages (`dialects.gym`). If several turns have the same
+words, hashes of these ids identify the turn (`core.evidence.ReturnedIdHashes`).
 
-Where no recorded turn has these ids (the store was restarted, or another proxy recorded the turn), only the client vouches for them.
+If no recorded turn has these ids (the store was restarted, or another proxy recorded the turn), only the client's message supports them.
 They become the beginning of a prompt if all of this holds (`prove`):
 
-1. The prompt and the generation of each reply are a beginning of the last reply's, so the place of each reply in it is known.
+1. The prompt and generation of each reply together are a beginning of the last reply's, so the place of each reply in it is known.
 2. The template's own rendering of these messages, with the generations in place of the replies (`engine.template.edited`), begins with
-   these ids. So everything that is not a generation is what the template renders, token for token.
-3. Each generation, decoded by the engine's `/detokenize`, has the words that the template writes for that message. Only what every
-   client may change may differ: white space around a text, the form of arguments, reasoning that did not come back. A stop id ends a
-   generation.
+   these ids. So everything except the generations is what the template renders, token for token.
+3. Each generation, decoded by the engine's `/detokenize`, has the words that the template writes for that message. Only differences that
+   every client may make are allowed: whitespace around a text, the form of arguments, missing reasoning. A stop id ends a generation.
 4. The engine reports that it used the prompt (`proxy.recorder`), as for every other call.
 
-What cannot be proven is not used: the engine renders. The proxy did not record these replies, so they are context in an export (mask 0).
+Ids that cannot be proven are not used, and the engine renders. The proxy did not record these replies, so they are context in an export
+(mask 0).
 
-The record is the truth. But a client that sends back other ids than it was given also hands other ids to its trainer, and one that sends
-back unrecorded ids trains on a turn that this session lacks. `compare` reports both as incidents:
+The record always takes precedence. But a client that sends back other ids than it received also gives other ids to its trainer. A client
+that sends back unrecorded ids trains on a turn that this session lacks. `compare` reports both as incidents:
 
-`echo-differs`      the words of a recorded turn came back with other ids, or its ids with other words; the ids are not used
+`echo-differs`      the words of a recorded turn have other ids, or its ids have other words; the ids are not used
 `echo-unrecorded`   no recorded turn has these words and these ids: the store was restarted, or another proxy recorded the turn
 
-A request may also require its prompt to begin with certain ids (`required_prefix_token_ids`). They are evidence of the turn that is meant,
-and a condition: a prompt that does not begin with them is not sent (`require_prefix`).
+A request may also require its prompt to begin with certain ids (`required_prefix_token_ids`). They are evidence for the turn, and a
+condition: a prompt that does not begin with them is not sent (`require_prefix`).
 """
 
 import json
@@ -56,11 +56,11 @@ log = logging.getLogger(__name__)
 _JSON = json.JSONDecoder()
 _NOTHING = ReturnedIdFragments(b"", b"")
 _MOST_LISTED = 8
-"""Places of messages that an incident lists."""
+"""Maximum number of messages that an incident lists."""
 
 
 class _Reply(NamedTuple):
-    """A reply that came back with its ids (packed): its place among the messages, its prompt, its generation."""
+    """An echo with packed ids: its place among the messages, its prompt, its generation."""
 
     place: int
     prompt: bytes
@@ -68,10 +68,10 @@ class _Reply(NamedTuple):
 
 
 class ReturnedIds(Mapping[int, ReturnedIdHashes]):
-    """Hashes of the ids that came back with the replies of a call's history, by place. They are parsed and hashed on first use."""
+    """Hashes of the ids that a client sent with the echoes in its history, by place. They are parsed and hashed on first use."""
 
     def __init__(self, call: ChatCall) -> None:
-        """Take the ids of a call; ids on other messages than replies are ignored."""
+        """Use the ids of a call; ids on other messages than replies are ignored."""
         self._echoes = _echoes_of_replies(call)
         self._required = call.required_prefix
         self._last = next(call.conversation.replies(), -1) if call.conversation is not None else -1
@@ -79,7 +79,7 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
 
     @property
     def last(self) -> int:
-        """The place of the last reply that came back with ids; -1 if none did."""
+        """The place of the last echo with ids; -1 if there is none."""
         return max(self._echoes, default=-1)
 
     def is_prefix(self, place: int, prefix: CachedPrefix) -> bool:
@@ -87,7 +87,7 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
         return _is_prefix(self._echoes[place], prefix)
 
     def line(self) -> list[_Reply]:
-        """List the replies whose ids are a beginning of the last one's, in order; empty if the last one's are not ids."""
+        """List the replies with ids that are a beginning of the last reply's ids, in order; empty if the last reply's are not valid."""
         last = self._reply(self.last)
         if last is None:
             return []
@@ -105,7 +105,7 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
         """Return the hashes of the ids at a place.
 
         Raises:
-            KeyError: no ids came back there.
+            KeyError: there are no ids at this place.
         """
         reply = self._reply(place)
         if reply is not None:
@@ -115,12 +115,12 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
         raise KeyError(place)
 
     def __iter__(self) -> Iterator[int]:
-        """The places at which ids came back."""
+        """Iterate over the places with ids, in order."""
         places = {*self._echoes, *([self._last] if self._required and self._last >= 0 else [])}
         return (place for place in sorted(places) if self._reply(place) is not None or (self._required and place == self._last))
 
     def __len__(self) -> int:
-        """At how many places ids came back."""
+        """Return the number of places with ids."""
         return sum(1 for _ in self)
 
 
@@ -135,12 +135,12 @@ def _read_echo(echo: ReturnedIdFragments) -> tuple[bytes, bytes] | None:
 
 
 def _hashes(prompt: bytes, generation: bytes) -> ReturnedIdHashes:
-    """Hash the ids of a prompt and its generation, as a turn's are hashed."""
+    """Hash the ids of a prompt and its generation like those of a turn."""
     return ReturnedIdHashes(hash_ids(prompt + generation), hash_ids(generation))
 
 
 def _is_prefix(echo: ReturnedIdFragments, prefix: CachedPrefix) -> bool:
-    """Whether ids that came back are exactly a turn's prefix, divided where its reply begins; compared as text."""
+    """Whether returned ids are exactly a turn's prefix, and divided where its reply begins; compared as text."""
     generated = echo.generation.count(b",") + 1 if echo.generation else 0
     return generated == prefix.prefix.completion and b"".join(prefix.fragment) == echo.whole
 
@@ -165,11 +165,11 @@ class ClientPrompt(NamedTuple):
 
 
 async def prove(session: str, call: ChatCall, returned: ReturnedIds, model: Model) -> ClientPrompt:
-    """Prove the ids that came back with the last reply, and add the template's tail.
+    """Prove the ids that the client sent back with the last reply, and add the template's tail.
 
     Raises:
-        TailRefusedError: they are not proven.
-        RenderError: the engine does not render or decode now.
+        TailRefusedError: the ids cannot be proven.
+        RenderError: the engine cannot render or decode now.
     """
     replies = returned.line()
     ended_early = any(not model.stop_ids.isdisjoint(ids.unpack(reply.generation)[:-1]) for reply in replies)
@@ -195,8 +195,8 @@ async def _prove_words(call: ChatCall, replies: Sequence[_Reply], frame: History
     """Prove that each generation has the words that the template writes for its message; `prompts` are the generation prompts.
 
     Raises:
-        TailRefusedError: one has other words.
-        RenderError: the engine does not decode now.
+        TailRefusedError: a generation has other words.
+        RenderError: the engine cannot decode now.
     """
 
     async def read(packed: bytes) -> str:
@@ -232,10 +232,10 @@ def _without_stop(generation: bytes, model: Model) -> bytes:
 
 
 def _between(rendered: str, pieces: Sequence[str]) -> list[str]:
-    """Return what is between the pieces of a rendering; the first piece begins it, the last ends it.
+    """Return the texts between the pieces of a rendering, which begins with the first piece and ends with the last.
 
     Raises:
-        TailRefusedError: the rendering does not contain the pieces in this way.
+        TailRefusedError: the rendering does not contain the pieces in this order.
     """
     first, *inner, last = pieces
     if not rendered.startswith(first) or not rendered.endswith(last) or len(rendered) < len(first) + len(last):
@@ -253,8 +253,8 @@ def _between(rendered: str, pieces: Sequence[str]) -> list[str]:
 def _same_words(sampled: str, written: str, message: Message) -> bool:
     """Whether a sampled text is a message that the template writes as `written`.
 
-    What the verdicts always normalise is normalised here: white space around a text, the form of arguments, reasoning that did not come
-    back (`core.rules`). A text that was cut may be reasoning as a whole: then all of it must have come back.
+    The comparison ignores what verdicts always ignore (`core.rules`): whitespace around a text, the form of arguments, missing reasoning.
+    If a reply was cut, all of its text may be reasoning. Then the message must contain all of that reasoning.
     """
     (ours, said), (theirs, shown) = split_think(sampled), split_think(written)
     if not ours and not shown and message.thought == said.removeprefix("<think>").strip(BLANK):
@@ -263,7 +263,7 @@ def _same_words(sampled: str, written: str, message: Message) -> bool:
 
 
 def _plain(text: str, message: Message) -> str:
-    """Write a message's calls in one form in a text: JSON of their arguments, by themselves or as a member, and white space before them."""
+    """Normalize a message's calls in a text: the JSON of their arguments, alone or as a member, and the whitespace before them."""
     own = message.text if message.calls and text.startswith(message.text) else ""
     wanted = {canonical_arguments(call.arguments) for call in message.calls}
     parts, rest, at = [own], text[len(own) :].strip(BLANK), 0
@@ -292,17 +292,17 @@ async def compare(
     prefixes: PrefixCache,
     store: Store,
 ) -> list[tuple[IncidentKind, str]]:
-    """Compare the ids that came back with a call with what was recorded.
+    """Compare the ids that a client sent back with a call with the recorded ids.
 
-    In a lineage each turn's ids are a beginning of the next turn's prompt. So what came back is compared, as text, with the prefix that
-    the call continues, which is cached. Only ids that are no beginning of it are looked up among the session's turns.
+    In a lineage each turn's ids are a beginning of the next turn's prompt. So the returned ids are compared, as text, with the cached
+    prefix that the call continues. Only ids that are not a beginning of it are looked up among the session's turns.
 
     Args:
         session: the session's name.
         call: the call.
-        parent: the turn that the call continues.
-        parent_messages: how many of its messages are those of the parent's request.
-        used: the places of replies whose returned ids are used in the prompt.
+        parent: the id of the turn that the call continues; `None` if there is none.
+        parent_messages: the number of its messages that are those of the parent's request.
+        used: the places of replies with returned ids that the prompt uses.
         prefixes: the cached prefixes.
         store: the store.
 
@@ -316,7 +316,7 @@ async def compare(
         if parent is not None and parent_messages:
             prefix = await prefixes.get(session, parent)
             beginning = b"".join(prefix.fragment)
-            # Where an older reply is divided was checked when it was the last.
+            # The division of an older reply was checked when it was the last one.
             echoes = {
                 place: echo
                 for place, echo in echoes.items()
@@ -361,7 +361,7 @@ def _turns_with(echo: ReturnedIdFragments, known: list[Turn]) -> list[Turn]:
 
 
 def require_prefix(session: str, call: ChatCall, prompt: bytes | None, reason: str = "") -> None:
-    """Refuse a call whose prompt does not begin with the ids that its client requires.
+    """Refuse a call if its prompt does not begin with the ids that its client requires.
 
     Args:
         session: the session's name.
@@ -370,7 +370,7 @@ def require_prefix(session: str, call: ChatCall, prompt: bytes | None, reason: s
         reason: why the engine renders.
 
     Raises:
-        HarnessError: it does not; the message says what the client can do.
+        HarnessError: the prompt does not begin with them; the message explains what the client can do.
     """
     required = call.required_prefix
     if not required or (prompt is not None and prompt.startswith(required)):

@@ -1,6 +1,6 @@
 """Serves the requests of sessions: model calls in every dialect, token counts, lists of models, and the engine's other routes.
 
-A model call is parsed in its dialect, becomes a chat request, and goes to `dedup.in_flight`.
+A model call is parsed in its dialect, converted to a chat request, and passed to `dedup.in_flight`.
 """
 
 import secrets
@@ -59,9 +59,9 @@ from tokencache.store.base import SessionSealedError
 _UNAVAILABLE = 503
 _MODELS = ("GET", "/v1/models")
 _UNRECORDED = ("POST", "/inference/v1/generate")
-"""Samples tokens, and no dialect records it. Within a session it leaves a hole, and an incident."""
+"""This route samples tokens, and no dialect records it. Within a session it causes an incident that is a hole."""
 _FOR_TENANTS = frozenset({_MODELS, ("GET", "/health"), ("GET", "/version"), ("POST", TOKENIZE), ("POST", "/detokenize")})
-"""The engine's routes that a tenant's session may use beside model calls: they neither sample nor change anything (vLLM 0.32)."""
+"""The engine's routes that a tenant's session may use in addition to model calls: they neither sample nor change anything (vLLM 0.32)."""
 
 
 class EndpointOptions(NamedTuple):
@@ -69,13 +69,13 @@ class EndpointOptions(NamedTuple):
 
     Attributes:
         keep_alive: seconds for which a stream may be silent.
-        sampling: parameters that are pinned.
-        budget: limits of sessions that have no own.
-        token_ids: whether replies carry their token ids as NeMo Gym's do (`dialects.gym`), and requests are sent as its model server
-            sends them (`dialects.gym_request`).
+        sampling: pinned sampling parameters.
+        budget: limits of sessions without their own.
+        token_ids: whether replies contain their token ids like those of NeMo Gym's model server (`dialects.gym`), and requests are sent as
+            that server sends them (`dialects.gym_request`).
         retries: which requests are treated as retries.
-        dropped_headers: headers that do not reach the engine, in lower case.
-        affinity_headers: headers that get the session's name, so that routers send a session to one engine.
+        dropped_headers: headers that are not sent to the engine, in lower case.
+        affinity_headers: headers that are set to the session's name, so that routers send a session to one engine.
     """
 
     keep_alive: float
@@ -93,7 +93,7 @@ class SessionRequest(NamedTuple):
     Attributes:
         request: the request.
         session: the session's name.
-        origin: what the request names beside the session.
+        origin: the session's origin: path, harness and registered settings.
         route: its path without session, harness and query.
         headers: the headers for the engine.
         harness: name of the harness, `""` if unknown.
@@ -139,7 +139,7 @@ class Endpoints:
         Raises:
             HarnessError: the request cannot be served.
             EngineError: the engine cannot be reached; nothing was sent to the client.
-            SessionSealedError: the session takes no more calls.
+            SessionSealedError: the session is sealed.
             StoreError: the store failed and the policy is strict.
         """
         dropped = self._dropped_with_own_key if origin.own_key else self._options.dropped_headers
@@ -174,7 +174,7 @@ class Endpoints:
         return await self._run(asked, call, exchange, body)
 
     async def _complete_text(self, asked: SessionRequest) -> web.StreamResponse:
-        """Serve a text completion in its own format; it is only relayed if no truthful record of it can be made."""
+        """Serve a text completion in its own format. It is only relayed if it cannot be recorded correctly."""
         body, path = await body_of(asked.request), asked.origin.path
         completion = text_completions.read(body, served=self._served(asked))
         replaced = self._pin(asked, completion.fields)
@@ -189,7 +189,7 @@ class Endpoints:
         return await self._run(asked, call, exchange, body)
 
     async def _translate(self, asked: SessionRequest, dialect: TranslatedDialect) -> web.StreamResponse:
-        """Serve a request in a dialect that is translated into chat."""
+        """Serve a request in a dialect that is translated to chat."""
         request = self._dialect_request(asked, await body_of(asked.request))
         parsed = await dialect.parse(request)
         if isinstance(parsed, DirectReply):
@@ -223,9 +223,9 @@ class Endpoints:
         return await self._run(asked, call, exchange, request.body)
 
     async def _read_translated(self, asked: SessionRequest, body: bytes, known_as: str) -> ChatCall:
-        """Read a chat request that a dialect has written; later system messages become reminders if the template accepts none.
+        """Read a chat request that a dialect has written. If the template accepts no later system messages, they become reminders.
 
-        `known_as` names the earlier body that this one may continue, for the incremental parser.
+        `known_as` is the incremental parser's key of the earlier body that this one may continue.
         """
         call = read_chat(body, self._bodies, known_as, served=self._served(asked), rewrite=self._rewrite_translated)
         if any(message.role == "system" for message in call.messages[1:]) and not await self._takes_later_system(asked, call):
@@ -235,14 +235,14 @@ class Endpoints:
         return call
 
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
-        """Whether the template accepts a system message after the first one; while the engine is away, what was last known."""
+        """Whether the template accepts a system message after the first one; while the engine is unreachable, the last finding counts."""
         try:
             return (await self._engine(asked.session).model(call.model)).capability.later_system
         except EngineError:
             return self._pool.later_system
 
     async def _tokenize(self, asked: SessionRequest) -> web.StreamResponse:
-        """Answer with the ids that a chat call with this body would send; if the engine would render, the engine answers."""
+        """Answer with the ids that a chat call with this body would send. If the engine would render that call, forward the request."""
         body = await body_of(asked.request)
         call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=self._rewrite_chat)
         if call is not None:
@@ -253,7 +253,7 @@ class Endpoints:
         return await relay_to(self._pool, asked.session, asked.request, asked.origin.path, headers=asked.headers, body=body)
 
     async def _list_models(self, asked: SessionRequest) -> web.StreamResponse:
-        """Answer with the engine's own list, or with what the probe found if the engine has none (NeMo RL's worker)."""
+        """Answer with the engine's own list, or with the models that the probe found if the engine has none (NeMo RL's worker)."""
         engine = self._engine(asked.session)
         await engine.model()
         if all(capability.lists_models for capability in engine.capabilities):
@@ -280,11 +280,11 @@ class Endpoints:
                 return await response.fail(status, f"the call was given up: {why}")
 
     async def _note_unrecorded(self, asked: SessionRequest, dialect: str, what: str) -> None:
-        """Add an incident for a request that samples and is only relayed.
+        """Add an incident for a request that samples but is only relayed.
 
         Raises:
             HarnessError: the session has a budget, and tokens that are not recorded cannot be counted.
-            SessionSealedError: the session takes no more calls.
+            SessionSealedError: the session is sealed.
             StoreError: the store failed and the policy is strict.
         """
         if asked.origin.budget.over(self._options.budget):
@@ -298,10 +298,10 @@ class Endpoints:
         await self._ledger.add_incidents(asked.session, [incident])
 
     def _pin(self, asked: SessionRequest, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
-        """Write the pinned parameters into a request's members, and return the values that the harness had there.
+        """Write the pinned parameters into a request's members, and return the values that they replaced.
 
-        A session's own policy comes first. A tenant gets a part of the engine's prefix cache for itself, by a salt that no other tenant
-        can compute (`cache_salt`, vLLM 0.20 to 0.32).
+        A session's own policy takes precedence. Each tenant gets a separate part of the engine's prefix cache, by a salt that no other
+        tenant can compute (`cache_salt`, vLLM 0.20 to 0.32).
         """
         if asked.origin.tenant:
             salt = keyed_hash(self._bodies.secret, b"tenant" + asked.origin.tenant.encode())
@@ -330,7 +330,7 @@ class Endpoints:
         )
 
     def _served(self, asked: SessionRequest) -> Callable[[str], str]:
-        """Return the function that maps a harness's name of a model to the served model."""
+        """Return the function that maps a harness's name for a model to the served model."""
         return partial(self._aliases.served, own=asked.origin.models)
 
     async def _served_models(self, asked: SessionRequest) -> list[ServedModel]:
@@ -350,7 +350,7 @@ def _models_of(engine: Engine) -> list[ServedModel]:
 
 
 def _tokenize_answer(prompt: bytes, model: Model) -> bytes:
-    """Write the answer of `/tokenize` for packed ids, as vLLM 0.32 writes it."""
+    """Write the answer of `/tokenize` for packed ids in the format of vLLM 0.32."""
     return msgspec.json.encode(
         {
             "count": ids.count(prompt),

@@ -1,15 +1,15 @@
-"""Retries a call that no engine takes, so that an engine's restart does not end an agent's episode.
+"""Retries a call that no engine accepts, so that an engine's restart does not end an agent's episode.
 
-Engines of a training run go away and come back: they are restarted, or paused while their weights are replaced. Everything that makes a
-session is in our store, so a call can wait, or go to another engine. There are two cases:
+During a training run, engines are restarted, or paused while their weights are replaced. The whole state of a session is in the proxy's
+store, so a call can wait, or use another engine. There are two cases:
 
-- *not taken*: no connection, or a refusal (503, 429) before any answer began. Nothing was sampled. `call.CallAttempt` asks each engine in
-  the session's order; when all refused, `until_taken` waits with growing pauses and asks them again. Each attempt plans the call anew.
-- *aborted*: the engine ended the reply itself (`finish_reason: "abort"`), and the client received nothing of it. What was sampled is
-  recorded as a turn that is never continued, and `dedup.in_flight` makes the call again: a fresh sample on the same prompt. A client
-  that received the beginning keeps it: a stream cannot be taken back, and no parser is known to go on within a message.
+- *not taken*: no connection, or a refusal (503, 429) before any answer began. Nothing was sampled. `call.CallAttempt` tries each engine in
+  the session's order. If all refuse, `until_taken` waits with growing pauses and tries them again. Each attempt plans the call again.
+- *aborted*: the engine ended the reply itself (`finish_reason: "abort"`), and the client received nothing of it. The sampled tokens are
+  recorded as a turn that is never continued, and `dedup.in_flight` makes the call again: a new sample for the same prompt. If the client
+  received the beginning, the call is not made again: a stream cannot be undone, and no parser is known to resume within a message.
 
-A streaming client receives keep-alive events meanwhile.
+Meanwhile a streaming client receives keep-alive events.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from tokencache.backoff import delays
 from tokencache.errors import EngineError
 
 MAX_RESAMPLES = 4
-"""How often an aborted call is made again: weights may change faster than a reply is sampled."""
+"""Maximum number of times that an aborted call is made again: weights may change faster than a reply is sampled."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
-"""Seconds. Each pause is twice the one before, less up to half of it at random."""
+"""Seconds. Each pause is twice the one before, reduced at random by up to half."""
 
 
 class NotTakenError(Exception):
-    """No engine took the call: the last engine's answer, or why there is none."""
+    """No engine took the call. Has the last engine's answer, or the error if there is none."""
 
     def __init__(self, message: str, *, answer: aiohttp.ClientResponse | None = None, error: EngineError | None = None) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class NotTakenError(Exception):
 
     @property
     def retry_after(self) -> float:
-        """Seconds that the engine asked to wait; 0 if it did not."""
+        """The engine's `Retry-After`, in seconds; 0 if it sent none."""
         seconds = self.answer.headers.get("Retry-After", "") if self.answer is not None else ""
         return float(seconds) if seconds.isdecimal() else 0.0
 
@@ -58,15 +58,15 @@ class Taken(NamedTuple):
 
 
 async def until_taken(ask: Callable[[], Awaitable[aiohttp.ClientResponse]], refused: NotTakenError, seconds: float) -> Taken:
-    """Ask the engines again, with growing pauses, until one takes the call.
+    """Try the engines again, with growing pauses, until one takes the call.
 
     Args:
-        ask: asks each engine once; raises `NotTakenError`.
-        refused: why the first round failed.
-        seconds: how long the call may wait; then the last refusal is returned as it is.
+        ask: tries each engine once; raises `NotTakenError` if none takes the call.
+        refused: the failure of the first round.
+        seconds: how long the call may wait. After that, an answer that refuses the call is returned like any other.
 
     Raises:
-        EngineError: time is up, and no engine has answered; or an engine failed after it may have begun to sample.
+        EngineError: the time is over and no engine answered, or an engine failed after it may have begun to sample.
     """
     started, why = time.monotonic(), ""
     pauses = delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)
@@ -86,6 +86,6 @@ async def until_taken(ask: Callable[[], Awaitable[aiohttp.ClientResponse]], refu
 
 
 async def pause_before_resample() -> None:
-    """Wait a little before an aborted call is made again."""
+    """Wait shortly before an aborted call is made again."""
     metrics.QUEUED_CALLS.labels("aborted").inc()
     await asyncio.sleep(next(delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)))

@@ -1,13 +1,13 @@
-"""Writes the replies that no engine made: for a session whose budget is used up, and for a prompt that is too long.
+"""Writes replies without an engine: when the budget of a session is used up, and when a prompt is too long.
 
-No turn is recorded for them, because the model did not say them.
+No turn is recorded for them, because the model did not generate them.
 
 An agent ends its loop when the model stops without a tool call. So a call above the budget gets a text reply, in the client's dialect
-and form. An error would do worse: harnesses retry errors, or fail.
+and form. An error would be worse, because harnesses retry after errors, or fail.
 
-NeMo Gym's model server answers a prompt that is too long with an empty completion and the finish reason `length`: an agent ends its
-episode there, where an error would end Gym's whole collection of rollouts. The proxy does the same where it takes that server's place
-(`--return-token-id-information`). The engine's message is kept in an incident (`engine-refused`).
+NeMo Gym's model server answers a prompt that is too long with an empty completion and the finish reason `length`. Then the agent ends its
+episode; an error would end Gym's whole collection of rollouts. The proxy does the same where it replaces that server
+(`--return-token-id-information`). An incident (`engine-refused`) keeps the engine's message.
 Source: nemo-gym 0.7.0, `responses_api_models/vllm_model/app.py` (`chat_completions`, `_create_empty_chat_completion`).
 """
 
@@ -23,13 +23,13 @@ OVERFLOW_DETAIL = "answered with an empty completion, finish reason 'length'"
 
 
 def budget_reply(call: ChatCall, call_id: str) -> bytes:
-    """Write the chat or text completion (JSON) that ends an episode; all choices are repeated_choice."""
+    """Write the chat or text completion (JSON) that ends an episode; all its choices are the same."""
     write = write_text_completion if call.dialect == "completions" else write_completion
     choices = repeated_choice(call.n, Message("assistant", LAST_WORDS), "stop")
     return write(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)
 
 
 def overflow_reply(call: ChatCall, call_id: str) -> bytes:
-    """Write the chat completion (JSON) that answers a prompt which is too long (`Driver.is_overflow`)."""
+    """Write the chat completion (JSON) for a prompt that is too long (`Driver.is_overflow`)."""
     choices = repeated_choice(call.n, Message("assistant"), "length")
     return write_completion(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)

@@ -1,9 +1,9 @@
-"""Knows the harnesses: which one sends a request, which rules apply to it, and which model names it uses.
+"""Finds out which harness sends a request, which rules apply to it, and which model names it uses.
 
-A value that a harness changed before it sent it back (`cd <cwd> && ` removed from a command) still belongs to the model's own turn
-only if this harness is known to make this change. Its adapter says so. The adapter is chosen, in this order, by the API key's
-registration, the path (`/h/<harness>/…`), a header, or the User-Agent where the adapter names a pattern for it. A wrong choice costs
-segments, never exactness: each rule checks on the reply itself that just this change was made.
+A harness may change a value before it sends a reply back (it removes `cd <cwd> && ` from a command). The echo still counts as the model's
+own turn only if the harness's adapter lists this change. The adapter is chosen, in this order, by the API key's registration, the path
+(`/h/<harness>/…`), a header, or the User-Agent if the adapter has a pattern for it. A wrong choice may break a session into more sequences,
+but never makes them inexact, because each rule checks on the reply itself that exactly this change was made.
 """
 
 import re
@@ -18,7 +18,7 @@ HEADER = "X-Tokencache-Harness"
 
 
 class HarnessProfiles:
-    """The rules of each harness that has an adapter; `off` are the names of rules that are switched off."""
+    """The rules of each harness with an adapter; `off` has the names of rules that are switched off."""
 
     def __init__(self, adapters: Mapping[str, Adapter], off: Iterable[str] = ()) -> None:
         off = frozenset(off)
@@ -27,10 +27,10 @@ class HarnessProfiles:
         self._agents = [(re.compile(adapter.user_agent), name) for name, adapter in adapters.items() if adapter.user_agent]
 
     def leniency(self, harness: str) -> Leniency:
-        """Return the rules that apply to a harness; `""` stands for an unnamed one.
+        """Return the rules that apply to a harness; `""` is an unknown harness.
 
         Raises:
-            HarnessError: there is no adapter of this name.
+            HarnessError: there is no adapter with this name.
         """
         if not harness:
             return self._unnamed
@@ -40,18 +40,18 @@ class HarnessProfiles:
         return leniency
 
     def recognise(self, user_agent: str) -> str:
-        """Return the name of the harness that sends this User-Agent, `""` if none is known."""
+        """Return the name of the harness that sends this User-Agent; `""` if it is unknown."""
         return next((name for agent, name in self._agents if agent.search(user_agent)), "")
 
 
 class ModelAliases:
-    """Names that harnesses give the model, as shell patterns, with the served model of each. The first pattern that matches counts."""
+    """Maps model names of harnesses (shell patterns) to served models. The first pattern that matches counts."""
 
     def __init__(self, patterns: Mapping[str, str]) -> None:
         self._patterns = dict(patterns)
 
     def served(self, name: str, own: Mapping[str, str]) -> str:
-        """Return the served model for a name; the session's `own` patterns come first."""
+        """Return the served model for a name, or the name if no pattern matches; the session's `own` patterns take precedence."""
         for patterns in (own, self._patterns):
             for pattern, model in patterns.items():
                 if fnmatchcase(name, pattern):

@@ -1,8 +1,8 @@
-"""Begins and ends calls in the store, and keeps calls alive when the store fails.
+"""Begins and ends calls in the store, and lets calls continue when the store fails.
 
-A call never fails because the store does (unless configured: `on_store_error = fail`). While the store cannot be reached, a call goes on
-without its session's past. The incidents about it are kept in memory and saved as soon as the store answers again, so that the trainer
-sees that the session is incomplete, and why.
+A call does not fail because the store does, unless that is configured (`on_store_error = fail`). While the store cannot be reached, a call
+continues without its session's history. Its incidents are kept in memory and saved when the store answers again. So the trainer sees that
+the session is incomplete, and why.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from tokencache.store.base import BeginResult, Join, SessionGoneError, SessionSe
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""Pause between attempts to save incidents."""
+"""Seconds between attempts to save incidents."""
 ONE_BY_ONE = 16
-"""How many events of a session are all selected (`SampledCounter`)."""
+"""Number of the first events of a session that are all selected (`SampledCounter`)."""
 _MOST_SESSIONS = 4096
-"""Sessions that a counter remembers; a session that was dropped starts at 0 again."""
+"""Maximum number of sessions that a counter remembers; a session that was dropped starts at 0 again."""
 
 
 class SampledCounter:
     """Counts events of each session in this process, and selects those that become incidents.
 
-    A client may repeat a refused call without end, and a session's incidents must not grow with that. So the first `ONE_BY_ONE` events
+    A client may repeat a refused call endlessly, and the list of incidents must not grow with every call. So the first `ONE_BY_ONE` events
     are selected, then the 32nd, the 64th and so on.
     """
 
@@ -45,12 +45,12 @@ class SampledCounter:
         self._counts: LRUCache[str, int] = LRUCache(_MOST_SESSIONS)
 
     def count(self, session: str) -> int:
-        """Count an event and return its number if it is selected, else 0."""
+        """Count an event and return its number if it is selected, otherwise 0."""
         number = self._counts[session] = self._counts.get(session, 0) + 1
         return number if number <= ONE_BY_ONE or number.bit_count() == 1 else 0
 
     def forget(self, session: str) -> None:
-        """Start at 0 again for a session that was deleted."""
+        """Forget a session that was deleted."""
         self._counts.pop(session, None)
 
 
@@ -60,7 +60,7 @@ class Ledger:
     Attributes:
         store: the store.
         prefixes: the cached prefixes of its turns.
-        replica: the id of this process in the store.
+        replica: the id of this process in the store, random.
     """
 
     def __init__(self, store: Store, prefixes: PrefixCache, *, strict: bool = False, experts: RoutedExperts | None = None) -> None:
@@ -70,7 +70,7 @@ class Ledger:
             store: the store.
             prefixes: the cached prefixes of its turns.
             strict: whether a store error fails the call.
-            experts: writes routed experts; `None` where they are not kept.
+            experts: writes routed experts; `None` if they are not kept.
         """
         self.store = store
         self.prefixes = prefixes
@@ -100,7 +100,7 @@ class Ledger:
             return None
 
     async def end(self, begun: BeginResult | None, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
-        """Store the turns of a call, and the documents by which its reply is found again, before the last byte is sent.
+        """Store the turns of a call and its documents; called before the last byte of the reply is sent.
 
         Raises:
             StoreError: the store failed and the policy is strict.
@@ -147,7 +147,7 @@ class Ledger:
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """End a call without a turn; `documents` are stored all the same.
+        """End a call without a turn; `documents` are still stored.
 
         Raises:
             StoreError: the store failed and the policy is strict.
@@ -197,7 +197,7 @@ class Ledger:
             raise SessionSealedError(session)
 
     async def note_late_call(self, session: str, detail: str) -> None:
-        """Note that a call came after its session was sealed, so that nothing was sampled. `detail` names the kind of call."""
+        """Add an incident for a call that arrived after its session was sealed; nothing was sampled. `detail` names the kind of call."""
         number = self._late.count(session)
         log.warning("session %s is sealed: %s is refused", session, detail)
         if number:
@@ -205,7 +205,7 @@ class Ledger:
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
     def count_over_budget(self, session: str) -> int:
-        """Count a call after the session's budget was used up; return its number if it should be noted, else 0."""
+        """Count a call after the session's budget was used up; return its number if it needs an incident, otherwise 0."""
         return self._spent.count(session)
 
     async def keep_experts(self, outcome: Outcome) -> None:
@@ -214,7 +214,7 @@ class Ledger:
             await self._experts.keep(outcome)
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
-        """Delete a session and its files; false if there was none. With `reuse` its name may be used again at once.
+        """Delete a session and its files; false if the session does not exist. With `reuse` its name may be used again at once.
 
         Raises:
             StoreError: the store failed; nothing was deleted.
@@ -222,12 +222,12 @@ class Ledger:
         known = await self.store.delete(session, reuse=reuse)
         self._late.forget(session)
         self._spent.forget(session)
-        if self._experts is not None:  # after the store: a call that ends from now on removes its own files
+        if self._experts is not None:  # after the store, because a call that ends later removes its own files
             await self._experts.drop([session])
         return known
 
     def detach(self, work: "asyncio.Task[Any]") -> None:
-        """Keep a task that must end although its client has left."""
+        """Keep a task that must finish although its client has left."""
         self._tasks.add(work)
         work.add_done_callback(self._ended)
 
@@ -237,16 +237,16 @@ class Ledger:
             log.error("a call failed while it ended; its turn may be missing", exc_info=why)
 
     def unsaved(self, session: str) -> list[Incident]:
-        """Return the incidents of a session that could not be saved yet."""
+        """Return the incidents of a session that are not saved yet."""
         return list(self._unsaved.get(session, ()))
 
     async def settled(self) -> None:
-        """Wait until the calls whose clients have left have ended, and all incidents are saved."""
+        """Wait until all detached tasks have ended and all incidents are saved."""
         while pending := self._tasks or ({self._saving} if self._saving is not None and not self._saving.done() else set()):
             await asyncio.wait(pending)
 
     async def close(self) -> None:
-        """Finish the calls under way, try once more to save incidents, and log the sessions whose incidents are lost."""
+        """Wait for the detached tasks, try once more to save incidents, and log which incidents are lost."""
         while self._tasks:  # a task may start others
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._saving is not None:
@@ -264,7 +264,7 @@ class Ledger:
                 log.error("session %s: incidents not saved, %s: %s", session, effect, listed)  # noqa: TRY400
 
     async def _gone(self, session: str, call: str) -> None:
-        """Note that a session ended during a call. If it was deleted, the store drops this incident; otherwise the store lost it."""
+        """Add an incident for a session that is gone at the end of a call. The store drops it if the session was deleted and not lost."""
         log.warning("session %s call %s: the session was deleted or lost during the call; its turns are dropped", session, call)
         detail = "the store had lost the session when this call ended, and all its turns before"
         lost = IncidentKind.SESSION_LOST.incident(detail, call=call, at=time.time())
@@ -277,7 +277,7 @@ class Ledger:
             raise why
 
     def _lose(self, outcome: Outcome, recorded: Recorded) -> None:
-        """Keep the incidents of a call whose turns could not be stored, until the store answers again."""
+        """Keep the incidents of a call until the store answers again; its turns could not be stored."""
         detail = "the store failed; the turn of this call may not be recorded"
         lost = IncidentKind.STORE_ERROR.incident(detail, call=outcome.call_id, at=time.time())
         _count([lost])
@@ -303,7 +303,7 @@ class Ledger:
             del self._unsaved[session][: len(incidents)]
             if not self._unsaved[session]:
                 del self._unsaved[session]
-        while self._open:  # after the incidents: else a reader could see the session complete in between
+        while self._open:  # after the incidents, so that the session never looks complete in between
             session, epoch, call = self._open[0]
             with contextlib.suppress(SessionGoneError):
                 await self.store.settle(session, epoch, call)

@@ -1,9 +1,9 @@
 """Finds how many tokens of an interrupted reply its client had received.
 
-A client that leaves within a reply later sends back the text that it has. The core finds which characters these are
-(`core.verdict.DeliveredPrefix`). That a token ends where they end is proven with the engine's own `/detokenize`: the tokens up to there
-read as the tokens before the text, followed by the text. There is no such token if a character, or a piece of text that a parser held
-back, ends within one.
+A client that leaves during a reply may later send back the text that it received. The core finds which characters these are
+(`core.verdict.DeliveredPrefix`). The engine's own `/detokenize` then proves that a token ends where the text ends: the decoded tokens up to
+there equal the decoded tokens before the text, followed by the text. There is no such token if a character, or a piece of text that a
+parser held back, ends within a token.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,9 +13,9 @@ from tokencache.core import ids
 from tokencache.core.verdict import DeliveredPrefix
 
 HELD_BACK = 4
-"""Tokens that a parser may have held back when the last text was delivered."""
+"""Maximum number of tokens that a parser may have held back when the last text was delivered."""
 _AROUND = 3
-"""Tokens tried on each side of the place that the lengths point to: part of a character may read as more characters than the whole."""
+"""Number of tokens tried on each side of the place that the lengths suggest: a part of a character may decode to several characters."""
 
 
 async def delivered_tokens(
@@ -24,13 +24,13 @@ async def delivered_tokens(
     """Return how many tokens of a completion were delivered; `None` if that cannot be proven.
 
     Args:
-        delivered: the text that came back, and where it can be.
+        delivered: the text that the client sent back, and the bounds of its tokens.
         completion: packed ids.
-        stop_ids: the model's stop ids. One that directly follows a text which was delivered to its end belongs to it.
-        read: reads packed ids as text.
+        stop_ids: the model's stop ids. If the text was delivered to its end, a stop id directly after it is counted too.
+        read: decodes packed ids to text.
 
     Raises:
-        RenderError: the engine cannot read its ids.
+        RenderError: the engine cannot decode its ids.
     """
     known: dict[int, str] = {}
 
@@ -40,10 +40,10 @@ async def delivered_tokens(
         return known[n]
 
     async def starts_at_token(whole: str) -> bool:
-        """Whether a token starts where the text starts, if `whole` is the text of all tokens up to its end.
+        """Whether a token starts where the text starts; `whole` is the text of all tokens up to the end of the text.
 
-        The event with its start may hold too many tokens to try each, so the place where the text before it has the right length is found
-        by bisection.
+        The event in which the text starts may contain too many tokens to try each. So bisection finds the place where the text before it
+        has the right length.
         """
         before = len(whole) - len(delivered.text)
         low, high = delivered.first, delivered.begun

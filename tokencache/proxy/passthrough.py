@@ -1,7 +1,7 @@
-"""Passes a request on to an engine byte for byte, and its answer back, with streaming and back-pressure both ways.
+"""Forwards a request to an engine byte for byte, and returns its answer, with streaming and back-pressure in both directions.
 
-Used for all requests without a session, and for the engine's routes that the proxy does not serve itself. Only headers that belong to a
-single connection are left out.
+This serves all requests without a session, and the engine's routes that the proxy does not serve itself. Only headers that belong to a
+single connection are removed.
 """
 
 import aiohttp
@@ -32,11 +32,11 @@ async def relay_to(
 
     Args:
         pool: the engines.
-        session: the session's name.
+        session: the session's name; `None` without a session.
         request: the request.
         path: path and query at the engine.
-        headers: sent instead of the request's own.
-        body: sent instead of the request's own, if it was read already.
+        headers: headers to send instead of the request's own.
+        body: body to send instead of the request's own, for example because it was read already.
 
     Raises:
         EngineError: no engine can be reached, or one failed after the request was sent. Nothing was sent to the client.
@@ -65,7 +65,7 @@ async def _relay(
 
 
 async def _pass_back(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Pass an answer back as it arrives; if it breaks off, close the client's connection too."""
+    """Return an answer as it arrives; if it breaks off, close the client's connection too."""
     response = open_response(answer)
     try:
         await response.prepare(request)

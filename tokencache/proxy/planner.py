@@ -1,8 +1,8 @@
 """Plans the exact prompt of a call, from its messages and the recorded turns of its session.
 
-`core.match` says which turn a history continues; the planner reads the ids of that turn and joins them with the tail. What cannot be
-proven ends in a plain plan with the reason: the engine renders, and the turn starts a new lineage. A failure of the proxy or its store
-also ends in a plain plan: the client gets its reply, the trainer the reason.
+`core.match` finds the turn that a history continues. The planner reads the ids of that turn and joins them with the tail. If something
+cannot be proven, the plan is `plain`, with the reason: the engine renders, and the turn starts a new lineage. After a failure of the proxy
+or its store, the plan is also `plain`: the client gets its reply, and the trainer sees the reason.
 """
 
 import logging
@@ -36,31 +36,32 @@ from tokencache.store.base import BeginResult, Store, StoreError
 log = logging.getLogger(__name__)
 
 FIRST_REPLIES = 2
-"""Replies that are looked up when a call begins; the others only if none of these is known."""
+"""Number of last replies that are looked up when a call begins; the others are looked up only if none of these is known."""
 _EDITED = frozenset({Reason.PAST_CHANGES, Reason.NEW_MESSAGES_REACH_BACK, Reason.TAIL_NOT_PROVEN})
-"""Reasons for refusing a tail that mean: the template now writes the unchanged history in another way, as if it had been edited."""
+"""Reasons for refusing a tail that mean that the template now writes the unchanged history differently, as if it had been edited."""
 _FAILURES: dict[type[Exception], str] = {StoreError: Reason.STORE_ERROR, KeyError: Reason.TORN_RECORD, ValueError: Reason.TORN_RECORD}
 
 _Known = Mapping[bytes, Sequence[Hit]]
-"""What the store found under the keys that were looked up."""
+"""The turns that the store found under the keys that were looked up."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How a call is sent.
 
     Attributes:
-        match: how the history relates to recorded turns, with `reason`, as recorded with the turn.
-        prompt: the exact packed ids, `None` where the engine renders.
-        fragment: the same as JSON in pieces.
+        match: how the history relates to recorded turns. It is recorded with the turn, like `reason`, `parent`, `origin`, `anchors` and
+            `applied_rules`.
+        prompt: the exact packed ids; `None` if the engine renders.
+        fragment: the same ids as a JSON fragment in pieces.
         whole: whether these are the whole prompt; otherwise they end with the last reply, and the engine adds the tail.
         last_reply: the last reply in the prompt.
-        parent: the turn that this one continues; with `origin`, `anchors` and `applied_rules` it is recorded with the turn.
-        near: a turn whose prefix begins like the prompt, so that the beginning is not stored again.
-        shared: how many tokens these have in common; 0 if that is still to be found out.
-        parent_messages: how many of the request's messages are those of the parent's request.
-        served: the parent's reply, which comes after them.
+        parent: the id of the turn that this one continues.
+        near: the id of a turn with a prefix that begins like the prompt, so that the beginning is not stored again.
+        shared: the number of tokens that this prefix and the prompt have in common; 0 if it is not known yet.
+        parent_messages: the number of the request's messages that are those of the parent's request.
+        served: the parent's reply, which follows these messages.
         foreign: a hash of the client's own assistant messages among them (`core.evidence`).
-        client_places: the places of replies whose ids the client sent back and which are not recorded here (`client_ids`).
+        client_places: the places of replies with unrecorded ids that the client sent back and the prompt uses (`client_ids`).
     """
 
     match: MatchKind
@@ -82,14 +83,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exact(self) -> ExactPrompt | None:
-        """The exact prompt for a driver; `None` where the engine renders."""
+        """The exact prompt for a driver; `None` if the engine renders."""
         if self.prompt is None or self.fragment is None or self.last_reply is None:
             return None
         return ExactPrompt(self.prompt, self.fragment, self.last_reply)
 
     @property
     def sent(self) -> ids.Pieces:
-        """The whole prompt as JSON, as the engine should echo it; empty where it is not known."""
+        """The whole prompt as a JSON fragment, as the engine should report it; empty if it is not known."""
         return self.fragment if self.fragment is not None and self.whole else ()
 
 
@@ -104,10 +105,10 @@ class Planner:
     async def plan(
         self, engine: Engine, session: str, call: ChatCall, keys: Sequence[bytes], begun: BeginResult | None
     ) -> tuple[Plan, Model | None]:
-        """Plan a call that has begun, for an engine. A failure of the proxy or its store ends in a plain plan.
+        """Plan a call that has begun, for an engine. After a failure of the proxy or its store, the plan is `plain`.
 
         Raises:
-            EngineError: the engine cannot be reached, or does not serve now: any other prompt would break this session's lineage.
+            EngineError: the engine cannot be reached, or cannot serve now. Any other prompt would break this session's lineage.
         """
         if begun is None:
             return Plan(match="plain", reason=Reason.STORE_ERROR), None
@@ -125,7 +126,7 @@ class Planner:
             return Plan(match="plain", reason=_FAILURES.get(type(why), Reason.INTERNAL_ERROR)), model
 
     async def next_prompt(self, session: str, call: ChatCall) -> tuple[bytes, Model] | None:
-        """Preview the packed ids that a call would send; `None` if the engine would render."""
+        """Preview the prompt of a call: its packed ids and the model; `None` if the engine would render."""
         keys = keys_wanted(call)
         try:
             hits = await self._store.find(session, keys)
@@ -158,11 +159,11 @@ class Planner:
     async def _plan(
         self, session: str, call: ChatCall, model: Model, keys: Sequence[bytes], hits: Sequence[list[Hit]], *, first: bool = False
     ) -> Plan:
-        """Plan a call; `hits` are what the store found under `keys`, `first` says that it is the first call of its session.
+        """Plan a call; `hits` are the turns that the store found under `keys`, `first` is whether it is the first call of its session.
 
         Raises:
             StoreError: the store failed.
-            EngineError: the engine cannot be reached, or does not answer now: the proof is made later, or elsewhere.
+            EngineError: the engine cannot be reached, or cannot answer now. The call is planned later, or for another engine.
         """
         if call.plain or call.conversation is None:
             return Plan(match="plain", reason=call.plain)
@@ -199,19 +200,19 @@ class _Planning:
 
     @property
     def last_returned(self) -> int:
-        """The place of the last reply that came back with token ids; -1 if none did."""
+        """The place of the last echo with token ids; -1 if there is none."""
         return self._returned.last if self._returned is not None else -1
 
     # match
 
     async def match(self, known: _Known) -> Match:
-        """Match the history with recorded turns. What the match needs beyond `known` is read from the store, each thing once."""
+        """Match the history with recorded turns. Turns beyond `known` that the match needs are read from the store, each key once."""
         hits, turns = dict(known), None
         echoed = self._returned if self._returned is not None else {}
         call, conversation = self._call, self._conversation
         while True:
             found = match(conversation, hits, call.leniency, call.handles, turns, echoed=echoed)
-            # If the last replies are not known, or the deepest known place was not the model's reply after all: look up the rest.
+            # If the last replies are not known, or the last known place was not the model's reply, look up the rest.
             looked = not hits or (found.parent is not None and chain_key(conversation.chain[found.at]) in hits)
             rest = () if looked else lookup_keys(conversation, handles=call.handles)
             missing = [key for key in rest if key not in hits]
@@ -232,9 +233,9 @@ class _Planning:
         if capability.level != "exact":
             return Reason.RECORD_ONLY
         if not self._call.leniency.off.isdisjoint(self._call.left_out):
-            return Reason.SWITCHED_OFF  # reading the request needed a rule that is switched off
+            return Reason.SWITCHED_OFF  # parsing the request needed a rule that is switched off
         if not capability.tokenizes:
-            return ""  # the engine adds the tail, in its own rendering
+            return ""  # the engine adds the tail
         return "" if await self._model.renders_alike(self._call.args) else Reason.RENDERINGS_DIFFER
 
     def cannot_supply(self, plan: Plan) -> str:
@@ -248,11 +249,11 @@ class _Planning:
     # ids that the client sent back
 
     async def from_client_ids(self, found: Match) -> Plan | None:
-        """Begin the prompt with the ids that the client sent back, if they are not recorded here; `None` where the record decides.
+        """Begin the prompt with the ids that the client sent back, if they are not recorded here; `None` to use the record.
 
         Raises:
-            TailRefusedError: they are not proven, and no recorded reply is known for certain.
-            RenderError: the engine does not answer now.
+            TailRefusedError: the ids are not proven, and no recorded reply is certain.
+            RenderError: the engine cannot answer now.
         """
         if self._returned is None or await self._recorded(found, self._returned):
             return None
@@ -275,9 +276,9 @@ class _Planning:
         )
 
     async def _recorded(self, found: Match, returned: ReturnedIds) -> bool:
-        """Whether the last ids that came back belong to a recorded turn, or precede what was found; true if none came back.
+        """Whether the last returned ids belong to a recorded turn, or precede a reply that was found; true if no ids were returned.
 
-        For a recorded turn the text decides: ids do not make up for other words.
+        For a recorded turn the text decides: ids do not compensate for other words.
         """
         last = returned.last
         if last < 0 or any(place > last for place, _ in found.anchors):
@@ -294,7 +295,7 @@ class _Planning:
     # splices
 
     async def splice(self, found: Match, known: _Known) -> Plan:
-        """Splice what was found. Of an aborted parent, first prove how much the client has received."""
+        """Plan a prompt for a match. If the parent was aborted, first prove how much of it the client has received."""
         cut = None
         if found.parent is not None and found.delivered is not None:
             cut = await self._cut(found.parent, found.delivered)
@@ -315,10 +316,10 @@ class _Planning:
         return await self._resplice(found, cut)
 
     async def _cut(self, turn: Turn, delivered: DeliveredPrefix) -> bytes | None:
-        """Cut an aborted turn's prefix (packed ids) where its client left; `None` if no token is proven to end there.
+        """Cut an aborted turn's prefix (packed ids) where its client left; `None` if it is not proven that a token ends there.
 
         Raises:
-            RenderError: the engine does not decode its own tokens.
+            RenderError: the engine cannot decode its own tokens.
         """
         prefix = (await self._prefixes.get(self._session, turn.id)).prefix.ids
         completion = ids.tail(prefix, turn.prompt_tokens)
@@ -329,10 +330,10 @@ class _Planning:
         return ids.head(prefix, turn.prompt_tokens + n) if n is not None else None
 
     async def _without(self, turn: Turn, known: _Known) -> Match:
-        """Match again without an aborted turn of which no token ends where its client left: its words are text like any other.
+        """Match again without an aborted turn that cannot be cut at a token. Its text is then treated as ordinary text.
 
         Raises:
-            TailRefusedError: a reply before it is also the beginning of an aborted one.
+            TailRefusedError: the new match also needs to cut an aborted turn.
         """
         others = {key: [hit for hit in hits if hit.turn.id != turn.id] for key, hits in known.items()}
         found = await self.match(others)
@@ -393,7 +394,7 @@ class _Planning:
         )
 
     async def _last_reply(self, place: int, turn: Turn, base: bytes) -> LastReply:
-        """Describe the reply with which a prefix ends."""
+        """Describe the reply at the end of a prefix."""
         logprobs = b""
         if self._model.driver.sends_logprobs:
             logprobs = (await self._store.tokens(self._session, [turn.id]))[turn.id].logprobs
@@ -403,7 +404,7 @@ class _Planning:
         """List the replies in a turn's prompt.
 
         Raises:
-            TailRefusedError: the records do not say where they are.
+            TailRefusedError: the records do not contain their positions.
         """
         if turn.parent is None and not turn.anchors:
             return ()
@@ -413,7 +414,7 @@ class _Planning:
         return known
 
     async def _resplice(self, found: Match, cut: bytes | None) -> Plan:
-        """Render the history again, with the exact ids of every recognised reply.
+        """Render the history again, with the exact ids of every recognized reply.
 
         Raises:
             TailRefusedError: the frame of the replies, or the generation prompts before them, cannot be proven.
@@ -455,7 +456,7 @@ class _Planning:
             return plan
         reason = found.reason if found.reason == Reason.OPENER_UNKNOWN else Reason.RENDERED_ALIKE
         follows = msgspec.structs.replace(plan, match="continue", reason=reason, parent=parent.id, origin=None, shared=last.end)
-        if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited: it only had to be proven
+        if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited after all
             return msgspec.structs.replace(
                 follows, match=found.kind, reason="", anchors=(), parent_messages=found.at - 1, served=parent.served, foreign=parent.foreign
             )
@@ -472,7 +473,7 @@ class _Planning:
         return frame.generation_prompt(n, prompt, same_message=same_message)
 
     async def _same_prefix(self, prompt: bytes, last: PlacedReply) -> Turn | None:
-        """Return the last reply's turn if the prompt begins with its exact prefix, although its context was edited."""
+        """Return the last reply's turn if the prompt still begins with its exact prefix after the edit; otherwise `None`."""
         if last != evidence.whole_reply(last.place, last.turn):
             return None
         cached = await self._prefixes.get(self._session, last.turn.id)
@@ -484,17 +485,17 @@ class _Planning:
 
 
 def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:
-    """Return what was found when the call began: the search ended at the first known place (`store.base`)."""
+    """Map keys to hits for the look-up at the beginning of the call, which ended at the first known place (`store.base`)."""
     ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and hits[i]), len(keys))
     return dict(zip(keys[: ended + 1], hits[: ended + 1], strict=True))
 
 
 def _may_change(parent: Turn, messages: Sequence[Message], at: int) -> bool:
-    """Whether a template may write the history in another way now that the parent's reply, and the messages from `at` on, follow it.
+    """Whether a template may write the history differently now that the parent's reply, and the messages from `at` on, follow it.
 
-    Many templates show the reasoning of assistant messages only after the last question. The model's own replies keep their sampled ids;
-    for the client's own assistant messages it must be proven that they are rendered as before. And a tool's result that answered no call
-    may answer one of these.
+    Many templates show the reasoning of assistant messages only after the last question. The model's own replies keep their sampled ids,
+    but it must be proven that the client's own assistant messages are rendered as before. Also, a tool result that answered no call before
+    may answer one of the new calls.
     """
     if parent.foreign and any(message.role != "tool" for message in messages[at:]):
         return True
@@ -503,7 +504,7 @@ def _may_change(parent: Turn, messages: Sequence[Message], at: int) -> bool:
 
 
 def _unasked(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the call ids that results name although no call before them has that id."""
+    """Yield the call ids that results name although no preceding call has that id."""
     asked = set[str]()
     for message in messages:
         asked.update(call.id for call in message.calls)
@@ -512,5 +513,5 @@ def _unasked(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def keys_wanted(call: ChatCall) -> list[bytes]:
-    """Return the keys to look up first for a call; none if its history is not to be matched."""
+    """Return the keys to look up first for a call; empty if its history is not matched."""
     return lookup_keys(call.conversation, FIRST_REPLIES, call.handles) if call.conversation is not None and not call.plain else []

@@ -1,7 +1,7 @@
 """Keeps the exact ids of recent turns in memory, packed and as JSON, so that a warm history needs no store read.
 
-This is only a cache: any replica can read all of it from the store. A turn's prefix replaces its parent's, so a growing session
-occupies one entry.
+This is only a cache: any replica can read the same data from the store. A turn's prefix replaces its parent's, so a growing session has one
+entry.
 """
 
 import msgspec
@@ -12,11 +12,11 @@ from tokencache.core.turn import Prefix
 from tokencache.store.base import Store
 
 MOST_SESSIONS = 65_536
-"""Sessions whose latest turn is remembered."""
+"""Maximum number of sessions with a remembered latest turn."""
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):
-    """A prefix, packed and as a JSON fragment in pieces; `chain` is the chain of the conversation that it answers, if known."""
+    """A prefix, packed and as a JSON fragment in pieces; `chain` is the chain of the conversation that it answers, `()` if unknown."""
 
     prefix: Prefix
     fragment: ids.Pieces
@@ -24,12 +24,12 @@ class CachedPrefix(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
         return len(self.prefix.ids) + sum(map(len, self.fragment))
 
 
 class PrefixCache:
-    """The most recently used prefixes, up to `max_bytes`; one is kept however large it is."""
+    """Keeps the most recently used prefixes, up to `max_bytes`, and at least one of any size."""
 
     def __init__(self, store: Store, *, max_bytes: int) -> None:
         self._store = store
@@ -50,13 +50,13 @@ class PrefixCache:
         return known
 
     def add(self, epoch: str, turn: str, prefix: CachedPrefix, *, instead_of: str | None) -> None:
-        """Keep the prefix of a turn that was just recorded in this epoch of a session, in place of its parent's."""
+        """Keep the prefix of a turn that was just recorded in this epoch of a session; it replaces that of the parent `instead_of`."""
         if instead_of is not None:
             self._prefixes.pop(instead_of, None)
         self._prefixes[turn] = prefix
         self._latest[epoch] = turn
 
     def nearby(self, epoch: str, turn: str | None) -> list[tuple[str, CachedPrefix]]:
-        """List cached prefixes that a new prompt may begin with: that of `turn`, and of the latest turn in this epoch of its session."""
+        """List cached prefixes with which a new prompt may begin: those of `turn` and of the latest turn in this epoch of its session."""
         names = [name for name in dict.fromkeys((turn, self._latest.get(epoch))) if name is not None]
         return [(name, known) for name in names if (known := self._prefixes.get(name)) is not None]

@@ -1,7 +1,7 @@
-"""Makes the turns that are stored from the reply to a call.
+"""Makes the turns to store from the reply to a call.
 
-The recorded prompt is the one that the engine reports. Where it differs from the prompt that was sent, the turn is recorded with the
-reported one and marked; it neither continues another turn nor can be continued.
+The recorded prompt is the prompt that the engine reports. If that differs from the prompt that was sent, the turn is marked
+(`engine-disagrees`). It does not continue another turn, and no turn continues it.
 """
 
 import secrets
@@ -28,7 +28,7 @@ from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Entry
 
 MIN_SHARED = 16
-"""A common beginning is stored as a reference only if it is longer than this, in tokens."""
+"""Tokens. A common beginning is stored as a reference only if it is longer than this."""
 
 ABORTED, BROKE, DROPPED = TurnMark.ABORTED, TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED
 _INCIDENT_OF: dict[str, IncidentKind] = {
@@ -40,7 +40,7 @@ _INCIDENT_OF: dict[str, IncidentKind] = {
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """The result of a call: entries to store, the prefix of each, and incidents."""
+    """The result of a call: entries to store, the prefix of each entry, and incidents."""
 
     entries: list[Entry]
     prefixes: list[CachedPrefix]
@@ -51,21 +51,21 @@ class Outcome(msgspec.Struct, kw_only=True):
     """A call that has ended.
 
     Attributes:
-        session: its session.
+        session: the session's name.
         epoch: the session's epoch when the call began.
-        call_id: its id.
+        call_id: the call's id.
         call: the request.
         plan: how it was sent.
-        reply: what the engine sent.
-        model: the model; `None` where the engine could not be probed.
-        started: seconds since 1970.
+        reply: the engine's reply.
+        model: the model; `None` if the engine could not be probed.
+        started: when the call began, Unix time in seconds.
         broke: why the reply is incomplete: `aborted` (the client left), `upstream-broke`, `engine-aborted` (the client received
-            nothing of it), or `""`.
+            nothing of it), `internal-error`, or `""`.
         detail: the same in words.
-        experts: the file of each choice's routed experts.
-        noted: incidents from before the turns are made.
-        asked: the request fingerprint, `b""` if none is kept.
-        second: the answered call with the same fingerprint of which this is another sample.
+        experts: choice → path of the file of its routed experts.
+        noted: incidents that were found before the turns are made.
+        asked: the request fingerprint; `b""` if retries are not deduplicated.
+        second: the id of an answered call with the same fingerprint, if this is a second sample of it; otherwise `""`.
         unanswered: whether the client had left before the reply was complete.
     """
 
@@ -87,11 +87,11 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether the client received the reply from beginning to end."""
+        """Whether the reply is complete and readable."""
         return not (self.broke or self.reply.error or self.reply.unreadable)
 
     def record(self, prefixes: PrefixCache) -> Recorded:
-        """Make the turns of the call from its reply."""
+        """Make the turns of the call, and its incidents, from its reply."""
         incidents = [*self.noted, *self._incidents()]
         prompt = self._prompt()
         if prompt is None and self.reply.refusal:
@@ -152,7 +152,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     def _prompt(self, echo: bytes = b"") -> "_Prompt | None":
         """Return the prompt that the engine reports; `None` if it reports none."""
-        plan, whole = self.plan, self.reply.prompt  # the report for all choices; `echo` is for one choice
+        plan, whole = self.plan, self.reply.prompt  # for all choices; `echo` is for a single choice
         if not echo and whole.agreed and (exact := plan.exact) is not None:
             return _Prompt(exact.ids, exact.fragment, plan)
         echoed, echo = (read_ids(echo), echo) if echo else (whole.packed, whole.raw)
@@ -241,7 +241,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         }
 
     def _context(self, plan: Plan, shared: int) -> bytes:
-        """Pack the messages that no other turn stores; messages with media are not stored."""
+        """Pack the messages that are not stored with another turn; messages with media are not stored."""
         call = self.call
         if call.media:
             return b""
@@ -252,7 +252,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         return pack_context(Context(messages, args.tools, args.members, args.kwargs))
 
     def _context_base(self, plan: Plan, prefixes: PrefixCache) -> tuple[str | None, int]:
-        """Find a turn whose request began with the same messages, which are stored already; return it and their number."""
+        """Find a turn with a request that began with the same messages, which are stored already; return its id and their number."""
         if self.call.media:
             return None, 0
         if plan.parent_messages:
@@ -260,12 +260,12 @@ class Outcome(msgspec.Struct, kw_only=True):
         best: tuple[str | None, int] = (None, 0)
         for turn, prefix in prefixes.nearby(self.epoch, plan.near):
             shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prefix.chain, self.call.chain, strict=False)))
-            if shared - 1 > best[1]:  # the first link is for what precedes all messages
+            if shared - 1 > best[1]:  # the first link is for the prompt context
                 best = (turn, shared - 1)
         return best
 
     def _cut_short(self, choice: Choice) -> bool:
-        """Whether the client left in the middle of a text, and may send back the part that it received."""
+        """Whether the client left during a text, so that it may send back the part that it received."""
         return self.broke == ABORTED and not self.reply.error and not self.reply.unreadable and bool(choice.steps) and not choice.calls
 
     def _marks(self, prompt: "_Prompt", choice: Choice) -> tuple[str, ...]:
@@ -281,7 +281,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         return (*prompt.marks, *(name for name, there in marks.items() if there))
 
     def _base(self, prompt: "_Prompt", prefixes: PrefixCache) -> tuple[str | None, int]:
-        """Find a turn whose prefix begins like the prompt; return it and the number of common tokens, which are stored already."""
+        """Find a turn with a prefix that begins like the prompt; return its id and the number of common tokens."""
         if prompt.plan.shared:
             return prompt.plan.near, prompt.plan.shared
         best: tuple[str | None, int] = (None, 0)
@@ -293,7 +293,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
-    """List the events after which a client may have left; reasoning counts only if the client received it."""
+    """List the events after which a client may have left; reasoning counts only if the client receives it."""
     cuts: list[Cut] = []
     content = reasoning = 0
     for before, after, more_content, more_reasoning in choice.steps:

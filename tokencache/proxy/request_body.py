@@ -1,12 +1,12 @@
-"""Reads the body of a request, and refuses one that would cost the other calls too much.
+"""Reads the body of a request, and refuses a body that would slow down other calls too much.
 
-A body is refused, with a message that says why, if it
+A body is refused with an error message if it
 
-- arrives too slowly (408): below `MIN_RATE` bytes a second after `GRACE_SECONDS`. It would hold memory and a socket for ever. Only time
+- arrives too slowly (408): below `MIN_RATE` bytes per second after `GRACE_SECONDS`. It would keep memory and a socket endlessly. Only time
   spent waiting for the client counts, not time that an engine takes to read;
-- is compressed (415): a few kilobytes can hold gigabytes, and no harness is known to send a compressed body that an engine would accept;
-- has too many values (413): all calls wait while one body is parsed. Bytes cost little, values do: a million messages take longer to
-  parse than the longest history that fits a model;
+- is compressed (415): a few kilobytes can contain gigabytes, and no harness is known to send a compressed body that an engine would accept;
+- has too many values (413): all calls wait while one body is parsed. The number of values determines the time, not the number of bytes: a
+  million messages take longer to parse than the longest history that fits a model;
 - is larger than `--max-body` (413).
 """
 
@@ -21,28 +21,28 @@ from aiohttp.client_exceptions import ClientPayloadError
 from tokencache.errors import HarnessError
 
 GRACE_SECONDS, MIN_RATE = 60.0, 500
-"""Seconds for which a client may send nothing; bytes that it must send for each further second."""
+"""Seconds for which a client may send nothing, and bytes per second that it must send on average after that."""
 MOST_OBJECTS, MOST_VALUES = 100_000, 1_000_000
-"""JSON objects, and values in lists and objects. A turn of an agent with one tool call is about eight objects."""
+"""Limits for JSON objects, and for values in lists and objects. A turn of an agent with one tool call has about eight objects."""
 _SMALL = 3 * MOST_OBJECTS
-"""Bytes. A shorter body cannot have that many objects: each takes two bytes, and one before the next."""
+"""Bytes. A shorter body cannot contain that many objects: each takes two bytes, and a comma separates it from the next."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""A string, or the rest of the body if a string has no end: the search must never start again within one."""
+"""A string, or the rest of the body if a string has no end, so that the search never restarts within a string."""
 _BETWEEN_PAUSES = 2000
-"""Strings that are skipped before other calls get their turn."""
+"""Number of strings that are skipped before other calls may run."""
 _TOO_SLOW, _TOO_LARGE, _UNSUPPORTED = 408, 413, 415
 
 
 KEPT = web.RequestKey("kept", bytes)
-"""The body of a request that was read before its session was known. It is used instead of the one on the connection."""
+"""The body of a request if it was read before its session was known. It replaces the body on the connection."""
 
 
 async def body_of(request: web.Request) -> bytes:
     """Read the whole body of a request.
 
     Raises:
-        HarnessError: it is refused.
-        HTTPRequestEntityTooLarge: it is longer than `--max-body`.
+        HarnessError: the body is refused.
+        HTTPRequestEntityTooLarge: the body is longer than `--max-body`.
     """
     if KEPT in request:
         return request[KEPT]
@@ -79,7 +79,7 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
     """Yield a body as it arrives.
 
     Raises:
-        HarnessError: it arrives too slowly.
+        HarnessError: the body arrives too slowly.
     """
     loop, content, waited = asyncio.get_running_loop(), request.content, 0.0
     while True:
@@ -104,10 +104,10 @@ def _slow(received: int) -> HarnessError:
 
 
 async def check_values(body: bytes) -> None:
-    """Refuse JSON with too many values. A body that may have them is counted in pieces, so that other calls get their turn.
+    """Refuse JSON with too many values. The values of a large body are counted in pieces, so that other calls may run in between.
 
     Raises:
-        HarnessError: it has too many.
+        HarnessError: the body has too many values.
     """
     if len(body) < _SMALL:
         return

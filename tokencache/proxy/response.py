@@ -2,13 +2,13 @@
 
 Three classes share the work:
 
-`Exchange`  how one call is written for the engine and its reply for the client (a value without behaviour)
-`Response`  the HTTP response to one client request; it may begin before any engine has answered, with keep-alive events
+`Exchange`  contains how one call is written for the engine and its reply for the client (only data)
+`Response`  is the HTTP response to one client request; it may begin with keep-alive events before any engine has answered
 `Delivery`  decides which parts of one engine reply the client receives, and when
 
-A stream is passed on as it arrives, up to the event that finishes its last choice. That event and everything after it wait until the
-turn is stored. Nothing is sent before the first sampled token: until then the call can still be made again. When an engine does not
-stream and the client asked for a stream, the whole reply is sent in the chunks in which it would have been streamed.
+A stream is forwarded as it arrives, up to the event that finishes its last choice. That event and everything after it wait until the turn
+is stored. Nothing is sent before the first sampled token, because until then the call can be made again. If the client requested a stream
+and the engine does not stream, the whole reply is sent in chunks.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 CLIENT_LEFT = "the client closed the connection"
 _BAD_GATEWAY = 502
 _MAX_UNSENT = 64 * 1024
-"""Bytes that may wait for a slow client before the engine has to wait too; aiohttp allows as many."""
+"""Bytes that may wait for a slow client before the engine must wait too; aiohttp has the same limit."""
 _DATA = slice(len(b"data: "), -len(b"\n\n"))
-"""The JSON in an event that holds nothing else."""
+"""The JSON in an event that contains only one line of data."""
 _NO_KEEP_ALIVE = contextlib.nullcontext()
 
 Broken = tuple[str, str]
-"""Why a reply was cut off: a mark of the recorder, and the detail in words."""
+"""Why a reply was cut off: a `TurnMark`, and the detail in words."""
 
 
 class Exchange(NamedTuple):
@@ -58,8 +58,8 @@ class Exchange(NamedTuple):
         keep_alive: seconds for which a stream may be silent.
         refuse: writes an engine's error (status, body) in the client's dialect; `None` if the client receives the engine's own bytes.
         media_type: content type of a streamed reply.
-        token_ids: whether messages of the reply carry their token ids (`dialects.gym`).
-        encoder_for: makes an encoder that gives out another handle; `None` if the dialect has no handles.
+        token_ids: whether messages of the reply contain their token ids (`dialects.gym`).
+        encoder_for: makes an encoder for another handle; `None` if the dialect has no handles.
         body: the engine's request body; `None` if the driver writes it.
     """
 
@@ -75,10 +75,10 @@ class Exchange(NamedTuple):
 
 
 class KeepAlive:
-    """Calls `send` every `seconds` while the context is open, until it raises `ConnectionError`. A context is entered once.
+    """Calls `send` every `seconds` while the context is open, until `send` raises `ConnectionError`. A context is entered only once.
 
-    Clients and the proxies in front of them close silent connections. Nearly every wait ends before the first interval, so until then
-    there is only a timer: a task that is created and cancelled costs about 20 µs per streamed call.
+    Clients, and proxies in front of them, close silent connections. Nearly every wait ends before the first interval. Until then there is
+    only a timer, because creating and cancelling a task costs about 20 µs per streamed call.
     """
 
     def __init__(self, seconds: float, send: Callable[[], Awaitable[Any]]) -> None:
@@ -93,7 +93,7 @@ class KeepAlive:
         self.active = True
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop, and cancel an event that is just being sent."""
+        """Stop, and cancel an event that is being sent."""
         self.active = False
         self._timer.cancel()
         del self._send  # usually a bound method of this object's owner: the reference cycle would keep a request in memory
@@ -113,13 +113,13 @@ class KeepAlive:
 
 
 class RelayedResponse(web.StreamResponse):
-    """A response that leaves with the engine's headers and no others."""
+    """A response that is sent with the engine's headers and no others."""
 
     given: frozenset[str] = frozenset()
 
 
 class WholeRelayedResponse(RelayedResponse, web.Response):
-    """The same with a whole body: head and body leave in one write, so the client wakes up once."""
+    """A relayed response with a whole body. Head and body are sent in one write, so the client wakes up once."""
 
 
 def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = frozenset()) -> RelayedResponse:
@@ -150,7 +150,7 @@ class Response:
     """The response to one client request.
 
     Attributes:
-        opened: the response, once its head was sent; errors after that are sent within the stream.
+        opened: the response after its head was sent, before that `None`. Later errors are sent within the stream.
     """
 
     def __init__(self, request: web.Request, chat: ChatCall, exchange: Exchange) -> None:
@@ -165,7 +165,7 @@ class Response:
         return transport is None or transport.is_closing()
 
     def keep_alive(self) -> AbstractAsyncContextManager[None]:
-        """Send keep-alive events to a client that wants a stream, while the context is open."""
+        """Send keep-alive events while the context is open, if the client requested a stream."""
         if not self.chat.stream or (self._keep_alive is not None and self._keep_alive.active):
             return _NO_KEEP_ALIVE
         self._keep_alive = KeepAlive(self.exchange.keep_alive, self._send_keep_alive)
@@ -204,7 +204,7 @@ class Response:
     async def finish(self, rest: bytes, *, cut: bool = False) -> web.StreamResponse:
         """Send the rest of a stream and end it; with `cut`, close the connection instead of ending it properly."""
         response = await self.open()
-        with contextlib.suppress(ConnectionError):  # the client may leave even now; its turn is recorded
+        with contextlib.suppress(ConnectionError):  # the client may still leave; its turn is recorded
             if cut:
                 await response.write(rest)
             else:
@@ -214,17 +214,17 @@ class Response:
         return response
 
     def break_off(self) -> None:
-        """Close the connection, as the engine did: a direct client would see the same."""
+        """Close the connection, because the engine did: a direct client would see the same."""
         if self.request.transport is not None:
             self.request.transport.abort()
 
     async def send(self, body: bytes, reply: Reply, prompt_tokens: int = 0) -> web.StreamResponse:
-        """Send a whole chat completion that no engine has just made, as a body or as a stream.
+        """Send a chat completion that was not just made by an engine, as a body or as a stream.
 
         Args:
             body: the chat completion, JSON.
             reply: the engine's reply, for its token ids; empty if there is none.
-            prompt_tokens: tokens of the prompt, for dialects that state them.
+            prompt_tokens: the number of tokens in the prompt, for dialects that report it.
         """
         if self.chat.stream:
             return await self.finish(self.as_events(body, reply, prompt_tokens))
@@ -235,7 +235,7 @@ class Response:
         return self.exchange.encoder.whole(self.with_token_ids(body, reply))
 
     def as_events(self, body: bytes, reply: Reply, prompt_tokens: int = 0) -> bytes:
-        """Write a whole chat completion as a stream in the client's dialect; if it is not one, as an error."""
+        """Write a whole chat completion as a stream in the client's dialect; write an error if it is not a chat completion."""
         encoder, counted = self.exchange.encoder, prompt_tokens or self.prompt_tokens(reply)
         try:
             chunks = [self.with_token_ids(chunk, reply) for chunk in as_chunks(body, self.chat.fields)]
@@ -244,32 +244,32 @@ class Response:
         return b"".join([*[encoder.chunk(event_of(chunk), chunk, counted) for chunk in chunks], encoder.end()])
 
     def with_token_ids(self, data: bytes, reply: Reply) -> bytes:
-        """Add token ids to the messages of a chunk or a body, if this client receives them there."""
+        """Add token ids to the messages of a chunk or a body, if this client receives them."""
         return gym.with_tokens(data, reply.prompt.raw, reply.choices) if self.exchange.token_ids else data
 
     def prompt_tokens(self, reply: Reply) -> int:
-        """Count the prompt's tokens, for dialects that state them; 0 for chat, where the engine's own bytes do."""
+        """Count the prompt's tokens, for dialects that report them; 0 for chat, where the engine's own bytes contain the count."""
         return 0 if self.exchange.refuse is None else reply.prompt.tokens
 
 
 class Progress(Protocol):
-    """What a delivery must know and report about the state of its call."""
+    """The state of a call, as a delivery reads and changes it."""
 
     @property
     def orphaned(self) -> bool:
-        """Whether the client has left and the reply is read to its end all the same."""
+        """Whether the client has left, but the reply is still read to its end."""
 
     def show(self) -> None:
-        """Report that the client now receives a part of the reply: from now on the call cannot be made again."""
+        """Note that the client now receives a part of the reply, so that the call cannot be made again."""
 
 
 class Delivery:
-    """Passes one engine reply on to the client.
+    """Forwards one engine reply to the client.
 
     Attributes:
-        ended: the engine sent the end of its stream.
-        withheld: why the client receives nothing of this reply: the engine aborted it before any of it was sent, and the call may be made
-            again (`aborted`); or it is an error about a prompt that is too long, and the client receives an empty reply (`overflow`).
+        ended: whether the engine sent the end of its stream.
+        withheld: why the client receives nothing of this reply. `aborted`: the engine aborted it before any of it was sent, and the call
+            may be made again. `overflow`: the prompt is too long, and the client receives an empty reply. Otherwise `""`.
     """
 
     def __init__(self, response: Response, reply: Reply, driver: Driver, progress: Progress, *, may_resample: bool) -> None:
@@ -279,27 +279,27 @@ class Delivery:
         self._as_is = response.exchange.refuse is None
         self.ended = False
         self.withheld: Literal["", "aborted", "overflow"] = ""
-        self._finished = False  # the last choice is complete: what follows waits for the store
-        self._silent = True  # since the last keep-alive interval
-        self._pending: list[tuple[bytes, bytes, int]] | None = []  # chunks that wait for the first sampled token; `None`: it has come
+        self._finished = False  # whether the last choice is complete: the rest waits for the store
+        self._silent = True  # whether nothing was sent since the last keep-alive interval
+        self._pending: list[tuple[bytes, bytes, int]] | None = []  # chunks that wait for the first sampled token; `None` after it
         self._unread = None if self._token_ids else self._encoder.chunk_unparsed
         self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
 
     @property
     def client_left(self) -> bool:
-        """Whether the client has left, and with it the call."""
+        """Whether the client has left and the call must end."""
         return self._response.disconnected and not self._progress.orphaned
 
     @property
     def sends_as_stream(self) -> bool:
-        """Whether a whole reply must be sent as a stream: the client asked for one, and the engine has none."""
+        """Whether a whole reply must be sent as a stream: the client requested a stream, but the engine does not stream."""
         return self._chat.stream and not self._driver.streams and self._chat.dialect != "completions" and not self._progress.orphaned
 
     def take(self, body: bytes) -> bytes:
         """Read a whole reply.
 
         Returns:
-            The parts that the client may see: without long arrays, unless it asked for them.
+            The body for the client, without long arrays that it did not request.
         """
         body = self._driver.read(self._reply.without_experts(body))
         brief = self._reply.add(body, hide_logprobs=not self._chat.shows_logprobs)
@@ -307,10 +307,10 @@ class Delivery:
         return body if self._chat.shows_ids else brief
 
     async def follow(self, answer: aiohttp.ClientResponse) -> tuple[bytes, Broken | None]:
-        """Pass a stream on as it comes.
+        """Forward a stream as it arrives.
 
         Returns:
-            The part that must wait for the store; and why the stream was cut off, `None` if it was not.
+            The part that must wait for the store, and why the stream was cut off (`None` if it was not).
         """
         response = await self._response.open_like(answer)
         async with KeepAlive(self._response.exchange.keep_alive, lambda: self._break_silence(response)):
@@ -332,7 +332,7 @@ class Delivery:
         except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
             # aiohttp raises the same errors for a failed read and a failed write.
             broke = (ABORTED, CLIENT_LEFT) if self.client_left else (BROKE, f"{type(why).__name__}: {why}")
-        except Exception as why:  # a codec cannot write it: what was sampled is recorded all the same
+        except Exception as why:  # a codec cannot write it; the sampled tokens are recorded in any case
             log.exception("the reply cannot be written in the client's dialect")
             broke = (TurnMark.INTERNAL_ERROR, f"{type(why).__name__}: {why}")
         else:
@@ -340,7 +340,7 @@ class Delivery:
         return self._release() + bytes(held), broke
 
     def _pass_directly(self, event: bytes) -> bool:
-        """Pass on an event that need not be read now; false if it must be read, or if the client is slow."""
+        """Forward an event that can be parsed later; false if it must be parsed now, or if the client is slow."""
         direct = self._direct
         if direct is None or direct.is_closing() or direct.get_write_buffer_size() > _MAX_UNSENT:
             return False
@@ -351,7 +351,7 @@ class Delivery:
         return shown is not None
 
     def _read_events(self, events: Iterable[bytes], held: bytearray) -> bytes:
-        """Return what the client receives of some events now, and add to `held` what must wait."""
+        """Return the bytes of some events that the client receives now, and add to `held` the bytes that must wait."""
         shown = bytearray()
         for event in events:
             written = self._without_reading(event)
@@ -360,7 +360,7 @@ class Delivery:
         return bytes(shown)
 
     def _without_reading(self, event: bytes) -> bytes | None:
-        """Return what the client receives of an event that can be read later; `None` if it must be read now."""
+        """Return the client's bytes of an event that can be parsed later; `None` if it must be parsed now."""
         if self._unread is None or self._finished or self._pending is not None:
             return None
         shown = self._unread(event)
@@ -369,12 +369,12 @@ class Delivery:
         return shown
 
     def _read_event(self, event: bytes) -> bytes:
-        """Read one event, and return what the client receives of it."""
+        """Parse one event, and return the client's bytes of it."""
         data = data_of(event)
         if self.withheld:
             return b""
         if data is None:
-            return event if self._as_is else b""  # a comment of the engine, meant for clients that speak to it directly
+            return event if self._as_is else b""  # a comment of the engine, for direct clients
         if data == DONE:
             self._finished = self.ended = True
             return self._release() + self._encoder.end()
@@ -388,12 +388,12 @@ class Delivery:
             return self._encoder.chunk(*chunk)
         self._pending.append(chunk)
         if not (self._reply.begun or self._reply.error):
-            return b""  # nothing was sampled yet: the call can still be made again
+            return b""  # nothing was sampled yet, so the call can be made again
         self._decide_whether_withheld()
         return self._release()
 
     def _release(self) -> bytes:
-        """Return the chunks that waited for the first sampled token; none of a reply that is withheld."""
+        """Return the chunks that waited for the first sampled token; `b""` if the reply is withheld."""
         if self.withheld or self._pending is None:
             return b""
         self._progress.show()

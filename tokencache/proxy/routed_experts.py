@@ -1,12 +1,12 @@
 """Writes routed experts to files for the trainer, outside of the store.
 
-A turn's expert routing is much larger than its tokens, so it goes to a directory or an object store of the trainer's. The turn holds a
-reference: a path below the root that the option names, `<session>/<call>-<choice>.npy`. A trainer that mounts the root elsewhere finds
-the same files. (The suffix is `.json` where the engine's value is not a `.npy` file in base64: then the file holds that JSON.)
+A turn's expert routing is much larger than its tokens, so it is written to the trainer's directory or object store. The turn stores a path
+relative to the root that the option `--experts` names: `<session>/<call>-<choice>.npy`. So a trainer may mount the root elsewhere. (If the
+engine's value is not a `.npy` file in base64, the suffix is `.json` and the file contains the value as JSON.)
 
-A file is complete before the turn that refers to it is recorded. If it cannot be written, the turn refers to none, the session gets an
-incident `experts-lost`, and the tokens are recorded as usual. Files are removed when their session is deleted. They stay when a session
-expires, because a store does not report what it expires.
+A file is complete before its turn is recorded. If the file cannot be written, the turn has no path, the session gets an incident
+`experts-lost`, and the tokens are recorded as usual. Files are removed when their session is deleted. They stay when a session expires,
+because a store does not report expired sessions.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from tokencache.proxy.recorder import Outcome
 log = logging.getLogger(__name__)
 
 _BLOCK = 2**20
-"""Characters that are decoded at once; a multiple of 4."""
+"""Number of characters that are decoded at once; a multiple of 4."""
 _NPY = b"\x93NUMPY"
 
 
 class FileStore(Protocol):
-    """Where files are written. All methods block, and raise whatever the medium raises. Paths are relative, with `/`."""
+    """Writes and removes files. All methods block, and raise the errors of the medium. Paths are relative, with `/`."""
 
     def put(self, path: str, data: bytearray) -> None:
-        """Write a file; a failure leaves no part of it."""
+        """Write a file; after a failure no part of it remains."""
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with everything in it; a missing one is no error."""
+        """Remove a file, or a folder with its contents; ignore it if it does not exist."""
 
 
 class LocalFiles:
@@ -46,7 +46,7 @@ class LocalFiles:
         self._root = root
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".{secrets.token_hex(4)}"
-        probe.touch()  # fails at start rather than with the first turn
+        probe.touch()  # so that a wrong directory fails at start
         probe.unlink()
 
     def put(self, path: str, data: bytearray) -> None:
@@ -72,7 +72,7 @@ class LocalFiles:
 
 
 class ObjectFiles:
-    """Writes files to an object store that fsspec knows (`s3://bucket/path`, `gs://…`); it stores an object as a whole or not at all."""
+    """Writes files to an object store that fsspec knows (`s3://bucket/path`, `gs://…`), which writes an object completely or not at all."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -92,7 +92,7 @@ class ObjectFiles:
 
 
 def open_files(where: str) -> FileStore:
-    """Open the place that the option names: a directory, or a URL for fsspec.
+    """Open the value of `--experts`: a directory, or a URL for fsspec.
 
     Raises:
         ValueError: fsspec is not installed, or does not know the URL.
@@ -102,10 +102,10 @@ def open_files(where: str) -> FileStore:
 
 
 def as_file(experts: bytes) -> tuple[bytearray, str]:
-    """Decode routed experts to the bytes of a file and its suffix: `.npy`, or `.json` for anything else than such a file in base64."""
+    """Decode routed experts to the bytes and suffix of a file: `.npy` for such a file in base64, `.json` for anything else."""
     file = bytearray()
     try:
-        for at in range(0, len(experts), _BLOCK):  # in blocks, so that other threads get the interpreter
+        for at in range(0, len(experts), _BLOCK):  # in blocks, so that other threads can run in between
             file += binascii.a2b_base64(experts[at : at + _BLOCK], strict_mode=True)
     except binascii.Error:
         file.clear()
@@ -121,14 +121,14 @@ class RoutedExperts:
         self._files = files
 
     async def keep(self, outcome: Outcome) -> None:
-        """Write a reply's routed experts and make its turns refer to them; a failure becomes an incident of the call."""
+        """Write a reply's routed experts and set the paths for its turns; a failure becomes an incident of the call."""
         for index, choice in sorted(outcome.reply.choices.items()):
             if not choice.experts:
                 continue
             piece, choice.experts = choice.experts, b""
             try:
                 outcome.experts[index] = await asyncio.to_thread(self._put, f"{outcome.session}/{outcome.call_id}-{index}", piece)
-            except Exception as why:  # whatever the medium raises: the tokens are recorded all the same
+            except Exception as why:  # the medium may raise anything; the tokens are recorded in any case
                 log.exception("session %s call %s: routed experts cannot be written", outcome.session, outcome.call_id)
                 outcome.noted.append(outcome.incident(IncidentKind.EXPERTS_LOST, f"choice {index}: {type(why).__name__}: {why}"))
 

@@ -1,19 +1,20 @@
 """Finds the session that a request belongs to.
 
-In order of precedence (a closed harness offers nothing but a base URL and a key, so each of them is enough):
+Several sources can name the session. Some harnesses let the user set only a base URL or an API key, so each of these is enough. In order of
+precedence:
 
-1. an API key that the trainer registered (`tck-…`): it overrides everything else, and an unknown one gets a 401;
+1. an API key that the trainer registered (`tck-…`): it overrides everything else, and an unknown key gets a 401;
 2. the path: `/s/<session>/v1/…`, or NeMo Gym's `/ng-rollout/<session>/v1/…` (`session_url`);
 3. the header `X-Tokencache-Session` (its name can be configured);
 4. an API key `tcs-<session>`;
 5. a header or a member of the body that the operator listed (`--session-from`, `SessionSources`).
 
-After the session a path may name the harness, `/s/<session>/h/<harness>/v1/…` (with a key `/h/<harness>/v1/…`). The harness decides
-which rules apply (`harness_profile`). A key may come in any header, or query
-parameter, in which clients of a dialect send keys (`dialects.registry`).
+After the session, a path may name the harness: `/s/<session>/h/<harness>/v1/…` (with a key `/h/<harness>/v1/…`). The harness determines
+which rules apply (`harness_profile`). A key may be in any header or query parameter in which clients of a dialect send keys
+(`dialects.registry`).
 
-A request without a session is relayed unchanged. Ids that clients send by themselves never name a session unless the operator lists
-them: the proxy cannot know whether such an id stands for one rollout. What NeMo Gym sends of this kind (nemo-gym 0.7.0):
+A request without a session is relayed unchanged. Ids that clients send by default name a session only if the operator lists them, because
+the proxy cannot know whether such an id belongs to a single rollout. NeMo Gym sends these (nemo-gym 0.7.0):
 `conversation_params.conversation_id` in the body (`vllm_model` with `forward_session_id_as_conversation_id`,
 `responses_api_models/vllm_model/app.py`), `x-session-id` (`responses_api_agents/miniswe_sandboxed_agent`,
 `terminus_2_sandboxed_agent`, `verifiers_agent`) and `x-switchyard-session-id` (`responses_api_models/switchyard_model/app.py`).
@@ -39,17 +40,17 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Origin(NamedTuple):
-    """Where a request comes from.
+    """The session of a request, and the settings that belong to it.
 
     Attributes:
-        session: its session, `None` if it has none.
-        path: the path to use upstream, with its query.
-        own_key: whether its API key is one of the proxy's.
-        harness: the harness that it names, `""` if none.
-        models: the session's own aliases of models.
-        sampling: the parameters that were pinned when its key was registered.
-        budget: the limits that were set when its key was registered.
-        tenant: the owner of the session, `""` if none was named.
+        session: the session's name; `None` if there is none.
+        path: the path at the engine, with its query.
+        own_key: whether the API key is one of the proxy's.
+        harness: the harness that the request names; `""` if none.
+        models: the session's own model aliases: pattern → served model.
+        sampling: the parameters that were pinned when the key was registered.
+        budget: the limits that were set when the key was registered.
+        tenant: the owner of the session; `""` if none was named.
     """
 
     session: str | None
@@ -63,28 +64,28 @@ class Origin(NamedTuple):
 
 
 def hash_key(key: str) -> str:
-    """Hash an API key for storage (SHA-256), so that the store holds no usable key.
+    """Hash an API key for storage (SHA-256, 64 hexadecimal digits), so that the store contains no usable key.
 
-    A key is looked up by this hash and never compared itself. The time of a lookup therefore does not reveal how much of a guessed
-    key is right. The hash is also the public id of the key.
+    A key is looked up by this hash and never compared directly. So the time of a look-up does not show how much of a guessed key is right.
+    The hash is also the public id of the key.
     """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class SessionInBody(NamedTuple):
-    """The session that a body names, `None` if it names none, and the body without all listed members."""
+    """The session that a body names (`None` if it names none), and the body without all listed members."""
 
     session: str | None
     rest: bytes
 
 
 class SessionSources(NamedTuple):
-    """The headers, and the members of the body, that name the session because the operator listed them (`--session-from`).
+    """The operator's list of headers and members of the body that name the session (`--session-from`).
 
         --session-from header:X-Session-ID,body:conversation_params.conversation_id
 
-    They count only where path, session header and API key name no session. Within a session no listed header or member reaches
-    the engine: vLLM would ignore it, a strict engine refuses it. `members` are paths of names.
+    They count only if path, session header and API key name no session. Within a session no listed header or member is sent to the engine:
+    vLLM would ignore it, but a strict engine refuses it. Each entry of `members` is a path of names.
     """
 
     headers: tuple[str, ...] = ()
@@ -92,7 +93,7 @@ class SessionSources(NamedTuple):
 
     @classmethod
     def read(cls, listed: Sequence[str]) -> Self:
-        """Read a list of `header:NAME` and `body:NAME` or `body:NAME.NAME`.
+        """Parse a list of `header:NAME`, `body:NAME` and `body:NAME.NAME`.
 
         Raises:
             ValueError: an entry has another form.
@@ -110,11 +111,11 @@ class SessionSources(NamedTuple):
         return cls(tuple(headers), tuple(members))
 
     def in_headers(self, headers: Mapping[str, str]) -> str | None:
-        """Return the value of the first listed header that a request has, `None` if it has none."""
+        """Return the value of the first listed header in a request; `None` if there is none."""
         return next((headers[name] for name in self.headers if headers.get(name)), None)
 
     def in_body(self, body: bytes) -> SessionInBody:
-        """Remove the listed members from a body; the first one found names the session.
+        """Remove the listed members from a body; the first one that is found names the session.
 
         Raises:
             HarnessError: a listed member is not a string.
@@ -136,7 +137,7 @@ class SessionSources(NamedTuple):
 
 
 def _remove(fields: dict[str, msgspec.Raw], path: tuple[str, ...]) -> str | None:
-    """Remove the member at a path, and every object on the path that is empty then; return its value."""
+    """Remove the member at a path, and every object on the path that becomes empty; return the member's value."""
     name, *rest = path
     raw = fields.get(name)
     if raw is None:
@@ -163,8 +164,8 @@ def _remove(fields: dict[str, msgspec.Raw], path: tuple[str, ...]) -> str | None
 class SessionFinder:
     """Finds the session of a request.
 
-    `header` is the name of the session header; `sources` are the operator's own; `registered_only` refuses every request that
-    has no registered key: without one, even the engine is out of reach.
+    `header` is the name of the session header. `sources` are the operator's own. With `registered_only`, every request without a registered
+    key is refused, even if it would only be relayed to the engine.
     """
 
     def __init__(self, store: Store, *, header: str, sources: SessionSources, registered_only: bool = False) -> None:
@@ -179,10 +180,10 @@ class SessionFinder:
         Args:
             raw_path: the path as received, with its query.
             headers: the request's headers.
-            in_body: the value of a listed member of its body.
+            in_body: the session that its body names (`SessionSources.in_body`).
 
         Raises:
-            HarnessError: an invalid name (400), an unknown registered key or a missing one (401).
+            HarnessError: the name is invalid (400), or the registered key is unknown or missing (401).
             StoreError: the store does not answer.
         """
         in_path, path = split_session(raw_path)
@@ -207,7 +208,7 @@ class SessionFinder:
 
 
 def _key_of_query(path: str) -> tuple[str, str]:
-    """Remove a key of the proxy's from a path's query, so that it does not reach the engine's log."""
+    """Remove one of the proxy's keys from a path's query, so that the engine does not log it."""
     route, _, query = path.partition("?")
     names = credential_parameters()
     if not any(f"{name}=tc" in query for name in names):
@@ -219,6 +220,6 @@ def _key_of_query(path: str) -> tuple[str, str]:
 
 
 def _key(headers: Mapping[str, str], in_query: str) -> str:
-    """Return the request's key that is one of the proxy's, a registered one first; `""` if there is none."""
+    """Return the request's key that is one of the proxy's, preferably a registered one; `""` if there is none."""
     keys = [*keys_in(headers), in_query]
     return next((key for prefix in (REGISTERED_KEY, SESSION_KEY) for key in keys if key.startswith(prefix)), "")

@@ -1,19 +1,19 @@
-"""A plugin for vLLM 0.20 to 0.26 that makes these versions accept exact prompts.
+"""Contains a plugin that makes vLLM 0.20 to 0.26 accept exact prompts.
 
-From 0.27 on vLLM accepts a whole prompt as ids, `kv_transfer_params.prompt_token_ids`, and does everything else as usual. This package
-adds that to older versions. It is not part of the proxy: it is installed next to vLLM, which loads it into its own processes. So it
-imports nothing of the proxy, and vLLM only when it patches vLLM.
+vLLM 0.27 and later accept a whole prompt as ids, `kv_transfer_params.prompt_token_ids`, and do everything else as usual. This package adds
+that to older versions. It is not part of the proxy: it is installed next to vLLM, which loads it into its own processes. So it imports
+nothing from the proxy, and imports vLLM only to patch it.
 
 One function of vLLM renders for chat completions, messages, Responses and `/tokenize`: `preprocess_chat`. The plugin wraps it. For a
-request that supplies ids, it runs with a replacement of the renderer that returns those ids instead of a rendering. So parsers,
+request that supplies ids, the function runs with a replacement renderer that returns those ids instead of a rendering. So parsers,
 grammars, streaming and the start of reasoning are vLLM's own.
 
-`entry`         what vLLM loads: a general plugin (0.20 to 0.25) and an endpoint plugin (0.26)
+`entry`         the entry points for vLLM: a general plugin (0.20 to 0.25) and an endpoint plugin (0.26)
 `patch`         wraps the right function for each version, and refuses versions that it does not know
 `supplied_ids`  reads and validates the ids that a request supplies
 `renderer`      replaces vLLM's renderer for one request
 `boundary`      proves where the last reply of a conversation ends
 
 Install it with `pip install '.[vllm]'`, using the pip of vLLM's environment. `VLLM_PLUGINS=tokencache` loads it in every version.
-gpt-oss is rendered elsewhere (Harmony) and stays as it is: the proxy's probe finds the level `record` for it.
+gpt-oss is rendered elsewhere (Harmony), and the plugin does not change that: the proxy's probe finds the level `record` for it.
 """

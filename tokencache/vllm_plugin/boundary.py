@@ -1,21 +1,21 @@
-r"""Proves from renderings where the last reply of a conversation ends; pure.
+r"""Proves from renderings where the last reply of a conversation ends. Pure functions.
 
-The exact prefix replaces everything up to the end of the last assistant message. Where that end is in a rendering is never counted or
-searched for in what users can write. Instead, conversations that end like the real one are rendered with a *sentinel* in place of the
+The exact prefix replaces everything up to the end of the last assistant message. The position of that end is never found by counting, or by
+searching in text that users can write. Instead, conversations that end like the real one are rendered with a *sentinel* in place of the
 reply: in its text, or, if it made calls, in the arguments of the last call, because templates put calls after the text. Two sentinels
-without a common beginning or end show what follows the reply, and other words in the new messages show how much of that is the
-template's own:
+without a common beginning or end show what follows the reply. Other words in the new messages show how much of that is the template's own:
 
     <|im_start|>assistant\nQa1b2x<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n
                            ^^^^^^ sentinel
                                  ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ the template's own
                                  ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ what follows the reply
 
-The reply ends at the first stop id in the template's own part. Everything from there on must be the end of the real conversation's
-rendering, to the last id; otherwise nothing is spliced.
+The reply ends at the first stop id in the template's own part. Everything from there on must equal the end of the real conversation's
+rendering, up to the last id; otherwise nothing is spliced.
 
-NeMo RL (`nemo_rl/models/generation/openai_server_utils.py`) takes the N-th EOS of the rendering, counted in a rendering that ends
-with the reply. That is right if each message before it has the same stop ids in both; then this module gives the same ids.
+NeMo RL (`nemo_rl/models/generation/openai_server_utils.py`) uses the N-th EOS of the rendering instead; it counts in a rendering that ends
+with the reply. That is right if each message before the reply has the same stop ids in both renderings. Then this module gives the same
+ids.
 """
 
 import json
@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 
 _RUN = secrets.token_hex(4)
 SENTINELS = (f"Q{_RUN}x", f"W{_RUN[::-1]}k")
-"""Texts that are unknown to the authors of messages."""
+"""Random texts, which the authors of messages cannot know."""
 
 ASK = {"role": "user", "content": "."}
-"""The user's message in a small conversation."""
+"""The user message of a small conversation."""
 
 
 class UnprovenError(Exception):
-    """The end of the reply cannot be proven; the message says why."""
+    """The end of the reply cannot be proven; the message has the reason."""
 
 
 class OtherStopError(UnprovenError):
@@ -45,13 +45,13 @@ class OtherStopError(UnprovenError):
 
 
 class HiddenError(UnprovenError):
-    """The template does not render the sentinel: Llama-3's renders no calls."""
+    """The template does not render the sentinel. For example, Llama-3's renders no calls."""
 
 
 class Renderings(NamedTuple):
     """Ids of three renderings: with the first sentinel, with the second, and with the first and other words in the new messages.
 
-    `before_calls` says that calls follow the sentinel. Then the end of the reply is known only if there is a single stop id.
+    `before_calls` is whether calls follow the sentinel. Then the end of the reply is known only if there is a single stop id.
     """
 
     first: Sequence[int]
@@ -86,8 +86,8 @@ def stand_in(reply: dict[str, Any], sentinel: str, *, in_text: bool) -> dict[str
 def reworded(messages: Sequence[dict[str, Any]], stops: Sequence[str]) -> list[dict[str, Any]]:
     """Insert other words into the texts of messages.
 
-    They go into the middle, because templates look at beginning and end (for Qwen3's, a text in `<tool_response>` is not a query).
-    If a text contains a stop id they go before it: otherwise that id would seem to be the template's own.
+    The words are inserted into the middle, because templates inspect beginning and end (for Qwen3's, a text in `<tool_response>` is not a
+    query). If any message contains a stop id, they are inserted at the beginning; otherwise that id would look like the template's own.
     """
     has_stop = any(stop and stop in json.dumps(messages, ensure_ascii=False, default=str) for stop in stops)
 
@@ -119,12 +119,15 @@ def splice(
         rendered: the rendering of the real conversation.
         shown: renderings of conversations that end like it.
         stop_ids: the ids at which the model stops.
-        turn_end: the template's end of turn, if it was shown to follow a reply whatever comes next: then another stop id that the model
+        turn_end: the template's end of turn, if it is known to follow a reply whatever message is next. Then another stop id that the model
             sampled replaces it.
+
+    Returns:
+        The ids of the prompt.
 
     Raises:
         HiddenError: the template does not render the sentinel.
-        OtherStopError: the prefix ends with another stop id than the template's, and `turn_end` is not the latter.
+        OtherStopError: the prefix ends with another stop id than the template's, and the template's is not `turn_end`.
         UnprovenError: no stop id of the template's own ends the reply, or the real conversation is rendered differently.
     """
     first = shown.first

@@ -1,9 +1,10 @@
-"""What vLLM loads: entry points `tokencache` in the groups `vllm.general_plugins` and `vllm.endpoint_plugins`.
+"""Defines the entry points that vLLM loads: `tokencache` in the groups `vllm.general_plugins` and `vllm.endpoint_plugins`.
 
-vLLM loads a general plugin into every process of every version; this one patches 0.20 to 0.25, in the processes that serve HTTP.
-Endpoint plugins exist since 0.26. vLLM loads them into those processes only, and only if `VLLM_PLUGINS` names them
-(`vllm/plugins/__init__.py`, 0.26); from 0.26 on everything is left to this one. (0.32 loads general plugins before it can log.)
-Whatever happens here, vLLM starts: a version that cannot be patched is logged as an error and left alone.
+Every version of vLLM loads general plugins into every process. The general plugin patches 0.20 to 0.25, in the processes that serve HTTP.
+Endpoint plugins exist since 0.26. vLLM loads them only into the processes that serve HTTP, and only if `VLLM_PLUGINS` names them
+(`vllm/plugins/__init__.py`, 0.26). The endpoint plugin patches 0.26, and logs in later versions that no patch is needed. (The general
+plugin would be too early for that: 0.32 loads it before it can log.) vLLM always starts: if a version cannot be patched, the plugin logs
+an error and changes nothing.
 """
 
 import logging
@@ -15,15 +16,15 @@ from tokencache.vllm_plugin.patch import NATIVE_SINCE, UnknownVllmError, minor, 
 
 NAME = "tokencache"
 log = logging.getLogger("vllm.plugins.tokencache")
-"""A child of vLLM's own logger, whose handlers write it."""
+"""A child of vLLM's own logger, so that vLLM's handlers write its messages."""
 
 _ENDPOINT_PLUGINS_SINCE = (0, 26)
 _NOT_HTTP = ("EngineCore", "Worker", "VllmWorker", "DPCoordinator")
-"""Names of vLLM's processes that render nothing (`vllm/v1/engine/utils.py`, `vllm/v1/executor/multiproc_executor.py`)."""
+"""Prefixes of the names of vLLM's processes that do not render (`vllm/v1/engine/utils.py`, `vllm/v1/executor/multiproc_executor.py`)."""
 
 
 def register() -> None:
-    """Patch vLLM 0.20 to 0.25; vLLM calls this function of a general plugin."""
+    """Patch vLLM 0.20 to 0.25. vLLM calls this function of the general plugin."""
     if multiprocessing.current_process().name.startswith(_NOT_HTTP):
         return
     version = _version()

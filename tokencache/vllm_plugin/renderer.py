@@ -1,9 +1,9 @@
 """Replaces vLLM's renderer for one request, and returns supplied ids where the renderer would render.
 
-`preprocess_chat` calls one method of its renderer, `render_chat_async`, and uses only what it returns. So `preprocess_chat` runs with
-this object in place of the renderer. For a whole prompt nothing is rendered. For a prefix the original renderer renders the messages,
-and a few other conversations that show where the last reply ends (`boundary`): first a small conversation, which costs next to nothing,
-and the whole history if the small one proves nothing.
+`preprocess_chat` calls one method of its renderer, `render_chat_async`, and uses only the result. So `preprocess_chat` runs with this
+object in place of the renderer. For a whole prompt nothing is rendered. For a prefix, the original renderer renders the messages, and a
+few other conversations that show where the last reply ends (`boundary`): first a small conversation, which costs almost nothing, and the
+whole history if the small one proves nothing.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from tokencache.vllm_plugin.boundary import (
 from tokencache.vllm_plugin.supplied_ids import InvalidIdsError, SuppliedIds, has_media
 
 Rendered = tuple[list[Any], list[Any]]
-"""What `render_chat_async` returns: conversations, and engine inputs."""
+"""The result of `render_chat_async`: conversations, and engine inputs."""
 
 
 class SuppliedPrompt:
@@ -40,7 +40,7 @@ class SuppliedPrompt:
             renderer: vLLM's own renderer.
             supplied: the ids of the request, in the model's range.
             stop_ids: ids at which the model stops.
-            tokens_input: vLLM's function that makes an engine input of ids.
+            tokens_input: vLLM's function that makes an engine input from ids.
         """
         self._renderer = renderer
         self._supplied = supplied
@@ -60,7 +60,7 @@ class SuppliedPrompt:
         prompt_extras: dict[str, Any] | None = None,
         skip_mm_cache: bool = False,
     ) -> Rendered:
-        """Do what vLLM's `BaseRenderer.render_chat_async` does.
+        """Return the supplied prompt, in the form of vLLM's `BaseRenderer.render_chat_async`.
 
         Raises:
             InvalidIdsError: the conversation has media, or the end of the prefix cannot be proven.
@@ -90,7 +90,7 @@ class SuppliedPrompt:
         return [conversation], [spliced if tok_params is None else tok_params.apply_post_tokenization(self._renderer.tokenizer, spliced)]
 
     def _without_limits(self, tok_params: Any) -> Any:
-        """Remove the limits of length: the rendering is not the prompt, whose length is checked at the end."""
+        """Remove the length limits, because this rendering is not the prompt; the length of the prompt is checked at the end."""
         if tok_params is None:
             return None
         if tok_params.truncate_prompt_tokens is not None:
@@ -139,7 +139,7 @@ class _Splicer:
             return splice(prefix, rendered, shown, self._stop_ids, turn_end=why.rendered)
 
     async def _ids(self, conversations: list[list[Any]], chat_params: Any) -> list[Sequence[int]]:
-        # one after the other: vLLM may change the messages that it renders, and these conversations share some
+        # one after another, because vLLM may change the messages that it renders, and these conversations share messages
         return [await self._rendered(conversation, chat_params) for conversation in conversations]
 
     async def _rendered(self, conversation: list[Any], chat_params: Any) -> Sequence[int]:

@@ -7,8 +7,8 @@ A request may have one of two members:
 `required_prefix_token_ids`  the exact ids up to the end of the last assistant message, as NeMo RL's worker accepts them: at the top level
                              of the body; in `kv_transfer_params` or `vllm_xargs` for dialects that drop unknown members
 
-They are removed, so that no connector and no sampler gets them, and so that later prompts of the same request (the tool loops of
-Responses) are rendered. Media is refused: to ignore the ids in that case, as 0.32 does, would be silent.
+The ids are removed, so that no connector and no sampler gets them, and so that later prompts of the same request (the tool loops of
+Responses) are rendered. A request with media is refused. vLLM 0.32 silently ignores the ids in that case.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,11 +20,11 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinki
 _MEDIA_KEYS = frozenset(
     "image_url input_image image_embeds image_pil audio_url input_audio audio_embeds video_url prompt_embeds".split()  # noqa: SIM905
 )
-"""A part with one of these keys is media, whatever its type says (vLLM 0.32, `vllm/renderers/chat_utils.py`)."""
+"""A part with one of these keys is media, whatever its type is (vLLM 0.32, `vllm/renderers/chat_utils.py`)."""
 
 
 class InvalidIdsError(ValueError):
-    """The supplied ids cannot be used; the client gets a 400. `parameter` is the member at fault."""
+    """The supplied ids cannot be used; the client gets a 400. `parameter` is the wrong member."""
 
     def __init__(self, message: str, parameter: str) -> None:
         super().__init__(message)
@@ -43,13 +43,13 @@ def take(request: Any) -> SuppliedIds | None:
     """Remove supplied ids from a request and return them.
 
     Args:
-        request: any of vLLM's requests; members that its model does not know are in `model_extra`.
+        request: any request object of vLLM; unknown members are in its `model_extra`.
 
     Returns:
         The ids; `None` if the request has none, or an empty prefix.
 
     Raises:
-        InvalidIdsError: they are not a list of non-negative integers, or two members contradict each other.
+        InvalidIdsError: the ids are not a list of non-negative integers, two members contradict each other, or the request has `echo`.
     """
     places = {"": getattr(request, "model_extra", None)}
     places |= {name: getattr(request, name, None) for name in ("kv_transfer_params", "vllm_xargs")}
@@ -86,8 +86,8 @@ def check_range(supplied: SuppliedIds, vocabulary: int, max_model_len: int) -> N
 
     Args:
         supplied: the ids.
-        vocabulary: ids are below this.
-        max_model_len: limit of prompt and completion together, in tokens; one at least must remain for the completion.
+        vocabulary: the size of the vocabulary; all ids must be below it.
+        max_model_len: limit of prompt and completion together, in tokens; at least one must remain for the completion.
 
     Raises:
         InvalidIdsError: an id is out of vocabulary, or there are too many.

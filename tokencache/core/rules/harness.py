@@ -59,7 +59,7 @@ def _break_markers(text: str) -> str:
 
 
 def _close_code(text: str) -> str:
-    """smolagents' CodeAgent stops at `</code>` and appends it again."""
+    """Append `</code>`: it is a stop string of smolagents' CodeAgent, which adds it again."""
     return text + "</code>" if "<code>" in text and not text.endswith("</code>") else text
 
 

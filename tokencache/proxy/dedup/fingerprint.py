@@ -1,19 +1,19 @@
-"""Recognises requests that may repeat an earlier call of their session.
+"""Recognizes requests that may repeat an earlier call of their session.
 
-SDKs and harnesses repeat a call after a time-out or a broken connection. They mark that in different ways (docs/retries.md has the
+SDKs and harnesses repeat a call after a timeout or a broken connection. They mark such a retry in different ways (docs/retries.md has the
 versions):
 
 =============================  =======================================================================  ====================
-a request with                 is                                                                       joins
+a request with                 is treated as                                                            joins
 =============================  =======================================================================  ====================
 `x-stainless-retry-count` ≥ 1  a retry: OpenAI's and Anthropic's SDKs set it                            any call
-`Idempotency-Key`              the same call as another with that key, and another than any without     any call
+`Idempotency-Key`              a repetition only of calls with the same key                             any call
 `x-stainless-retry-count: 0`   a first attempt for its SDK; the harness around it may still retry       an orphaned call
-neither                        a retry while another call like it is unanswered                         any call
+neither                        a retry, while an equal call is unanswered                               any call
 =============================  =======================================================================  ====================
 
-Two calls are alike if they have the same *request fingerprint*, a hash of everything that the client sent to be answered. It is looked up
-within a session only.
+Two calls are equal if they have the same *request fingerprint*: a hash of path, harness, idempotency key and body. It is only looked up
+within a session.
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,16 @@ from tokencache.store.base import Join
 RETRY_COUNT, IDEMPOTENCY_KEY = "x-stainless-retry-count", "Idempotency-Key"
 
 Policy = Literal["join", "marked", "off"]
-"""Which requests are treated as retries: all that may be, those that are marked as such, none."""
+"""Which requests are treated as retries: all that may be retries, only those that are marked as retries, or none."""
 
 
 class Fingerprint(NamedTuple):
-    """What a request shows about being a retry.
+    """The properties of a request that show whether it is a retry.
 
     Attributes:
         digest: the request fingerprint, 16 bytes; `b""` if retries are not deduplicated.
         join: which calls in flight the request may join.
-        marked: whether the request itself says that it is a retry.
+        marked: whether the request is marked as a retry or has an idempotency key.
     """
 
     digest: bytes = b""
@@ -44,13 +44,13 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint_of(policy: Policy, path: str, headers: Mapping[str, str], body: bytes, harness: str) -> Fingerprint:
-    """Make the fingerprint of a request.
+    """Compute the fingerprint of a request.
 
     Args:
         policy: which requests are treated as retries.
         path: the path with its query.
-        headers: case-insensitive.
-        body: as received.
+        headers: the headers, case-insensitive.
+        body: the body as received.
         harness: name of the harness, `""` if unknown.
     """
     if policy == "off":

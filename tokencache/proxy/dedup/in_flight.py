@@ -1,17 +1,17 @@
-"""Serves each call once: lets duplicates wait for the call in flight, and lets an orphaned generation finish.
+"""Serves each call once: duplicates wait for the call in flight, and orphaned generations may finish.
 
-*Duplicates.* While a call with the same fingerprint is in flight, a retry waits for its reply; when the reply is recorded already, the
-retry receives that (`replay`). So the engine samples once. If the earlier call is served by this process, its end is awaited. If it is
-served by another replica, the store is asked with growing pauses whether it is still open, and whether that replica is alive: a replica
-that was killed closes nothing. Each replica writes a heartbeat to the store every few seconds. A call of a replica without one is closed
-here, with an incident: what the engine said to it is missing.
+*Duplicates.* While a call with the same fingerprint is in flight, a retry waits for its reply. If the reply is already recorded, the retry
+receives that (`replay`). So the engine samples once. If this process serves the earlier call, the retry waits for its end. If another
+replica serves it, this process asks the store, with growing pauses, whether the call is still open and whether that replica is alive: a
+killed replica closes nothing. Each replica writes a heartbeat to the store every few seconds. A call of a replica without a heartbeat is
+closed here, with an incident, because the engine's reply to it is missing.
 
-*Orphaned generations.* A client that leaves before it received anything may have lost patience with a slow engine, and may come back.
-Its call goes on for a grace period, and for as long as a retry waits for it. A reply that is whole although its client had left is
-recorded with the mark `unanswered`. A stream of which the client received something ends at once.
+*Orphaned generations.* A client that leaves before it received anything may have timed out because the engine is slow, and may retry. Its
+call continues for a grace period, and for as long as a retry waits for it. A complete reply to a client that has left is recorded with the
+mark `unanswered`. If the client received a part of the stream, the call ends at once.
 
-A call for which a retry waited in vain is joined by no further retry: the engine may hang on just this call, and a retry must not be
-worse off than without a proxy.
+If a retry gave up waiting for a call, no further retry joins that call: the engine may hang on it, and a retry must not wait longer than
+without a proxy.
 """
 
 import asyncio
@@ -41,17 +41,17 @@ from tokencache.store.base import Join, OpenCall, SessionGoneError, StoreError
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS, LIVE_SECONDS = 3.0, 10.0
-"""How often a replica writes its heartbeat, and for how long that is valid."""
+"""Seconds between two heartbeats of a replica, and for which a heartbeat is valid."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-"""Seconds between two looks at a call that another replica serves."""
+"""Seconds between two checks of a call that another replica serves."""
 _NOT_RECORDED = ("prompt_logprobs", "echo", "return_weight_versions", "return_prompt_text")
-"""Members of a request that ask for something which is not recorded with a turn."""
+"""Members of a request that ask for values that are not recorded with a turn."""
 _OFF = frozenset({b"null", b"false"})
 _Task = asyncio.Task[web.StreamResponse | Opening | None]
 
 
 class _Ended(NamedTuple):
-    """How a call in flight ended: its turns, none if it came to nothing; `died`: its replica is gone."""
+    """How a call in flight ended: its turns, empty if there are none, and whether its replica died."""
 
     turns: tuple[Turn, ...]
     died: bool = False
@@ -63,7 +63,7 @@ class CallsInFlight:
     Args:
         services: engines, ledger and planner.
         policy: which requests are treated as retries.
-        grace: seconds for which a call goes on after its client left; 0: it does not.
+        grace: seconds for which a call continues after its client left; 0 to end it at once.
     """
 
     def __init__(self, services: Services, *, policy: Policy, grace: float) -> None:
@@ -75,10 +75,10 @@ class CallsInFlight:
         self._orphans: dict[_Task, CallAttempt] = {}
 
     async def serve(self, asked: CallRequest, fingerprint: Fingerprint, budget: Budget) -> web.StreamResponse:
-        """Answer a request, with as many attempts as it takes.
+        """Answer a request, with as many attempts as needed.
 
         Raises:
-            EngineError: and what else `CallAttempt.open` and `CallAttempt.run` raise.
+            EngineError: no engine took the call. Other errors of `CallAttempt.open` and `CallAttempt.run` are raised too.
         """
         replayable = bool(fingerprint.digest) and _can_be_replayed(asked.response)
         join: Join = fingerprint.join if replayable else "never"
@@ -95,7 +95,7 @@ class CallsInFlight:
             elif result is not None:
                 return result
             else:
-                budget = Budget()  # a call that was let in is not stopped because the engine aborted its reply
+                budget = Budget()  # a call that was within the budget may be made again
                 resamples += 1
                 async with asked.response.keep_alive():
                     await pause_before_resample()
@@ -106,7 +106,7 @@ class CallsInFlight:
         """Make one attempt at a call.
 
         Returns:
-            The response; or what is known of a duplicate in flight; `None` if the call is to be made again.
+            The response; an `Opening` if a duplicate is in flight; `None` if the call must be made again.
         """
         if fingerprint.digest:
             self._calls[call.id] = call
@@ -145,7 +145,7 @@ class CallsInFlight:
         return await send_again(asked.response, turns)
 
     def _incidents(self, kind: IncidentKind, session: str, turns: tuple[Turn, ...]) -> list[Incident]:
-        """Return the incident for a retry, if it is to be noted: a harness may retry for ever, and a session must not grow with that."""
+        """Return the incident for a retry, if it is selected (`SampledCounter`); a session must not grow with every retry."""
         number = self._retries.count(session)
         if not number:
             return []
@@ -153,7 +153,7 @@ class CallsInFlight:
         return [kind.incident(detail, call=turns[0].call, turn=turns[0].id, at=time.time())]
 
     async def _end_of_duplicate(self, asked: CallRequest, opening: Opening) -> _Ended:
-        """Wait until the call in flight has ended, and tell the store meanwhile that its reply is wanted."""
+        """Wait until the call in flight has ended. Meanwhile mark it in the store as wanted."""
         assert opening.duplicate is not None  # noqa: S101 - the caller looked
         session, duplicate = asked.session, opening.duplicate
         wanting = asyncio.create_task(self._keep_wanting(session, duplicate.call))
@@ -180,7 +180,7 @@ class CallsInFlight:
             await self._store.mark_wanted(session, call, given_up=True)
 
     async def _watched_end(self, session: str, epoch: str, duplicate: OpenCall, key: bytes) -> _Ended:
-        """Wait until a call has ended; its turns are found under `key`. It is watched once, however many retries wait for it.
+        """Wait until a call has ended; its turns are found under `key`. All retries that wait for a call share one task.
 
         Raises:
             StoreError: the store failed.
@@ -204,16 +204,16 @@ class CallsInFlight:
         return _Ended(tuple(hit.turn for hit in found if hit.turn.call == duplicate.call), died)
 
     async def _closed_for_lost_replica(self, session: str, epoch: str, duplicate: OpenCall) -> bool:
-        """Wait until a call that is not served here is closed; true if it was closed here, because its replica is gone."""
+        """Wait until a call that is not served here is closed; true if it was closed here because its replica did not close it."""
         silent = 0.0
         for pause in delays(FIRST_PAUSE, LONGEST_PAUSE, factor=1.5):
             info = await self._store.session(session)
             if info is None or all(one.call != duplicate.call for one in info.open_calls):
                 return False
-            if duplicate.replica == self._ledger.replica:  # the store failed when it ended here, and an incident says so
+            if duplicate.replica == self._ledger.replica:  # the store failed when the call ended here; an incident reports that
                 return await self._close(session, epoch, duplicate, [])
             if not await self._store.live_replicas([duplicate.replica]):
-                if silent >= HEARTBEAT_SECONDS:  # a store that was restarted has lost the heartbeats, and receives the next ones by now
+                if silent >= HEARTBEAT_SECONDS:  # a restarted store lost the heartbeats, but has received the next ones by now
                     detail = "the proxy that served this call is gone: what the engine said to it is not recorded"
                     lost = IncidentKind.REPLICA_LOST.incident(detail, call=duplicate.call, at=time.time())
                     return await self._close(session, epoch, duplicate, [lost])
@@ -234,7 +234,7 @@ class CallsInFlight:
     async def _outlive_client(
         self, session: str, call: CallAttempt, attempt: Coroutine[Any, Any, web.StreamResponse | Opening | None]
     ) -> web.StreamResponse | Opening | None:
-        """Run an attempt in a task of its own, which may outlive the client."""
+        """Run an attempt in a separate task, which may continue after the client has left."""
         task = asyncio.create_task(attempt)
         try:
             return await asyncio.shield(task)
@@ -251,7 +251,7 @@ class CallsInFlight:
             raise
 
     async def _wait_for_orphan(self, session: str, call: CallAttempt, task: _Task) -> None:
-        """Let an orphaned generation go on for the grace period, and for as long as a retry waits for it."""
+        """Let an orphaned generation continue for the grace period, and for as long as a retry waits for it."""
         await self._is_wanted(session, call)
         while (await asyncio.wait({task}, timeout=self._grace))[1]:
             if not await self._is_wanted(session, call):
@@ -261,7 +261,7 @@ class CallsInFlight:
         del self._orphans[task]
 
     async def _is_wanted(self, session: str, call: CallAttempt) -> bool:
-        """Note in the store that the call is orphaned; true if a retry waits for it."""
+        """Mark the call in the store as orphaned; true if a retry waits for it."""
         try:
             return await self._store.mark_orphaned(session, call.id)
         except StoreError:
@@ -297,14 +297,14 @@ class CallsInFlight:
 
 
 async def _log_failure(task: _Task) -> None:
-    """Wait for a task that has no client any more, and log an unexpected failure; its call is recorded either way."""
+    """Wait for a task without a client, and log an unexpected failure; the call is recorded in any case."""
     await asyncio.wait({task})
     if not task.cancelled() and (why := task.exception()) is not None and not isinstance(why, TokencacheError):
         log.error("a call without a client failed", exc_info=why)
 
 
 def _can_be_replayed(response: Response) -> bool:
-    """Whether everything that the client asks for is recorded with a turn."""
+    """Whether everything that the client requests is recorded with a turn."""
     chat = response.chat
     more = any(bytes(chat.fields[name]) not in _OFF for name in _NOT_RECORDED if name in chat.fields)
     return not (chat.shows_ids or chat.shows_logprobs or response.exchange.token_ids or more)

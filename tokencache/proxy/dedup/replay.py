@@ -1,11 +1,11 @@
 """Sends a recorded reply again to a retry, and decides which requests receive one.
 
-The reply is made of the recorded turns: the text, the tool calls with their ids, the finish reason, and the handle of the first time, so
-that whatever the client sends back leads to the same turn. Log probabilities, the token ids as the engine wrote them, and other extras
-are not recorded in that form, so they cannot be sent again: a request for them is sampled anew.
+The reply is made from the recorded turns: the text, the tool calls with their ids, the finish reason, and the original handle. So the echo
+of the replayed reply leads to the same turn. Log probabilities, the token ids as the engine wrote them, and other extras are not recorded
+in that form and cannot be sent again. A request for them is sampled again.
 
 A marked retry receives the recorded reply every time. Any other request receives it once, and only if no client has received it yet.
-Otherwise it is a second sample: a sibling of the first, and marked as such.
+Otherwise the request is sampled again: the new turn is a sibling of the first, with the mark `second-sample`.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _NOT_WHOLE = frozenset({ABORTED, BROKE, DROPPED, TurnMark.ENGINE_ERROR})
 
 
 def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
-    """Return the turns of the last call among these, one per choice; empty if its reply was not whole."""
+    """Return the turns of the last call among these, one per choice; empty if its reply is incomplete."""
     if not turns:
         return ()
     reply = tuple(sorted((turn for turn in turns if turn.call == turns[-1].call), key=lambda turn: turn.choice))
@@ -36,7 +36,7 @@ def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
 
 
 def refused_second_sample(fingerprint: bytes) -> str:
-    """Name the document with the call whose reply a retry must not receive, because it repeats a later call that ended without a turn."""
+    """Return the name of a document. It holds the id of an earlier call; retries of a later call without a turn must not get its reply."""
     return f"passed-over:{fingerprint.hex()}"
 
 
@@ -55,7 +55,7 @@ async def is_due(store: Store, policy: Policy, session: str, fingerprint: Finger
 
 
 async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool:
-    """Claim a reply that no client has received; false if there is nothing to claim."""
+    """Claim a reply that no client has received; false if it cannot be claimed."""
     if TurnMark.UNANSWERED not in turns[0].marks:
         return False
     try:
