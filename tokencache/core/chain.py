@@ -220,7 +220,7 @@ def turn_keys(
 
 
 def aborted_turn_keys(conversation: Conversation) -> tuple[bytes, ...]:
-    """Return the keys of a reply to `conversation` of which the harness received an unknown part."""
+    """Return the keys of an interrupted reply to `conversation`; the harness received an unknown part of it."""
     return position_key(conversation.chain[-1]), aborted_key(conversation.model_key)
 
 

@@ -121,7 +121,7 @@ def match(
         claims.append(finder.elsewhere(i) if chosen in {None, Reason.FOREIGN_REPLY} else _Claim(i, (), chosen or ""))
     if parent is None and not claims:
         return Match("root")
-    # Whether claimed turns are already in the parent's prompt, and which of them is meant, depends on the lineage.
+    # The lineage shows whether claimed turns are already in the parent's prompt, and which of them is the right one.
     if turns is None and any(len(claim.candidates) > (parent is None) for claim in claims):
         return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
     return _result(finder, list(reversed(claims)), parent)
@@ -432,5 +432,5 @@ def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
 
 
 def _interchangeable(turns: list[Turn], *, in_place: bool) -> bool:
-    """Whether it makes no difference which of these turns is taken, because they have the same tokens."""
+    """Whether these turns have the same tokens, so that any of them may be used."""
     return len({turn.prefix_hash if in_place else turn.completion_hash for turn in turns}) == 1

@@ -87,7 +87,7 @@ class EngineMembership:
         return [self._member(monitor, entries) for monitor in self._pool.monitors]
 
     async def add(self, url: str) -> EngineMember:
-        """Let an engine take calls, on all replicas.
+        """Add an engine, or let a drained engine take calls again, on all replicas.
 
         Raises:
             StoreError: the store does not answer; nothing was changed.
@@ -95,7 +95,7 @@ class EngineMembership:
         return await self._set(url, "serving")
 
     async def drain(self, url: str) -> EngineMember:
-        """Let an engine take no new calls, on all replicas.
+        """Send no new calls to an engine, on all replicas.
 
         Raises:
             HarnessError: there is no such engine.

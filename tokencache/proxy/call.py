@@ -211,7 +211,7 @@ class CallAttempt:
         return self.state in TERMINAL
 
     async def until_ended(self) -> bool:
-        """Wait until the call has ended; false if the store did not confirm that it opened it, so that it may be open there still."""
+        """Wait until the call has ended; false if the store did not confirm that it opened the call, which may still be open there."""
         self._ended = self._ended or asyncio.Event()
         if not self.ended:
             await self._ended.wait()

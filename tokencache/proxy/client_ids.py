@@ -176,7 +176,7 @@ async def prove(session: str, call: ChatCall, returned: ReturnedIds, model: Mode
     if not replies or ended_early or not model.capability.tokenizes:
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     last = replies[-1]
-    assert call.conversation is not None  # noqa: S101 - messages came back
+    assert call.conversation is not None  # noqa: S101 - there are returned messages
     request = TailRequest(call.model, call.args, call.conversation, call.safe_messages(), last.place + 1, None, session)
     frame = await model.edited_histories.frame(request, [reply.place for reply in replies])
     prompts = [frame.generation_prompt(n, reply.prompt, same_message=True) for n, reply in enumerate(replies)]
@@ -279,7 +279,7 @@ def _plain(text: str, message: Message) -> str:
     return "".join([*parts, rest[at:]])
 
 
-# --- differences between what came back and what was recorded ---
+# --- differences between returned and recorded ids ---
 
 
 async def compare(

@@ -64,7 +64,7 @@ def last_reply(messages: Sequence[dict[str, Any]]) -> int:
     """Find the last assistant message.
 
     Raises:
-        UnprovenError: there is none.
+        UnprovenError: there is no assistant message.
     """
     for at in range(len(messages) - 1, -1, -1):
         if messages[at].get("role") == "assistant":

@@ -65,7 +65,7 @@ async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool:
 
 
 async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamResponse:
-    """Send a recorded reply in the form that the client asked for; `turns` are its choices."""
+    """Send a recorded reply in the form that the client requested; `turns` are its choices."""
     first, chat, exchange = turns[0], response.chat, response.exchange
     if exchange.encoder_for is not None:
         response.exchange = exchange._replace(encoder=await exchange.encoder_for(first.handle))
