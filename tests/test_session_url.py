@@ -3,7 +3,7 @@
 import pytest
 
 from tokencache.errors import HarnessError
-from tokencache.session_url import check_name, route_of, session_key, session_url, split_harness, split_session
+from tokencache.session_url import check_name, check_proxy_url, route_of, session_key, session_url, split_harness, split_session
 
 PROXY = "http://proxy.example:8100/"
 
@@ -33,3 +33,64 @@ def test_a_key_names_its_session():
 def test_an_invalid_name_is_refused(name):
     with pytest.raises(HarnessError, match="not a valid session name"):
         check_name(name)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:8100",
+        "https://proxy.example/",
+        "http://[::1]:8100",
+        "HTTP://Proxy",
+        "https://gate/v1/team/tokencache",
+        "http://gate/s/",
+    ],
+)
+def test_base_urls_are_accepted(url):
+    assert check_proxy_url(url) == url.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("url", "fault", "right"),
+    [
+        ("http://p:8100/v1", "'/v1' belongs to a route of the proxy", "http://p:8100"),
+        ("http://p:8100/v1/", "'/v1' belongs to a route of the proxy", "http://p:8100"),
+        ("http://p/s/r1/v1", "'/s/r1/v1' belongs to a route of the proxy", "http://p"),
+        ("http://p/s/v1/v1", "'/s/v1/v1' belongs to a route of the proxy", "http://p"),
+        ("http://p/gate/s/r1/h/codex", "'/s/r1/h/codex' belongs to a route of the proxy", "http://p/gate"),
+        ("http://p/ng-rollout/r@1/training-token-capture/v1", "belongs to a route of the proxy", "http://p"),
+        ("http://p/tokencache/v1", "'/tokencache/v1' belongs to a route of the proxy", "http://p"),
+        ("http://p/tokencache/ui/", "'/tokencache/ui' belongs to a route of the proxy", "http://p"),
+        ("localhost:8100", "it has no scheme", "http://localhost:8100"),
+        ("//p:8100/s/r1/v1", "it has no scheme", "http://p:8100"),
+        ("http://p/v1?a=secret", "it has a query or a fragment", "http://p"),
+        ("http://me:secret@p/v1", "'/v1' belongs to a route of the proxy", "http://p"),
+        ("me:secret@p:8100", "it has no scheme", "http://p:8100"),
+    ],
+)
+def test_a_url_that_is_not_the_base_is_refused_with_the_right_one(url, fault, right):
+    with pytest.raises(ValueError, match="is not the base URL of a tokencache proxy") as refused:
+        check_proxy_url(url)
+    assert fault in str(refused.value)
+    assert str(refused.value).endswith(f" Use {right!r}.")
+    assert "secret" not in str(refused.value)
+    assert check_proxy_url(right) == right
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("", "it names no host"),
+        ("http://", "it names no host"),
+        ("ws://p", "its scheme is 'ws', not http or https"),
+        ("http://p:port", "Port could not be cast"),
+        ("http://p:99999", "Port out of range"),
+        ("http://p\n", "it contains a blank"),
+        (" http://p", "it contains a blank"),
+    ],
+)
+def test_a_url_that_cannot_be_repaired_is_refused_with_advice(url, fault):
+    with pytest.raises(ValueError, match="is not the base URL of a tokencache proxy") as refused:
+        check_proxy_url(url)
+    assert fault in str(refused.value)
+    assert "Name the address of `tokencache serve`, such as http://127.0.0.1:8100" in str(refused.value)

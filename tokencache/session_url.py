@@ -5,11 +5,12 @@
     tcs-<session>                                   an API key that names the session
     tck-…                                           an API key that the trainer registered
 
-The proxy reads them (`proxy.sessions`); the Python client and the harness adapters write them.
+The proxy reads them (`proxy.sessions`); the Python client and the harness adapters write them, after `check_proxy_url` has checked
+the base URL that the user gave.
 """
 
 import re
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from tokencache.errors import HarnessError
 
@@ -19,6 +20,58 @@ _GYM_CAPTURE = "/training-token-capture"
 _PLAIN = ":@+="
 """Characters of a session's name that need no quoting in a path, besides letters, digits and `_.-~`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,199}")
+_ROUTE = re.compile(rf"(?:(?:{_SESSION}|{_GYM})[^/]+)?(?:{_GYM_CAPTURE})?(?:{_HARNESS}[^/]+)?(?:(?:/tokencache)?/v1|/tokencache/ui)?$")
+"""What users copy from a harness's URL at the end of a base URL. It matches every path, often with nothing."""
+
+BASE_URL_ADVICE = (
+    "Name the address of `tokencache serve`, such as http://127.0.0.1:8100: not the engine's address, and without /v1 or /s/SESSION."
+)
+"""What to do if a URL is not the base URL of a proxy."""
+
+
+def check_proxy_url(url: str) -> str:
+    """Return the base URL of a proxy, without a slash at its end. The path of a gateway before the proxy may be part of it.
+
+    Raises:
+        ValueError: it cannot be one. The message names the URL, without user and password, and the right one if that can be derived.
+    """
+    shown = printable_url(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # urlsplit checks the port only when it is read
+    except ValueError as error:
+        raise _not_a_base_url(shown, str(error)) from None
+    web = parts.scheme in {"http", "https"}
+    if not url.isprintable() or " " in url:
+        raise _not_a_base_url(shown, "it contains a blank or a character that cannot be printed")
+    if not web and "://" in url:
+        raise _not_a_base_url(shown, f"its scheme is {parts.scheme!r}, not http or https")
+    if not web and url.strip("/"):
+        raise _not_a_base_url(shown, "it has no scheme", f"http://{_without_route(shown.strip('/'))}")
+    if not parts.hostname:
+        raise _not_a_base_url(shown, "it names no host")
+    if "?" in url or "#" in url:
+        raise _not_a_base_url(shown, "it has a query or a fragment", _without_route(shown))
+    base, given = _without_route(shown), shown.rstrip("/")
+    if base != given:
+        raise _not_a_base_url(shown, f"{given.removeprefix(base)!r} belongs to a route of the proxy", base)
+    return url.rstrip("/")
+
+
+def _not_a_base_url(shown: str, fault: str, right: str = "") -> ValueError:
+    advice = f"Use {right!r}." if right else BASE_URL_ADVICE
+    return ValueError(f"{shown!r} is not the base URL of a tokencache proxy: {fault}. {advice}")
+
+
+def _without_route(url: str) -> str:
+    scheme, slashes, rest = url.rpartition("://")
+    host, slash, path = rest.rstrip("/").partition("/")
+    return f"{scheme}{slashes}{host}{_ROUTE.sub('', slash + path, count=1)}"
+
+
+def printable_url(url: str) -> str:
+    """Return a URL for messages: without user, password, query and fragment, which may hold secrets."""
+    return re.sub(r"^([A-Za-z]+://)?[^/]*@", r"\1", re.split("[?#]", url)[0])
 
 
 def check_name(name: str) -> str:

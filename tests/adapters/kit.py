@@ -34,15 +34,17 @@ print("complained", file=sys.stderr)
 
 
 @contextlib.contextmanager
-def listing(*models: dict, status: int = 200, body: bytes | None = None) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Serve `/v1/models`; yields the base URL, and the requests as they come: path and key."""
+def listing(
+    *models: dict, status: int = 200, body: bytes | None = None, sessions: bool = True
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Serve `/v1/models`; yields the base URL, and the requests as they come: path and key. An engine has no `sessions`: 404 there."""
     asked: list[tuple[str, str]] = []
     answer = json.dumps({"object": "list", "data": models}).encode() if body is None else body
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append((self.path, self.headers.get("Authorization", "")))
-            self.send_response(status)
+            self.send_response(status if sessions or not self.path.startswith("/s/") else 404)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)

@@ -178,7 +178,7 @@ def test_run_leaves_ctrl_c_to_the_harness(machine, proxy):
 def test_the_key_is_shown_to_the_proxy_when_it_is_asked():
     with listing({"id": "m"}) as (url, asked):
         shown = invoke("env", "openai", "--session", "s", "--proxy", url + "/", "--key", "tck-7")
-    assert (shown.exit_code, asked) == (0, [("/v1/models", "Bearer tck-7")])
+    assert (shown.exit_code, asked) == (0, [("/s/s/v1/models", "Bearer tck-7")])
     assert "export OPENAI_MODEL='m'\n" in shown.stdout
 
 
@@ -228,11 +228,23 @@ def test_a_proxy_that_answers_otherwise(status, body, said):
     assert re.search(said, done.stderr)
 
 
+@pytest.mark.parametrize("model", [[], ["--model", "m"]])
+@pytest.mark.parametrize("command", ["env", "run"])
+def test_the_address_of_an_engine_is_not_that_of_a_proxy(command, model):
+    """Also if the model is given: the harness's own requests would all be 404."""
+    with listing({"id": "m"}, sessions=False) as (url, _):
+        done = invoke(command, "openai", "--session", "s", "--proxy", url, *model, *(["--", sys.executable] if command == "run" else []))
+    assert done.exit_code == 1
+    assert f"{url} is not a tokencache proxy: it answers {url}/v1/models, but to {url}/s/s/v1/models it answers 404" in done.stderr
+    assert "Name the address of `tokencache serve`" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (["nope"], "no adapter 'nope'"),
         (["openai", "--proxy", "nowhere"], "'nowhere' is not the base URL"),
+        (["openai", "--proxy", "http://p:8100/v1"], "'http://p:8100/v1' is not the base URL of a tokencache proxy"),
         (["openai", "--session", "a/b"], "'a/b' is not a valid session name"),
         (["openai", "--adapters", "nowhere"], "nowhere: no such directory"),
     ],

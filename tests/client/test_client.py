@@ -14,6 +14,7 @@ from tokencache.client import (
     Budget,
     Client,
     EngineInUseError,
+    InvalidUrlError,
     NotFoundError,
     RefusedError,
     SealedError,
@@ -21,6 +22,7 @@ from tokencache.client import (
     UnauthorizedError,
     UnreachableError,
     WaitTimeoutError,
+    WrongServerError,
 )
 from tokencache.testing import Fault, SimulatedEngine
 
@@ -246,6 +248,14 @@ async def test_deleting_without_sealing_is_refused(client):
     assert [one.sealed async for one in client.iterate(["a"], seal=False, delete=False)] == [False]
 
 
+async def test_one_string_is_not_a_collection_of_names(client):
+    """Its letters were taken as names; and it could be a prefix, as in `sessions`."""
+    await three(client)
+    with pytest.raises(TypeError, match=r"names: 'abc' is a string, not a collection of names. For one session write \['abc'\]"):
+        client.iterate("abc")
+    assert await left(client) == ["a", "b", "c"]
+
+
 async def test_concurrency_is_limited(rig, monkeypatch):
     """With two at a time the store sees two readers and never three."""
     names = [f"r{n}" for n in range(5)]
@@ -290,9 +300,28 @@ async def test_the_admin_key(kind):
 def test_no_proxy():
     with (
         Client("http://127.0.0.1:1") as client,
-        pytest.raises(UnreachableError, match="POST /tokencache/v1/keys: no answer, tried 1 times"),
+        pytest.raises(UnreachableError, match=r"POST /tokencache/v1/keys: no answer, tried 1 times.*run at http://127.0.0.1:1"),
     ):
         client.create()
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+@pytest.mark.parametrize("path", ["/v1", "/s/r1/v1", "/s/r1/h/codex"])
+def test_the_url_of_a_route_is_refused(kind, path):
+    with pytest.raises(InvalidUrlError, match=f"'http://p:8100{path}' is not the base URL of a tokencache proxy.*Use 'http://p:8100'"):
+        kind(f"http://p:8100{path}")
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+async def test_the_address_of_the_engine(kind, rig):
+    wanted = f"{rig.up} is not a tokencache proxy: it answered 404: .*Name the address of `tokencache serve`"
+    async with Wrapped(kind(rig.up)) as client:
+        session = Wrapped(client.inner.session("r1"))
+        for ask in (client.create, client.sessions, session.fetch, session.seal, session.delete):
+            with pytest.raises(WrongServerError, match=wanted):
+                await ask()
+        with pytest.raises(WrongServerError, match=wanted):
+            await anext(client.iterate(["r1"]))
 
 
 async def test_engines_are_added_and_removed(rig, client):

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tokencache.client.errors import AnswerError, NotFoundError, UnauthorizedError, UnreachableError
+from tokencache.client.errors import AnswerError, InvalidUrlError, NotFoundError, UnauthorizedError, UnreachableError, WrongServerError
 from tokencache.client.operations import Operations, Pause, ServerResponse
 
 NO_RESPONSE = ServerResponse(0, b"ConnectError: refused")
 DOWN = ServerResponse(503, b'{"error": {"message": "the store failed: gone", "type": "store_error"}}')
 STATE = ServerResponse(200, b'{"session": "r", "turns": 2, "sealed": false, "complete": true, "open_calls": [], "new": {"in": "2030"}}')
-GONE = ServerResponse(404, b'{"error": {"message": "there is no session \'r\'"}}')
+GONE = ServerResponse(404, b'{"error": {"message": "there is no session \'r\'", "type": "not_found_error", "param": null, "code": 404}}')
 DONE = ServerResponse(200, b'{"session": "r", "deleted": true}')
 
 operations = Operations("http://proxy/", None)
@@ -57,8 +57,9 @@ def test_a_key_is_not_registered_twice():
 
 @pytest.mark.parametrize(("status", "kind"), [(401, UnauthorizedError), (404, NotFoundError), (500, AnswerError)])
 def test_a_refused_request_is_not_repeated(status, kind):
+    body = b'{"error": {"message": "no, never", "type": "not_found_error", "param": null, "code": %d}}' % status
     with pytest.raises(kind, match=f"{status}: no, never"):
-        drive(operations.state("r"), ServerResponse(status, b'{"error": {"message": "no, never"}}'))
+        drive(operations.state("r"), ServerResponse(status, body))
 
 
 def test_a_deletion_whose_response_was_lost():
@@ -72,8 +73,42 @@ def test_a_deletion_whose_response_was_lost():
 
 @pytest.mark.parametrize("body", [b"<html>welcome</html>", b"[]", b'{"data": []}'])
 def test_another_program_at_the_address(body):
-    with pytest.raises(AnswerError, match="GET /tokencache/v1/sessions/r: status 200, but the body is not a response of tokencache"):
-        drive(operations.state("r"), ServerResponse(200, body))
+    words = "GET /tokencache/v1/sessions/r: status 200, but the body is not a response of tokencache.*http://other:80.*Name the address of"
+    with pytest.raises(WrongServerError, match=words):
+        drive(operations.state("r"), ServerResponse(200, body, "http://other:80"))
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (404, b'{"error":{"message":"Not Found","type":"NotFoundError","param":null,"code":404}}'),  # vLLM 0.27
+        (404, b'{"detail":"Not Found"}'),  # FastAPI
+        (404, b'{"error":{"code":404,"message":"File Not Found","type":"not_found_error"}}'),  # llama.cpp
+        (405, b"<html>"),
+        (501, b""),
+    ],
+)
+def test_another_server_refuses_the_path(status, body):
+    """Never a `NotFoundError`, which `iterate` and `delete` take for a session that is gone."""
+    with pytest.raises(
+        WrongServerError, match=f"http://engine is not a tokencache proxy: it answered {status}.*Name the address of"
+    ) as failed:
+        drive(operations.state("r"), ServerResponse(status, body, "http://engine"))
+    assert not isinstance(failed.value, NotFoundError)
+    assert failed.value.status == status
+    with pytest.raises(WrongServerError):
+        drive(operations.delete("r"), NO_RESPONSE, ServerResponse(status, body))
+
+
+def test_a_redirection_names_where_it_leads():
+    with pytest.raises(WrongServerError, match="http://gate is not a tokencache proxy: it answered 308: redirects to https://gate/x"):
+        drive(operations.state("r"), ServerResponse(308, b"", "http://gate", "https://gate/x"))
+
+
+def test_a_wrong_url_is_refused_before_a_request():
+    with pytest.raises(InvalidUrlError, match=r"'http://proxy/v1' is not the base URL.*Use 'http://proxy'\.") as failed:
+        Operations("http://proxy/v1", None)
+    assert isinstance(failed.value, ValueError)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,21 @@ async def test_sessions_are_listed_filtered_and_counted(shell):
     assert (await shell("sessions", "nothing")).stdout == "0 sessions\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("sessions",), ("show", "a"), ("verify", "a"), ("export", "a", "--to", "-"), ("export", "--all", "--to", "-"), ("drift", "a")],
+)
+async def test_a_wrong_proxy_is_named(shell, command):
+    for url, words in (
+        (shell.rig.up, f"{shell.rig.up} is not a tokencache proxy: it answered 404"),
+        (f"{shell.rig.url}/s/a/v1", f"'{shell.rig.url}/s/a/v1' is not the base URL of a tokencache proxy"),
+        ("localhost:8100", "Use 'http://localhost:8100'."),
+    ):
+        result = await shell(*command, "--proxy", url, code=1, far=False)
+        assert words in result.stderr
+        assert not result.stdout
+
+
 async def test_show(shell):
     await record(shell.rig, "demo")
     result = (await shell("show", "demo")).stdout
@@ -80,7 +95,7 @@ async def test_export_and_verify(shell, tmp_path, ending):
     result = await shell("export", "--all", "--to", path)
     assert result.stdout == ""
     assert f"2 sessions in {path}: 4 rows, " in result.stderr
-    checked = (await shell("verify", path, far=False)).stdout
+    checked = (await shell("verify", path, "--proxy", "not needed", far=False)).stdout
     assert f"{path}: 2 rollouts, 8 turns, " in checked
     assert "all checks passed" in checked
     assert "an export cannot show it" in checked

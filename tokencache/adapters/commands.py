@@ -154,7 +154,7 @@ def _prepare(  # noqa: PLR0917 - one parameter per option
     adapter: Adapter, session: str, proxy: str, key: str | None, model: str | None, config_dir: Path
 ) -> Launch:
     prepare(adapter, proxy, session, key, model or "", config_dir)  # report a wrong URL or name before asking the proxy
-    name, context = models.find(proxy, key or session_key(session), model)
+    name, context = models.find(proxy, session, key or session_key(session), model)
     return prepare(adapter, proxy, session, key, name, config_dir, context=context)
 
 

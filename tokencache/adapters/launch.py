@@ -8,14 +8,13 @@ command line, which other users can see.
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from tokencache.adapters.files import render
 from tokencache.adapters.load import AdapterError
 from tokencache.adapters.schema import PLACEHOLDER, Adapter
-from tokencache.session_url import check_name, session_key, session_url
+from tokencache.session_url import check_name, check_proxy_url, session_key, session_url
 
 DEFAULT_CONTEXT = 131072
 """The longest context in tokens, if the engine does not report one."""
@@ -73,7 +72,10 @@ def prepare(  # noqa: PLR0917 - callers pass them by name
         AdapterError: the URL is invalid, or a value contains unprintable characters, which files, shells and headers do not allow.
         HarnessError: the name of the session is invalid.
     """
-    _check_url(proxy_url)
+    try:
+        check_proxy_url(proxy_url)
+    except ValueError as error:
+        raise AdapterError(str(error)) from None
     values: dict[str, str | int] = {
         "url": session_url(proxy_url, check_name(session), adapter.name),
         "key": key or session_key(session),
@@ -93,16 +95,6 @@ def prepare(  # noqa: PLR0917 - callers pass them by name
         unset=adapter.unset,
         files={config_dir / file.path: render(file.format, _fill_all(file.content, values)) for file in adapter.files},
     )
-
-
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # urlsplit checks the port only when it is read
-    except ValueError:
-        parts = urlsplit("")
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
-        raise AdapterError(f"{url!r} is not the base URL of a proxy, such as http://127.0.0.1:8100")
 
 
 def _fill(text: str, values: Mapping[str, str | int]) -> str:

@@ -7,6 +7,7 @@ import msgspec
 
 from tokencache.adapters.launch import DEFAULT_CONTEXT
 from tokencache.adapters.load import AdapterError
+from tokencache.session_url import BASE_URL_ADVICE, session_url
 
 _OK, _NOT_FOUND = 200, 404
 _TIMEOUT = 10.0
@@ -25,18 +26,26 @@ class Models(msgspec.Struct, frozen=True):
     data: tuple[ListedModel, ...]
 
 
-def find(proxy_url: str, key: str, model: str | None) -> tuple[str, int]:
+class _NotListedError(AdapterError):
+    """The server answered 404."""
+
+
+def find(proxy_url: str, session: str, key: str, model: str | None) -> tuple[str, int]:
     """Return the name of the model to request, and its longest context in tokens.
 
-    `key` is the API key that the harness will send, so an unknown key is already refused here. A given `model` is used even if the
-    request fails.
+    The request goes to the session, as the harness's requests will: an engine has no such path. `key` is the API key that the harness
+    will send, so an unknown key is already refused here. A given `model` is used even if the request fails.
 
     Raises:
-        AdapterError: no model is given, and the request fails or the proxy serves several models.
+        AdapterError: the URL is that of an engine; or no model is given, and the request fails or the proxy serves several models.
     """
+    url, url_of_engines = (f"{base}/v1/models" for base in (session_url(proxy_url, session), proxy_url.rstrip("/")))
     try:
-        models = _list(f"{proxy_url.rstrip('/')}/v1/models", key)
-    except AdapterError:
+        models = _list(url, key)
+    except AdapterError as error:
+        if isinstance(error, _NotListedError) and _lists_models(url_of_engines, key):
+            message = f"{proxy_url} is not a tokencache proxy: it answers {url_of_engines}, but to {url} it answers 404"
+            raise AdapterError(f"{message}. {BASE_URL_ADVICE}") from None
         if model is None:
             raise
         models = ()
@@ -56,13 +65,21 @@ def choose(models: Sequence[ListedModel], model: str | None, proxy_url: str) -> 
     return name, next((one.max_model_len for one in models if one.id == name and one.max_model_len), DEFAULT_CONTEXT)
 
 
+def _lists_models(url: str, key: str) -> bool:
+    try:
+        _list(url, key)
+    except AdapterError:
+        return False
+    return True
+
+
 def _list(url: str, key: str) -> Sequence[ListedModel]:
     try:
         response = httpx2.get(url, headers={"Authorization": f"Bearer {key}"}, timeout=_TIMEOUT, trust_env=False)
         if response.status_code != _OK:
             hint = ": the engine does not list its models. Name the model with --model NAME (in Python: model=)"
             message = f"{url} answered {response.status_code}: {response.content[:300].decode(errors='replace')}"
-            raise AdapterError(message + (hint if response.status_code == _NOT_FOUND else ""))
+            raise _NotListedError(message + hint) if response.status_code == _NOT_FOUND else AdapterError(message)
         return msgspec.json.decode(response.content, type=Models).data
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, msgspec.MsgspecError) as error:
         raise AdapterError(

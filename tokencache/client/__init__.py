@@ -24,12 +24,14 @@ from tokencache.client.errors import (
     AnswerError,
     ClientError,
     EngineInUseError,
+    InvalidUrlError,
     NotFoundError,
     RefusedError,
     SealedError,
     UnauthorizedError,
     UnreachableError,
     WaitTimeoutError,
+    WrongServerError,
 )
 from tokencache.client.sync_client import Client, Session
 from tokencache.core.budget import Budget
@@ -57,6 +59,7 @@ __all__ = [
     "EngineState",
     "Figures",
     "Incident",
+    "InvalidUrlError",
     "NotFoundError",
     "OpenCall",
     "RefusedError",
@@ -71,4 +74,5 @@ __all__ = [
     "UnauthorizedError",
     "UnreachableError",
     "WaitTimeoutError",
+    "WrongServerError",
 ]

@@ -20,8 +20,10 @@ from tokencache.client.operations import (
     Steps,
     T,
     check_deletion,
+    check_names,
     missing,
 )
+from tokencache.session_url import printable_url
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 
@@ -29,6 +31,7 @@ class _Transport:
     """Runs operations over a connection pool."""
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
+        self.url = printable_url(url)
         self._admin_key = admin_key
         self.http = httpx2.AsyncClient(base_url=url, timeout=timeout)
 
@@ -50,8 +53,8 @@ class _Transport:
                 request.method, request.path, params=request.params, content=request.body, headers=request.headers(self._admin_key)
             )
         except httpx2.TransportError as error:
-            return ServerResponse(0, f"{type(error).__name__}: {error}".encode())
-        return ServerResponse(response.status_code, response.content)
+            return ServerResponse(0, f"{type(error).__name__}: {error}".encode(), self.url)
+        return ServerResponse(response.status_code, response.content, self.url, response.headers.get("location", ""))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,8 +101,8 @@ class AsyncClient:
     """`Client` for asyncio."""
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout: float = 60.0, adapters: Path | None = None) -> None:
-        self._transport = _Transport(url, admin_key, timeout)
         self._operations = Operations(url, adapters)
+        self._transport = _Transport(self._operations.url, admin_key, timeout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -178,6 +181,7 @@ class AsyncClient:
             NotFoundError: see `Client.iterate`.
             ValueError: `delete` without `seal`, or `concurrency` is less than 1.
         """
+        check_names(names)
         check_deletion(seal=seal, delete=delete)
         if concurrency < 1:
             raise ValueError(f"concurrency: {concurrency} is less than 1")

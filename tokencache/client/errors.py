@@ -1,16 +1,18 @@
 """The exceptions of the client.
 
     ClientError
+    ├── InvalidUrlError       the URL cannot be the base URL of a proxy (also a `ValueError`)
     ├── UnreachableError      the proxy did not answer, although the request was repeated
     ├── WaitTimeoutError      a condition did not hold in time (also a `TimeoutError`)
     └── AnswerError           the proxy answered with an error
+        ├── WrongServerError  a server that is not tokencache answered
         ├── RefusedError      400: the request is invalid
         ├── UnauthorizedError 401: the admin key is missing or wrong
         ├── NotFoundError     404: there is no such session, engine or key
         ├── SealedError       409: the session is sealed
         └── EngineInUseError  409: the engine is not drained, or `--upstream` names it
 
-Any other `AnswerError` is a failure of the proxy (5xx), or the response of another program at this address.
+Any other `AnswerError` is a failure of the proxy (5xx), or of a gateway before it.
 """
 
 from http import HTTPStatus
@@ -20,6 +22,10 @@ import msgspec
 
 class ClientError(Exception):
     """The base of all exceptions of the client."""
+
+
+class InvalidUrlError(ClientError, ValueError):
+    """The URL cannot be the base URL of a proxy. The message says why, and what to use instead. No request was sent."""
 
 
 class UnreachableError(ClientError):
@@ -42,6 +48,10 @@ class AnswerError(ClientError):
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = self.status if status is None else status
+
+
+class WrongServerError(AnswerError):
+    """A server that is not tokencache answered, for example the engine. The message names the URL that was asked."""
 
 
 class RefusedError(AnswerError):
@@ -78,9 +88,27 @@ _ENGINE_ERRORS = frozenset({"engine_in_use", "engine_configured"})
 _BY_STATUS = {kind.status: kind for kind in (RefusedError, UnauthorizedError, NotFoundError, SealedError)}
 
 
+_ABSENT = frozenset({404, 405, 501})
+"""The statuses with which a server refuses a path or method that it does not have."""
+_NOT_FOUND, _REDIRECTIONS = 404, range(300, 400)
+
+
 class _Error(msgspec.Struct):
     message: str
     type: str = ""
+
+
+class _OwnError(msgspec.Struct):
+    """An error as tokencache's API returns it: all four members are there."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class _OwnBody(msgspec.Struct):
+    error: _OwnError
 
 
 class _Body(msgspec.Struct):
@@ -95,3 +123,19 @@ def error_of(status: int, body: bytes, request: str) -> AnswerError:
         found = _Error(body[:300].decode(errors="replace") or HTTPStatus(status).phrase)
     kind = EngineInUseError if found.type in _ENGINE_ERRORS else _BY_STATUS.get(status, AnswerError)
     return kind(f"{request}: {status}: {found.message}", status=status)
+
+
+def is_foreign(status: int, body: bytes) -> bool:
+    """Whether a response that is not 2xx cannot be from tokencache's API: a redirection, or another server's "there is no such path".
+
+    vLLM's errors have the same members, but its 404 has the type `NotFoundError`. Other statuses may be from a gateway before the proxy.
+    """
+    if status in _REDIRECTIONS:
+        return True
+    if status not in _ABSENT:
+        return False
+    try:
+        found = msgspec.json.decode(body, type=_OwnBody).error
+    except msgspec.MsgspecError:
+        return True
+    return status == _NOT_FOUND and found.type != "not_found_error"

@@ -24,8 +24,20 @@ from tokencache.adapters import models as served_models
 from tokencache.adapters.load import load
 from tokencache.backoff import delays
 from tokencache.client.access import Access, access_to, check_directory, launch_of
-from tokencache.client.errors import AnswerError, ClientError, NotFoundError, SealedError, UnreachableError, WaitTimeoutError, error_of
+from tokencache.client.errors import (
+    AnswerError,
+    ClientError,
+    InvalidUrlError,
+    NotFoundError,
+    SealedError,
+    UnreachableError,
+    WaitTimeoutError,
+    WrongServerError,
+    error_of,
+    is_foreign,
+)
 from tokencache.core.budget import Budget
+from tokencache.session_url import BASE_URL_ADVICE, check_proxy_url
 from tokencache.store.base import Binding
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
@@ -34,7 +46,7 @@ _RETRIES = 3
 _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
 """Seconds between two requests for the state of a session: the first and the longest pause."""
 
-_UNAVAILABLE, _REDIRECTION, _NOT_FOUND = 503, 300, 404
+_UNAVAILABLE, _REDIRECTION = 503, 300
 
 T = TypeVar("T")
 
@@ -66,10 +78,19 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class ServerResponse(msgspec.Struct, frozen=True):
-    """A response. Status 0 means that there was none; `body` then is the reason."""
+    """A response.
+
+    Attributes:
+        status: the HTTP status; 0 if there was no response.
+        body: its body, or the reason why there was none.
+        url: where the request was sent.
+        location: where a redirection leads.
+    """
 
     status: int
     body: bytes
+    url: str = ""
+    location: str = ""
 
 
 Steps: TypeAlias = Generator[Request | Pause, ServerResponse, T]
@@ -111,11 +132,15 @@ class _Key(msgspec.Struct):
 class Operations:
     """The operations on one proxy.
 
-    All raise `AnswerError` (`NotFoundError`, `UnauthorizedError`, …) if the proxy refuses, and `UnreachableError` if it does not respond.
+    The constructor raises `InvalidUrlError` if the URL cannot be that of a proxy. All methods raise `AnswerError` (`NotFoundError`,
+    `WrongServerError`, …) if the proxy refuses or another server answers, and `UnreachableError` if there is no response.
     """
 
     def __init__(self, url: str, adapters: Path | None) -> None:
-        self.url = url.rstrip("/")
+        try:
+            self.url = check_proxy_url(url)
+        except ValueError as error:
+            raise InvalidUrlError(str(error)) from None
         self._adapters = (adapters,) if adapters is not None else ()
 
     def create(
@@ -262,8 +287,11 @@ def _delete(path: str, params: dict[str, str] | None = None) -> Steps[None]:
     """Send a DELETE. A 404 at a later attempt counts as success: an earlier attempt succeeded and its response was lost."""
     request = Request("DELETE", path, params or {})
     response, attempts = yield from _send(request)
-    if response.status != _NOT_FOUND or attempts == 1:
+    try:
         _read(response, request, dict)
+    except NotFoundError:
+        if attempts == 1:
+            raise
 
 
 def _send(request: Request) -> Steps[tuple[ServerResponse, int]]:
@@ -275,7 +303,8 @@ def _send(request: Request) -> Steps[tuple[ServerResponse, int]]:
         yield Pause(pause)
         response, attempts = (yield request), attempts + 1
     if not response.status:
-        raise UnreachableError(f"{request}: no answer, tried {attempts} times: {response.body.decode(errors='replace')}")
+        reason = response.body.decode(errors="replace")
+        raise UnreachableError(f"{request}: no answer, tried {attempts} times: {reason}. Does `tokencache serve` run at {response.url}?")
     return response, attempts
 
 
@@ -284,14 +313,39 @@ def _read(response: ServerResponse, request: Request, kind: type[T]) -> T:
 
     Raises:
         AnswerError: the proxy refused, or the body is not what tokencache returns.
+        WrongServerError: the server is not tokencache.
     """
+    own = request.path.startswith(_BASE)  # the proxy relays other paths to its engine
+    if own and is_foreign(response.status, response.body):
+        words = f"redirects to {response.location}" if response.location else _excerpt(response.body)
+        message = f"{request}: {response.url} is not a tokencache proxy: it answered {response.status}: {words}. {BASE_URL_ADVICE}"
+        raise WrongServerError(message, status=response.status)
     if response.status >= _REDIRECTION:
         raise error_of(response.status, response.body, str(request))
     try:
         return msgspec.json.decode(response.body, type=kind)
     except msgspec.MsgspecError as error:
         words = f"{request}: status {response.status}, but the body is not a response of tokencache: {error}"
+        if own:
+            raise WrongServerError(f"{words}. It came from {response.url}. {BASE_URL_ADVICE}", status=response.status) from None
         raise AnswerError(words, status=response.status) from None
+
+
+def _excerpt(body: bytes) -> str:
+    """Return the beginning of a body on one line."""
+    return " ".join(body[:200].decode(errors="replace").split()) or "no body"
+
+
+def check_names(names: object) -> None:
+    """Check the names that `iterate` is given.
+
+    A single string is refused, although it could be one name: `sessions` takes a prefix, and `iterate` seals and deletes.
+
+    Raises:
+        TypeError: they are one string. Its characters would be taken as names.
+    """
+    if isinstance(names, str | bytes):
+        raise TypeError(f"names: {names!r} is a string, not a collection of names. For one session write [{names!r}]")
 
 
 def check_deletion(*, seal: bool, delete: bool) -> None:

@@ -10,7 +10,8 @@ import httpx2
 
 from tokencache.client.access import Access, access_to
 from tokencache.client.errors import NotFoundError
-from tokencache.client.operations import Operations, Request, ServerResponse, SessionOptions, Steps, T, check_deletion, missing
+from tokencache.client.operations import Operations, Request, ServerResponse, SessionOptions, Steps, T, check_deletion, check_names, missing
+from tokencache.session_url import printable_url
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 
@@ -18,6 +19,7 @@ class _Transport:
     """Runs operations over a connection pool."""
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
+        self.url = printable_url(url)
         self._admin_key = admin_key
         self.http = httpx2.Client(base_url=url, timeout=timeout)
 
@@ -39,8 +41,8 @@ class _Transport:
                 request.method, request.path, params=request.params, content=request.body, headers=request.headers(self._admin_key)
             )
         except httpx2.TransportError as error:
-            return ServerResponse(0, f"{type(error).__name__}: {error}".encode())
-        return ServerResponse(response.status_code, response.content)
+            return ServerResponse(0, f"{type(error).__name__}: {error}".encode(), self.url)
+        return ServerResponse(response.status_code, response.content, self.url, response.headers.get("location", ""))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,19 +111,23 @@ class Session(Access):
 class Client:
     """A connection to a proxy, for a trainer. Several threads may use it.
 
-    Every method that sends a request raises `UnreachableError` if the proxy does not respond, `UnauthorizedError` without the right key,
-    and another `AnswerError` if the proxy refuses. Requests that may be repeated are sent up to four times.
+    Every method that sends a request raises `UnreachableError` if the proxy does not respond, `WrongServerError` if another program
+    responds (for example the engine), `UnauthorizedError` without the right key, and another `AnswerError` if the proxy refuses.
+    Requests that may be repeated are sent up to four times.
 
     Args:
         url: the base URL of the proxy, without `/v1`.
         admin_key: the key that the proxy was started with (`--admin-key`).
         timeout: how long to wait for one response, in seconds.
         adapters: a directory with harness adapters of your own.
+
+    Raises:
+        InvalidUrlError: the URL has no scheme or no host, or it ends with `/v1` or is the URL of a session.
     """
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout: float = 60.0, adapters: Path | None = None) -> None:
-        self._transport = _Transport(url, admin_key, timeout)
         self._operations = Operations(url, adapters)
+        self._transport = _Transport(self._operations.url, admin_key, timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -229,8 +235,10 @@ class Client:
 
         Raises:
             NotFoundError: some of `names` do not exist. Raised at the end, after all others have been returned.
+            TypeError: `names` is a string. For one session, pass a list with its name.
             ValueError: `delete` without `seal`.
         """
+        check_names(names)
         check_deletion(seal=seal, delete=delete)
         return self._iterate(names, format, seal, delete, timeout)
 

@@ -1,6 +1,8 @@
 """`tokencache verify`: checks exported files, or sessions of a proxy."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,8 +55,9 @@ def verify_exports(
     tokencache verify r17
     """
     try:
-        with Client(proxy, admin_key, timeout=TIMEOUT) as client:
-            checked = [check(target, client) for target in targets]
+        with contextlib.ExitStack() as stack:
+            connect = functools.cache(lambda: stack.enter_context(Client(proxy, admin_key, timeout=TIMEOUT)))  # files need no proxy
+            checked = [check(target, connect) for target in targets]
     except (ClientError, FileError) as error:
         raise failed(error) from None
     if as_json:
@@ -65,7 +68,7 @@ def verify_exports(
         raise typer.Exit(1)
 
 
-def check(target: str, client: Client) -> Checked:
+def check(target: str, connect: Callable[[], Client]) -> Checked:
     """Check a file, or else the session of that name.
 
     Raises:
@@ -74,7 +77,7 @@ def check(target: str, client: Client) -> Checked:
     """
     if target.endswith(files.ENDINGS) or Path(target).is_file():
         return _check_all(target, files.read(Path(target)))
-    return _check_all(target, [(1, msgspec.json.decode(client.session(target).fetch_json(drift="off")))])
+    return _check_all(target, [(1, msgspec.json.decode(connect().session(target).fetch_json(drift="off")))])
 
 
 def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
