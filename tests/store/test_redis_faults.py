@@ -183,6 +183,21 @@ async def test_a_server_that_hangs(server, store):
         assert [hit.turn.id for hit in (await store.find("s", [b"c1"]))[0]] == ["a"]
 
 
+async def test_operations_that_time_out_together_start_one_probe(server, store):
+    def probes():
+        return [task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_probe_until_reply"]
+
+    store._client.timeout = 0.3
+    server.pause()
+    try:
+        await asyncio.gather(*(store.session("s") for _ in range(20)), return_exceptions=True)
+        assert probes() == [store._client._probe]
+        await store._client.close()
+        assert probes() == []
+    finally:
+        server.resume()
+
+
 async def test_a_missing_server():
     server = RealRedis()
     with server:

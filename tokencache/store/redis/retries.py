@@ -108,7 +108,8 @@ class RetryingClient:
                 raise AssertionError("delays never end")
         except TimeoutError:
             await self._backend.reset()
-            if self._last_reply < started:  # no operation got a reply since then: the server does not respond
+            probing = self._probe is not None and not self._probe.done()
+            if self._last_reply < started and not probing:  # no operation got a reply since then: the server does not respond
                 self._probe = asyncio.create_task(self._probe_until_reply())
             self._fail(operation, f"no answer within {self.timeout:g} s{why}")
         except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
