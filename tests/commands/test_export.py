@@ -189,6 +189,7 @@ def test_invalid_file_names(tmp_path, name, words):
         ("a.jsonl", b'{"session": "a"}\n{"sess', "line 2: not valid JSON"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b"{}\n" * 10_000, mtime=0)[:-20], "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "cannot be read"),
         ("a.parquet", b"PAR1", "cannot be read as Parquet"),
         ("a.json", b"", "not valid JSON"),
     ],

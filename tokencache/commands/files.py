@@ -7,6 +7,7 @@ what a trainer must know about the rollout.
 
 import gzip
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -64,7 +65,7 @@ def read(path: Path) -> Iterator[tuple[int, Any]]:
                 for n, line in enumerate(lines, 1):
                     if line.strip():
                         yield n, _decoded(line, f"{path}, line {n}")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise FileError(f"{path} cannot be read: {error}") from None
 
 
