@@ -217,6 +217,17 @@ async def test_an_operation_whose_reply_was_lost_is_done_once(store, loses_repli
     assert len(loses_replies) == 5
 
 
+async def test_a_wanted_call_stays_wanted_when_the_reply_was_lost(store, loses_replies):
+    """The first attempt clears the flag, and the second must not report the call as unwanted."""
+    begun = await store.begin("s", "k", [], fingerprint=b"same")
+    await store.mark_wanted("s", "k")
+    assert await store.mark_orphaned("s", "k") is True
+    assert await store.mark_orphaned("s", "k") is False
+    await store.settle("s", begun.epoch, "k")
+    loses_replies.clear()
+    assert await store.mark_orphaned("s", "k") is False  # it has ended
+
+
 async def test_a_deletion_is_not_sent_twice(store, loses_replies):
     """The second reply would be wrong: that there was no such session."""
     await store.add_incidents("s", [])

@@ -155,11 +155,12 @@ MARK_ORPHANED = (
     SESSION_KEY
     + OPEN_CALLS
     + """
--- ARGV: ttl, call. Returns 1 if the call was marked as wanted since the last time.
+-- ARGV: ttl, call, 1 if this was sent before and the reply was lost. Returns 1 if the call was marked as wanted since the last time.
+-- If the lost attempt marked it, it also cleared the flag. Then this is unknown and 1 is returned, so that no wanted reply is cancelled.
 local open = not gone and redis.call('HGET', session, 'open') or ''
 local at, call = first(open, named(ARGV[2]))
 if not at then return 0 end
-local wanted = call.flags % 4 >= 2
+local wanted = call.flags % 4 >= 2 or ARGV[3] == '1' and call.flags % 2 == 1
 redis.call('HSET', session, 'open', flagged(open, at, call.flags >= 4 and 5 or 1))
 redis.call('PEXPIRE', session, ARGV[1])
 return wanted and 1 or 0

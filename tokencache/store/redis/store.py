@@ -140,7 +140,8 @@ class RedisStore:
             return fields.unpack_begun(reply, len(keys))
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
-        return bool(await self._script("mark_orphaned", scripts.MARK_ORPHANED, [self._keys.session(session)], self._ttl, text(call)))
+        keys, args = [self._keys.session(session)], (self._ttl, text(call))
+        return bool(await self._client.call("mark_orphaned", lambda lost: self._send(scripts.MARK_ORPHANED, keys, *args, int(lost))))
 
     async def mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
         flag = fields.GIVEN_UP if given_up else fields.WANTED
