@@ -7,7 +7,7 @@ import pytest
 from tests.proxy.kit import EPISODES, THOUGHT, TOOLS, echo, proxied, results, until, user
 from tokencache.api import routes
 from tokencache.api.drift import DriftMeter
-from tokencache.api.export_worker import ExportWorker
+from tokencache.api.export_worker import ExportWorker, WorkerDiedError
 from tokencache.core.drift import Site, plain_rendering
 from tokencache.testing import Fault, SimulatedEngine
 from tokencache.trajectories.rollout import Records
@@ -161,6 +161,18 @@ async def test_an_engine_that_does_not_answer_is_a_reason_not_an_error(monkeypat
         assert exported["figures"]["drift"]["unmeasured"] == {reason: 1}
         rig.engine.choose_fault = None
         assert not (await rig.get(DRIFT))["unmeasured"]
+
+
+async def test_a_worker_that_dies_is_a_reason_not_an_error(monkeypatch):
+    async def die(*_):
+        raise WorkerDiedError
+
+    async with proxied() as rig:
+        await talk(rig, [user("EPISODE:talk")], turns=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(ExportWorker, "run", die)
+            assert list((await rig.get(DRIFT))["unmeasured"].values()) == ["worker-died"]
+        assert (await rig.exported())["figures"]["drift"]["unmeasured"] == {}
 
 
 async def test_a_rendering_that_hangs_delays_no_call():

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from cachetools import LRUCache
 
-from tokencache.api.export_worker import ExportWorker
+from tokencache.api.export_worker import ExportWorker, WorkerDiedError
 from tokencache.core import drift as causes
 from tokencache.core import ids
 from tokencache.core.context import Context, whole_context
@@ -64,6 +64,7 @@ class DriftMeter:
         `template-refuses`  the template, or the engine, refuses these messages
         `time-limit`        measuring earlier turns used up the time
         `torn-record`       the stored records do not fit together
+        `worker-died`       the process that compares long prompts died twice
         ==================  ========================================================================
         """
         found: dict[str, Drift] = {}
@@ -91,6 +92,8 @@ class DriftMeter:
             return await self._spliced(turn, records)
         except (EngineError, RenderError) as error:
             return Reason.TEMPLATE_REFUSES if isinstance(error, TemplateRefusedError) else "engine-away"
+        except WorkerDiedError:
+            return "worker-died"
         except (KeyError, ValueError):
             return Reason.TORN_RECORD
 
