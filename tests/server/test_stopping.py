@@ -167,6 +167,23 @@ async def test_incidents_that_cannot_be_written_are_logged(caplog):
     assert "so its `complete` flag may be WRONG" in named[0]
 
 
+async def test_a_start_that_fails_closes_the_store(monkeypatch):
+    store, closed = MemoryStore(), asyncio.Event()
+
+    async def fail(_known):
+        raise StoreError("it is down")
+
+    async def close():
+        closed.set()
+
+    monkeypatch.setattr(store, "secret", fail)
+    monkeypatch.setattr(store, "close", close)
+    with pytest.raises(StoreError, match="it is down"):
+        async with serving(Settings(upstream="http://127.0.0.1:9", port=0), store):
+            pass
+    assert closed.is_set()
+
+
 async def test_a_second_signal_stops_one_process_at_once():
     engine = SimulatedEngine(episodes=EPISODES, seed=7)
     async with engine.serve() as up, served("--port", "0", "--upstream", up) as proxy:

@@ -131,19 +131,20 @@ class Proxy:
         return app
 
     async def _running(self, _app: web.Application) -> AsyncIterator[None]:
-        await self.store.open()
-        await self._share_secret()
-        if self._parser is not None:
-            await self._parser.open()
-        async with self.pool.open(), self.membership.following(), self._calls.heartbeats():
-            sharing = asyncio.create_task(self._keep_sharing_secret())
+        async with contextlib.AsyncExitStack() as opened:  # closes in reverse order what is open, also if a later step fails
+            opened.push_async_callback(self.store.close)
+            await self.store.open()
+            await self._share_secret()
+            if self._parser is not None:
+                opened.push_async_callback(self._parser.close)
+                await self._parser.open()
+            await opened.enter_async_context(self.pool.open())
+            await opened.enter_async_context(self.membership.following())
+            await opened.enter_async_context(self._calls.heartbeats())
+            opened.push_async_callback(self.ledger.close)
+            opened.push_async_callback(self._calls.close)
+            opened.callback(asyncio.create_task(self._keep_sharing_secret()).cancel)
             yield
-            sharing.cancel()
-            await self._calls.close()
-            await self.ledger.close()
-        if self._parser is not None:
-            await self._parser.close()
-        await self.store.close()
 
     async def _share_secret(self) -> None:
         """Use the store's secret, which all replicas share. If the store has lost it, write ours back: turns are found only with it."""
