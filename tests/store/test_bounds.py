@@ -93,6 +93,18 @@ async def test_bytes_in_memory_are_limited():
     assert (await store.begin("c", "k", [])).calls == 1
 
 
+async def test_replaced_and_deleted_documents_use_no_bytes():
+    store = MemoryStore(max_bytes=3000)
+    epoch = (await store.begin("a", "k", [])).epoch
+    for _ in range(10):
+        await store.commit("a", epoch, "k", [], documents={"d": bytes(2000)})
+    assert (await store.begin("b", "k", [])).calls == 1
+    await store.commit("a", epoch, "k", [], documents={"e": bytes(2000)})
+    assert await is_full(store, "c", "the records take 4000 bytes")
+    assert await store.delete_document("a", "d")
+    assert (await store.begin("c", "k", [])).calls == 1
+
+
 @pytest.mark.redis
 async def test_sessions_in_redis_are_limited(opened, redis):
     store = await opened(max_sessions=2)

@@ -191,8 +191,9 @@ class MemoryStore:
         held = self._use_epoch(session, epoch)
         for entry in entries:
             held.add(entry)
-        held.bytes += sum(map(len, documents.values()))
-        held.documents |= documents
+        for document, data in documents.items():
+            held.bytes += len(data) - len(held.documents.get(document, b""))
+            held.documents[document] = data
         held.end(call, incidents)
 
     async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
@@ -254,7 +255,10 @@ class MemoryStore:
 
     async def delete_document(self, session: str, name: str) -> bool:
         held = self._find(session)
-        return held is not None and held.documents.pop(name, None) is not None
+        if held is None or name not in held.documents:
+            return False
+        held.bytes -= len(held.documents.pop(name))
+        return True
 
     async def bind_key(self, key: str, binding: Binding) -> None:
         self._bindings[key] = binding
