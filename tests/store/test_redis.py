@@ -184,6 +184,14 @@ async def test_more_concurrent_calls_than_connections(store):
     assert len((await store.session("s")).open_calls) == 300
 
 
+async def test_many_documents_are_read_at_once(store):
+    epoch = (await store.begin("s", "k", [])).epoch
+    await store.commit("s", epoch, "k", [], documents={"d700": b"1", "d9999": b"2"})
+    found = await store.documents("s", [f"d{n}" for n in range(10_000)])
+    assert len(found) == 10_000
+    assert {n: data for n, data in enumerate(found) if data is not None} == {700: b"1", 9999: b"2"}
+
+
 @pytest.fixture
 def loses_replies(store, monkeypatch):
     """Loses the first reply of every operation, after it was done."""

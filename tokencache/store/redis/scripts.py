@@ -386,8 +386,13 @@ return found
 DOCUMENTS = (
     SESSION_KEY
     + """
--- ARGV: fields of documents
+-- ARGV: fields of documents. They are read 500 at a time: the number of arguments of a Lua call is limited.
 if gone then return {} end
-return redis.call('HMGET', session, unpack(ARGV))
+local found = {}
+for first = 1, #ARGV, 500 do
+  local values = redis.call('HMGET', session, unpack(ARGV, first, math.min(first + 499, #ARGV)))
+  for _, value in ipairs(values) do found[#found + 1] = value end
+end
+return found
 """
 )
