@@ -29,6 +29,9 @@ def value(own, *others):
         ([value(-80.0, -33.0, -34.0), value(-81.0, -33.0)], ""),  # logits of a model whose logits are all far below 0
         ([value(4.0, -9999.0), value(-2.0, -9999.0)], ""),  # logits behind the mask
         ([value(-1e-3, -9999.0), value(0.0, -9999.0)], ""),
+        ([value(-2000.0, -1500.0), value(-3.0, -0.1, -4.0)], ""),  # one request has no possible id
+        ([value(-3.0, -0.1, -4.0), value(-2000.0, -1500.0)], ""),
+        ([value(800.0, 900.0), value(1.0, 3.0, 2.0)], ""),  # logits whose exponential is too large for a float
     ],
 )
 def test_verdicts(values, kind):

@@ -96,8 +96,8 @@ def judge(values: "list[_Token]") -> Finding:
         if all(abs(value) <= _EXACT for value in own):
             return Finding("processed", f"under a mask that allows one id: {shown}, and every other id is impossible")
         return Finding("", f"{NONE}: under a mask that allows one id: {shown}, where only 0 is right (--logprobs-mode?)")
-    sums = [sum(map(math.exp, own)), *(sum(map(math.exp, logprobs)) for logprobs in possible)]
-    if max(*own, *possible[0], *possible[1]) > _ROUNDED or max(sums) > 1 + _ROUNDED or min(map(max, possible)) < _FAINTEST:
-        top = f"{max(possible[0]):.6g}"
-        return Finding("", f"{NONE}: {shown}, the likeliest {top}: no distribution has these (--logprobs-mode?)")
+    tops = [max(logprobs) for logprobs in likeliest]
+    in_range = max(*own, *tops) <= _ROUNDED and min(tops) >= _FAINTEST  # checked first: `math.exp` raises OverflowError above 709
+    if not in_range or max(sum(map(math.exp, logprobs)) for logprobs in (own, *likeliest)) > 1 + _ROUNDED:
+        return Finding("", f"{NONE}: {shown}, the likeliest {tops[0]:.6g}: no distribution has these (--logprobs-mode?)")
     return Finding("raw", f"under a mask that allows one id: {shown}, and other ids are as likely as without it")
