@@ -1,10 +1,12 @@
 """Health checks: a refused connection counts at once, a slow or bad answer after a few in a row."""
 
+import asyncio
 import contextlib
 
 import pytest
 from aiohttp import web
 
+from tokencache.engine import health, model
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.health import STRIKES, EngineMonitor
 from tokencache.engine.model import Engine
@@ -115,6 +117,29 @@ async def test_a_refused_connection_counts_at_once():
         await monitor.check()
         assert (monitor.ready, changes) == (False, [True, False])
         assert "cannot be reached" in monitor.engine.error
+
+
+async def test_an_unexpected_error_of_a_probe_is_logged_and_the_probe_repeated(monkeypatch, caplog):
+    monkeypatch.setattr(health, "CHECK_EVERY", 0.01)
+    real, attempts = model.probe, []
+
+    async def failing(*arguments):
+        attempts.append(arguments)
+        if len(attempts) < 3:
+            raise OverflowError("math range error")
+        return await real(*arguments)
+
+    monkeypatch.setattr(model, "probe", failing)
+    async with monitored(SimulatedEngine()) as (monitor, _, _, _):
+        changed = asyncio.Event()
+        monitor._on_change = changed.set
+        running = asyncio.create_task(monitor.run())
+        await asyncio.wait([running, asyncio.create_task(changed.wait())], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert (monitor.ready, len(attempts)) == (True, 3)
+        logged = [record for record in caplog.records if "internal error" in record.getMessage()]
+        assert [(monitor.url in record.getMessage(), record.exc_info is not None) for record in logged] == [(True, True)] * 2
 
 
 async def test_engines_with_the_same_identity_and_with_another():

@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from tokencache import metrics
+from tokencache.backoff import delays
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.probe import PLAIN_ARGS
 from tokencache.engine.template.boundary import ASK
@@ -102,10 +103,16 @@ class EngineMonitor:
         return next((found.version for found in self.engine.capabilities), "")
 
     async def run(self) -> None:
-        """Check until cancelled."""
+        """Check until cancelled. An unexpected error of a check or probe is logged; the next check comes after a growing delay."""
+        after_errors = delays(CHECK_EVERY, RECONSIDER_SECONDS)
         while True:
-            await self.check()
-            await asyncio.sleep(CHECK_EVERY * random.uniform(0.75, 1.25))
+            delay = CHECK_EVERY
+            try:
+                await self.check()
+            except Exception:
+                delay = next(after_errors)
+                log.exception("engine %s: internal error in a check, which is repeated in %g s", self.url, delay)
+            await asyncio.sleep(delay * random.uniform(0.75, 1.25))
 
     async def gain_peers(self) -> None:
         """Note that the engine is no longer the only one, and identify it again, now with a sample rendering."""
