@@ -70,6 +70,14 @@ async def test_a_request_arrives_as_it_was_sent(tiny, name):
     assert (through.line, through.plain(), through.body) == (direct.line, direct.plain(), direct.body)
 
 
+@pytest.mark.parametrize("query", ["key=REAL&monkey=tcx", "key=REAL&monkey=tcs-r2", "key=tcx", "a=b%20c&key=tc"])
+async def test_only_the_proxys_own_keys_are_removed_from_a_query(tiny, query):
+    upstream, _, rig = tiny
+    await exchange(rig.url, f"GET /s/r1/t?{query} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
+    (seen,) = upstream.seen
+    assert f"/t?{query} " in seen.line
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
 async def test_an_answer_arrives_as_it_was_given(tiny, name, method):

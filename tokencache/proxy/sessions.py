@@ -210,11 +210,13 @@ class SessionFinder:
 def _key_of_query(path: str) -> tuple[str, str]:
     """Remove one of the proxy's keys from a path's query, so that the engine does not log it."""
     route, _, query = path.partition("?")
-    names = credential_parameters()
-    if not any(f"{name}=tc" in query for name in names):
+    if not query:
         return "", path
+    names = credential_parameters()
     members = parse_qsl(query, keep_blank_values=True)
-    key = next((value for name, value in members if name in names), "")
+    key = next((value for name, value in members if name in names and value.startswith((REGISTERED_KEY, SESSION_KEY))), "")
+    if not key:
+        return "", path
     rest = urlencode([(name, value) for name, value in members if name not in names])
     return key, f"{route}?{rest}" if rest else route
 
