@@ -106,6 +106,7 @@ class Pool:
             return
         self.monitors.remove(monitor)
         self._removed.append(monitor.engine)
+        self._logged.pop(monitor.url, None)
         task = self._tasks.pop(monitor)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -185,18 +186,17 @@ class Pool:
 
     def _changed(self) -> None:
         """Decide which group serves, and log the engines that are not used."""
-        known = [(monitor, monitor.identity) for monitor in self.monitors if monitor.identity is not None and not monitor.draining]
-        if not known:
-            return
-        identities = [identity for _, identity in known]
-        serving = max(identities, key=lambda one: (_rank(one), identities.count(one), -identities.index(one)))
+        known = {monitor: monitor.identity for monitor in self.monitors if monitor.identity is not None and not monitor.draining}
+        identities = list(known.values())
+        serving = max(identities, key=lambda one: (_rank(one), identities.count(one), -identities.index(one)), default=None)
         versions: dict[str, list[str]] = {}
-        for monitor, identity in known:
-            differences = identity.differences(serving)
+        for monitor in self.monitors:
+            identity = known.get(monitor)
+            differences = identity.differences(serving) if identity is not None and serving is not None else []
             monitor.mismatched = bool(differences)
             unused = f"NOT USED, for it differs from the engines that serve: {'; '.join(differences)}" if differences else ""
             self._log(monitor.url, unused)
-            if monitor.version and not differences:
+            if identity is not None and monitor.version and not differences:
                 versions.setdefault(monitor.version, []).append(monitor.url)
         mixed = "; ".join(f"{version}: {', '.join(urls)}" for version, urls in sorted(versions.items()))
         self._log("", f"engines of different versions serve together ({mixed})" if len(versions) > 1 else "")
