@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tests.system.adversary.words import Message, call_ids, meaning, safe, thoughts
+from tests.system.adversary.words import Message, arguments_of, call_ids, meaning, safe, thoughts
 
 if TYPE_CHECKING:
     from tests.system.adversary.template_reading import ReplyOpening
@@ -32,8 +32,10 @@ class Entry:
 
     @functools.cached_property
     def exact(self) -> str:
-        """The message as the client wrote it."""
-        return json.dumps(self.message, sort_keys=True)
+        """The message as the client wrote it, with the values of arguments: no form of a value is evidence (rule `args-json`)."""
+        calls = self.message.get("tool_calls") or ()
+        functions = [{**call["function"], "arguments": arguments_of(call["function"]["arguments"])} for call in calls]
+        return json.dumps([self.message | {"tool_calls": [call["id"] for call in calls]}, functions], sort_keys=True)
 
     @functools.cached_property
     def loose(self) -> tuple[Any, ...]:
