@@ -156,7 +156,7 @@ async def test_a_key_wins_over_the_server_limit_by_limit():
 
 
 WRONG = [
-    {"calls": -1}, {"calls": 1.5}, {"calls": True}, {"calls": "5"}, {"calls": 10**30}, {"call": 5}, {"seconds": -0.5}, {"tokens": {}},
+    {"calls": -1}, {"calls": 1.5}, {"calls": True}, {"calls": "5"}, {"calls": 10**30}, {"seconds": -0.5}, {"tokens": {}},
     [5], 5, "x",
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from yarl import URL
 
 from tokencache.api.auth import AdminAuth
-from tokencache.api.http import flag, json_response
+from tokencache.api.http import flag, json_response, read_body
 from tokencache.api.openapi import EngineUrl, register
 from tokencache.engine.health import EngineMonitor
 from tokencache.engine.membership import EngineMember, EngineMembership
@@ -63,10 +63,7 @@ class _EngineApi:
 
 
 async def _url_in(request: web.Request) -> str:
-    try:
-        return _base_url(msgspec.json.decode(await request.read(), type=EngineUrl).url)
-    except (msgspec.ValidationError, ValueError, RecursionError) as error:
-        raise HarnessError(f'the body must be {{"url": "http://HOST:PORT"}}: {error}') from None
+    return _base_url((await read_body(request, EngineUrl, '{"url": "http://HOST:PORT"}')).url)
 
 
 def _base_url(given: str) -> str:

@@ -1,19 +1,128 @@
-"""What all handlers of the API share: JSON responses, query parameters and the error for an unknown name."""
+"""What all handlers of the API share: JSON bodies, query parameters, and the errors for names that the API does not know.
 
-from collections.abc import Collection
-from typing import Any
+A member of a request's body that the route does not have is refused (422), because it would have no effect. Other tools may add query
+parameters of their own, such as `?_=1`, so only those that look like misspelled ones are refused.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import inspect
+from rapidfuzz import fuzz, process
 
 from tokencache.errors import HarnessError
 
 _ENCODER = msgspec.json.Encoder()
+_SIMILAR, _MISSPELLED = 60, 80
+"""Least similarity, in percent, of a name that is suggested, and of a query parameter that is taken for a misspelled one."""
+_SHOWN = 80
+_MOST_NAMED = 8
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
     """Return JSON."""
     return web.Response(body=_ENCODER.encode(body), status=status, content_type="application/json")
+
+
+async def read_body(request: web.Request, kind: type[T], form: str) -> T:
+    """Decode the JSON body of a request; `form` shows how it is written.
+
+    Raises:
+        HarnessError: 422 if it has members that `kind` does not have; 400 if it is not JSON, or a member is missing or has another type.
+    """
+    body = await request.read()
+    try:
+        _refuse_unknown(_unknown_members(msgspec.json.decode(body), inspect.type_info(kind)))
+        return msgspec.json.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise HarnessError(f"the body must be {form}: {error}") from None
+
+
+async def refuse_members(request: web.Request) -> None:
+    """Check that a request whose route reads no body sends no members. Any other body is ignored.
+
+    Raises:
+        HarnessError: 422: its body is a JSON object that is not empty.
+    """
+    if request.can_read_body:
+        with contextlib.suppress(ValueError, RecursionError):
+            _refuse_unknown(_unknown_members(msgspec.json.decode(await request.read()), inspect.type_info(_NoMembers)))
+
+
+def refuse_misspelled(request: web.Request, known: Collection[str]) -> None:
+    """Check that no query parameter looks like a misspelled one of `known`.
+
+    Raises:
+        HarnessError: 422: one does.
+    """
+    for name in request.query:
+        nearest = None if name in known else _nearest(name, known, _MISSPELLED)
+        if nearest is not None:
+            raise HarnessError(f"unknown query parameter {_quoted(name)}: did you mean {nearest!r}?", status=422, param=name[:_SHOWN])
+
+
+class _NoMembers(msgspec.Struct):
+    pass
+
+
+class _Unknown(NamedTuple):
+    """An unknown member: the path of its object (`""` or ending with a dot), its name, and the members that the object may have."""
+
+    path: str
+    name: str
+    known: Collection[str]
+
+    def __str__(self) -> str:
+        nearest = _nearest(self.name, self.known, _SIMILAR)
+        if nearest is not None:
+            hint = f"did you mean {self.path + nearest!r}?"
+        else:
+            hint = f"the members are: {', '.join(self.known)}" if self.known else "this route has none"
+        return f"{_quoted(self.path + self.name)} ({hint})"
+
+
+def _refuse_unknown(found: Iterator[_Unknown]) -> None:
+    unknown = list(found)
+    if unknown:
+        named = ", ".join(map(str, unknown[:_MOST_NAMED]))
+        more = f", and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+        param = (unknown[0].path + unknown[0].name)[:_SHOWN]
+        raise HarnessError(f"unknown members in the request body: {named}{more}", status=422, param=param)
+
+
+def _unknown_members(given: Any, kind: inspect.Type, path: str = "") -> Iterator[_Unknown]:
+    """Find the members of a JSON value that its type does not have."""
+    match kind, given:
+        case inspect.StructType(), dict():
+            known = {field.encode_name: field.type for field in kind.fields}
+            for name, value in given.items():
+                if name in known:
+                    yield from _unknown_members(value, known[name], f"{path}{name}.")
+                else:
+                    yield _Unknown(path, name, known)
+        case inspect.UnionType(), _:
+            for one in kind.types:
+                yield from _unknown_members(given, one, path)
+        case inspect.DictType(), dict():
+            for name, value in given.items():
+                yield from _unknown_members(value, kind.value_type, f"{path}{name}.")
+        case inspect.ListType(), list():
+            for n, value in enumerate(given):
+                yield from _unknown_members(value, kind.item_type, f"{path}{n}.")
+
+
+def _nearest(name: str, known: Collection[str], similarity: int) -> str | None:
+    found = process.extractOne(name, list(known), scorer=fuzz.ratio, processor=str.lower, score_cutoff=similarity)
+    return found and found[0]
+
+
+def _quoted(name: str) -> str:
+    return repr(name[:_SHOWN])
 
 
 def flag(request: web.Request, name: str) -> bool:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from tokencache import __version__
 from tokencache.api.auth import AdminAuth, Handler
+from tokencache.api.http import refuse_members, refuse_misspelled
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
@@ -58,7 +59,7 @@ class Operation(NamedTuple):
         query: its query parameters.
         body: type of the request body; `None` if it has none.
         statuses: status codes of success; the first is the usual one.
-        errors: further status codes of failure and when they occur. 400 and 401 apply to every operation.
+        errors: further status codes of failure and when they occur. `_COMMON_ERRORS` apply to every operation.
     """
 
     id: str
@@ -271,19 +272,39 @@ _BY_ID = {operation.id: operation for operation in OPERATIONS}
 
 
 def register(app: web.Application, auth: AdminAuth, handlers: Mapping[str, Handler]) -> None:
-    """Add handlers, by the ids of their operations, to an application. `auth` checks the admin key. HEAD is answered where GET is."""
+    """Add handlers, by the ids of their operations, to an application.
+
+    `auth` checks the admin key. HEAD is answered where GET is. A misspelled query parameter, and a body where the operation has none, are
+    refused with 422.
+    """
     for name, handler in handlers.items():
         operation = _BY_ID[name]
+        checked = auth(_checked(operation, handler))
         if operation.method == "GET":
-            app.router.add_get(operation.path, auth(handler))
+            app.router.add_get(operation.path, checked)
         else:
-            app.router.add_route(operation.method, operation.path, auth(handler))
+            app.router.add_route(operation.method, operation.path, checked)
+
+
+def _checked(operation: Operation, handler: Handler) -> Handler:
+    parameters = [parameter.name for parameter in operation.query]
+
+    async def checked(request: web.Request) -> web.StreamResponse:
+        refuse_misspelled(request, parameters)
+        if operation.body is None:
+            await refuse_members(request)
+        return await handler(request)
+
+    return checked
 
 
 def document() -> dict[str, Any]:
     """Build the OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1.html) as JSON values."""
     types = list(dict.fromkeys(_types_in([(operation.answer, operation.body) for operation in OPERATIONS])))
     _, components = msgspec.json.schema_components(types, ref_template=_SCHEMA_PATH)
+    for operation in OPERATIONS:
+        if operation.body is not None:
+            components[operation.body.__name__]["additionalProperties"] = False
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
@@ -316,7 +337,12 @@ def document() -> dict[str, Any]:
 
 
 _ERROR = _object(error=_object(message=_TEXT, type=_TEXT))
-_COMMON_ERRORS = {400: "A name, a parameter or the body is invalid.", 401: "The admin key is missing or wrong.", 503: "The store failed."}
+_COMMON_ERRORS = {
+    400: "A name, a parameter or the body is invalid.",
+    401: "The admin key is missing or wrong.",
+    422: "The body has members that the operation does not have, or a query parameter is misspelled. The message names them.",
+    503: "The store failed.",
+}
 
 
 def _described(operation: Operation) -> dict[str, Any]:

@@ -4,16 +4,16 @@
 """
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from tokencache.api.auth import AdminAuth
+from tokencache.api.auth import AdminAuth, Handler
 from tokencache.api.drift import DriftMeter
 from tokencache.api.export_worker import ExportWorker
-from tokencache.api.http import choice, flag, json_response, not_found
+from tokencache.api.http import choice, flag, json_response, not_found, read_body
 from tokencache.api.openapi import BASE, DRIFT_MODES, document, register
 from tokencache.api.reader import SessionReader, no_session, state_object
 from tokencache.dialects.chat.vocabulary import check_policy
@@ -29,6 +29,8 @@ from tokencache.trajectories.formats.registry import export, format_named
 
 DRIFT_TIMEOUT = 10.0
 """Seconds for measuring the drift of a session. Turns that remain are reported as not measured."""
+_PUBLIC = frozenset({"/healthz", "/readyz"})
+"""Routes that need no admin key."""
 
 
 def add_trainer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, profiles: HarnessProfiles, pool: Pool) -> None:
@@ -54,7 +56,29 @@ def add_trainer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, pr
         "getOpenapi": _openapi,
     }
     register(app, auth, handlers)
+
+
+def add_refusals(app: web.Application, auth: AdminAuth) -> None:
+    """Refuse the requests that no route of an application serves: 405 if its path has a route, and 404 below `/tokencache/`.
+
+    Call it once all routes of the API are added, and before any route that relays requests.
+    """
+    by_path: dict[str, list[web.Resource]] = {}
+    for resource in app.router.resources():
+        if isinstance(resource, web.Resource):
+            by_path.setdefault(resource.canonical, []).append(resource)
+    for path, resources in by_path.items():
+        refusal = _wrong_method(sorted({route.method for resource in resources for route in resource}))
+        resources[-1].add_route("*", refusal if path in _PUBLIC else auth(refusal))  # the last one: requests reach it after all others
     app.router.add_route("*", "/tokencache/{rest:.*}", auth(_unknown))
+
+
+def _wrong_method(allowed: Sequence[str]) -> Handler:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        methods = ", ".join(allowed)
+        raise HarnessError(f"{request.method} {request.path}: this route has only {methods}", status=405, headers={"Allow": methods})
+
+    return refuse
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:
@@ -116,13 +140,8 @@ class _TrainerApi:
         return json_response({"session": name, "deleted": known})
 
     async def register_key(self, request: web.Request) -> web.StreamResponse:
-        try:
-            binding = msgspec.json.decode(await request.read(), type=Binding, strict=True)
-        except msgspec.ValidationError as error:
-            wanted = '{"session": "<name>", "harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}}'
-            raise HarnessError(f"the body must be {wanted}: {error}") from None
-        except (ValueError, RecursionError) as error:
-            raise HarnessError(f"the request body is not valid JSON: {error}") from None
+        form = '{"session": "<name>", "harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>"}'
+        binding = await read_body(request, Binding, form)
         check_name(binding.session)
         self._profiles.leniency(binding.harness)
         try:

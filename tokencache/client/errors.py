@@ -6,7 +6,7 @@
     ├── WaitTimeoutError      a condition did not hold in time (also a `TimeoutError`)
     └── AnswerError           the proxy answered with an error
         ├── WrongServerError  a server that is not tokencache answered
-        ├── RefusedError      400: the request is invalid
+        ├── RefusedError      400, 422: the request is invalid
         ├── UnauthorizedError 401: the admin key is missing or wrong
         ├── NotFoundError     404: there is no such session, engine or key
         ├── SealedError       409: the session is sealed
@@ -55,7 +55,7 @@ class WrongServerError(AnswerError):
 
 
 class RefusedError(AnswerError):
-    """The request is invalid: the name of a session, the format, or a setting."""
+    """The request is invalid: the name of a session, the format, or a setting. 422: the proxy does not know a setting's name."""
 
     status = 400
 
@@ -85,7 +85,7 @@ class EngineInUseError(AnswerError):
 
 
 _ENGINE_ERRORS = frozenset({"engine_in_use", "engine_configured"})
-_BY_STATUS = {kind.status: kind for kind in (RefusedError, UnauthorizedError, NotFoundError, SealedError)}
+_BY_STATUS = {kind.status: kind for kind in (RefusedError, UnauthorizedError, NotFoundError, SealedError)} | {422: RefusedError}
 
 
 _ABSENT = frozenset({404, 405, 501})

@@ -12,7 +12,7 @@ from tokencache import metrics
 from tokencache.adapters.load import load_all
 from tokencache.api.auth import AdminAuth
 from tokencache.api.engines import add_engine_routes, engine_object
-from tokencache.api.routes import add_trainer_routes
+from tokencache.api.routes import add_refusals, add_trainer_routes
 from tokencache.api.viewer.routes import add_viewer_routes
 from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.incremental import IncrementalParser
@@ -127,6 +127,7 @@ class Proxy:
         add_viewer_routes(app, self._auth, self.ledger, self.pool)
         add_engine_routes(app, self._auth, self.membership, self.pool)
         add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool)
+        add_refusals(app, self._auth)
         app.router.add_route("*", "/{path:.*}", self._router.route)
         return app
 
