@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import msgspec
 import openai
 import pytest
 
@@ -91,6 +92,22 @@ async def test_a_session_without_a_name_gets_a_random_one(client):
 async def test_another_process_opens_a_session_by_its_name(client):
     await chat(client.inner.session("r1"), turns=1)
     assert len((await Wrapped(client.inner.session("r1")).fetch()).sequences) == 1
+
+
+async def test_limits_of_length(client):
+    session = await client.create("r1")
+    await chat(session, turns=2)
+    (whole,) = (await session.fetch()).sequences
+    limits = {"max_length": whole.tokens - 1, "max_prompt_length": None, "overlong": "cut"}
+    cut = await session.fetch(**limits)
+    assert (len(cut.sequences[0].turns), cut.sequences[0].overlong, cut.figures.overlong.cut) == (1, "cut", 1)
+    assert msgspec.json.decode(await session.fetch_json(drift="off", **limits))["sequences"][0]["overlong"] == "cut"
+    (output,) = (await session.fetch("verl", **limits))["outputs"]
+    assert output["prompt_ids"] + output["response_ids"] == cut.sequences[0].token_ids
+    (taken,) = [one async for one in client.iterate(["r1"], delete=False, max_response_length=1, overlong="drop")]
+    assert (taken.sequences, taken.figures.overlong.dropped) == ([], 1)
+    with pytest.raises(RefusedError, match="overlong must be one of: drop, cut, mask"):
+        await session.fetch(max_length=5)
 
 
 async def test_other_formats_are_plain_json(client):

@@ -144,6 +144,20 @@ async def test_export_of_another_format(shell, tmp_path):
     assert f"'nope' is not one of: {', '.join(FORMATS)}" in result.stderr
 
 
+@pytest.mark.parametrize(("policy", "words"), [("drop", "left out"), ("cut", "cut after the last whole turn"), ("mask", "masked")])
+async def test_longer_sequences_are_reported(shell, tmp_path, policy, words):
+    await record(shell.rig, "a")
+    whole = await shell.rig.exported("a")
+    longest = max(sequence["tokens"] for sequence in whole["sequences"])
+    limits = ("--max-length", str(longest - 1), "--overlong", policy)
+    for name in ("native", "verifiers"):
+        path = str(tmp_path / f"{name}.jsonl")
+        result = await shell("export", "a", "--format", name, "--to", path, *limits)
+        assert f"1 sequence longer than the limit: {words}" in result.stderr
+    assert "all checks passed" in (await shell("verify", str(tmp_path / "native.jsonl"), far=False)).stdout
+    assert "longer than the limit" not in (await shell("export", "a", "--to", str(tmp_path / "whole.jsonl"))).stderr
+
+
 async def test_sessions_are_deleted_after_the_file_is_complete(shell, tmp_path):
     for name in ("run-a", "run-b", "other"):
         await record(shell.rig, name, 1)
@@ -211,6 +225,9 @@ async def test_verify_of_a_session_and_of_unreadable_files(shell, tmp_path):
         (["export", "--all"], 2, "--to"),
         (["export", "--all", "--to", "a.jsonl"], 1, "there is no session yet"),
         (["export", "--pattern", "x*", "--to", "a.jsonl"], 1, "there is no session that matches x*"),
+        (["export", "a", "--to", "a.jsonl", "--max-length", "9"], 1, "overlong must be one of: drop, cut, mask"),
+        (["export", "a", "--to", "a.jsonl", "--overlong", "cut"], 1, "overlong needs a limit: max_length"),
+        (["export", "a", "--to", "a.jsonl", "--max-length", "0", "--overlong", "cut"], 2, "--max-length"),
         (["export", "a", "--to", "a.csv"], 1, "must end with .jsonl"),
         (["export", "a", "--to", "a.jsonl"], 1, "there is no session 'a'"),
     ],

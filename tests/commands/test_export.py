@@ -18,6 +18,7 @@ from tokencache.commands import files, parquet
 from tokencache.commands.export import Export
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.formats.registry import FORMATS
+from tokencache.trajectories.lengths import POLICIES, Lengths, limit
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 
@@ -55,6 +56,17 @@ def test_what_is_read_back_is_what_was_written(tmp_path, ending):
     assert sink.rows == sum(len(made.sequences) for made in rollouts)
     read = {content["session"]: content for _, content in files.read(path)}
     assert read == {made.session: msgspec.json.decode(written(made)) for made in rollouts}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_limited_rollouts_are_read_back(tmp_path, ending, policy):
+    rollouts = [limit(made, Lengths(policy, max_length=100)) for made in ROLLOUTS.values()]
+    path = tmp_path / f"all{ending}"
+    saved(path, [written(made) for made in rollouts])
+    read = {content["session"]: content for _, content in files.read(path)}
+    written_ = {made.session: msgspec.json.decode(written(made)) for made in rollouts if made.sequences or ending != ".parquet"}
+    assert {name: read[name] for name in written_} == written_
 
 
 def test_parquet_has_a_row_a_sequence_with_the_types_of_a_trainer(tmp_path):

@@ -15,6 +15,7 @@ from tokencache.api.auth import AdminAuth, Handler
 from tokencache.api.http import refuse_members, refuse_misspelled
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
+from tokencache.trajectories.lengths import LIMITS, POLICIES
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 BASE = "/tokencache/v1"
@@ -87,6 +88,15 @@ _DRIFT = Parameter(
     "Whether prompts are compared with plain renderings: not at all, those of the last turn of each sequence, or those of all turns.",
     {"type": "string", "enum": DRIFT_MODES},
 )
+_LENGTHS = (
+    *(Parameter(name, meaning, {"type": "integer", "minimum": 1}) for name, meaning in LIMITS.items()),
+    Parameter(
+        "overlong",
+        "What happens to a sequence that is longer: it is left out, it ends after its last whole turn that fits, or it stays whole and "
+        "nothing of it is trained. Required with a limit.",
+        {"type": "string", "enum": POLICIES},
+    ),
+)
 
 OPERATIONS = (
     Operation("listSessions", "GET", BASE + "/sessions", "List all sessions.", _object(sessions={"type": "array", "items": SessionState})),
@@ -106,8 +116,8 @@ OPERATIONS = (
         "Return the sequences of a session for training.",
         {"anyOf": [Trajectory, _ANY_OBJECT]},
         description="The schema is that of the native format; other formats are JSON objects, too. `drift` is `sequences` by default in "
-        "the native format, and `off` in others.",
-        query=(Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}), _DRIFT),
+        "the native format, and `off` in others. `figures.overlong` reports what the limits of length did.",
+        query=(Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}), _DRIFT, *_LENGTHS),
         errors=_NO_SESSION,
     ),
     Operation(

@@ -26,6 +26,7 @@ from tokencache.session_url import REGISTERED_KEY, check_name
 from tokencache.store.base import Binding, SessionInfo
 from tokencache.trajectories.formats.native import drift_object, turn_object
 from tokencache.trajectories.formats.registry import export, format_named
+from tokencache.trajectories.lengths import lengths_of
 
 DRIFT_TIMEOUT = 10.0
 """Seconds for measuring the drift of a session. Turns that remain are reported as not measured."""
@@ -111,11 +112,12 @@ class _TrainerApi:
     async def trajectories(self, request: web.Request) -> web.StreamResponse:
         wanted = format_named(request.query.get("format", "native"))
         mode = choice(request, "drift", DRIFT_MODES, "sequences" if wanted.name == "native" else "off")
+        lengths = lengths_of(request.query)
         info = await self._reader.info(request)
         records = await self._reader.records(info, contexts=wanted.reads_contexts or mode != "off")
         if mode != "off":
             records = await self._meter.measure(records, mode)
-        body = await self._worker.run(records.token_count, export, records, wanted)
+        body = await self._worker.run(records.token_count, export, records, wanted, lengths)
         return web.Response(body=body, content_type="application/json")
 
     async def drift(self, request: web.Request) -> web.StreamResponse:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ from tokencache.client.operations import (
     missing,
 )
 from tokencache.session_url import printable_url
+from tokencache.trajectories.lengths import LengthOptions
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 
@@ -77,16 +79,16 @@ class AsyncSession(Access):
         await self._transport.run(self._operations.seal(self.id))
 
     @overload
-    async def fetch(self, format: Literal["native"] = "native", *, drift: str = "") -> Trajectory: ...
+    async def fetch(self, format: Literal["native"] = "native", *, drift: str = "", **lengths: Unpack[LengthOptions]) -> Trajectory: ...
     @overload
-    async def fetch(self, format: str, *, drift: str = "") -> Any: ...
-    async def fetch(self, format: str = "native", *, drift: str = "") -> Any:  # noqa: A002 - the name of the query parameter
+    async def fetch(self, format: str, *, drift: str = "", **lengths: Unpack[LengthOptions]) -> Any: ...
+    async def fetch(self, format: str = "native", *, drift: str = "", **lengths: Unpack[LengthOptions]) -> Any:  # noqa: A002 - the name of the query parameter
         """See `Session.fetch`."""
-        return await self._transport.run(self._operations.fetch(self.id, format, drift))
+        return await self._transport.run(self._operations.fetch(self.id, format, drift, lengths))
 
-    async def fetch_json(self, format: str = "native", *, drift: str = "") -> bytes:  # noqa: A002 - the name of the query parameter
+    async def fetch_json(self, format: str = "native", *, drift: str = "", **lengths: Unpack[LengthOptions]) -> bytes:  # noqa: A002 - the name of the query parameter
         """See `Session.fetch_json`."""
-        return await self._transport.run(self._operations.fetch_json(self.id, format, drift))
+        return await self._transport.run(self._operations.fetch_json(self.id, format, drift, lengths))
 
     async def delete(self) -> None:
         """See `Session.delete`."""
@@ -151,6 +153,7 @@ class AsyncClient:
         delete: bool = True,
         timeout: float = 60.0,
         concurrency: int = 8,
+        **lengths: Unpack[LengthOptions],
     ) -> AsyncIterator[Trajectory]: ...
     @overload
     def iterate(
@@ -162,6 +165,7 @@ class AsyncClient:
         delete: bool = True,
         timeout: float = 60.0,
         concurrency: int = 8,
+        **lengths: Unpack[LengthOptions],
     ) -> AsyncIterator[Any]: ...
     def iterate(
         self,
@@ -172,6 +176,7 @@ class AsyncClient:
         delete: bool = True,
         timeout: float = 60.0,
         concurrency: int = 8,
+        **lengths: Unpack[LengthOptions],
     ) -> AsyncIterator[Any]:
         """See `Client.iterate`. The order is that in which the sessions finish.
 
@@ -185,7 +190,8 @@ class AsyncClient:
         check_deletion(seal=seal, delete=delete)
         if concurrency < 1:
             raise ValueError(f"concurrency: {concurrency} is less than 1")
-        return self._iterate(names, delete, concurrency, lambda name: self._operations.take(name, format, seal=seal, timeout=timeout))
+        take = functools.partial(self._operations.take, form=format, lengths=lengths, seal=seal, timeout=timeout)
+        return self._iterate(names, delete, concurrency, take)
 
     async def _iterate(
         self, names: Iterable[str] | None, delete: bool, concurrency: int, take: Callable[[str], Steps[FetchedTrajectory]]

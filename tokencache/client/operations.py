@@ -39,6 +39,7 @@ from tokencache.client.errors import (
 from tokencache.core.budget import Budget
 from tokencache.session_url import BASE_URL_ADVICE, check_proxy_url
 from tokencache.store.base import Binding
+from tokencache.trajectories.lengths import LengthOptions, parameters_of
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 _BASE = "/tokencache/v1"
@@ -220,13 +221,13 @@ class Operations:
             raise ValueError(f"session {access.id!r} was opened by its name: there is no key to revoke")
         yield from _delete(f"{_BASE}/keys/{access.key_id}")
 
-    def fetch(self, name: str, form: str, drift: str) -> Steps[Any]:
+    def fetch(self, name: str, form: str, drift: str, lengths: LengthOptions) -> Steps[Any]:
         """Fetch the trajectory of a session: a `Trajectory` if the format is `native`, else the JSON object of the format."""
-        return (yield from _call(_trajectory(name, form, drift), Trajectory if form == "native" else dict))
+        return (yield from _call(_trajectory(name, form, drift, lengths), Trajectory if form == "native" else dict))
 
-    def fetch_json(self, name: str, form: str, drift: str) -> Steps[bytes]:
+    def fetch_json(self, name: str, form: str, drift: str, lengths: LengthOptions) -> Steps[bytes]:
         """Fetch the trajectory of a session as the JSON text that the proxy wrote."""
-        return bytes((yield from _call(_trajectory(name, form, drift), msgspec.Raw)))
+        return bytes((yield from _call(_trajectory(name, form, drift, lengths), msgspec.Raw)))
 
     def wait(self, name: str, *, turns: int, sealed: bool, timeout: float) -> Steps[SessionState]:
         """Poll a session until no call is open and the other conditions hold.
@@ -255,7 +256,7 @@ class Operations:
                 raise WaitTimeoutError(f"session {name!r}: waited {timeout:g} s for {wanted}; {_described(state)}")
             yield Pause(min(next(polls), left))
 
-    def take(self, name: str, form: str, *, seal: bool, timeout: float) -> Steps[FetchedTrajectory]:
+    def take(self, name: str, form: str, lengths: LengthOptions, *, seal: bool, timeout: float) -> Steps[FetchedTrajectory]:
         """Fetch a finished session: seal it first if `seal` is set, and wait until no call is open or the time is up."""
         if seal:
             yield from self.seal(name)
@@ -265,7 +266,7 @@ class Operations:
         except WaitTimeoutError:
             idle = False
         # Drift is not measured: for many rollouts that would take engine time from calls.
-        return FetchedTrajectory((yield from self.fetch(name, form, "off")), idle)
+        return FetchedTrajectory((yield from self.fetch(name, form, "off", lengths)), idle)
 
     def _served(self, key: str, model: str | None) -> Steps[tuple[str, int]]:
         """Find the model to name and its context in tokens, as `adapters.models.find` does."""
@@ -363,8 +364,9 @@ def missing(names: Iterable[str]) -> NotFoundError:
     return NotFoundError(f"there is no session {', '.join(map(repr, names))}; all others were returned")
 
 
-def _trajectory(name: str, form: str, drift: str) -> Request:
-    return Request("GET", f"{_path(name)}/trajectories", {"format": form} | ({"drift": drift} if drift else {}))
+def _trajectory(name: str, form: str, drift: str, lengths: LengthOptions) -> Request:
+    parameters = {"format": form} | ({"drift": drift} if drift else {}) | parameters_of(lengths)
+    return Request("GET", f"{_path(name)}/trajectories", parameters)
 
 
 def _path(name: str) -> str:

@@ -1,8 +1,9 @@
 """The blocking client: `Client`, and the `Session` that it returns."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack, cast, overload
 
@@ -10,8 +11,20 @@ import httpx2
 
 from tokencache.client.access import Access, access_to
 from tokencache.client.errors import NotFoundError
-from tokencache.client.operations import Operations, Request, ServerResponse, SessionOptions, Steps, T, check_deletion, check_names, missing
+from tokencache.client.operations import (
+    FetchedTrajectory,
+    Operations,
+    Request,
+    ServerResponse,
+    SessionOptions,
+    Steps,
+    T,
+    check_deletion,
+    check_names,
+    missing,
+)
 from tokencache.session_url import printable_url
+from tokencache.trajectories.lengths import LengthOptions
 from tokencache.trajectories.values import EngineState, SessionState, Trajectory
 
 
@@ -76,23 +89,31 @@ class Session(Access):
         self._transport.run(self._operations.seal(self.id))
 
     @overload
-    def fetch(self, format: Literal["native"] = "native", *, drift: str = "") -> Trajectory: ...
+    def fetch(self, format: Literal["native"] = "native", *, drift: str = "", **lengths: Unpack[LengthOptions]) -> Trajectory: ...
     @overload
-    def fetch(self, format: str, *, drift: str = "") -> Any: ...
-    def fetch(self, format: str = "native", *, drift: str = "") -> Any:  # noqa: A002 - the name of the query parameter
+    def fetch(self, format: str, *, drift: str = "", **lengths: Unpack[LengthOptions]) -> Any: ...
+    def fetch(self, format: str = "native", *, drift: str = "", **lengths: Unpack[LengthOptions]) -> Any:  # noqa: A002 - the name of the query parameter
         """Fetch the current trajectory. For formats other than `native` the result is the JSON object of the format.
 
         `drift` selects the turns whose drift is measured first (docs/drift.md): `off`, `sequences` or `turns`. `""` uses the default of
         the proxy: `sequences` for `native`, which costs the engine one rendering for each sequence, and `off` for other formats.
 
-        Raises:
-            RefusedError: the format is unknown. The message lists all formats.
-        """
-        return self._transport.run(self._operations.fetch(self.id, format, drift))
+        `lengths` limits the length of sequences in tokens: `max_length` (of the whole sequence), `max_prompt_length` (before its first
+        sampled token) and `max_response_length` (from there on). With a limit, `overlong` is required: it is `drop` to leave longer
+        sequences out, `cut` to end them after the last whole turn that fits, or `mask` to keep them and train nothing of them.
+        `figures.overlong` reports what was left out or masked (docs/formats.md).
 
-    def fetch_json(self, format: str = "native", *, drift: str = "") -> bytes:  # noqa: A002 - the name of the query parameter
-        """Fetch the current trajectory as the JSON text that the proxy wrote, with every digit and member. `drift`: see `fetch`."""
-        return self._transport.run(self._operations.fetch_json(self.id, format, drift))
+        Raises:
+            RefusedError: the format is unknown (the message lists all formats), or a limit is wrong.
+        """
+        return self._transport.run(self._operations.fetch(self.id, format, drift, lengths))
+
+    def fetch_json(self, format: str = "native", *, drift: str = "", **lengths: Unpack[LengthOptions]) -> bytes:  # noqa: A002 - the name of the query parameter
+        """Fetch the current trajectory as the JSON text that the proxy wrote, with every digit and member.
+
+        For `drift` and `lengths`, see `fetch`.
+        """
+        return self._transport.run(self._operations.fetch_json(self.id, format, drift, lengths))
 
     def delete(self) -> None:
         """Delete the session with all its tokens."""
@@ -198,7 +219,13 @@ class Client:
 
     @overload
     def iterate(
-        self, names: Iterable[str] | None = None, *, seal: bool = True, delete: bool = True, timeout: float = 60.0
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        seal: bool = True,
+        delete: bool = True,
+        timeout: float = 60.0,
+        **lengths: Unpack[LengthOptions],
     ) -> Iterator[Trajectory]: ...
     @overload
     def iterate(
@@ -209,6 +236,7 @@ class Client:
         seal: bool = True,
         delete: bool = True,
         timeout: float = 60.0,
+        **lengths: Unpack[LengthOptions],
     ) -> Iterator[Any]: ...
     def iterate(
         self,
@@ -218,6 +246,7 @@ class Client:
         seal: bool = True,
         delete: bool = True,
         timeout: float = 60.0,
+        **lengths: Unpack[LengthOptions],
     ) -> Iterator[Any]:
         """Return the trajectories of sessions one after another.
 
@@ -232,6 +261,7 @@ class Client:
             delete: delete each session after it was processed.
             timeout: how long to wait for the open calls of a session, in seconds. If a call is still open then (its proxy may have died),
                 the trajectory is returned as it is, with `complete` false, and the session is not deleted.
+            lengths: see `Session.fetch`.
 
         Raises:
             NotFoundError: some of `names` do not exist. Raised at the end, after all others have been returned.
@@ -240,13 +270,14 @@ class Client:
         """
         check_names(names)
         check_deletion(seal=seal, delete=delete)
-        return self._iterate(names, format, seal, delete, timeout)
+        take = functools.partial(self._operations.take, form=format, lengths=lengths, seal=seal, timeout=timeout)
+        return self._iterate(names, delete, take)
 
-    def _iterate(self, names: Iterable[str] | None, form: str, seal: bool, delete: bool, timeout: float) -> Iterator[Any]:
+    def _iterate(self, names: Iterable[str] | None, delete: bool, take: Callable[[str], Steps[FetchedTrajectory]]) -> Iterator[Any]:
         absent = []
         for name in self._transport.run(self._operations.finished()) if names is None else names:
             try:
-                taken = self._transport.run(self._operations.take(name, form, seal=seal, timeout=timeout))
+                taken = self._transport.run(take(name))
             except NotFoundError:
                 absent.append(name)
                 continue

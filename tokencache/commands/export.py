@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -24,6 +24,8 @@ from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, Patt
 from tokencache.commands.sink import FileError, Sink
 from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.registry import FORMATS, format_named
+from tokencache.trajectories.lengths import LIMITS, LengthOptions, lengths_of, parameters_of
+from tokencache.trajectories.values import OverlongFigures
 
 CONCURRENCY = 4
 """Sessions that are fetched at a time, and rollouts that are in memory."""
@@ -33,13 +35,17 @@ _NAMES_SHOWN = 5
 
 
 class FetchedRollout(msgspec.Struct, frozen=True):
-    """A fetched rollout. `idle`: whether no call was open before the fetch. `tokens`: number of tokens of all its sequences."""
+    """A fetched rollout. `idle`: whether no call was open before the fetch. `tokens`: number of tokens of all its sequences.
+
+    `overlong`: what the limits of length did; `None` without limits.
+    """
 
     session: str
     rollout: bytes
     complete: bool
     idle: bool
     tokens: int
+    overlong: OverlongFigures | None
 
 
 class Export(msgspec.Struct, kw_only=True):
@@ -55,11 +61,13 @@ class Export(msgspec.Struct, kw_only=True):
         deleted, kept: sessions that were deleted after the export; those that were not, because a call was still open.
         whole: whether the file is complete and has its name.
         partial: the file with the data of an unfinished export.
+        lengths: limits for the length of sequences. `dropped`, `cut`, `masked`: number of sequences that were longer, by what happened.
     """
 
     names: Sequence[str]
     format: str
     drift: str = ""
+    lengths: LengthOptions = {}
     exact: bool = False
     seal: bool = False
     delete: bool = False
@@ -71,6 +79,9 @@ class Export(msgspec.Struct, kw_only=True):
     deleted: list[str] = []
     kept: list[str] = []
     tokens: int = 0
+    dropped: int = 0
+    cut: int = 0
+    masked: int = 0
     size: int = 0
     whole: bool = False
     partial: Path | None = None
@@ -111,6 +122,10 @@ class Export(msgspec.Struct, kw_only=True):
         if not fetched.complete:
             self.incomplete.append(fetched.session)
         self.tokens += fetched.tokens
+        if fetched.overlong is not None:
+            self.dropped += fetched.overlong.dropped
+            self.cut += fetched.overlong.cut
+            self.masked += fetched.overlong.masked
         self.size += len(fetched.rollout)
         return True
 
@@ -143,23 +158,43 @@ class Export(msgspec.Struct, kw_only=True):
         if self.seal or self.delete:
             await session.seal()
         state = await session.state()
-        rollout = await session.fetch_json(self.format, drift=self.drift)
+        rollout = await session.fetch_json(self.format, drift=self.drift, **self.lengths)
         summary = msgspec.json.decode(rollout, type=_Summary)
         complete = state.complete if summary.complete is None else summary.complete
-        tokens = summary.figures.trainable_tokens + summary.figures.masked_tokens
-        return FetchedRollout(name, rollout, complete, not state.open_calls, tokens)
+        figures = summary.figures or summary.info.tokencache.figures
+        tokens = figures.trainable_tokens + figures.masked_tokens
+        return FetchedRollout(name, rollout, complete, not state.open_calls, tokens, figures.overlong)
 
 
 class _Figures(msgspec.Struct, frozen=True):
     trainable_tokens: int = 0
     masked_tokens: int = 0
+    overlong: OverlongFigures | None = None
+
+
+class _Labels(msgspec.Struct, frozen=True):
+    figures: _Figures = _Figures()
+
+
+class _Info(msgspec.Struct, frozen=True):
+    tokencache: _Labels = _Labels()
 
 
 class _Summary(msgspec.Struct, frozen=True):
-    """Members that most formats have. If a format has no `complete`, the state of the session has it."""
+    """Members that most formats have. verifiers has the figures in `info`, and no `complete`: the state of the session has it."""
 
     complete: bool | None = None
-    figures: _Figures = _Figures()
+    figures: _Figures | None = None
+    info: _Info = _Info()
+
+
+def _length_option(name: str) -> Any:
+    return typer.Option(f"--{name.replace('_', '-')}", metavar="N", min=1, help=LIMITS[name])
+
+
+MaxLength = Annotated[int | None, _length_option("max_length")]
+MaxPromptLength = Annotated[int | None, _length_option("max_prompt_length")]
+MaxResponseLength = Annotated[int | None, _length_option("max_response_length")]
 
 
 def export_sessions(  # noqa: PLR0917 - one parameter per option
@@ -179,6 +214,13 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         bool, typer.Option("--delete", help="Seal each session, and delete it from the proxy once the file is on the disk.")
     ] = False,
     complete_only: Annotated[bool, typer.Option("--complete-only", help="Leave out incomplete sessions.")] = False,
+    max_length: MaxLength = None,
+    max_prompt_length: MaxPromptLength = None,
+    max_response_length: MaxResponseLength = None,
+    overlong: Annotated[
+        str | None,
+        typer.Option("--overlong", metavar="POLICY", help="What happens to longer sequences: drop, cut (after a whole turn) or mask."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
@@ -202,6 +244,10 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         raise typer.BadParameter("standard output may be lost: --delete needs a file", param_hint="--delete")
     try:
         wanted = format_named(format_name)
+        lengths = LengthOptions(
+            max_length=max_length, max_prompt_length=max_prompt_length, max_response_length=max_response_length, overlong=overlong
+        )
+        lengths_of(parameters_of(lengths))  # refuses a wrong combination before anything is fetched
         with Client(proxy, admin_key) as client:
             names = list(dict.fromkeys(sessions)) if sessions else _matching(client.sessions(), pattern or "*")
         if not names:
@@ -210,6 +256,7 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
             names=names,
             format=wanted.name,
             drift=drift,
+            lengths=lengths,
             exact=bool(sessions),
             seal=seal,
             delete=delete,
@@ -253,6 +300,13 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
     where = "standard output" if to == "-" else to
     counts = f"{plural(rows, 'row')}, {export.tokens:,} tokens, {size(export.size)} fetched"
     _print(console, f"{plural(len(export.exported), 'session')} in {where}: {counts}", "bold")
+    for count, words in (
+        (export.dropped, "left out"),
+        (export.cut, "cut after the last whole turn that fits"),
+        (export.masked, "masked: nothing of them is trained"),
+    ):
+        if count:
+            _print(console, f"{plural(count, 'sequence')} longer than the limit: {words}", "yellow")
     for names, words, style in (
         (export.incomplete, "INCOMPLETE: a reply of the model is missing (see `tokencache show`)", "bold red"),
         (export.skipped, "incomplete and left out", "yellow"),

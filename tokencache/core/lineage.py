@@ -38,6 +38,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
         continued: whether a later call continues one of its turns, in this sequence or in a branch.
         tools: the number of tools that its first call offered.
         root: the id of the sequence that is reached by following `parent`. If several rollouts share a session, each has its own root.
+        overlong: `cut` or `masked` if it was longer than the limit of an export (`trajectories.lengths`), otherwise `""`.
     """
 
     id: str
@@ -51,6 +52,12 @@ class TokenSequence(msgspec.Struct, frozen=True):
     continued: bool = False
     tools: int = 0
     root: str = ""
+    overlong: str = ""
+
+    @property
+    def response_start(self) -> int:
+        """The index of the first sampled token; the number of tokens if none was sampled."""
+        return next((span.completion[0] for span in self.turns if span.turn.completion_tokens), len(self.token_ids))
 
     @property
     def trainable(self) -> int:

@@ -81,8 +81,6 @@ def rollout(records: Records) -> Rollout:
         contexts = whole_contexts(turns, records.contexts)
     except (KeyError, ValueError) as error:
         incidents.append(IncidentKind.TORN_RECORD.incident(f"{type(error).__name__}: {error}", at=time.time()))
-    trainable = [sequence.trainable for sequence in built]
-    total = sum(trainable)
     return Rollout(
         session=info.id,
         complete=is_complete(incidents),
@@ -90,17 +88,14 @@ def rollout(records: Records) -> Rollout:
         created=info.created,
         incidents=tuple(incidents),
         sequences=tuple(built),
-        weights=tuple(n / total if total else 0.0 for n in trainable),
+        weights=weights_of(built),
         contexts=contexts,
         drift=records.drift,
-        figures=figures_of(
+        figures=figures_of_sequences(
             turns,
             incidents,
-            sequences=len(built),
-            tokens=sum(len(sequence.token_ids) for sequence in built),
-            sampled=sum(span.turn.completion_tokens for sequence in built for span in sequence.turns),
-            trainable=total,
-            drift=_drift_figures(built, records) if records.drift or records.unmeasured else None,
+            built,
+            _drift_figures(built, records) if records.drift or records.unmeasured else None,
         ),
     )
 
@@ -120,6 +115,28 @@ def is_complete(incidents: Sequence[Incident]) -> bool:
 def count_incidents(incidents: Sequence[Incident]) -> dict[str, int]:
     """Count incidents by kind."""
     return dict(Counter(incident.kind for incident in incidents))
+
+
+def weights_of(sequences: Sequence[TokenSequence]) -> tuple[float, ...]:
+    """Return each sequence's share of the trainable tokens of all; 0 if nothing can be trained."""
+    trainable = [sequence.trainable for sequence in sequences]
+    total = sum(trainable)
+    return tuple(n / total if total else 0.0 for n in trainable)
+
+
+def figures_of_sequences(
+    turns: Sequence[Turn], incidents: Sequence[Incident], sequences: Sequence[TokenSequence], drift: DriftFigures | None
+) -> Figures:
+    """Count the turns, tokens and incidents of a rollout from its sequences. If its records are torn, there are turns without sequences."""
+    return figures_of(
+        turns,
+        incidents,
+        sequences=len(sequences),
+        tokens=sum(len(sequence.token_ids) for sequence in sequences),
+        sampled=sum(span.turn.completion_tokens for sequence in sequences for span in sequence.turns),
+        trainable=sum(sequence.trainable for sequence in sequences),
+        drift=drift,
+    )
 
 
 def figures_of(

@@ -22,6 +22,7 @@ __all__ = [
     "Figures",
     "Incident",
     "OpenCall",
+    "OverlongFigures",
     "Sequence",
     "Served",
     "SessionState",
@@ -106,6 +107,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
         continued: whether a later call extended one of its turns. `tools`: the number of tools that its first call offered.
         weight: its share of the rollout's trainable tokens. The weights of a trajectory sum to 1, or are all 0.
         tokens: the number of its tokens. `trainable_tokens`: the number of tokens with mask 1.
+        overlong: `cut` (turns at its end were left out) or `masked` (nothing is trained) if it was longer than the requested limit.
     """
 
     id: str
@@ -122,6 +124,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     tools: int = 0
     tokens: int = 0
     trainable_tokens: int = 0
+    overlong: str = ""
 
 
 class DriftFigures(msgspec.Struct, frozen=True):
@@ -146,15 +149,35 @@ class DriftFigures(msgspec.Struct, frozen=True):
     trainable_tokens_lost: int | None = None
 
 
+class OverlongFigures(msgspec.Struct, frozen=True):
+    """What the requested limits of length (`max_length` and others) did to a rollout.
+
+    Attributes:
+        policy: what happens to a sequence that is too long: `drop`, `cut` or `mask`. `limits`: the limits in tokens, by name.
+        dropped: sequences that were left out. `cut`: sequences without their last turns. `masked`: sequences of which nothing is trained.
+        trainable_tokens_lost: trainable tokens that were left out or masked.
+        turns: ids of the turns that were left out.
+    """
+
+    policy: str
+    limits: dict[str, int]
+    dropped: int = 0
+    cut: int = 0
+    masked: int = 0
+    trainable_tokens_lost: int = 0
+    turns: list[str] = []
+
+
 class Figures(msgspec.Struct, frozen=True):
     """Counts over a rollout.
 
     Attributes:
         calls: model calls that produced a turn. `turns` is larger if a call had several choices.
         trainable_tokens: tokens with mask 1. `masked_tokens`: all other tokens of the sequences.
-        untrainable_tokens: masked tokens that were sampled but have no log probabilities.
+        untrainable_tokens: masked tokens that were sampled, but have no log probabilities or are in a sequence that is too long.
         matches, forgiven, incidents: number of turns for each kind of match and each applied rule; number of incidents of each kind.
         drift: `None` if nothing was measured.
+        overlong: `None` if no limit of length was requested. With one, all other figures but `drift` are of what remains.
     """
 
     calls: int
@@ -167,6 +190,7 @@ class Figures(msgspec.Struct, frozen=True):
     forgiven: dict[str, int]
     incidents: dict[str, int]
     drift: DriftFigures | None = None
+    overlong: OverlongFigures | None = None
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,8 @@ redundant: every turn has hashes of its ids and log probabilities, ranges must b
 
 ===========  =========================================================================================================
 `aligned`    ids, mask and log probabilities have the same length, and the turns divide it in order and without gaps
-`trained`    mask 1 exactly on tokens that were sampled with log probabilities; log probabilities are finite and at most
-             0 there, and 0.0 elsewhere
+`trained`    mask 1 exactly on tokens that were sampled with log probabilities, in sequences that a limit of length did not
+             mask; log probabilities are finite and at most 0 there, and 0.0 elsewhere
 `hashes`     the recorded hashes of every prefix, of every completion and of its log probabilities are those of the tokens
 `lineage`    a turn with a parent comes after all tokens of that parent, in the same sequence or in one that branches off
 `anchors`    the replies that a `resplice` names are at the positions that it names
@@ -15,6 +15,8 @@ redundant: every turn has hashes of its ids and log probabilities, ranges must b
 `figures`    figures, weights and lengths agree with the sequences
 `complete`   agrees with the incidents
 ===========  =========================================================================================================
+
+A limit of length (`lengths`) may leave turns out. Then the export names them, and checks that need them are skipped.
 
 `NOT_CHECKED` lists what an export cannot show. No function here raises an exception for a wrong trajectory.
 """
@@ -90,7 +92,12 @@ def verify(trajectory: Trajectory) -> list[CheckFailure]:
             broken += [*_trained(sequence), *_hashes(sequence)]
         found += broken
     located = _locate(trajectory)
-    found += [*_lineage(trajectory, located, sound), *_anchors(located, sound), *_once(trajectory), *_labels(trajectory, located)]
+    found += [
+        *_lineage(trajectory, located, sound),
+        *_anchors(located, sound, _left_out(trajectory)),
+        *_once(trajectory),
+        *_labels(trajectory, located),
+    ]
     found += [*_figures(trajectory), *_complete(trajectory)]
     return [msgspec.structs.replace(one, session=trajectory.session) for one in found]
 
@@ -120,6 +127,12 @@ class _Located(NamedTuple):
 
     sequence: Sequence
     turn: TurnSpan
+
+
+def _left_out(trajectory: Trajectory) -> Collection[str]:
+    """Return the ids of the turns that a limit of length left out."""
+    overlong = trajectory.figures.overlong
+    return frozenset(overlong.turns) if overlong else frozenset()
 
 
 def _locate(trajectory: Trajectory) -> dict[str, _Located]:
@@ -162,9 +175,11 @@ def _aligned(s: Sequence) -> Iterator[CheckFailure]:
 
 def _trained(s: Sequence) -> Iterator[CheckFailure]:
     """Check mask and log probabilities. Only the first wrong token of each prompt and completion is reported."""
+    masked = s.overlong == "masked"
     for turn in s.turns:
-        trained = int(TurnMark.NO_LOGPROBS not in turn.marks)
-        for (start, end), mask, words in ((turn.prompt, 0, "context token"), (turn.completion, trained, _SAMPLED[trained])):
+        trained = int(not masked and TurnMark.NO_LOGPROBS not in turn.marks)
+        sampled = "token of a masked sequence" if masked else _SAMPLED[trained]
+        for (start, end), mask, words in ((turn.prompt, 0, "context token"), (turn.completion, trained, sampled)):
             for i in range(start, end):
                 value = s.logprobs[i]
                 if s.loss_mask[i] != mask:
@@ -196,7 +211,7 @@ def _hashes(s: Sequence) -> Iterator[CheckFailure]:
             same = False  # the hashes of all later turns differ too
             if genuine:
                 yield _failure("hashes", f"tokens {_range(turn.prompt)} are not the prompt from which it was sampled", s, turn, turn.prompt)
-        if turn.logprobs_hash and not _same_logprobs(s, turn):
+        if turn.logprobs_hash and s.overlong != "masked" and not _same_logprobs(s, turn):
             words = f"the log probabilities of tokens {_range(turn.completion)} are not those that were recorded"
             yield _failure("hashes", words, s, turn, turn.completion)
 
@@ -210,6 +225,7 @@ def _range(span: Range) -> str:
 
 
 def _lineage(trajectory: Trajectory, located: dict[str, _Located], sound: Collection[Sequence]) -> Iterator[CheckFailure]:
+    left_out = _left_out(trajectory)
     for s in trajectory.sequences:
         before: TurnSpan | None = None
         for turn in s.turns:
@@ -218,9 +234,9 @@ def _lineage(trajectory: Trajectory, located: dict[str, _Located], sound: Collec
                 yield _failure("lineage", f"has match {turn.match} and {'a' if turn.parent else 'no'} parent", s, turn)
             elif before is not None and turn.parent != before.turn:
                 yield _failure("lineage", f"follows turn {before.turn}, but its parent is {turn.parent}", s, turn)
-            elif turn.parent is not None and parent is None:
+            elif turn.parent is not None and parent is None and turn.parent not in left_out:
                 yield _failure("lineage", f"its parent {turn.parent} is in no sequence", s, turn)
-            elif turn.origin is not None and turn.origin not in located:
+            elif turn.origin is not None and turn.origin not in located and turn.origin not in left_out:
                 yield _failure("lineage", f"turn {turn.origin}, from which it took its context, is in no sequence", s, turn)
             if parent is not None and TurnMark.ENGINE_DISAGREES in parent.turn.marks:
                 yield _failure("lineage", f"extends turn {turn.parent}, which is marked {TurnMark.ENGINE_DISAGREES}", s, turn)
@@ -243,11 +259,13 @@ def _first_difference(own: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
 
 
-def _anchors(located: dict[str, _Located], sound: Collection[Sequence]) -> Iterator[CheckFailure]:
+def _anchors(located: dict[str, _Located], sound: Collection[Sequence], left_out: Collection[str]) -> Iterator[CheckFailure]:
     for s in sound:
         for turn in s.turns:
             for anchor in turn.anchors:
                 source = located.get(anchor.turn)
+                if source is None and anchor.turn in left_out:
+                    continue
                 if source is None:
                     yield _failure("anchors", f"names turn {anchor.turn}, which is in no sequence", s, turn)
                 elif not 0 <= anchor.start <= anchor.end <= turn.prompt[1]:
@@ -273,19 +291,22 @@ def _once(trajectory: Trajectory) -> Iterator[CheckFailure]:
 def _labels(trajectory: Trajectory, located: dict[str, _Located]) -> Iterator[CheckFailure]:
     parents = {turn.parent for sequence in trajectory.sequences for turn in sequence.turns}
     root_of: dict[str, str] = {}
+    left_out = _left_out(trajectory)
     for s in trajectory.sequences:
         if not s.turns:
             continue
         first = s.turns[0]
+        orphan = (first.parent or first.origin) in left_out  # the turns that remain do not show its parent and root
         parent = located.get(first.parent or first.origin or "")
-        root = root_of[s.id] = root_of.get(parent.sequence.id if parent else "", s.id)  # a parent comes before its branches
+        root = s.root if orphan else root_of.get(parent.sequence.id if parent else "", s.id)  # a parent comes before its branches
+        root_of[s.id] = root
         labels: dict[str, tuple[object, object]] = {
             "id": (s.id, first.turn),
             "start": (s.start, "branch" if first.match == "continue" else first.match),
             "reason": (s.reason, first.reason),
-            "parent": (s.parent, parent.sequence.id if parent else None),
+            "parent": (s.parent, parent.sequence.id if parent else s.parent if orphan else None),
             "root": (s.root, root if s.root else ""),  # older versions wrote none
-            "continued": (s.continued, any(turn.turn in parents for turn in s.turns)),
+            "continued": (s.continued, any(turn.turn in parents for turn in s.turns) or (s.continued and bool(left_out))),
             "tools": (s.tools, first.tools),
         }
         for name, (label, actual) in labels.items():

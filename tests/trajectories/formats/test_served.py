@@ -29,6 +29,28 @@ async def test_every_format_trains_what_the_engine_sampled():
             assert faults(READERS[name](written), ground_truth) == [], name
 
 
+@pytest.mark.parametrize("name", FORMATS)
+async def test_every_format_obeys_the_limits(name):
+    async with proxied() as rig:
+        messages = [user("look")]
+        for _ in range(2):
+            said = await rig.say("s", messages, tools=TOOLS)
+            messages = [*messages, echo(said), *results(said)]
+        first = rig.ground_truth("s")[0]
+        longest = len(first.prompt_ids) + len(first.completion_ids)
+        written = await rig.get(f"/tokencache/v1/sessions/s/trajectories?format={name}&max_length={longest}&overlong=cut")
+        assert faults(READERS[name](written), [(first.prompt_ids, first.completion_ids, first.logprobs)]) == []
+
+
+@pytest.mark.parametrize("query", ["max_length=0&overlong=cut", "max_length=9", "overlong=drop", "max_length=9&overlong=longest"])
+async def test_wrong_limits_are_refused(query):
+    async with proxied() as rig:
+        await rig.say("s", [user("hi")])
+        async with rig.http.get(f"{rig.url}/tokencache/v1/sessions/s/trajectories?{query}") as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["param"] in {"max_length", "overlong"}
+
+
 @pytest.mark.parametrize("name", ["", "Verl", "parquet"])
 async def test_an_unknown_format_is_refused_with_a_list(name):
     async with proxied() as rig:

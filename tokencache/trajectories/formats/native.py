@@ -65,6 +65,7 @@ def outline_object(sequence: TokenSequence, weight: float) -> dict[str, Any]:
         "weight": weight,
         "tokens": len(sequence.token_ids),
         "trainable_tokens": sequence.trainable,
+        "overlong": sequence.overlong,
     }
 
 

@@ -56,7 +56,7 @@ def _response(rollout: Rollout, row: Row) -> dict[str, Any]:
     tools = [_tool(tool) for tool in tools_of(sequence, rollout.contexts)]
     first, last = sequence.turns[0].turn, sequence.turns[-1].turn
     asked = {_SAMPLING[name]: value for name, value in first.sampling.items() if name in _SAMPLING and value is not None}
-    cut = last.finish_reason == "length"
+    cut = row.ending == "length"
     return {
         "responses_create_params": {"input": _items(found[0].messages or (), sequence.id), "tools": tools, "model": first.model, **asked},
         "response": {

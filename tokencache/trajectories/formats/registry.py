@@ -15,6 +15,7 @@ from tokencache.trajectories.formats.tinker import tinker
 from tokencache.trajectories.formats.trl import trl
 from tokencache.trajectories.formats.verifiers import verifiers
 from tokencache.trajectories.formats.verl import verl
+from tokencache.trajectories.lengths import Lengths, limit
 from tokencache.trajectories.rollout import Records, Rollout, rollout
 
 
@@ -67,6 +68,7 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
-def export(records: Records, wanted: Format) -> bytes:
-    """Write the recorded turns of a session in a format, as JSON text."""
-    return _ENCODER.encode(wanted.write(rollout(records)))
+def export(records: Records, wanted: Format, lengths: Lengths | None = None) -> bytes:
+    """Write the recorded turns of a session in a format, as JSON text. `lengths` limits the length of its sequences."""
+    whole = rollout(records)
+    return _ENCODER.encode(wanted.write(limit(whole, lengths) if lengths else whole))

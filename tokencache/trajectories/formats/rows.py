@@ -44,7 +44,7 @@ class Row(NamedTuple):
     """One sequence as prompt and response.
 
     `response_ids`, `response_mask` and `response_logprobs` have one entry for each token of the response. The response is empty if nothing
-    was sampled. `ending` is how the last turn ended. `labels` are JSON values.
+    was sampled. `ending` is how the last turn ended, or `length` if later turns were cut off. `labels` are JSON values.
     """
 
     sequence: TokenSequence
@@ -73,7 +73,7 @@ def session_object(rollout: Rollout) -> dict[str, Any]:
 
 def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
     ids = sequence.token_ids
-    at = next((span.completion[0] for span in sequence.turns if span.turn.completion_tokens), len(ids))
+    at = sequence.response_start
     turns = (span_object(span) for span in sequence.turns)
     return Row(
         sequence=sequence,
@@ -81,7 +81,7 @@ def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
         response_ids=ids[at:],
         response_mask=sequence.loss_mask[at:],
         response_logprobs=sequence.logprobs[at:],
-        ending=ending(sequence.turns[-1].turn),
+        ending="length" if sequence.overlong == "cut" else ending(sequence.turns[-1].turn),
         labels={
             "session": rollout.session,
             "complete": rollout.complete,

@@ -14,9 +14,14 @@ Source: verl 0.9.1 on PyPI (github.com/verl-project/verl), `verl/experimental/ag
 =====================  =======  ================================================================================================
 
 An agent loop returns one output, or a list of them (`verl/trainer/ppo/v1/agent_loop_tq.py`): `AgentLoopOutput(**one)` for each of the
-`outputs` here. verl itself pads to `prompt_length` and `response_length` and cuts off what is longer. The trainer fills in
-`min_global_steps` and `max_global_steps`: the engine's weight versions (`tokencache.turns[].weight_versions`) may differ from the steps
-of verl.
+`outputs` here. The trainer fills in `min_global_steps` and `max_global_steps`: the engine's weight versions
+(`tokencache.turns[].weight_versions`) may differ from the steps of verl.
+
+verl does not cut outputs. Its own agent loops shorten the response to `rollout.response_length` (`tool_agent_loop.py`) and the prompt to
+`rollout.prompt_length` (`_cap_text_prompt_length`) before they return. `AgentLoopWorker` then only pads to these lengths
+(`_pad_token_ids`), and the tensors of a longer output do not fit into the batch (`torch.cat` in `_postprocess` raises). The worker for
+TransferQueue stores outputs at any length. So request `max_prompt_length` and `max_response_length` with these values
+(`trajectories.lengths`).
 """
 
 from typing import Any
