@@ -17,15 +17,20 @@ export async function poll(ask, seconds, signal) {
 }
 
 async function rest(seconds, signal) {
+  const rested = new AbortController(); // removes the listeners: `signal` outlives many rests
+  let timer;
   await new Promise((done) => {
-    const timer = setTimeout(done, seconds * 1000);
-    signal.addEventListener("abort", () => (clearTimeout(timer), done()), { once: true });
+    timer = setTimeout(done, seconds * 1000);
+    signal.addEventListener("abort", done, { signal: rested.signal });
   });
-  if (!document.hidden || signal.aborted) return;
-  await new Promise((done) => {
-    document.addEventListener("visibilitychange", done, { once: true });
-    signal.addEventListener("abort", done, { once: true });
-  });
+  clearTimeout(timer);
+  if (document.hidden && !signal.aborted) {
+    await new Promise((done) => {
+      document.addEventListener("visibilitychange", done, { signal: rested.signal });
+      signal.addEventListener("abort", done, { signal: rested.signal });
+    });
+  }
+  rested.abort();
 }
 
 /** Move the focus between rows that contain a link, with j, k and the arrow keys. Returns whether the event was one of these keys. */
