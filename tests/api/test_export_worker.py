@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -98,6 +99,20 @@ async def test_an_exception_of_the_task_is_raised_here_and_the_process_continues
     process = process_of(worker)
     with pytest.raises(ValueError, match="invalid literal"):
         await worker.run(LARGE, int, "seven")
+    assert await worker.run(LARGE, int, "8") == 8
+    assert process_of(worker) is process
+
+
+def refuse_with_a_lock():
+    raise OSError(threading.Lock(), "no disk")
+
+
+async def test_results_and_exceptions_that_cannot_be_pickled_are_reported_and_the_process_continues(worker):
+    with pytest.raises(TypeError, match="cannot pickle"):
+        await worker.run(LARGE, threading.Lock)
+    process = process_of(worker)
+    with pytest.raises(RuntimeError, match=r"OSError: .*no disk"):
+        await worker.run(LARGE, refuse_with_a_lock)
     assert await worker.run(LARGE, int, "8") == 8
     assert process_of(worker) is process
 

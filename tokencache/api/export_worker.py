@@ -119,17 +119,22 @@ def serve() -> None:
         os.dup2(2, 1)  # anything printed goes to standard error
         while True:
             try:
-                work, args = pickle.loads(_read(tasks))  # noqa: S301 - it comes from our own proxy
-            except EOFError:
+                _write(results, _result_of(_read(tasks)))
+            except (EOFError, BrokenPipeError):
                 return
-            try:
-                result = True, work(*args)
-            except Exception as error:  # noqa: BLE001 - the proxy raises it
-                result = False, error
-            try:
-                _write(results, pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
-            except BrokenPipeError:
-                return
+
+
+def _result_of(task: bytes) -> bytes:
+    """Run a task. Returns, pickled, whether it succeeded, and its result or the exception that the proxy raises."""
+    try:
+        work, args = pickle.loads(task)  # noqa: S301 - it comes from our own proxy
+        return pickle.dumps((True, work(*args)), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 - the proxy raises it
+        failure = error
+    try:
+        return pickle.dumps((False, failure), pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - an exception may hold anything
+        return pickle.dumps((False, RuntimeError(f"{type(failure).__name__}: {failure}")), pickle.HIGHEST_PROTOCOL)
 
 
 def _write(pipe: BinaryIO | Any, data: bytes) -> None:
