@@ -1,8 +1,8 @@
 """Provides the engines that the demo runs on, with the ground truth of every call.
 
-The simulated engine records its ground truth. A real engine does not, so a *tap* is put in front of it: a relay that records which ids the
-engine received and sampled. Calls with and without the proxy pass through the tap. The tap is between proxy and engine, so its records do
-not depend on the proxy. The header `X-Session-ID`, which the proxy sends too, names the session of a record.
+The simulated engine records its ground truth. A real engine does not, so calls to it go through a relay, which records the ids that the
+engine received and sampled. Calls with and without the proxy use the relay. It is between proxy and engine, so its records do not depend
+on the proxy. The header `X-Session-ID`, which the proxy sends too, names the session of a record.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ async def simulated(replies: Mapping[str, Sequence[str]]) -> AsyncIterator[Stage
 
 @contextlib.asynccontextmanager
 async def real(upstream: str, model: str, key: str | None) -> AsyncIterator[Stage]:
-    """Put a tap in front of the engine at `upstream`.
+    """Start a recording relay in front of the engine at `upstream`.
 
     Args:
         upstream: base URL of the engine.
@@ -79,26 +79,26 @@ async def real(upstream: str, model: str, key: str | None) -> AsyncIterator[Stag
     Raises:
         StageError: the engine cannot be reached, or does not serve the model.
     """
-    tap = _Tap(upstream.rstrip("/").removesuffix("/v1"), key)
+    relay = _RecordingRelay(upstream.rstrip("/").removesuffix("/v1"), key)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), auto_decompress=False) as client:
-        tap.client = client
+        relay.client = client
         try:
-            served = [entry["id"] for entry in (await tap.ask("GET", "/v1/models"))["data"]]
+            served = [entry["id"] for entry in (await relay.ask("GET", "/v1/models"))["data"]]
             name = model or served[0]
             if name not in served:
-                raise StageError(f"{tap.url} serves {', '.join(served)}, not {name}")
+                raise StageError(f"{relay.url} serves {', '.join(served)}, not {name}")
         except (aiohttp.ClientError, OSError, KeyError, IndexError, TypeError, ValueError) as why:
-            raise StageError(f"no model at {tap.url}: {type(why).__name__}: {why}") from why
-        runner = web.AppRunner(tap.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+            raise StageError(f"no model at {relay.url}: {type(why).__name__}: {why}") from why
+        runner = web.AppRunner(relay.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             yield Stage(
-                f"{name} at {tap.url}",
+                f"{name} at {relay.url}",
                 f"http://127.0.0.1:{runner.addresses[0][1]}",
                 name,
-                lambda session: tap.records[session],
-                lambda ids: tap.spell(name, ids),
+                lambda session: relay.records[session],
+                lambda ids: relay.spell(name, ids),
                 body={"return_token_ids": True, "logprobs": True},
                 sampling={"max_tokens": _MAX_TOKENS, "temperature": 1.0},
             )
@@ -106,7 +106,7 @@ async def real(upstream: str, model: str, key: str | None) -> AsyncIterator[Stag
             await runner.cleanup()
 
 
-class _Tap:
+class _RecordingRelay:
     """Relays all requests to an engine, and records the ids in its chat completions."""
 
     client: aiohttp.ClientSession
@@ -119,7 +119,7 @@ class _Tap:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY)
-        app.router.add_route("*", "/{path:.*}", self._relay)
+        app.router.add_route("*", "/{path:.*}", self._forward)
         return app
 
     async def ask(self, method: str, path: str, body: Any = None) -> Any:
@@ -134,7 +134,7 @@ class _Tap:
                 self._spelt[token] = str(said.get("prompt", f"[{token}]")).encode()
         return [self._spelt[token] for token in ids]
 
-    async def _relay(self, request: web.Request) -> web.StreamResponse:
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP} | self._auth
         async with self.client.request(request.method, self.url + request.raw_path, headers=headers, data=await request.read()) as answer:
             passed = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}

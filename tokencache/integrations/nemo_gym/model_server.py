@@ -52,9 +52,9 @@ class TokencacheModel(VLLMModel):
         if not self._lost_rollout_logged and self._session(request).loses(prepared["messages"]):
             self._lost_rollout_logged = True
             log.warning(
-                "%s: a call continues a rollout but has neither a rollout id nor the session cookie, so its prompt is rendered anew and "
-                "the rollout is not contiguous. Set observability_enabled: true or token_id_capture.enabled: true, which make Gym's agents "
-                "send the rollout id. Further calls of this kind are not logged",
+                "%s: a call continues a rollout but has neither a rollout id nor the session cookie, so the engine renders its whole "
+                "prompt again and the rollout is not contiguous. Set observability_enabled: true or token_id_capture.enabled: true, which "
+                "make Gym's agents send the rollout id. Further calls of this kind are not logged",
                 self.config.name,
             )
         return prepared
