@@ -278,7 +278,7 @@ def shifted(n, **spans):
         (breaker(loss_mask=lambda v: v[1:]), "15 tokens, 14 mask entries, 15 log probabilities"),
         (breaker(logprobs=lambda v: [*v, 0.0]), "16 log probabilities"),
         (breaker(token_ids=lambda v: v[:-1]), "14 tokens"),
-        (breaker(loss_mask=put(3, 2)), "beside 0 and 1"),
+        (breaker(loss_mask=put(3, 2)), "other than 0 and 1"),
         (breaker(turns=shifted(1, prompt=(6, 8))), "do not go on from token 5"),
         (breaker(turns=shifted(1, completion=(9, 10))), "do not go on from token 5"),
         (breaker(turns=shifted(1, prompt=(5, 9), completion=(9, 10))), "prompt ends at 9"),

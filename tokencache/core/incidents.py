@@ -97,7 +97,7 @@ class IncidentKind(StrEnum):
         "nothing-received",
         "the reply",
         "the call ended before the engine sent anything",
-        "Check the engine and the timeouts of the harness. The engine may have sampled tokens that nobody received.",
+        "Check the engine and the timeouts of the harness. The engine may have sampled tokens that were not delivered.",
     )
     UNREADABLE_REPLY = (
         "unreadable-reply",
@@ -132,8 +132,8 @@ class IncidentKind(StrEnum):
     REPLICA_LOST = (
         "replica-lost",
         "the turn of this call's first attempt",
-        "a proxy died with this call open, and a retry of the call closed it ([repeated calls](retries.md))",
-        "Find out why the proxy died. The harness got its reply from another one.",
+        "a proxy died during this call, and a retry of the call ended it ([repeated calls](retries.md))",
+        "Find out why the proxy died. The harness got its reply from another proxy.",
     )
     INTERNAL_ERROR = (
         "internal-error",
@@ -163,7 +163,10 @@ class IncidentKind(StrEnum):
     ENGINE_DISAGREES = (
         "engine-disagrees",
         "",
-        "the engine used other prompt ids than were sent; the turn is recorded as it really was, and the detail says how they differ",
+        (
+            "the engine used other prompt ids than were sent; the turn is recorded with the ids that the engine used, and the detail says "
+            "how they differ"
+        ),
         "See the alert `TokencacheEngineDisagrees`.",
     )
     ENGINE_REFUSED = (
@@ -171,7 +174,7 @@ class IncidentKind(StrEnum):
         "",
         (
             "the engine refused the call; nothing was sampled. With `--return-token-id-information`, a prompt that is too long is answered "
-            "with an empty completion, and the detail says so"
+            "with an empty completion, and the detail reports this"
         ),
         "Read the detail; usually the prompt is too long ([NeMo Gym](topologies/nemo-gym.md)).",
     )
@@ -205,7 +208,7 @@ class IncidentKind(StrEnum):
     LATE_CALL = (
         "late-call",
         "",
-        "a call arrived after the session was sealed, and was refused; after the 16th only the 32nd, 64th, … are noted",
+        "a call arrived after the session was sealed, and was refused; after the 16th only the 32nd, 64th, … are recorded",
         "Stop the harness before you seal the session.",
     )
     BUDGET_SPENT = (
@@ -213,20 +216,20 @@ class IncidentKind(StrEnum):
         "",
         (
             "a call arrived when the [budget](budgets.md) of the session was used up, and got a final reply from the proxy; "
-            "after the 16th only the 32nd, 64th, … are noted"
+            "after the 16th only the 32nd, 64th, … are recorded"
         ),
         "If there are many in one session, its harness does not accept the final reply as the end.",
     )
     ECHO_DIFFERS = (
         "echo-differs",
         "",
-        "token ids came back on the messages, as NeMo Gym's agents send them, that were not recorded with these words; they are not used",
-        "Check the agent: it changed the ids, or the text beside them.",
+        "the messages contain token ids (as NeMo Gym's agents send them) that were not recorded with this text; the ids are not used",
+        "Check the agent: it changed the ids or the text of a message.",
     )
     ECHO_UNRECORDED = (
         "echo-unrecorded",
         "",
-        "token ids came back on the messages that are not recorded here; the detail says whether the prompt begins with them",
+        "the messages contain token ids that are not recorded here; the detail says whether the prompt begins with them",
         "Use a store that persists, and one store for all proxies.",
     )
     EXPERTS_LOST = (

@@ -189,7 +189,7 @@ def aligned(sequence: TokenSequence, *, session: str = "") -> list[str]:
     if len(set(sizes)) != 1:
         found.append(f"sequence {sequence.id}: {sizes[0]} tokens, {sizes[1]} mask entries, {sizes[2]} log probabilities")
     if set(sequence.loss_mask) - {0, 1}:
-        found.append(f"sequence {sequence.id}: mask entries beside 0 and 1")
+        found.append(f"sequence {sequence.id}: mask entries other than 0 and 1")
     at = 0
     for span in sequence.turns:
         where = f"sequence {sequence.id}, turn {span.turn.id}"

@@ -30,7 +30,7 @@ class Reason(Described):
     REWRITTEN_REPLY = (
         "rewritten-reply",
         (
-            "the reply came back changed in a way that no rule of this harness allows ([rules](rules.md)), with other reasoning, or with "
+            "the reply was returned with changes that no rule of this harness allows ([rules](rules.md)), with other reasoning, or with "
             "an id that was issued to another reply"
         ),
     )
@@ -85,7 +85,10 @@ class Reason(Described):
             "to be these messages. Only replies recorded from here on are trained; earlier ones are context"
         ),
     )
-    CLIENT_IDS_UNPROVEN = "client-ids-unproven", "ids that are not recorded here came back, and could not be proven to be these messages"
+    CLIENT_IDS_UNPROVEN = (
+        "client-ids-unproven",
+        "the client returned ids that are not recorded here, and they could not be proven to be these messages",
+    )
     # The engine.
     RECORD_ONLY = "record-only", "the engine does not accept token ids"
     RENDERINGS_DIFFER = "renderings-differ", "`/tokenize` renders differently from chat completions"
@@ -95,7 +98,10 @@ class Reason(Described):
         "engine-refused-ids",
         "the engine answered 400 to the spliced prompt; nothing was sampled, and the call was sent as the harness wrote it",
     )
-    ENGINE_DISAGREES = "engine-disagrees", "the engine used other ids than were sent; the turn is recorded as it really was"
+    ENGINE_DISAGREES = (
+        "engine-disagrees",
+        "the engine used other ids than were sent; the turn is recorded with the ids that the engine used",
+    )
     TAIL_BY_ENGINE = (
         "tail-by-engine",
         "(`continue`) the engine put the tail after the exact history, and nothing proved it ([drivers](drivers.md))",

@@ -87,7 +87,7 @@ async def _under_mask(ask: AskChat, model: str, messages: Raw, token: int) -> _T
 def judge(values: "list[_Token]") -> Finding:
     """Identify the kind from the values of two tokens, each sampled under a mask that allowed no other id."""
     if not all(value.top_logprobs for value in values):
-        return Finding("", "the engine does not report the likeliest ids beside the sampled one")
+        return Finding("", "the engine reports only the sampled id, not the likeliest ids")
     own = [value.logprob for value in values]
     shown = " and ".join(f"{value:.6g}" for value in own)
     likeliest = [[one.logprob for one in value.top_logprobs] for value in values]

@@ -194,7 +194,7 @@ class Pool:
             identity = known.get(monitor)
             differences = identity.differences(serving) if identity is not None and serving is not None else []
             monitor.mismatched = bool(differences)
-            unused = f"NOT USED, for it differs from the engines that serve: {'; '.join(differences)}" if differences else ""
+            unused = f"NOT USED: it differs from the engines that serve: {'; '.join(differences)}" if differences else ""
             self._log(monitor.url, unused)
             if identity is not None and monitor.version and not differences:
                 versions.setdefault(monitor.version, []).append(monitor.url)

@@ -338,7 +338,7 @@ async def compare(
         found.append((IncidentKind.ECHO_DIFFERS, detail))
     if unrecorded:
         use = "the prompt begins with them" if used else "they are not used"
-        words = "token ids came back that are not recorded here (the store was restarted, or another proxy recorded them)"
+        words = "the client sent token ids that are not recorded here (the store was restarted, or another proxy recorded them)"
         found.append((IncidentKind.ECHO_UNRECORDED, f"{_listed(unrecorded)}: {words}; {use}"))
     return found
 

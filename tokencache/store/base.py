@@ -110,7 +110,7 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         url: base URL of the engine.
         state: whether it serves, accepts no new calls (`draining`), or is gone (`removed`).
-        at: seconds since the epoch.
+        at: Unix time in seconds.
         replica: id of the reporting replica.
         calls: number of calls that the replica has in flight there.
     """
@@ -143,7 +143,7 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, rename={"fingerp
 
     Attributes:
         call: id of the call.
-        since: when it began, in seconds since the epoch.
+        since: when it began, as Unix time in seconds.
         fingerprint: request fingerprint, 16 bytes. Empty if no other call may join it. Called `asked` in JSON.
         replica: id of the replica that serves it.
         orphaned: whether its client has disconnected. Called `left` in JSON.
@@ -169,7 +169,7 @@ class BeginResult(msgspec.Struct, frozen=True):
         duplicate: the open call that this call joins. If set, no call was opened, and that call is marked as wanted.
         calls: number of calls of the session so far, this one included.
         tokens: number of tokens sampled in the session's recorded turns.
-        created: when the session began, in seconds since the epoch.
+        created: when the session began, as Unix time in seconds.
     """
 
     epoch: str
@@ -181,7 +181,7 @@ class BeginResult(msgspec.Struct, frozen=True):
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """State of a session without its turns. Times are in seconds since the epoch."""
+    """State of a session without its turns. Times are Unix time in seconds."""
 
     id: str
     created: float

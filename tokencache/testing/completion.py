@@ -64,7 +64,7 @@ class Completion:
         call: number of this completion among all of the engine.
         settings: settings of the engine.
         halted: receives the number of tokens so far; returns whether the engine aborts the reply there.
-        created: seconds since the epoch.
+        created: Unix time in seconds.
         versions: for each choice, the weight version that sampled each token.
     """
 

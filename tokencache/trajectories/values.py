@@ -54,7 +54,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
         logprob_kind: `raw` (of the model's own distribution), `processed` (after temperature, top-p and masks), or `""` (unknown).
         weight_versions: spans of the completion with the weight version that sampled each, as the engine reports them.
         marks: facts to know before training on the turn: `aborted`, `no-logprobs`, `engine-disagrees`, ...
-        created: start of the call in seconds since the epoch. `seconds`: its duration.
+        created: start of the call as Unix time in seconds. `seconds`: its duration.
         drift: how a plain rendering of its messages differs; `None` if that was not measured.
     """
 
@@ -198,7 +198,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         complete: false if something that the model sampled, or may have sampled, is missing. `incidents` describe it.
-        created: when the session began, in seconds since the epoch.
+        created: when the session began, as Unix time in seconds.
         figures: counts over the rollout.
     """
 
@@ -212,7 +212,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """A session without its tokens. Times are in seconds since the epoch.
+    """A session without its tokens. Times are Unix time in seconds.
 
     Attributes:
         turns: number of recorded turns.

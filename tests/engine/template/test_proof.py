@@ -261,7 +261,7 @@ async def test_a_recheck_finds_that_a_trusted_shape_has_drifted(caplog):
     assert await outcome(tails, *long) == "context", "another shape: proven by itself"
     lab.template = late("messages[0].content != '.'")
     assert [await outcome(tails, *QUESTION) for _ in range(8)] == ["small"] * 7 + ["tail-not-proven"], "trusted twice as long"
-    assert "proven anew" in caplog.text
+    assert "proven again" in caplog.text
     assert await outcome(tails, *QUESTION) == "full"
 
 
@@ -447,7 +447,7 @@ async def test_a_template_that_counts_messages_is_found_with_a_longer_history(ca
             found.append(str(why))
         history += [user("More?"), says("A.")]
     assert found == [*[False] * 8, "tail-not-proven", True], "the ninth history is more than four times as long as the second"
-    assert "proven anew" in caplog.text
+    assert "proven again" in caplog.text
 
 
 async def test_results_for_a_call_id_that_is_used_twice_are_rendered_in_full():

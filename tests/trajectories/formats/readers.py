@@ -167,7 +167,7 @@ def faults(rows, ground_truth):
         if not all(type(one) is int for one in ids + mask) or not all(type(one) is float and single(one) for one in logprobs):
             found.append(f"row {n}: ids and mask must be ints, log probabilities floats that float32 holds")
         if set(mask) - {0, 1}:
-            found.append(f"row {n}: mask entries beside 0 and 1")
+            found.append(f"row {n}: mask entries other than 0 and 1")
         found += [f"row {n}: token {i} has mask 0 and a log probability" for i in range(len(ids)) if not mask[i] and logprobs[i]]
         trained.update((tuple(ids[:i]), ids[i], logprobs[i]) for i in range(len(ids)) if mask[i])
     found += [f"sampled {n} times, never trained so: {key[1:]} behind {len(key[0])} tokens" for key, n in (sampled - trained).items()]

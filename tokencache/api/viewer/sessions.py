@@ -34,7 +34,7 @@ class SessionSummary(msgspec.Struct, frozen=True):
     """A session in one line.
 
     Attributes:
-        since: start of the oldest open call in seconds since the epoch, or `None`.
+        since: start of the oldest open call as Unix time in seconds, or `None`.
         incidents: number of incidents of each kind.
     """
 

@@ -52,7 +52,7 @@ CANONICAL: tuple[Rule, ...] = (
         kind="canonical",
         verdict="equivalent",
         harnesses=("Hermes", "OpenCode (responses)", "Gemini CLI", "OpenHands", "Terminus-2", "LangChain", "smolagents"),
-        what="the reasoning did not come back; other reasoning than the model's is never accepted",
+        what="the reasoning is not returned; other reasoning than the model's is never accepted",
         source=f"{_CAPTURED}, table of echo habits",
         part="reasoning",
     ),
@@ -70,7 +70,7 @@ CANONICAL: tuple[Rule, ...] = (
         verdict="rewritten",
         harnesses=("Claude Code", "any that keeps what it received"),
         what="a text that ends where the harness disconnected, if it is what was sent up to an event, and a token ends there",
-        source=f"{_CAPTURED}: Esc after 44 of 136 events, 180 of 180 characters came back",
+        source=f"{_CAPTURED}: Esc after 44 of 136 events, 180 of 180 characters were returned",
         part="text",
     ),
 )

@@ -169,7 +169,7 @@ def write_completion(
 
     Args:
         call: the call's id, from which the completion's id is made.
-        created: seconds since the epoch.
+        created: Unix time in seconds.
         model: the model's name.
         choices: the choices.
         prompt_tokens: length of the prompt.

@@ -152,7 +152,7 @@ class Tails:
                 shape.deepest = request.at
                 _check_same_tail(tail, await self._full_tail(request, boundary))
         except BoundaryUnknownError as why:
-            log.error("session %s: a proven tail has changed (%s); it is proven anew for %s", request.session, why, shape)  # noqa: TRY400
+            log.error("session %s: a proven tail has changed (%s); it must be proven again for %s", request.session, why, shape)  # noqa: TRY400
             shape.forget()
             self.template.forget_boundaries()
             raise

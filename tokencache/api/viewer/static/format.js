@@ -29,7 +29,7 @@ export function ago(seconds) {
   return `${Math.floor(seconds / 86400)} d`;
 }
 
-/** A time (seconds since the epoch) as local date and time. */
+/** A time (Unix time in seconds) as local date and time. */
 export function moment(seconds) {
   const date = new Date(seconds * 1000);
   const two = (n) => String(n).padStart(2, "0");
