@@ -77,15 +77,15 @@ class TestUnknownMembers:
             message, param = await error(rig, "POST", BASE + path, json={"url": rig.up, "ulr": 1})
             assert (param, "'ulr' (did you mean 'url'?)" in message) == ("ulr", True)
 
-    @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.id)
-    async def test_every_route_refuses_unknown_members(self, rig, operation):
+    @pytest.mark.parametrize("operation", [one for one in OPERATIONS if one.body is not None], ids=lambda operation: operation.id)
+    async def test_every_route_with_a_body_refuses_unknown_members(self, rig, operation):
         await rig.say(SESSION, [user("hi")])
         message, param = await error(rig, operation.method, operation.path.format(**NAMES), json={"no-such-member": 1})
         assert (param, "'no-such-member'" in message) == ("no-such-member", True)
         assert (await rig.get(f"{BASE}/sessions/{SESSION}"))["sealed"] is False  # nothing was done either
 
-    @pytest.mark.parametrize("body", [b"", b"{}", b"null", b"[1]", b"not JSON", b"[" * 100_000])
-    async def test_a_route_without_a_body_ignores_a_body_without_members(self, rig, body):
+    @pytest.mark.parametrize("body", [b"", b"{}", b'{"model": "m"}', b"null", b"[1]", b"not JSON", b"[" * 100_000])
+    async def test_a_route_without_a_body_ignores_one(self, rig, body):
         await rig.say(SESSION, [user("hi")])
         assert (await call(rig, "POST", f"{BASE}/sessions/{SESSION}/seal", data=body))[0] == 200
 

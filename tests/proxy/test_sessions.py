@@ -142,9 +142,9 @@ async def test_sealed_and_deleted(rig):
     ("method", "path", "status"),
     [
         ("GET", "/sessions/none", 404), ("GET", "/sessions/none/turns", 404), ("GET", "/sessions/none/trajectories", 404),
-        ("POST", "/sessions/none/seal", 404), ("DELETE", "/sessions/none", 404), ("GET", "/nope", 404), ("POST", "/sessions", 404),
+        ("POST", "/sessions/none/seal", 404), ("DELETE", "/sessions/none", 404), ("GET", "/nope", 404), ("POST", "/sessions", 405),
         ("GET", "/sessions/r1/trajectories?format=parquet", 400), ("GET", "/sessions/a%20b", 400), ("GET", "/sessions/r1/nope", 404),
-        ("GET", "/keys", 404), ("GET", "", 404),
+        ("GET", "/keys", 405), ("GET", "", 404),
     ],
 )  # fmt: skip
 async def test_wrong_requests(rig, method, path, status):

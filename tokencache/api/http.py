@@ -4,7 +4,6 @@ A member of a request's body that the route does not have is refused (422), beca
 parameters of their own, such as `?_=1`, so only those that look like misspelled ones are refused.
 """
 
-import contextlib
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,17 +42,6 @@ async def read_body(request: web.Request, kind: type[T], form: str) -> T:
         raise HarnessError(f"the body must be {form}: {error}") from None
 
 
-async def refuse_members(request: web.Request) -> None:
-    """Check that a request whose route reads no body sends no members. Any other body is ignored.
-
-    Raises:
-        HarnessError: 422: its body is a JSON object that is not empty.
-    """
-    if request.can_read_body:
-        with contextlib.suppress(ValueError, RecursionError):
-            _refuse_unknown(_unknown_members(msgspec.json.decode(await request.read()), inspect.type_info(_NoMembers)))
-
-
 def refuse_misspelled(request: web.Request, known: Collection[str]) -> None:
     """Check that no query parameter looks like a misspelled one of `known`.
 
@@ -64,10 +52,6 @@ def refuse_misspelled(request: web.Request, known: Collection[str]) -> None:
         nearest = None if name in known else _nearest(name, known, _MISSPELLED)
         if nearest is not None:
             raise HarnessError(f"unknown query parameter {_quoted(name)}: did you mean {nearest!r}?", status=422, param=name[:_SHOWN])
-
-
-class _NoMembers(msgspec.Struct):
-    pass
 
 
 class _Unknown(NamedTuple):

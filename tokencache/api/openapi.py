@@ -12,7 +12,7 @@ from aiohttp import web
 
 from tokencache import __version__
 from tokencache.api.auth import AdminAuth, Handler
-from tokencache.api.http import refuse_members, refuse_misspelled
+from tokencache.api.http import refuse_misspelled
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import LIMITS, POLICIES
@@ -284,8 +284,8 @@ _BY_ID = {operation.id: operation for operation in OPERATIONS}
 def register(app: web.Application, auth: AdminAuth, handlers: Mapping[str, Handler]) -> None:
     """Add handlers, by the ids of their operations, to an application.
 
-    `auth` checks the admin key. HEAD is answered where GET is. A misspelled query parameter, and a body where the operation has none, are
-    refused with 422.
+    `auth` checks the admin key. HEAD is answered where GET is. A misspelled query parameter is refused with 422. An operation without a
+    body ignores one: HTTP clients and proxies may add it.
     """
     for name, handler in handlers.items():
         operation = _BY_ID[name]
@@ -301,8 +301,6 @@ def _checked(operation: Operation, handler: Handler) -> Handler:
 
     async def checked(request: web.Request) -> web.StreamResponse:
         refuse_misspelled(request, parameters)
-        if operation.body is None:
-            await refuse_members(request)
         return await handler(request)
 
     return checked
