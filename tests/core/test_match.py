@@ -545,8 +545,10 @@ def test_a_turn_that_a_switched_off_rule_bars_leaves_the_others_in_doubt():
     index = _Index(Leniency(off=frozenset({"reasoning-dropped"})))
     index.add(_turn("a", OK), U1)
     assert index.match(S1, U1, OK, U2).anchors != ()
+    assert index.match(U1, OK, U2).kind == "continue"
     index.add(_turn("b", _thought("OK", "because")), U1)
     assert index.match(S1, U1, OK, U2).reason == "ambiguous-reply"
+    assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply"), "also in its position: the harness may have dropped the reasoning"
 
 
 def _ids(turn):

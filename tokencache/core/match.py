@@ -300,7 +300,8 @@ class _Finder(NamedTuple):
         found += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
         by_tokens = self._by_tokens(i, found) if len(found) + len(parts) > 1 else []
         chosen = _choose(echoed, by_tokens or found)
-        if isinstance(chosen, _Found) and not by_tokens and any(part is None for _, part in parts):
+        undelivered = any(part is None for _, part in parts)
+        if isinstance(chosen, _Found) and not by_tokens and (undelivered or self._may_be_barred(i, found, [chosen])):
             return Reason.AMBIGUOUS_REPLY
         if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
             return Reason.REWRITTEN_REPLY
