@@ -227,7 +227,8 @@ async def test_replicas_learn_of_it_through_the_store():
             homes[n] = {url for url in made for entry in made[url].ground_truth if entry.session == f"s{n}"}
         assert all(len(home) == 1 for home in homes.values())  # both replicas agree where a session is
 
-        running = [asyncio.create_task(rig.say(f"r{n}", ASK, tools=TOOLS)) for n, rig in enumerate([one, other] * 4)]
+        # The ports decide which engine a session goes to: of 16 sessions of each replica, at least one goes to the first engine.
+        running = [asyncio.create_task(rig.say(f"r{n}", ASK, tools=TOOLS)) for n, rig in enumerate([one, other] * 16)]
         await until(lambda: _calls_elsewhere(one, other, first))
         await request(other, "POST", ENGINES + "/drain", url=first)
         await serves(one, second)
