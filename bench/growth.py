@@ -5,7 +5,7 @@ from typing import Any
 
 import redis
 
-from bench.cost import SLOW, Played, Rig, Sample, in_turn, parse_cost, summary
+from bench.cost import SLOW, MeasuredSession, Rig, Sample, in_turn, parse_cost, summary
 from bench.talk import Talk
 
 TOKENS, TAIL = 200, 800
@@ -27,7 +27,7 @@ def run_growth(rig: Rig, sessions: int, marks: Sequence[int] = MARKS) -> dict[st
     tokens = 0
     usual = [name for name in rig.targets if name not in SLOW]
     for _ in range(sessions):
-        played = Played(rig, lambda seed: Talk(seed, size=1200, messages=2, mock_tokens=TOKENS))
+        played = MeasuredSession(rig, lambda seed: Talk(seed, size=1200, messages=2, mock_tokens=TOKENS))
         last = marks[-1] + AROUND
         for turn in range(1, last + 1):
             near = [mark for mark in marks if abs(turn - mark) <= AROUND]
