@@ -352,8 +352,10 @@ class _Finder(NamedTuple):
 
     def _may_be_barred(self, i: int, judged: Sequence[_Found], known: Sequence[_Found]) -> bool:
         """Whether another turn would also match if a rule that it needs applied in this session; then the match is uncertain."""
-        here = self._message_before(i)
         barred = [found.hit.turn for found in judged if found.verdict.rules and not found.verdict.supplied]
+        if not barred:  # as in nearly every call: nothing has to be hashed
+            return False
+        here = self._message_before(i)
         tokens = {found.hit.turn.completion_hash for found in known}
         return any(_message_before(turn) == here and turn.completion_hash not in tokens for turn in barred)
 
