@@ -156,10 +156,11 @@ class EditedHistories:
         last message of a conversation (DeepSeek-V3 closes results with it, but not before a reply with calls). In the latter case, the
         reply must follow a known generation prompt.
         """
-        piece, found = _split_ids(body, front, self._template.stop_ids, bare=bare)
         same = ids.common_head(body, front)
-        if found is None or same != ids.count(body) - 1:
-            return piece, found
+        if same == ids.count(body):
+            return body, front[len(body) :]
+        if same < ids.count(body) - 1:  # the last message begins differently in `front`, or other text precedes it
+            return _split_at_end(body, front, self._template.stop_ids, bare=bare)
         rest = ids.tail(front, same)
         try:
             parts = ids.tail(body, same), ids.head(rest, 1)
@@ -167,7 +168,7 @@ class EditedHistories:
         except RenderError:
             closing = merged = ""
         if closing and merged.startswith(closing):
-            return piece, found
+            return body, rest  # the reply was sampled after the token that had not merged
         prompted = any(prompt and rest.startswith(prompt) for prompt in self._template.generation_prompts)
         return (ids.head(front, same), rest) if prompted else (front, None)
 
@@ -219,19 +220,13 @@ class EditedHistories:
         return _ContextEnd(self._template.generation_prompt(prompted, unprompted.removesuffix(trailer)), trailer)
 
 
-def _split_ids(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool) -> tuple[bytes, bytes | None]:
-    """Split a rendering where the ids of `body` end in it, as described in `EditedHistories._split_after`.
+def _split_at_end(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool) -> tuple[bytes, bytes | None]:
+    """Split `front` where the last tokens of `body` occur in it; see `EditedHistories._split_after`.
 
     With `bare`, the template has no generation prompts, so fewer tokens identify the end of a message.
     """
-    same = ids.common_head(body, front)
-    if same == ids.count(body):
-        return body, front[len(body) :]
-    if same == ids.count(body) - 1:  # its last token has merged with what follows, but the reply was sampled after the unmerged one
-        return body, ids.tail(front, same)
-    # The last message begins differently there, or other text precedes it: search for its end. Its last token may have merged with the
-    # next; then the tokens before it are found after any earlier message with the same end. An end that repeats itself cannot be
-    # distinguished from its repetition.
+    # The last token may have merged with the next; then the tokens before it are found after any earlier message with the same end. An end
+    # that repeats itself cannot be distinguished from its repetition.
     for length in (END_OF_MESSAGE, SHORT_END) if bare else (END_OF_MESSAGE,):
         end = ids.tail(body, max(ids.count(body) - length, 0))
         size = ids.count(end)
