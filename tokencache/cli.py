@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from tokencache import __version__, logs
-from tokencache.adapters import commands
 from tokencache.commands.drift import report_drift
 from tokencache.commands.export import export_sessions
+from tokencache.commands.harness import list_harnesses, print_environment, run_harness
 from tokencache.commands.sessions import list_sessions
 from tokencache.commands.show import show_session
 from tokencache.commands.verify import verify_exports
@@ -145,9 +145,9 @@ _fixed = [one for one in _signature.parameters.values() if one.kind is not inspe
 _generated = [_parameter(name, field) for name, field in Settings.model_fields.items()]
 cast("Any", serve).__signature__ = _signature.replace(parameters=[*_fixed, *_generated])
 app.command(cls=ServeCommand)(serve)
-app.command("run")(commands.run_harness)
-app.command("env")(commands.print_environment)
-app.command("harnesses")(commands.list_harnesses)
+app.command("run")(run_harness)
+app.command("env")(print_environment)
+app.command("harnesses")(list_harnesses)
 app.command("sessions")(list_sessions)
 app.command("show")(show_session)
 app.command("export")(export_sessions)

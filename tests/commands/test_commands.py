@@ -87,6 +87,24 @@ async def test_show(shell):
     assert "there is no session 'nope'" in (await shell("show", "nope", code=1)).stderr
 
 
+async def test_show_as_json_has_no_tokens(shell):
+    await record(shell.rig, "demo")
+    shown = msgspec.json.decode((await shell("show", "demo", "--json")).stdout)
+    assert (shown["session"], shown["figures"]["turns"]) == ("demo", 4)
+    assert [sequence["start"] for sequence in shown["sequences"]] == ["root", "branch"]
+    assert not {"token_ids", "loss_mask", "logprobs"} & shown["sequences"][0].keys()
+    assert "served" not in shown["sequences"][0]["turns"][0]
+
+
+async def test_show_and_drift_agree_on_the_drift_of_a_session(shell):
+    await record(shell.rig, "demo")
+    whole = msgspec.json.decode((await shell("drift", "demo", "--json")).stdout)["total"]
+    assert whole["drifted"]
+    words = f"drift avoided: {whole['drifted_tokens']:,} tokens, in {whole['drifted']} of {whole['measured']} turns measured\n"
+    assert words in (await shell("show", "demo", "--drift")).stdout
+    assert "drift" not in (await shell("show", "demo")).stdout, "not measured unless asked"
+
+
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".parquet"])
 async def test_export_and_verify(shell, tmp_path, ending):
     for name in ("a", "b"):

@@ -33,6 +33,14 @@ def test_a_branch_is_shown_below_the_turn_that_it_left():
     assert output[where["t1"]].startswith("│ │ ")
 
 
+def test_the_label_of_a_turn_is_its_place_in_the_tree():
+    """The thrown-away answer was recorded as `continue`, and the turn that replaced it as `branch`; the tree shows what became of them."""
+    text = shown(ROLLOUTS["thrown-away"])
+    label = {row.split()[1]: row.split()[2] for row in text.replace("│", "").splitlines() if "sampled" in row}
+    assert label == {"t0": "root", "t1": "branch", "t2": "continue", "t3": "continue"}
+    assert "sequences start as: branch 1, root 1" in text
+
+
 def test_the_reason_of_a_split_is_shown():
     assert "● plain rewritten-reply t1" in shown(ROLLOUTS["unrecognized"])
     assert "● resplice context-edited t2 off t1: 2 turns, " in shown(ROLLOUTS["respliced"])

@@ -1,7 +1,8 @@
 """Shared parts of the commands: the options that name a proxy, the exit after an error, and texts for counts and sizes."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -25,6 +26,8 @@ PatternOption = Annotated[
     typer.Option("--pattern", help="Only sessions whose names match this shell pattern: 'run7-*'.", metavar="PATTERN", show_default=False),
 ]
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 _MEGABYTE = 1_000_000
 
 
@@ -32,6 +35,11 @@ def output() -> Console:
     """Return a console on standard output. Lines are as wide as the terminal. If a program reads them, they are never wrapped."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=10_000)
+
+
+def print_json(value: Any) -> None:
+    """Print a value (structs included) as indented JSON."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(value)))
 
 
 def failed(error: Exception | str, command: str = "tokencache") -> typer.Exit:

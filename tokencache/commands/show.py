@@ -8,14 +8,27 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.text import Text
 
 from tokencache.client import Client, ClientError, Trajectory, TurnSpan
 from tokencache.client import Sequence as TrainingSequence
-from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed, output, plural, printable
+from tokencache.commands.console import (
+    PROXY_URL,
+    TIMEOUT,
+    AdminKeyOption,
+    JsonOption,
+    ProxyOption,
+    failed,
+    output,
+    plural,
+    print_json,
+    printable,
+)
+from tokencache.trajectories.drift_rates import drift_rates, total
 
 MAX_DEPTH = 8
 MIN_FOLDED = 3
@@ -26,30 +39,49 @@ Part = str | tuple[str, str]
 """A piece of a line, with its style if it has one."""
 
 
-def show_session(
+def show_session(  # noqa: PLR0917 - one parameter per option
     session: Annotated[str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.")],
     turns: Annotated[bool, typer.Option("--turns", help="Show every turn; do not fold runs that only continue.")] = False,
+    drift: Annotated[
+        bool, typer.Option("--drift", help="Also measure drift, as `tokencache drift` does: the engine renders each prompt once more.")
+    ] = False,
+    as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
 ) -> None:
     """Show a session as a tree of turns.
 
     The tree shows which turn continues which, and why a rollout split. Each
-    line is one turn: its match, the new tokens of its prompt, the sampled
-    tokens, the finish reason, and, if present, a reason, marks (aborted,
-    no-logprobs, ...), an incident, and the rules that were applied to
-    recognize the history.
+    line is one turn: how it starts or continues its sequence, the new tokens
+    of its prompt, the sampled tokens, the finish reason, and, if present, a
+    reason, marks (aborted, no-logprobs, ...), an incident, and the rules that
+    were applied to recognize the history. With --json: the same as an object,
+    without tokens and messages.
 
     tokencache show r17
     """
     try:
         with Client(proxy, admin_key, timeout=TIMEOUT) as client:
-            rollout = client.session(session).fetch()
+            rollout = client.session(session).fetch(drift="turns" if drift else "off")
     except ClientError as error:
         raise failed(error) from None
+    if as_json:
+        print_json(_without_tokens(rollout))
+        return
     console = output()
     for line in tree_lines(rollout, unfold=turns):
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+
+
+def _without_tokens(rollout: Trajectory) -> dict[str, Any]:
+    """Return a rollout as JSON values, without its tokens and messages."""
+    shown: dict[str, Any] = msgspec.to_builtins(rollout)
+    for sequence in shown["sequences"]:
+        for name in ("token_ids", "loss_mask", "logprobs"):
+            del sequence[name]
+        for turn in sequence["turns"]:
+            del turn["served"]
+    return shown
 
 
 def tree_lines(rollout: Trajectory, *, unfold: bool = False) -> Iterator[Text]:
@@ -82,12 +114,14 @@ def _heading(rollout: Trajectory) -> Iterator[Text]:
     if figures.untrainable_tokens:
         counts.append(("sampled without log probabilities", figures.untrainable_tokens))
     yield Text(", ".join(f"{n:,} {noun}" for noun, n in counts))
-    for noun, kinds in (("matches", figures.matches), ("applied rules", figures.forgiven), ("incidents", figures.incidents)):
+    starts = Counter(sequence.start for sequence in rollout.sequences)
+    for noun, kinds in (("sequences start as", starts), ("applied rules", figures.forgiven), ("incidents", figures.incidents)):
         if kinds:
             yield Text(f"{noun}: {_counted(kinds)}")
-    if figures.drift is not None and figures.drift.measured:
-        drift = figures.drift
-        yield Text(f"drift avoided: {drift.tokens:,} tokens, in {drift.drifted} of {drift.measured} turns measured")
+    drift = total(drift_rates([rollout]))
+    if drift.measured:
+        unmeasured = f", {plural(drift.could_drift - drift.measured, 'turn')} not measured" if drift.could_drift > drift.measured else ""
+        yield Text(f"drift avoided: {drift.drifted_tokens:,} tokens, in {drift.drifted} of {drift.measured} turns measured{unmeasured}")
 
 
 class _Tree:
@@ -141,18 +175,21 @@ class _Tree:
                 yield Text.assemble((f"{margin}│ ", "dim"), *_folded([turn for _, turn in turns]))
                 continue
             for n, turn in turns:
-                yield Text.assemble((f"{margin}│ ", "dim"), *self._turn(n, turn))
+                yield Text.assemble((f"{margin}│ ", "dim"), *self._turn(n, turn, s.start if n == 1 else "continue"))
                 yield from ((branch, depth + 1) for branch in self._branches.get(turn.turn, ()))
 
     def _is_plain(self, turn: TurnSpan, *, first: bool, last: bool) -> bool:
         """Whether a turn only continues the session."""
-        noteworthy = (
-            turn.match != "continue" or turn.reason or turn.marks or turn.turn in self._with_incident or turn.turn in self._branches
-        )
+        noteworthy = turn.reason or turn.marks or turn.turn in self._with_incident or turn.turn in self._branches
         return not (noteworthy or first or last or turn.finish_reason not in _USUAL_FINISH)
 
-    def _turn(self, n: int, turn: TurnSpan) -> list[Part]:
-        parts: list[Part] = [(f"{n:>4} ", "dim"), f"{turn.turn:<16} {turn.match:<8}", *_tokens([turn])]
+    def _turn(self, n: int, turn: TurnSpan, label: str) -> list[Part]:
+        """Return the line of a turn.
+
+        `label` is its place in the finished tree, not `turn.match`: of two turns that extend the same one, the longer line is the main
+        one now, but the turn that came first was recorded as `continue`.
+        """
+        parts: list[Part] = [(f"{n:>4} ", "dim"), f"{turn.turn:<16} {label:<8}", *_tokens([turn])]
         parts.append((f"  {turn.finish_reason or 'no finish reason'}", "" if turn.finish_reason in _USUAL_FINISH else "yellow"))
         if turn.reason:
             parts.append((f"  {turn.reason}", "yellow"))

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.adapters.kit import COMMAND, SHIPPED, listing
 from tokencache.cli import app
+from tokencache.commands.harness import quoted
 
 PATH = os.environ["PATH"]
 
@@ -317,6 +320,22 @@ def test_env_prints_the_session_that_it_made():
     assert f"/s/{named}/h/openai/v1'" in shown.stdout
 
 
+@settings(max_examples=40)
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(str.isprintable) | st.sampled_from(["'", '"', "$X", "`id`", "\\"])
+)
+def test_any_value_survives_the_shell(value):
+    shown = subprocess.run(["sh", "-c", f'X={quoted(value)}; printf %s "$X"'], capture_output=True, check=True)
+    assert shown.stdout.decode() == value
+
+
+def test_env_as_json():
+    shown = json.loads(invoke("env", "codex", "--session", "s", "--proxy", "http://127.0.0.1:1", "--model", "m", "--json").stdout)
+    assert (shown["session"], shown["harness"], shown["argv"][0]) == ("s", "codex", "codex")
+    assert shown["env"]["CODEX_HOME"]
+    assert any("/s/s/h/codex/v1" in text for text in shown["files"].values())
+
+
 # --- harnesses, help ---
 
 
@@ -327,6 +346,13 @@ def test_harnesses_lists_them_all(tmp_path):
     assert [line.split()[0] for line in lines[1:]] == sorted({*SHIPPED, "mine"})
     assert any(re.fullmatch(r"claude-code +messages +2\.1\.329 +Claude Code", line) for line in lines)
     assert any(re.fullmatch(r"mine +chat responses +1 2 +Mine, all mine", line) for line in lines)
+
+
+def test_harnesses_as_json():
+    listed = json.loads(invoke("harnesses", "--json").stdout)
+    assert sorted(one["name"] for one in listed) == sorted(SHIPPED)
+    codex = next(one for one in listed if one["name"] == "codex")
+    assert (codex["dialects"], codex["program"]) == (["responses"], ["codex"])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,13 +14,13 @@ from tokencache.adapters import files, models, process
 from tokencache.adapters.launch import Launch, prepare
 from tokencache.adapters.load import AdapterError, load, load_all
 from tokencache.adapters.schema import Adapter
+from tokencache.commands.console import PROXY_URL, JsonOption, ProxyOption, print_json
 from tokencache.errors import HarnessError
 from tokencache.session_url import session_key
 
 _NOT_FOUND = 127
 """The exit code of shells for a program that is not found."""
 
-_PROXY = "http://127.0.0.1:8100"
 _LASTING = "/var/tmp"  # noqa: S108 - the directory made in it is new, and only the user can read it
 _DIR = Path("DIR")
 """`tokencache env` prints this for the configuration directory if none is named."""
@@ -30,7 +30,6 @@ _Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="argumen
 _Session = Annotated[
     str | None, typer.Option("--session", help="name of the rollout; default: a new one, which is printed", show_default=False)
 ]
-_Proxy = Annotated[str, typer.Option("--proxy", envvar="TOKENCACHE_PROXY", help="base URL of the proxy, without /v1")]
 _Key = Annotated[
     str | None,
     typer.Option("--key", envvar="TOKENCACHE_KEY", help="API key to send: a registered tck-…; default: tcs-SESSION", show_default=False),
@@ -54,7 +53,7 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
     harness: _Harness,
     args: _Args = None,
     session: _Session = None,
-    proxy: _Proxy = _PROXY,
+    proxy: ProxyOption = PROXY_URL,
     key: _Key = None,
     model: _Model = None,
     config_dir: _ConfigDir = None,
@@ -89,17 +88,20 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
 def print_environment(  # noqa: PLR0917 - one parameter per option
     harness: _Harness,
     session: _Session = None,
-    proxy: _Proxy = _PROXY,
+    proxy: ProxyOption = PROXY_URL,
     key: _Key = None,
     model: _Model = None,
     config_dir: _ConfigDir = None,
     adapters: _Adapters = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Print shell commands that make a harness use the proxy.
 
     For harnesses that run elsewhere (in a container, under a scheduler), and
     for programs of your own. Files that the harness needs are written to
-    --config-dir; without it, comments show their content.
+    --config-dir; without it, comments show their content. With --json: an
+    object with the variables to set (env) and to unset, the files with their
+    content, and the command (argv).
 
     eval "$(tokencache env codex --session r17 --config-dir ./r17)"
     """
@@ -111,13 +113,17 @@ def print_environment(  # noqa: PLR0917 - one parameter per option
             files.write(config_dir.absolute(), launch.files)
     except (AdapterError, HarnessError) as error:
         raise _failed(error) from None
+    if as_json:
+        print_json({"session": session, "harness": adapter.name, **_environment(launch)})
+        return
     typer.echo("\n".join(_shell_lines(adapter, session, launch, written=config_dir is not None)))
 
 
-def list_harnesses(adapters: _Adapters = None) -> None:
+def list_harnesses(adapters: _Adapters = None, as_json: JsonOption = False) -> None:
     """List the harnesses that have an adapter.
 
-    Columns: name, dialects, tested versions, title.
+    Columns: name, dialects, tested versions, title. With --json also how to
+    install and start each.
 
     tokencache harnesses --adapters ./my-adapters
     """
@@ -125,6 +131,10 @@ def list_harnesses(adapters: _Adapters = None) -> None:
         found = load_all(_own(adapters)).values()
     except AdapterError as error:
         raise _failed(error) from None
+    if as_json:
+        members = ("name", "title", "dialects", "tested", "install", "program")
+        print_json([{name: getattr(adapter, name) for name in members} for adapter in found])
+        return
     rows = [("NAME", "DIALECTS", "TESTED", "TITLE"), *((a.name, " ".join(a.dialects), " ".join(a.tested) or "-", a.title) for a in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -171,6 +181,16 @@ def _new_session(adapter: Adapter) -> str:
 def _failed(error: Exception) -> typer.Exit:
     typer.secho(f"tokencache: {error}", fg="red", err=True)
     return typer.Exit(_NOT_FOUND if isinstance(error, process.ProgramNotFoundError) else 1)
+
+
+def _environment(launch: Launch) -> dict[str, Any]:
+    """Return what a launch needs, as JSON values."""
+    return {
+        "env": launch.env,
+        "unset": launch.unset,
+        "files": {str(path): text for path, text in launch.files.items()},
+        "argv": launch.argv,
+    }
 
 
 def _shell_lines(adapter: Adapter, session: str, launch: Launch, *, written: bool) -> Iterator[str]:
