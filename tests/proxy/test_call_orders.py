@@ -159,7 +159,7 @@ async def one_session(rig, trace: Trace, seed: int) -> None:
                 chance.choice([Fault.abort(chance.randint(0, 3)), Fault.answer(400, "{}"), Fault.answer(503, "{}"), Fault.cut(2)])
             )
         if chance.random() < 0.1:
-            await MemoryStore.seal(rig.store, session)
+            await MemoryStore.seal(rig.store, session, force=True)
     for name, client in clients.items():
         if chance.random() < 0.4:
             for _ in range(chance.choice([0, 1, 5, 20])):

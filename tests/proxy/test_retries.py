@@ -323,7 +323,7 @@ async def test_sealed_meanwhile(rig):
     await until(lambda: open_calls(rig))
     second = asyncio.create_task(send(rig))
     await wanted(rig)
-    await rig.store.seal("s")
+    await rig.store.seal("s", force=True)
     go.set()
     assert said(await first) == said(await second)
     assert (await send(rig, **RETRY))[0] == 409

@@ -273,7 +273,7 @@ async def test_a_session_sealed_while_its_call_waits_takes_no_second_attempt(hel
     waited = in_flight.pause_before_resample
 
     async def seal():
-        await held.store.seal("s")
+        await held.store.seal("s", force=True)
         sealed.set()
         await waited()
 

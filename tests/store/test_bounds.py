@@ -216,7 +216,7 @@ async def test_times_to_live_in_memory(monkeypatch):
         lambda: store.settle("used", used, "k0"),
         lambda: store.mark_orphaned("used", "k1"),
         lambda: store.mark_wanted("used", "k1"),
-        lambda: store.seal("used"),
+        lambda: store.seal("used", force=True),
         lambda: store.add_incidents("used", []),
     ]
     for use in uses:

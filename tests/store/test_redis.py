@@ -72,7 +72,7 @@ async def test_every_operation_is_one_round_trip(store, redis, sent):
         lambda: store.session("s"),
         lambda: store.turns("s"),
         lambda: store.tokens("s", ["a", "b"]),
-        lambda: store.seal("s"),
+        lambda: store.seal("s", force=True),
         lambda: store.documents("s", ["d", "e"]),
         lambda: store.delete_document("s", "d"),
         lambda: store.bind_key("k", Binding("s")),
@@ -111,7 +111,7 @@ async def test_a_session_is_one_key_that_use_renews(store, redis):
         lambda: store.commit("s", epoch, "k", [build("b").entry]),
         lambda: store.settle("s", epoch, "k"),
         lambda: store.add_incidents("s", [Incident("x")]),
-        lambda: store.seal("s"),
+        lambda: store.seal("s", force=True),
     ]
     for use in uses:
         await redis.pexpire("tokencache:{s}", 60_000)
@@ -275,7 +275,7 @@ async def test_a_full_server_refuses_whole_commits(store, redis):
             store.begin("s", "k2", []),
             store.begin("t", "k", []),
             store.add_incidents("t", []),
-            store.seal("s"),
+            store.seal("s", force=True),
             store.bind_key("h", Binding("s")),
             store.ping(),
         ]
@@ -367,7 +367,7 @@ async def test_overwritten_data_is_reported_as_damaged(store, redis):
 
 async def test_sealed_and_gone_are_not_store_errors(store):
     begun = await store.begin("s", "k", [])
-    await store.seal("s")
+    await store.seal("s", force=True)
     with pytest.raises(SessionSealedError):
         await store.begin("s", "k", [])
     await store.delete("s")

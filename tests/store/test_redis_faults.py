@@ -48,7 +48,7 @@ def operations(store, epoch):
         "live_replicas": lambda: store.live_replicas(["r"]),
         "secret": store.secret,
         "contexts": lambda: store.contexts("s", ["a"]),
-        "seal": lambda: store.seal("s"),
+        "seal": lambda: store.seal("s", force=True),
         "delete": lambda: store.delete("s"),
         "lift_tombstone": lambda: store.lift_tombstone("s"),
         "documents": lambda: store.documents("s", ["d"]),

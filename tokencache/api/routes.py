@@ -4,6 +4,7 @@
 """
 
 import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from tokencache.proxy.harness_profile import HarnessProfiles
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.sessions import hash_key
 from tokencache.session_url import REGISTERED_KEY, check_name
-from tokencache.store.base import Binding, SessionInfo
+from tokencache.store.base import Binding, SealOutcome, SessionInfo
 from tokencache.trajectories.formats.native import drift_object, turn_object
 from tokencache.trajectories.formats.registry import export, format_named
 from tokencache.trajectories.lengths import lengths_of
@@ -129,7 +130,8 @@ class _TrainerApi:
 
     async def seal(self, request: web.Request) -> web.StreamResponse:
         name = check_name(request.match_info["session"])
-        if not await self._store.seal(name):
+        await self._store.finish(name)
+        if await self._store.seal(name, force=True, at=time.time()) is SealOutcome.MISSING:
             raise no_session(name)
         return json_response({"session": name, "sealed": True})
 

@@ -135,6 +135,12 @@ class IncidentKind(StrEnum):
         "a proxy died during this call, and a retry of the call ended it ([repeated calls](retries.md))",
         "Find out why the proxy died. The harness got its reply from another proxy.",
     )
+    SEALED_EARLY = (
+        "sealed-early",
+        "what the rollout would have recorded later",
+        "the session was sealed by force before it was finished, or while calls were in flight",
+        "Finish the session and wait for its calls before you seal it.",
+    )
     INTERNAL_ERROR = (
         "internal-error",
         "the turn of this call",
@@ -242,3 +248,10 @@ class IncidentKind(StrEnum):
 
 FOUND_ON_READING = frozenset({IncidentKind.CALL_OPEN, IncidentKind.TORN_RECORD})
 """Kinds that are found when a session is read. They are not stored, so `tokencache_incidents_total` does not count them."""
+
+
+def sealed_early(*, finished: bool, open_calls: int, at: float) -> Incident:
+    """Make the incident of a session that was sealed by force although it was not finished or calls were in flight."""
+    calls = f"{open_calls} {'call was' if open_calls == 1 else 'calls were'} in flight"
+    state = "finished" if finished else "not finished"
+    return IncidentKind.SEALED_EARLY.incident(f"sealed by force while it was {state} and {calls}", at=at)

@@ -7,18 +7,26 @@ can read what `commit` has written as soon as `commit` returns.
 A call starts with `begin` and ends with `commit` (with turns) or `settle` (without). A call that never ended stays in
 `SessionInfo.open_calls`, so a crash cannot hide a missing turn.
 
+A session is open, then finished, then sealed (`core.session.SessionState`). It may be defined before its first call, with labels and with
+settings that hold for all its calls. Rewards can be added in any state.
+
+The queue lists finished sessions for consumers. An entry is offered when its session is finished, leased to a consumer as part of a
+delivery, and removed when the delivery is acknowledged. A lease that ends makes the session free for the next consumer.
+
 `tokencache.store.conformance` tests whether a store does all this.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings, SessionState
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.errors import TokencacheError
 
@@ -45,6 +53,78 @@ class SessionSealedError(TokencacheError):
     def client_message(self) -> str:
         """See `TokencacheError.client_message`."""
         return f"session {self} is sealed and accepts no more calls"
+
+
+class SessionFinishedError(TokencacheError):
+    """The session that the message names is finished: it accepts no new calls. Calls in flight end normally."""
+
+    status = 409
+    kind = "session_finished"
+
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        return f"session {self} is finished and accepts no new calls; use another session name"
+
+
+class SessionExistsError(TokencacheError):
+    """The session that the message names exists already, so it was not created."""
+
+    status = 409
+    kind = "session_exists"
+
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        return f"session {self} exists already; use another name, delete it first, or send exist_ok to join it"
+
+
+class SettingsConflictError(TokencacheError):
+    """The session exists with other settings.
+
+    Attributes:
+        session: name of the session.
+        members: names of the settings that differ.
+    """
+
+    status = 409
+    kind = "settings_conflict"
+
+    def __init__(self, session: str, members: Sequence[str]) -> None:
+        super().__init__(session, members)
+        self.session, self.members = session, tuple(members)
+
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        return (
+            f"session {self.session} exists with other settings ({', '.join(self.members)}); leave them out to join it as it is, "
+            "or use another name"
+        )
+
+
+class SettingsChangedError(Exception):
+    """The session has other settings than those whose digest `Store.begin` got. Nothing was opened.
+
+    Attributes:
+        settings: the settings that the session has.
+    """
+
+    def __init__(self, settings: SessionSettings) -> None:
+        super().__init__(settings)
+        self.settings = settings
+
+
+class CursorError(TokencacheError):
+    """A cursor does not belong to this database, or the database has changed so that the walk cannot continue."""
+
+    status = 422
+    kind = "invalid_cursor"
+
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        return f"the cursor cannot be used ({self}); list again without a cursor"
 
 
 class SessionGoneError(Exception):
@@ -83,15 +163,12 @@ Join = Literal["never", "orphaned", "any"]
 
 
 class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a registered API key selects.
+    """What a registered API key selects: a session, and the settings that define the session if it has none.
 
     Attributes:
         session: name of the session.
-        harness: name of the harness adapter whose rules apply.
-        models: maps model names that the harness requests (shell patterns) to served models.
-        sampling: sampling parameters that replace what the harness requests.
-        budget: limits of this session.
-        tenant: owner of the session. Tenants do not share entries of the engine's prefix cache.
+        harness, models, sampling, budget, tenant: as in `SessionSettings`. The session's own settings have priority. These apply if the
+            key was registered by an older version, or if the store lost the session.
     """
 
     session: str
@@ -100,6 +177,11 @@ class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling: dict[str, Any] = {}
     budget: Budget = Budget()
     tenant: str = ""
+
+    @property
+    def settings(self) -> SessionSettings:
+        """The settings that define the session if it has none."""
+        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant)
 
 
 class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -181,7 +263,24 @@ class BeginResult(msgspec.Struct, frozen=True):
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """State of a session without its turns. Times are Unix time in seconds."""
+    """State of a session without its turns. Times are Unix time in seconds.
+
+    Attributes:
+        id: name of the session.
+        created, used: when it began, and when a call last began or ended.
+        sealed: whether it is sealed.
+        turns: number of recorded turns.
+        open_calls: the calls in flight.
+        incidents: its incidents, in the order they were added.
+        epoch: id of this lifetime of the session, as in `BeginResult`.
+        finished: when its owner finished it; `None` if that has not happened.
+        settings: what holds for its calls.
+        labels: what the trainer noted.
+        reward: the newest reward; `None` if there is none.
+        rewards: number of rewards that were set.
+        sampled: number of tokens sampled in its turns.
+        harness, model: of its settings and its newest turn; `""` if unknown.
+    """
 
     id: str
     created: float
@@ -190,6 +289,82 @@ class SessionInfo(msgspec.Struct, frozen=True):
     turns: int
     open_calls: tuple[OpenCall, ...]
     incidents: tuple[Incident, ...]
+    epoch: str = ""
+    finished: float | None = None
+    settings: SessionSettings = SessionSettings()
+    labels: Labels = Labels()
+    reward: Reward | None = None
+    rewards: int = 0
+    sampled: int = 0
+    harness: str = ""
+    model: str = ""
+
+    @property
+    def state(self) -> SessionState:
+        """The state in the life cycle."""
+        if self.sealed:
+            return SessionState.SEALED
+        return SessionState.OPEN if self.finished is None else SessionState.FINISHED
+
+
+class SealOutcome(StrEnum):
+    """Result of `Store.seal`."""
+
+    MISSING = "missing"
+    """There is no such session."""
+    UNFINISHED = "unfinished"
+    """Not sealed: its owner has not finished it."""
+    CALLS_IN_FLIGHT = "calls-in-flight"
+    """Not sealed: it is finished, and calls are in flight."""
+    SEALED = "sealed"
+    """It is sealed now, or was before."""
+
+
+class Page(NamedTuple):
+    """Result of `Store.page`.
+
+    Attributes:
+        sessions: the sessions of this page.
+        cursor: continues the walk; `b""` at its end.
+    """
+
+    sessions: list[SessionInfo]
+    cursor: bytes
+
+
+class QueueEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A finished session in the queue.
+
+    Attributes:
+        session: name of the session.
+        epoch: its epoch when it was offered. If the session has another one now, or is gone, the entry is void.
+        at: when it was offered, as Unix time in seconds.
+        delivery: id of the delivery that it is or was part of; `""` if none, or if that was released.
+        consumer: name of the consumer that took that delivery.
+        until: when the lease ends, as Unix time in seconds.
+        attempt: how often it was leased.
+        leased: whether the lease was in force when the entry was read, by the store's clock.
+    """
+
+    session: str
+    epoch: str
+    at: float
+    delivery: str = ""
+    consumer: str = ""
+    until: float = 0.0
+    attempt: int = 0
+    leased: bool = False
+
+
+class RemoveOutcome(StrEnum):
+    """Result of `Store.remove`."""
+
+    REMOVED = "removed"
+    """The delivery's sessions have left the queue."""
+    REPEATED = "repeated"
+    """They had left it before, by the same delivery."""
+    EXPIRED = "expired"
+    """The delivery does not exist: it was released, or another consumer took one of its sessions after its lease had ended."""
 
 
 class Store(Protocol):
@@ -211,8 +386,39 @@ class Store(Protocol):
             known: the secret to set if the store has none, because it lost its data.
         """
 
+    async def define(self, session: str, settings: SessionSettings, labels: Labels, *, exist_ok: bool = False, adopt: bool = False) -> bool:
+        """Create a session with settings and labels, and lift the tombstone of a deleted one. Of concurrent definitions one creates it.
+
+        Args:
+            session: name of the session.
+            settings: what holds for all its calls.
+            labels: what the trainer notes.
+            exist_ok: join a session that exists. Then `settings` must be empty or equal to its own, and labels that are not empty
+                replace its own.
+            adopt: as `exist_ok`, and a session without settings takes these.
+
+        Returns:
+            Whether the session was created.
+
+        Raises:
+            SessionExistsError: it exists.
+            SettingsConflictError: it exists with other settings.
+            StoreFullError: the store is full.
+        """
+
+    async def settings(self, session: str) -> SessionSettings | None:
+        """Read the settings of a session; `None` if it does not exist."""
+
     async def begin(
-        self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", replica: str = "", join: Join = "never"
+        self,
+        session: str,
+        call: str,
+        keys: Sequence[bytes],
+        *,
+        fingerprint: bytes = b"",
+        replica: str = "",
+        join: Join = "never",
+        settings: bytes = b"",
     ) -> BeginResult:
         """Open a call, create the session if it does not exist, and look up keys. One round trip.
 
@@ -224,9 +430,12 @@ class Store(Protocol):
             fingerprint: as in `OpenCall`. With `join`, an open call with the same fingerprint is joined instead.
             replica: as in `OpenCall`.
             join: which open calls may be joined.
+            settings: digest of the settings by which the caller serves the call (`SessionSettings.digest`).
 
         Raises:
-            SessionSealedError: the session accepts no more calls. Nothing was opened.
+            SettingsChangedError: the session has other settings. Nothing was opened.
+            SessionFinishedError: the session is finished. Nothing was opened.
+            SessionSealedError: the session is sealed. Nothing was opened.
             SessionDeletedError: the session was deleted. Nothing was opened.
             StoreFullError: the session is new and the store is full.
         """
@@ -285,7 +494,24 @@ class Store(Protocol):
         """
 
     def sessions(self) -> AsyncIterator[SessionInfo]:
-        """Iterate over all sessions, in no particular order."""
+        """Iterate over all sessions, in no particular order. Each is returned once."""
+
+    async def page(self, cursor: bytes, limit: int) -> Page:
+        """Read some sessions, in the store's own order.
+
+        A session that exists during the whole walk is returned at least once; a store may return it twice. A page may have fewer or a few
+        more sessions than `limit`, or none; the walk ends with an empty cursor.
+
+        Args:
+            cursor: of the previous page; `b""` starts a walk.
+            limit: about how many sessions to read; at least 1.
+
+        Raises:
+            CursorError: the walk cannot continue with this cursor.
+        """
+
+    async def states(self, sessions: Sequence[str]) -> list[SessionInfo | None]:
+        """Read the states of many sessions, in the order given; `None` for each that does not exist."""
 
     async def session(self, session: str) -> SessionInfo | None:
         """Read the state of a session; `None` if it does not exist."""
@@ -307,8 +533,27 @@ class Store(Protocol):
             KeyError: there is no such turn.
         """
 
-    async def seal(self, session: str) -> bool:
-        """Accept no more calls in a session. Open calls may still commit. Returns false if the session does not exist."""
+    async def finish(self, session: str) -> bool:
+        """Accept no new calls in a session. Open calls continue. Repeating it changes nothing. Returns false if it does not exist."""
+
+    async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
+        """Seal a session: it accepts no calls, and nothing of it changes any more.
+
+        Args:
+            session: name of the session.
+            force: seal it although it is not finished or calls are in flight. What this cuts off is added as an incident
+                (`core.incidents.sealed_early`), once. Calls in flight may still commit.
+            at: the time of that incident, as Unix time in seconds.
+        """
+
+    async def set_labels(self, session: str, changes: LabelChanges) -> bool:
+        """Replace labels of a session, in any state. Returns false if it does not exist."""
+
+    async def add_reward(self, session: str, reward: Reward) -> bool:
+        """Set the reward of a session, in any state. The last 100 are kept. Returns false if the session does not exist."""
+
+    async def rewards(self, session: str) -> list[Reward]:
+        """Read the rewards that are kept, the newest last; empty if there are none."""
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         """Delete a session. Returns false if it did not exist. A late commit does not create it again.
@@ -342,3 +587,37 @@ class Store(Protocol):
 
     async def engines(self) -> list[EngineEntry]:
         """Read all entries, in no particular order. One round trip."""
+
+    async def offer(self, session: str, epoch: str, at: float) -> None:
+        """Put a session into the queue.
+
+        Nothing changes if this epoch of it is there, or was removed recently. An entry of another epoch is replaced.
+        """
+
+    async def queue(self) -> list[QueueEntry]:
+        """Read the queue, in the order in which the sessions were offered. One round trip."""
+
+    async def queue_length(self) -> int:
+        """Return the number of entries of the queue, in constant time."""
+
+    async def lease(self, sessions: Sequence[str], delivery: str, consumer: str, seconds: float) -> bool:
+        """Lease sessions of the queue to a consumer, as one delivery: all or none.
+
+        A session is free if it has no lease, if its lease has ended, or if it belongs to this very delivery, which is leased again.
+        A delivery that loses a session by this does not exist any more.
+
+        Returns:
+            Whether they were leased. False if one is not free or not in the queue.
+        """
+
+    async def extend(self, delivery: str, seconds: float) -> bool:
+        """Let the lease of a delivery end in `seconds` from now. Returns false if the delivery does not exist any more."""
+
+    async def release(self, delivery: str) -> bool:
+        """Make the sessions of a delivery free at once. Returns false if the delivery does not exist any more."""
+
+    async def remove(self, delivery: str) -> RemoveOutcome:
+        """Take the sessions of a delivery out of the queue. Stores remember this for at least an hour."""
+
+    async def withdraw(self, session: str, epoch: str) -> None:
+        """Take a session out of the queue, if its entry is of this epoch: the session was deleted."""

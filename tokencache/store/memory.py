@@ -3,17 +3,20 @@
 No method awaits anything, so each is atomic. Turns are kept encoded: as objects they would take more memory than their tokens.
 """
 
+import heapq
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
 from cachetools import TTLCache
 
-from tokencache.core.incidents import Incident
+from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
+from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.store.base import (
     BeginResult,
@@ -22,22 +25,33 @@ from tokencache.store.base import (
     Entry,
     Join,
     OpenCall,
+    Page,
+    SealOutcome,
     SessionDeletedError,
+    SessionExistsError,
+    SessionFinishedError,
     SessionGoneError,
     SessionInfo,
     SessionSealedError,
+    SettingsChangedError,
+    SettingsConflictError,
     StoreFullError,
 )
-from tokencache.store.encoding import pack, unpack
+from tokencache.store.encoding import pack, text, unpack, untext
+from tokencache.store.memory_queue import MemoryQueue
 
 
 class _Session:
     """A session in memory: its turns encoded, the index that finds them, its calls, and its size in bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: SessionSettings = SessionSettings(), labels: Labels = Labels()) -> None:  # noqa: B008 - immutable
         self.epoch = secrets.token_hex(8)
         self.created = self.used = time.time()
+        self.finished: float | None = None
         self.sealed = False
+        self.settings, self.digest, self.labels = settings, settings.digest, labels
+        self.rewards: deque[bytes] = deque(maxlen=REWARDS_KEPT)
+        self.rewarded = 0
         self.turns: dict[str, bytes] = {}
         self.tokens: dict[str, Tokens] = {}
         self.contexts: dict[str, bytes] = {}
@@ -79,13 +93,35 @@ class _Session:
                 return self.calls[name]
         return None
 
+    def info(self, name: str) -> SessionInfo:
+        """Return the state."""
+        latest = self.turn(next(reversed(self.turns))) if self.turns else None
+        return SessionInfo(
+            id=name,
+            created=self.created,
+            used=self.used,
+            sealed=self.sealed,
+            turns=len(self.turns),
+            open_calls=tuple(self.calls.values()),
+            incidents=tuple(self.incidents),
+            epoch=self.epoch,
+            finished=self.finished,
+            settings=self.settings,
+            labels=self.labels,
+            reward=unpack(self.rewards[-1], Reward) if self.rewards else None,
+            rewards=self.rewarded,
+            sampled=self.sampled,
+            harness=self.settings.harness or (latest.harness if latest else ""),
+            model=latest.model if latest else "",
+        )
+
     def end(self, call: str, incidents: Sequence[Incident]) -> None:
         self.calls.pop(call, None)
         self.incidents += incidents
         self.used = time.time()
 
 
-class MemoryStore:
+class MemoryStore(MemoryQueue):
     """Sessions in this process's memory. They are lost when the process ends. `Store` documents the methods.
 
     Args:
@@ -98,6 +134,7 @@ class MemoryStore:
     def __init__(
         self, *, ttl_seconds: float = 7 * 86400, tombstone_seconds: float = 3600.0, max_sessions: int = 0, max_bytes: int = 0
     ) -> None:
+        super().__init__()
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
         self._secret = b""
         # An item's time to live starts when it is set, so each use sets it again.
@@ -120,8 +157,36 @@ class MemoryStore:
         self._secret = self._secret or known or secrets.token_bytes(32)
         return self._secret
 
+    async def define(self, session: str, settings: SessionSettings, labels: Labels, *, exist_ok: bool = False, adopt: bool = False) -> bool:
+        held = self._use(session)
+        if held is None:
+            self._check_capacity()
+            self._tombstones.pop(session, None)
+            self._sessions[session] = _Session(settings, labels)
+            return True
+        if not exist_ok and not adopt:
+            raise SessionExistsError(session)
+        if adopt and not held.settings:
+            held.settings, held.digest = settings, settings.digest
+        if settings and settings != held.settings:
+            raise SettingsConflictError(session, settings.differences(held.settings))
+        held.labels = held.labels.changed(labels.changes)
+        return False
+
+    async def settings(self, session: str) -> SessionSettings | None:
+        held = self._find(session)
+        return held.settings if held else None
+
     async def begin(
-        self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", replica: str = "", join: Join = "never"
+        self,
+        session: str,
+        call: str,
+        keys: Sequence[bytes],
+        *,
+        fingerprint: bytes = b"",
+        replica: str = "",
+        join: Join = "never",
+        settings: bytes = b"",
     ) -> BeginResult:
         held = self._find(session)
         if held is None:
@@ -131,6 +196,10 @@ class MemoryStore:
             held = _Session()
         if held.sealed:
             raise SessionSealedError(session)
+        if held.finished is not None:
+            raise SessionFinishedError(session)
+        if held.digest != settings:
+            raise SettingsChangedError(held.settings)
         self._sessions[session] = held
         duplicate = held.join(call, fingerprint, join)
         if duplicate is None:
@@ -213,12 +282,18 @@ class MemoryStore:
             if info is not None:
                 yield info
 
+    async def page(self, cursor: bytes, limit: int) -> Page:
+        after = untext(cursor)  # the name that the last page ended with; no session has an empty name
+        names = heapq.nsmallest(limit, (name for name in self._sessions if name > after))
+        infos = [info for info in await self.states(names) if info is not None]
+        return Page(infos, text(names[-1]) if len(names) == limit else b"")
+
+    async def states(self, sessions: Sequence[str]) -> list[SessionInfo | None]:
+        return [await self.session(name) for name in sessions]
+
     async def session(self, session: str) -> SessionInfo | None:
         held = self._find(session)
-        if held is None:
-            return None
-        calls, incidents = tuple(held.calls.values()), tuple(held.incidents)
-        return SessionInfo(session, held.created, held.used, held.sealed, len(held.turns), calls, incidents)
+        return held.info(session) if held else None
 
     async def turns(self, session: str) -> list[Turn]:
         held = self._find(session)
@@ -232,11 +307,44 @@ class MemoryStore:
         held = self._sessions[session]
         return {turn: held.contexts[turn] for turn in turns}
 
-    async def seal(self, session: str) -> bool:
+    async def finish(self, session: str) -> bool:
+        held = self._use(session)
+        if held is not None and held.finished is None:
+            held.finished = time.time()
+        return held is not None
+
+    async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
+        held = self._use(session)
+        if held is None:
+            return SealOutcome.MISSING
+        if held.sealed:
+            return SealOutcome.SEALED
+        if held.finished is None or held.calls:
+            if not force:
+                return SealOutcome.UNFINISHED if held.finished is None else SealOutcome.CALLS_IN_FLIGHT
+            held.incidents.append(sealed_early(finished=held.finished is not None, open_calls=len(held.calls), at=at))
+        held.sealed = True
+        return SealOutcome.SEALED
+
+    async def set_labels(self, session: str, changes: LabelChanges) -> bool:
         held = self._use(session)
         if held is not None:
-            held.sealed = True
+            held.labels = held.labels.changed(changes)
         return held is not None
+
+    async def add_reward(self, session: str, reward: Reward) -> bool:
+        held = self._use(session)
+        if held is not None:
+            if len(held.rewards) == REWARDS_KEPT:
+                held.bytes -= len(held.rewards[0])
+            held.rewards.append(pack(reward))
+            held.bytes += len(held.rewards[-1])
+            held.rewarded += 1
+        return held is not None
+
+    async def rewards(self, session: str) -> list[Reward]:
+        held = self._find(session)
+        return [unpack(reward, Reward) for reward in held.rewards] if held else []
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         known = self._sessions.pop(session, None) is not None

@@ -107,7 +107,7 @@ async def check_replicas(store: Store, other: Store) -> None:
     await store.bind_key(session, Binding(session))
     same(await other.binding_of_key(session), Binding(session), "a key bound by the other store")
     same(await other.documents(session, ["d"]), [b"one"], "a document stored by the other store")
-    await other.seal(session)
+    await other.seal(session, force=True)
     async with raises(SessionSealedError, "begin in a session that the other store sealed"):
         await store.begin(session, "k", [])
     await other.delete(session)

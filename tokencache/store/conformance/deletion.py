@@ -1,19 +1,19 @@
 """Checks of sealed and deleted sessions, reused names, and late calls."""
 
 from tokencache.core.incidents import Incident
-from tokencache.store.base import SessionDeletedError, SessionGoneError, SessionSealedError, Store
+from tokencache.store.base import SealOutcome, SessionDeletedError, SessionGoneError, SessionSealedError, Store
 from tokencache.store.conformance.support import build, ids_of, info_of, name_of, open_calls, raises, record, same, true
 
 
 async def check_seal(store: Store) -> None:
     """A sealed session accepts no more calls. Open calls may still commit or settle."""
     session = name_of("seal")
-    same(await store.seal(session), False, "seal of a missing session")
+    same(await store.seal(session, force=True), SealOutcome.MISSING, "seal of a missing session")
     same(await store.session(session), None, "sealing creates nothing")
     epoch = (await store.begin(session, "k1", [], fingerprint=b"same")).epoch
     await store.begin(session, "k2", [])
-    same(await store.seal(session), True, "seal")
-    same(await store.seal(session), True, "seal again")
+    same(await store.seal(session, force=True), SealOutcome.SEALED, "seal")
+    same(await store.seal(session, force=True), SealOutcome.SEALED, "seal again")
     async with raises(SessionSealedError, "begin in a sealed session"):
         await store.begin(session, "k3", [b"c"])
     async with raises(SessionSealedError, "joining a call of a sealed session"):
@@ -24,7 +24,7 @@ async def check_seal(store: Store) -> None:
     await store.add_incidents(session, [Incident("y")])
     info = await info_of(store, session)
     same((info.sealed, info.turns, info.open_calls), (True, 1, ()), "state")
-    same([incident.kind for incident in info.incidents], ["x", "y"], "incidents")
+    same([incident.kind for incident in info.incidents], ["sealed-early", "x", "y"], "incidents")
     same(ids_of(await store.find(session, [b"ca"])), [["a"]], "turn that a late call recorded")
 
 
@@ -43,7 +43,7 @@ async def check_delete(store: Store) -> None:
     same(await store.delete(session), False, "delete of a missing session")
     old = await record(store, session, build("a", keys=(b"ca",)))
     await store.begin(session, "late", [])
-    await store.seal(session)
+    await store.seal(session, force=True)
     same(await store.delete(session), True, "delete")
     same(await store.delete(session), False, "delete again")
     await _late(store, session, old)
@@ -51,7 +51,7 @@ async def check_delete(store: Store) -> None:
     for join in ("never", "any"):
         async with raises(SessionDeletedError, "a late call"):
             await store.begin(session, "late", [b"ca"], fingerprint=b"same", join=join)
-    same(await store.seal(session), False, "seal of a deleted session")
+    same(await store.seal(session, force=True), SealOutcome.MISSING, "seal of a deleted session")
     same(await store.session(session), None, "the session, after all late writes")
     same((await store.turns(session), await store.find(session, [b"ca", b"cb"])), ([], [[], []]), "turns and hits that remain")
     same([info.id async for info in store.sessions() if info.id == session], [], "sessions listed")

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.store.base import (
     BeginResult,
@@ -21,6 +22,10 @@ from tokencache.store.base import (
     EngineEntry,
     Entry,
     Join,
+    Page,
+    QueueEntry,
+    RemoveOutcome,
+    SealOutcome,
     SessionDeletedError,
     SessionGoneError,
     SessionInfo,
@@ -117,8 +122,18 @@ class RedisStore:
         return held
 
     async def begin(
-        self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", replica: str = "", join: Join = "never"
+        self,
+        session: str,
+        call: str,
+        keys: Sequence[bytes],
+        *,
+        fingerprint: bytes = b"",
+        replica: str = "",
+        join: Join = "never",
+        settings: bytes = b"",
     ) -> BeginResult:
+        if settings:
+            raise NotImplementedError
         args: list[Argument] = [
             self._ttl,
             secrets.token_hex(8),
@@ -233,8 +248,12 @@ class RedisStore:
             raise KeyError(turns[len(reply)])
         return dict(zip(turns, reply, strict=True))
 
-    async def seal(self, session: str) -> bool:
-        return bool(await self._script("seal", scripts.SEAL, [self._keys.session(session)], self._ttl))
+    async def finish(self, session: str) -> bool:
+        return await self.session(session) is not None
+
+    async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:  # noqa: ARG002
+        known = await self._script("seal", scripts.SEAL, [self._keys.session(session)], self._ttl)
+        return SealOutcome.SEALED if known else SealOutcome.MISSING
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         tombstone = 0 if reuse else self._tombstone
@@ -274,6 +293,51 @@ class RedisStore:
         held = await self._command("engines", "HVALS", self._keys.engines)
         with decoding("engines"):
             return [unpack(entry, EngineEntry) for entry in held]
+
+    async def define(self, session: str, settings: SessionSettings, labels: Labels, *, exist_ok: bool = False, adopt: bool = False) -> bool:
+        raise NotImplementedError
+
+    async def settings(self, session: str) -> SessionSettings | None:
+        raise NotImplementedError
+
+    async def page(self, cursor: bytes, limit: int) -> Page:
+        raise NotImplementedError
+
+    async def states(self, sessions: Sequence[str]) -> list[SessionInfo | None]:
+        raise NotImplementedError
+
+    async def set_labels(self, session: str, changes: LabelChanges) -> bool:
+        raise NotImplementedError
+
+    async def add_reward(self, session: str, reward: Reward) -> bool:
+        raise NotImplementedError
+
+    async def rewards(self, session: str) -> list[Reward]:
+        raise NotImplementedError
+
+    async def offer(self, session: str, epoch: str, at: float) -> None:
+        raise NotImplementedError
+
+    async def queue(self) -> list[QueueEntry]:
+        raise NotImplementedError
+
+    async def queue_length(self) -> int:
+        raise NotImplementedError
+
+    async def lease(self, sessions: Sequence[str], delivery: str, consumer: str, seconds: float) -> bool:
+        raise NotImplementedError
+
+    async def extend(self, delivery: str, seconds: float) -> bool:
+        raise NotImplementedError
+
+    async def release(self, delivery: str) -> bool:
+        raise NotImplementedError
+
+    async def remove(self, delivery: str) -> RemoveOutcome:
+        raise NotImplementedError
+
+    async def withdraw(self, session: str, epoch: str) -> None:
+        raise NotImplementedError
 
     async def _end(self, operation: str, session: str, epoch: str, call: str, packed: Sequence[bytes | int]) -> None:
         keys = [self._keys.session(session)]

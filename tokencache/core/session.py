@@ -1,0 +1,198 @@
+"""Defines what belongs to a session besides its turns: its state, its settings, its labels and its rewards.
+
+Every value is checked when it is made, so a request that is decoded into one of these types is valid, or msgspec reports what is wrong.
+"""
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+import xxhash
+from msgspec import UNSET, UnsetType
+
+from tokencache.core.budget import Budget
+
+MAX_GROUP = 200
+"""Characters of a group's name."""
+MAX_METADATA = 16 * 1024
+"""Bytes of metadata, encoded as JSON."""
+MAX_TAGS, MAX_TAG = 32, 100
+"""Number of tags, and characters of a tag."""
+MAX_COMPONENTS = 100
+"""Named components of a reward."""
+MAX_REWARD = 1e300
+"""Largest absolute value of a reward."""
+REWARDS_KEPT = 100
+"""Rewards of a session that a store keeps, the newest ones."""
+
+
+class SessionState(StrEnum):
+    """The life cycle of a session. There is no way back.
+
+    `open`      accepts calls
+    `finished`  accepts no new calls; calls in flight end normally and are recorded
+    `sealed`    no call is in flight: what is recorded does not change any more, unless the session was sealed by force
+    """
+
+    OPEN = "open"
+    FINISHED = "finished"
+    SEALED = "sealed"
+
+
+class SessionSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What holds for every call of a session, however the call names the session.
+
+    Attributes:
+        harness: name of the harness adapter whose rules apply.
+        models: maps model names that the harness requests (shell patterns) to served models.
+        sampling: sampling parameters that replace what the harness requests.
+        budget: limits of the session.
+        tenant: owner of the session. Tenants do not share entries of the engine's prefix cache.
+    """
+
+    harness: str = ""
+    models: dict[str, str] = {}
+    sampling: dict[str, Any] = {}
+    budget: Budget = Budget()
+    tenant: str = ""
+
+    def __bool__(self) -> bool:
+        """Whether anything is set."""
+        return self != SessionSettings()
+
+    @property
+    def digest(self) -> bytes:
+        """Identify these settings by 16 bytes (xxh3-128 of their JSON); `b""` if nothing is set."""
+        return xxhash.xxh3_128_digest(msgspec.json.encode(self, order="deterministic")) if self else b""
+
+    def differences(self, other: "SessionSettings") -> tuple[str, ...]:
+        """Name the members that differ."""
+        return tuple(name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name))
+
+
+class Labels(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the trainer notes about a session. Nothing of it changes how a call is served.
+
+    Attributes:
+        group: sessions that are compared with each other, such as the samples of one prompt (GRPO). At most 200 printable characters;
+            `""` if the session belongs to none.
+        metadata: a JSON object of at most 16 KiB, with finite numbers.
+        tags: at most 32 strings of 1 to 100 characters, without blanks at the ends.
+
+    Raises:
+        ValueError: a bound is exceeded. msgspec reports it as a `ValidationError` of the request.
+    """
+
+    group: str = ""
+    metadata: dict[str, Any] = {}
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the bounds."""
+        check_labels(self.group, self.metadata, self.tags)
+
+    @property
+    def changes(self) -> "LabelChanges":
+        """The changes that these labels make to others: the members that are not empty."""
+        return LabelChanges(**{name: value for name in self.__struct_fields__ if (value := getattr(self, name))})
+
+    def changed(self, changes: "LabelChanges") -> "Labels":
+        """Return these labels with the members that `changes` gives."""
+        return msgspec.structs.replace(self, **changes.given)
+
+
+class LabelChanges(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """New values of labels. A member that is given replaces the old value as a whole; others stay.
+
+    Attributes:
+        group, metadata, tags: as in `Labels`.
+
+    Raises:
+        ValueError: a bound is exceeded.
+    """
+
+    group: str | UnsetType = UNSET
+    metadata: dict[str, Any] | UnsetType = UNSET
+    tags: tuple[str, ...] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Check the bounds."""
+        check_labels(self.group or "", self.metadata or {}, self.tags or ())
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The members that are given."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET}
+
+
+def check_labels(group: str, metadata: Mapping[str, Any], tags: tuple[str, ...]) -> None:
+    """Check the bounds of `Labels`.
+
+    Raises:
+        ValueError: one is exceeded.
+    """
+    if len(group) > MAX_GROUP or not group.isprintable():
+        raise ValueError(f"`group` must have at most {MAX_GROUP} characters, all printable")
+    if len(tags) > MAX_TAGS:
+        raise ValueError(f"`tags` must be at most {MAX_TAGS}")
+    for tag in tags:
+        if not tag or len(tag) > MAX_TAG or tag != tag.strip() or not tag.isprintable():
+            raise ValueError(f"a tag must have 1 to {MAX_TAG} printable characters and no blanks at the ends, unlike {tag[:MAX_TAG]!r}")
+    if metadata:
+        if not _finite(metadata):
+            raise ValueError("`metadata` must not contain NaN or infinite numbers")
+        try:
+            size = len(msgspec.json.encode(metadata))
+        except (TypeError, ValueError, OverflowError, RecursionError) as why:
+            raise ValueError(f"`metadata` must be a JSON object: {why}") from None
+        if size > MAX_METADATA:
+            raise ValueError(f"`metadata` must have at most {MAX_METADATA} bytes as JSON, not {size}")
+
+
+def _finite(value: object) -> bool:
+    match value:
+        case float():
+            return math.isfinite(value)
+        case Mapping():
+            return all(map(_finite, value.values()))
+        case list() | tuple():
+            return all(map(_finite, value))
+        case _:
+            return True
+
+
+Number = Annotated[float, msgspec.Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
+"""A reward: finite, at most 1e300 in absolute value."""
+
+
+class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One reward of a session. A later one replaces it as a whole.
+
+    Attributes:
+        reward: of the whole session; `None` if there is none.
+        components: named parts of it, at most 100.
+        turns: rewards of turns, by the turn's id.
+        sequences: rewards of sequences, by the sequence's id.
+        at: when it was set, as Unix time in seconds.
+
+    Raises:
+        ValueError: a number is NaN, infinite or beyond 1e300, or there are too many components.
+    """
+
+    reward: Number | None = None
+    components: dict[str, Number] = {}
+    turns: dict[str, Number] = {}
+    sequences: dict[str, Number] = {}
+    at: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the bounds, for values that msgspec did not decode."""
+        if len(self.components) > MAX_COMPONENTS:
+            raise ValueError(f"`components` must be at most {MAX_COMPONENTS}")
+        numbers = [*self.components.values(), *self.turns.values(), *self.sequences.values()]
+        if self.reward is not None:
+            numbers.append(self.reward)
+        if not all(abs(number) <= MAX_REWARD for number in numbers):  # false for NaN
+            raise ValueError(f"a reward must be a finite number of at most {MAX_REWARD:g} in absolute value")
