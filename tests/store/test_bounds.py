@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 
 from tests.support.redis_server import RealRedis
 from tokencache.core.incidents import Incident
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
 from tokencache.store.conformance import build, record
 from tokencache.store.memory import MemoryStore
@@ -216,6 +217,10 @@ async def test_times_to_live_in_memory(monkeypatch):
         lambda: store.settle("used", used, "k0"),
         lambda: store.mark_orphaned("used", "k1"),
         lambda: store.mark_wanted("used", "k1"),
+        lambda: store.set_labels("used", LabelChanges("g")),
+        lambda: store.add_reward("used", Reward(1.0)),
+        lambda: store.define("used", SessionSettings(), Labels(), exist_ok=True),
+        lambda: store.finish("used"),
         lambda: store.seal("used", force=True),
         lambda: store.add_incidents("used", []),
     ]

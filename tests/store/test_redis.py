@@ -9,6 +9,7 @@ from redis.asyncio.connection import AbstractConnection
 
 from tests.support.redis_server import RealRedis
 from tokencache.core.incidents import Incident
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, SessionSealedError, StoreError
 from tokencache.store.conformance import build, record
 from tokencache.store.redis import RedisStore
@@ -72,7 +73,23 @@ async def test_every_operation_is_one_round_trip(store, redis, sent):
         lambda: store.session("s"),
         lambda: store.turns("s"),
         lambda: store.tokens("s", ["a", "b"]),
-        lambda: store.seal("s", force=True),
+        lambda: store.settings("s"),
+        lambda: store.states(["s", "t"]),
+        lambda: store.set_labels("s", LabelChanges("g", {"a": 1}, ("t",))),
+        lambda: store.add_reward("s", Reward(1.0)),
+        lambda: store.rewards("s"),
+        lambda: store.finish("s"),
+        lambda: store.settle("s", begun.epoch, "call"),
+        lambda: store.seal("s"),
+        lambda: store.define("s", SessionSettings("h"), Labels("g"), adopt=True),
+        lambda: store.offer("s", begun.epoch, 1.0),
+        store.queue,
+        store.queue_length,
+        lambda: store.lease(["s"], "d", "c", 60),
+        lambda: store.extend("d", 60),
+        lambda: store.release("d"),
+        lambda: store.remove("d"),
+        lambda: store.withdraw("s", begun.epoch),
         lambda: store.documents("s", ["d", "e"]),
         lambda: store.delete_document("s", "d"),
         lambda: store.bind_key("k", Binding("s")),
@@ -111,12 +128,18 @@ async def test_a_session_is_one_key_that_use_renews(store, redis):
         lambda: store.commit("s", epoch, "k", [build("b").entry]),
         lambda: store.settle("s", epoch, "k"),
         lambda: store.add_incidents("s", [Incident("x")]),
+        lambda: store.define("s", SessionSettings("h"), Labels("g"), adopt=True),
+        lambda: store.set_labels("s", LabelChanges("g")),
+        lambda: store.add_reward("s", Reward(1.0)),
+        lambda: store.finish("s"),
         lambda: store.seal("s", force=True),
     ]
     for use in uses:
         await redis.pexpire("tokencache:{s}", 60_000)
         await use()
         assert 60_000 < await redis.pttl("tokencache:{s}") <= WEEK
+    await store.define("defined", SessionSettings(), Labels())
+    assert 60_000 < await redis.pttl("tokencache:{defined}") <= WEEK
     await store.add_incidents("new", [])
     assert 60_000 < await redis.pttl("tokencache:{new}") <= WEEK
 
@@ -266,6 +289,9 @@ async def test_a_full_server_refuses_whole_commits(store, redis):
     epoch = await record(store, "s", build("a", keys=(b"c1",)))
     await store.begin("s", "k", [])
     await record(store, "d", build("a"))
+    await record(store, "gone", build("a"))
+    await store.delete("gone")
+    await store.offer("s", epoch, 1.0)
     entries = [build("b", keys=(b"c1",)).entry, build("c", build("a")).entry]
     await redis.config_set("maxmemory", 1)
     try:
@@ -275,7 +301,15 @@ async def test_a_full_server_refuses_whole_commits(store, redis):
             store.begin("s", "k2", []),
             store.begin("t", "k", []),
             store.add_incidents("t", []),
+            store.define("t", SessionSettings("h"), Labels("g")),
+            store.define("gone", SessionSettings("h"), Labels("g")),
+            store.define("s", SessionSettings("h"), Labels("g"), adopt=True),
+            store.set_labels("s", LabelChanges("g")),
+            store.add_reward("s", Reward(1.0)),
+            store.finish("s"),
             store.seal("s", force=True),
+            store.offer("d", epoch, 1.0),
+            store.lease(["s"], "d", "c", 60),
             store.bind_key("h", Binding("s")),
             store.ping(),
         ]
@@ -285,7 +319,11 @@ async def test_a_full_server_refuses_whole_commits(store, redis):
         info = await store.session("s")
         assert (info.turns, info.incidents, info.sealed, [call.call for call in info.open_calls]) == (1, (), False, ["k"])
         assert [(hit.turn.id, hit.continued) for hit in (await store.find("s", [b"c1"]))[0]] == [("a", False)]
+        assert (info.state, info.settings, info.labels, info.reward) == ("open", SessionSettings(), Labels(), None)
         assert await store.session("t") is None
+        assert [(entry.session, entry.delivery) for entry in await store.queue()] == [("s", "")]
+        with pytest.raises(SessionDeletedError):
+            await store.begin("gone", "k", [])
         assert await store.delete("d") is True  # where memory is short, deleting is what helps
         with pytest.raises(SessionDeletedError):
             await store.begin("d", "k", [])

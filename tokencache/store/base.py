@@ -158,6 +158,8 @@ class StoreFullError(TokencacheError):
         return f"the store accepts no new sessions: {self}: {advice}"
 
 
+REMEMBER_SECONDS = 3600
+"""How long a store remembers at least what was removed from the queue."""
 Join = Literal["never", "orphaned", "any"]
 """Which open call with the same fingerprint a new call may join: none, one whose client has disconnected, or any."""
 
@@ -617,7 +619,7 @@ class Store(Protocol):
         """Make the sessions of a delivery free at once. Returns false if the delivery does not exist any more."""
 
     async def remove(self, delivery: str) -> RemoveOutcome:
-        """Take the sessions of a delivery out of the queue. Stores remember this for at least an hour."""
+        """Take the sessions of a delivery out of the queue. A store remembers this for `REMEMBER_SECONDS`."""
 
     async def withdraw(self, session: str, epoch: str) -> None:
         """Take a session out of the queue, if its entry is of this epoch: the session was deleted."""

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from cachetools import TTLCache
 from msgspec.structs import replace
 
-from tokencache.store.base import QueueEntry, RemoveOutcome
-
-REMEMBER_SECONDS = 3600.0
-"""How long a store remembers what was removed from the queue."""
+from tokencache.store.base import REMEMBER_SECONDS, QueueEntry, RemoveOutcome
 
 
 class MemoryQueue:

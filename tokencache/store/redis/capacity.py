@@ -97,7 +97,7 @@ class CapacityWatch:
                 await self.check()
 
     async def _info(self, run: Run) -> dict[str, Any]:
-        reply = await self._client.call("capacity", partial(_memory, run))
+        reply = await self._client.call("capacity", lambda _: _info(run, "memory"))
         if isinstance(reply, dict):
             return reply
         self._warn(
@@ -128,7 +128,7 @@ class CapacityWatch:
     async def _count_on(self, run: Run) -> int:
         cursor, found = 0, set[bytes]()
         while True:
-            page = await self._client.call("capacity", partial(scan, run, cursor, self._pattern))
+            page = await self._client.call("capacity", partial(scan, run, cursor, self._pattern, PAGE))
             cursor = int(page[0])
             found.update(page[1])
             if not cursor:
@@ -147,18 +147,24 @@ def _evicts(memory: dict[str, Any]) -> str:
     return f"its maxmemory-policy is {policy}: when its memory is full it deletes sessions that are in use"
 
 
-def scan(run: Run, cursor: int, pattern: bytes, _lost: bool) -> Awaitable[Any]:
-    """Read a page of the session keys that match a pattern, without tombstones: the next cursor, and the keys."""
-    return run("SCAN", cursor, "MATCH", pattern, "COUNT", PAGE, "TYPE", "hash")
+def scan(run: Run, cursor: int, pattern: bytes, count: int, _lost: bool) -> Awaitable[Any]:
+    """Read a page of about `count` session keys that match a pattern, without tombstones: the next cursor, and the keys."""
+    return run("SCAN", cursor, "MATCH", pattern, "COUNT", count, "TYPE", "hash")
+
+
+async def run_id(run: Run, _lost: bool) -> bytes:
+    """Read the id of a server's process; `b""` if the server does not report it."""
+    reply = await _info(run, "server")
+    return str(reply.get("run_id", "")).encode() if isinstance(reply, dict) else b""
 
 
 def _size(run: Run, _lost: bool) -> Awaitable[Any]:
     return run("DBSIZE")
 
 
-async def _memory(run: Run, _lost: bool) -> Any:
+async def _info(run: Run, section: str) -> Any:
     try:
-        return await run("INFO", "memory")
+        return await run("INFO", section)
     except exceptions.ResponseError as why:
         if isinstance(why, exceptions.NoPermissionError) or "unknown command" in str(why):
             return str(why)

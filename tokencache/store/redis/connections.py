@@ -30,8 +30,11 @@ class Backend(Protocol):
 
     run: Run
 
+    async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Send commands together, in one round trip to each server. Returns their replies; raises the first error."""
+
     async def primaries(self) -> list[Run]:
-        """Return all servers that hold sessions, each as a function that sends a command to it."""
+        """Return all servers that hold sessions, each as a function that sends a command to it, always in the same order."""
 
     async def reset(self) -> None:
         """Drop idle connections: the server may be gone, or no longer be the primary."""
@@ -47,6 +50,13 @@ class SingleServer:
         self.run: Run = client.execute_command
         self._client = client
         self._sentinels = sentinels
+
+    async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """See `Backend.batch`."""
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return await pipeline.execute()
 
     async def primaries(self) -> list[Run]:
         """See `Backend.primaries`."""
@@ -71,10 +81,18 @@ class Cluster:
         self.run: Run = client.execute_command
         self._client = client
 
+    async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """See `Backend.batch`."""
+        pipeline = self._client.pipeline()
+        for command in commands:
+            pipeline.execute_command(*command)
+        return await pipeline.execute()
+
     async def primaries(self) -> list[Run]:
         """See `Backend.primaries`."""
         await self._client.initialize()
-        return [node.execute_command for node in self._client.get_primaries()]
+        nodes = sorted(self._client.get_primaries(), key=lambda node: str(node.name))
+        return [node.execute_command for node in nodes]
 
     async def reset(self) -> None:
         """See `Backend.reset`. The client itself reacts to failures."""

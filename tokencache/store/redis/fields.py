@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
+
+from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
-from tokencache.store.base import BeginResult, Entry, OpenCall, StoreError
+from tokencache.store.base import BeginResult, Entry, OpenCall, QueueEntry, SessionInfo, StoreError
 from tokencache.store.encoding import Piece, pack, pack_tokens, text, unpack, unpack_tokens, untext
 
 _GLOB = re.compile(rb"[*?\[\]\\]")
@@ -29,6 +33,8 @@ class Keys:
         self.schema = self._prefix + b":schema"
         self.secret = self._prefix + b":secret"
         self.engines = self._prefix + b":engines"
+        queue = self._prefix + b":queue:{queue}"
+        self.queue = [queue, queue + b":deliveries", queue + b":removed"]
 
     def session(self, session: str) -> bytes:
         """Key of a session's hash. The session's name is the hash tag, which selects the slot in a cluster."""
@@ -109,6 +115,69 @@ def unpack_calls(packed: bytes) -> tuple[OpenCall, ...]:
         )
         packed = packed[ends[2] :]
     return tuple(calls)
+
+
+class _Served(msgspec.Struct, frozen=True):
+    """As much of a turn as the state of a session shows."""
+
+    model: str = ""
+    harness: str = ""
+
+
+def pack_labels(changes: LabelChanges) -> list[bytes | str]:
+    """Encode labels as pairs of field and value. Each value contains one member."""
+    return [part for name, value in changes.given.items() for part in (name, pack(LabelChanges(**{name: value})))]
+
+
+def unpack_settings(packed: bytes | None) -> SessionSettings:
+    """Decode the field `settings`."""
+    return unpack(packed, SessionSettings) if packed else SessionSettings()
+
+
+def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
+    """Decode the reply of the script SESSION; `None` if there is no session."""
+    if not reply:
+        return None
+    epoch, created, used, sealed, finished, turns, calls, packed, *labels, rewards, sampled, _, reward, turn = reply[:16]
+    settings, noted = unpack_settings(packed), Labels()
+    for member in filter(None, labels):
+        noted = noted.changed(unpack(member, LabelChanges))
+    latest = unpack(turn[1:], _Served) if turn else _Served()
+    return SessionInfo(
+        id=session,
+        created=float(created),
+        used=float(used),
+        sealed=sealed is not None,
+        turns=int(turns or 0),
+        open_calls=unpack_calls(calls or b""),
+        incidents=tuple(unpack(incident, Incident) for incident in reply[16:]),
+        epoch=epoch.decode(),
+        finished=None if finished is None else float(finished),
+        settings=settings,
+        labels=noted,
+        reward=unpack(reward, Reward) if reward else None,
+        rewards=int(rewards or 0),
+        sampled=int(sampled or 0),
+        harness=settings.harness or latest.harness,
+        model=latest.model,
+    )
+
+
+def unpack_entry(session: bytes, packed: bytes, now: float) -> QueueEntry:
+    """Decode an entry of the queue (`queue_scripts` describes its bytes)."""
+    delivery, consumer, epoch = (int(packed[start : start + 5]) for start in (23, 28, 33))
+    ends = 38 + delivery, 38 + delivery + consumer, 38 + delivery + consumer + epoch
+    until = float(packed[:17])
+    return QueueEntry(
+        session=untext(session),
+        epoch=untext(packed[ends[1] : ends[2]]),
+        at=float(packed[ends[2] :]),
+        delivery=untext(packed[38 : ends[0]]),
+        consumer=untext(packed[ends[0] : ends[1]]),
+        until=until,
+        attempt=int(packed[17:23]),
+        leased=until > now,
+    )
 
 
 def unpack_prefix(turn: str, reply: Sequence[bytes]) -> Prefix:

@@ -108,24 +108,27 @@ end
 
 # Scripts that write.
 
-SEALED, DELETED, FULL = 0, 1, 2
+SEALED, DELETED, FULL, FINISHED = 0, 1, 2, 3
 """Replies of BEGIN when it opens nothing."""
 
 BEGIN = (
     SESSION_KEY
     + OPEN_CALLS
     + LOOK_UP
-    + f"local SEALED, DELETED, FULL = {SEALED}, {DELETED}, {FULL}\n"
+    + f"local SEALED, DELETED, FULL, FINISHED = {SEALED}, {DELETED}, {FULL}, {FINISHED}\n"
     + """
 -- ARGV: ttl, epoch of a new session, 1 if new sessions are refused, which open call with the same fingerprint may be joined (n none,
--- l an orphaned one, a any), fingerprint, replica, call, lengths of keys, keys
+-- l an orphaned one, a any), fingerprint, replica, call, digest of the settings, lengths of keys, keys
+-- If the session has other settings, it returns only these.
 if gone then return DELETED end
 local time, name, fingerprint = now(), ARGV[7], ARGV[5]
-local state = redis.call('HMGET', session, 'sealed', 'open', 'begun', 'sampled', 'created')
+local state = redis.call('HMGET', session, 'sealed', 'open', 'begun', 'sampled', 'created', 'finished', 'digest')
 local open, begun, created = state[2] or '', tonumber(state[3] or 0), state[5]
 if state[1] then return SEALED end
+if state[6] then return FINISHED end
+if not epoch and ARGV[3] == '1' then return FULL end
+if (state[7] or '') ~= ARGV[8] then return {redis.call('HGET', session, 'settings') or ''} end
 if not epoch then
-  if ARGV[3] == '1' then return FULL end
   epoch, created = ARGV[2], time
   redis.call('HSET', session, 'life', epoch, 'created', time)
 end
@@ -147,7 +150,7 @@ else
   redis.call('HSET', session, 'used', time, 'begun', begun, 'open', without(open, name) .. head .. fingerprint .. ARGV[6] .. name)
 end
 redis.call('PEXPIRE', session, ARGV[1])
-return look_up({epoch, begun, tonumber(state[4] or 0), created, found}, 8, true)
+return look_up({epoch, begun, tonumber(state[4] or 0), created, found}, 9, true)
 """
 )
 
@@ -246,12 +249,99 @@ return 1
 """
 )
 
-SEAL = (
+CREATED, JOINED, EXISTS = 0, 1, 2
+"""Replies of DEFINE, besides FULL of BEGIN, which has the number 3."""
+NO_CAPACITY = 3
+
+DEFINE = (
+    SESSION_KEY
+    + f"local CREATED, JOINED, EXISTS, NO_CAPACITY = {CREATED}, {JOINED}, {EXISTS}, {NO_CAPACITY}\n"
+    + """
+-- ARGV: ttl, epoch of a new session, 1 if new sessions are refused, what to do if it exists (n refuse, j join, a join and adopt
+-- settings), digest of the settings, settings, labels (field, value)
+-- If the session has other settings, it returns these in a list.
+if epoch == ARGV[2] then return CREATED end
+local result = JOINED
+if epoch then
+  if ARGV[4] == 'n' then return EXISTS end
+  local own = redis.call('HGET', session, 'digest') or ''
+  if ARGV[5] ~= '' and own ~= ARGV[5] then
+    if own ~= '' or ARGV[4] ~= 'a' then return {redis.call('HGET', session, 'settings') or ''} end
+    redis.call('HSET', session, 'digest', ARGV[5], 'settings', ARGV[6])
+  end
+else
+  if ARGV[3] == '1' then return NO_CAPACITY end
+  if gone then
+    redis.call('SET', session, 'gone', 'PX', ARGV[1]) -- refused if memory is short
+    redis.call('UNLINK', session)
+  end
+  local time = now()
+  redis.call('HSET', session, 'life', ARGV[2], 'created', time, 'used', time)
+  if ARGV[5] ~= '' then redis.call('HSET', session, 'digest', ARGV[5], 'settings', ARGV[6]) end
+  result = CREATED
+end
+for at = 7, #ARGV, 2 do redis.call('HSET', session, ARGV[at], ARGV[at + 1]) end
+redis.call('PEXPIRE', session, ARGV[1])
+return result
+"""
+)
+
+SET_LABELS = (
+    SESSION_KEY
+    + """
+-- ARGV: ttl, labels (field, value)
+if not epoch then return 0 end
+for at = 2, #ARGV, 2 do redis.call('HSET', session, ARGV[at], ARGV[at + 1]) end
+redis.call('PEXPIRE', session, ARGV[1])
+return 1
+"""
+)
+
+ADD_REWARD = (
+    SESSION_KEY
+    + """
+-- ARGV: ttl, 1 if this was sent before and the reply was lost, how many are kept, reward
+if not epoch then return 0 end
+local count, kept = tonumber(redis.call('HGET', session, 'rewards') or 0), tonumber(ARGV[3])
+if ARGV[2] == '1' then
+  for n = math.max(1, count - kept + 1), count do
+    if redis.call('HGET', session, 'R' .. n) == ARGV[4] then return 1 end
+  end
+end
+redis.call('HSET', session, 'rewards', count + 1, 'R' .. (count + 1), ARGV[4])
+redis.call('HDEL', session, 'R' .. (count + 1 - kept))
+redis.call('PEXPIRE', session, ARGV[1])
+return 1
+"""
+)
+
+FINISH = (
     SESSION_KEY
     + """
 -- ARGV: ttl
 if not epoch then return 0 end
+redis.call('HSET', session, 'finished', redis.call('HGET', session, 'finished') or now())
+redis.call('PEXPIRE', session, ARGV[1])
+return 1
+"""
+)
+
+SEAL = (
+    SESSION_KEY
+    + OPEN_CALLS
+    + INCIDENTS
+    + """
+-- ARGV: ttl, what may be cut off ('1 ' if the session is finished, else '0 ', and the number of open calls), incident that reports it
+-- Returns 0 if there is no session, 1 if it is sealed, else what would be cut off.
+if not epoch then return 0 end
+local state = redis.call('HMGET', session, 'sealed', 'finished', 'open')
+if state[1] then return 1 end
+local calls, nothing = 0, '1 0'
+first(state[3] or '', function() calls = calls + 1 end)
+local cut = (state[2] and '1 ' or '0 ') .. calls
+if cut ~= nothing and cut ~= ARGV[2] then return cut end
 redis.call('HSET', session, 'sealed', '1')
+if cut ~= nothing then add_incidents(3) end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
 """
@@ -335,10 +425,33 @@ SESSION = (
     SESSION_KEY
     + READ_ALL
     + """
-if gone then return {} end
-local state = redis.call('HMGET', session, 'created', 'used', 'sealed', 'turns', 'open')
-if not state[1] then return {} end
-return read_all(state, 'I', tonumber(redis.call('HGET', session, 'incidents') or 0))
+-- Returns the fields, the newest reward, the newest turn's record, and the incidents.
+if not epoch then return {} end
+local state = redis.call('HMGET', session, 'life', 'created', 'used', 'sealed', 'finished', 'turns', 'open', 'settings', 'group',
+  'metadata', 'tags', 'rewards', 'sampled', 'incidents')
+state[15] = state[12] and redis.call('HGET', session, 'R' .. state[12])
+state[16] = state[6] and redis.call('HGET', session, 'H' .. state[6])
+return read_all(state, 'I', tonumber(state[14] or 0))
+"""
+)
+
+SETTINGS = (
+    SESSION_KEY
+    + """
+-- Returns nothing if there is no session, else its settings.
+if not epoch then return {} end
+return {redis.call('HGET', session, 'settings') or ''}
+"""
+)
+
+REWARDS = (
+    SESSION_KEY
+    + """
+-- ARGV: how many are kept
+if not epoch then return {} end
+local found, count = {}, tonumber(redis.call('HGET', session, 'rewards') or 0)
+for n = math.max(1, count - tonumber(ARGV[1]) + 1), count do found[#found + 1] = redis.call('HGET', session, 'R' .. n) end
+return found
 """
 )
 

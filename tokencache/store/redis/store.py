@@ -1,24 +1,26 @@
 """The Redis store: each operation is a script or a command."""
 
-import asyncio
 import hashlib
+import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from redis import exceptions
 from redis.asyncio import Redis
 
-from tokencache.core.incidents import Incident
+from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
-from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
+from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.store.base import (
+    REMEMBER_SECONDS,
     BeginResult,
     Binding,
+    CursorError,
     EngineEntry,
     Entry,
     Join,
@@ -27,16 +29,20 @@ from tokencache.store.base import (
     RemoveOutcome,
     SealOutcome,
     SessionDeletedError,
+    SessionExistsError,
+    SessionFinishedError,
     SessionGoneError,
     SessionInfo,
     SessionSealedError,
+    SettingsChangedError,
+    SettingsConflictError,
     StoreError,
     StoreFullError,
 )
 from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_tokens
-from tokencache.store.redis import fields, scripts
-from tokencache.store.redis.capacity import CapacityWatch, scan
-from tokencache.store.redis.connections import MAX_CONNECTIONS, Backend, SingleServer, connect
+from tokencache.store.redis import fields, queue_scripts, scripts
+from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
+from tokencache.store.redis.connections import Backend, SingleServer, connect
 from tokencache.store.redis.fields import decoding, document_field, turn_field
 from tokencache.store.redis.retries import RetryingClient
 
@@ -45,13 +51,52 @@ SCHEMA = 1
 Argument = bytes | str | int
 _JOIN_CODES = {"never": "n", "orphaned": "l", "any": "a"}
 """How the script BEGIN encodes `Join`."""
-AT_ONCE = MAX_CONNECTIONS // 4
+_REMOVE_OUTCOMES = {
+    queue_scripts.REMOVED: RemoveOutcome.REMOVED,
+    queue_scripts.REPEATED: RemoveOutcome.REPEATED,
+    queue_scripts.EXPIRED: RemoveOutcome.EXPIRED,
+}
+AT_ONCE = 250
+"""Number of sessions whose states are read in one round trip."""
 HASHES = {
     script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-    for name, script in vars(scripts).items()
+    for name, script in (*vars(scripts).items(), *vars(queue_scripts).items())
     if name.isupper() and isinstance(script, str)
 }
 """SHA-1 of each script, by which a server runs a script that it has seen before. Otherwise the script is sent in a second round trip."""
+
+
+class Cursor(NamedTuple):
+    """A place in a walk over the sessions of all primaries.
+
+    Attributes:
+        primaries: number of primaries when the walk began.
+        primary: the one that is listed now.
+        scan: cursor of its SCAN.
+        server: its run id; `b""` before its first page, or if it does not report it. The cursor means nothing to another server.
+    """
+
+    primaries: int
+    primary: int = 0
+    scan: int = 0
+    server: bytes = b""
+
+    @property
+    def packed(self) -> bytes:
+        """The cursor as bytes."""
+        return b"%d %d %d %s" % self
+
+    @classmethod
+    def read(cls, packed: bytes) -> Self:
+        """Decode a cursor.
+
+        Raises:
+            CursorError: it is none.
+        """
+        found = re.fullmatch(rb"(\d{1,9}) (\d{1,9}) (\d{1,20}) (\w*)", packed)
+        if found is None or int(found[2]) >= int(found[1]):
+            raise CursorError("it is not a cursor of this store")
+        return cls(int(found[1]), int(found[2]), int(found[3]), found[4])
 
 
 class RedisStore:
@@ -121,6 +166,31 @@ class RedisStore:
         held: bytes = await self._client.call("secret", lambda _: self._send(scripts.SET_ONCE, [self._keys.secret], made))
         return held
 
+    async def define(self, session: str, settings: SessionSettings, labels: Labels, *, exist_ok: bool = False, adopt: bool = False) -> bool:
+        args: list[Argument] = [
+            self._ttl,
+            secrets.token_hex(8),
+            int(bool(self._capacity.full)),
+            "a" if adopt else "j" if exist_ok else "n",
+            settings.digest,
+            pack(settings) if settings else b"",
+            *fields.pack_labels(labels.changes),
+        ]
+        reply = await self._script("define", scripts.DEFINE, [self._keys.session(session)], *args)
+        if reply == scripts.EXISTS:
+            raise SessionExistsError(session)
+        if reply == scripts.NO_CAPACITY:
+            raise StoreFullError(self._capacity.full)
+        if not isinstance(reply, int):
+            with decoding(session):
+                raise SettingsConflictError(session, settings.differences(fields.unpack_settings(reply[0])))
+        return reply == scripts.CREATED
+
+    async def settings(self, session: str) -> SessionSettings | None:
+        reply = await self._script("settings", scripts.SETTINGS, [self._keys.session(session)])
+        with decoding(session):
+            return fields.unpack_settings(reply[0]) if reply else None
+
     async def begin(
         self,
         session: str,
@@ -132,8 +202,6 @@ class RedisStore:
         join: Join = "never",
         settings: bytes = b"",
     ) -> BeginResult:
-        if settings:
-            raise NotImplementedError
         args: list[Argument] = [
             self._ttl,
             secrets.token_hex(8),
@@ -142,15 +210,20 @@ class RedisStore:
             fingerprint,
             text(replica),
             text(call),
+            settings,
             *pack_keys(keys),
         ]
         reply = await self._script("begin", scripts.BEGIN, [self._keys.session(session)], *args)
         if isinstance(reply, int):
             raise {
                 scripts.SEALED: SessionSealedError(session),
+                scripts.FINISHED: SessionFinishedError(session),
                 scripts.DELETED: SessionDeletedError(session),
                 scripts.FULL: StoreFullError(self._capacity.full),
             }[reply]
+        if len(reply) == 1:
+            with decoding(session):
+                raise SettingsChangedError(fields.unpack_settings(reply[0]))
         with decoding(session):
             return fields.unpack_begun(reply, len(keys))
 
@@ -207,28 +280,51 @@ class RedisStore:
         )
 
     async def sessions(self) -> AsyncIterator[SessionInfo]:
-        seen: set[bytes] = set()  # SCAN may return a key twice
-        for run in await self._client.call("sessions", lambda _: self._backend.primaries()):
-            cursor = 0
-            while True:
-                page = await self._client.call("sessions", partial(scan, run, cursor, self._keys.pattern))
-                cursor, fresh = int(page[0]), [key for key in page[1] if key not in seen]
-                seen.update(fresh)
-                for at in range(0, len(fresh), AT_ONCE):
-                    for info in await asyncio.gather(*(self.session(self._keys.name(key)) for key in fresh[at : at + AT_ONCE])):
-                        if info is not None:
-                            yield info
-                if cursor == 0:
-                    break
+        seen: set[str] = set()
+        page = Page([], b"")
+        while True:
+            try:
+                page = await self.page(page.cursor, PAGE)
+            except CursorError:  # another server has taken over: list again what it has
+                page = Page([], b"")
+                continue
+            for info in page.sessions:
+                if info.id not in seen:
+                    seen.add(info.id)
+                    yield info
+            if not page.cursor:
+                break
+
+    async def page(self, cursor: bytes, limit: int) -> Page:
+        primaries = await self._client.call("page", lambda _: self._backend.primaries())
+        at = Cursor.read(cursor) if cursor else Cursor(len(primaries))
+        if at.primaries != len(primaries):
+            raise CursorError("the number of servers has changed")
+        run = primaries[at.primary]
+        server = await self._client.call("page", partial(run_id, run))
+        if at.server not in {b"", server}:
+            raise CursorError("another server has taken over")
+        following, found = await self._client.call("page", partial(scan, run, at.scan, self._keys.pattern, limit))
+        infos = await self.states([self._keys.name(key) for key in found])
+        if int(following):
+            after = at._replace(scan=int(following), server=server)
+        else:
+            after = at._replace(primary=at.primary + 1, scan=0, server=b"")
+        return Page([info for info in infos if info is not None], after.packed if after.primary < after.primaries else b"")
+
+    async def states(self, sessions: Sequence[str]) -> list[SessionInfo | None]:
+        found: list[SessionInfo | None] = []
+        for first in range(0, len(sessions), AT_ONCE):
+            names = sessions[first : first + AT_ONCE]
+            for name, reply in zip(names, await self._client.call("states", partial(self._read_states, names)), strict=True):
+                with decoding(name):
+                    found.append(fields.unpack_session(name, reply))
+        return found
 
     async def session(self, session: str) -> SessionInfo | None:
         reply = await self._script("session", scripts.SESSION, [self._keys.session(session)])
-        if not reply:
-            return None
-        created, used, sealed, turns, calls, *incidents = reply
         with decoding(session):
-            open_calls, found = fields.unpack_calls(calls or b""), tuple(unpack(incident, Incident) for incident in incidents)
-            return SessionInfo(session, float(created), float(used), sealed is not None, int(turns or 0), open_calls, found)
+            return fields.unpack_session(session, reply)
 
     async def turns(self, session: str) -> list[Turn]:
         reply = await self._script("turns", scripts.TURNS, [self._keys.session(session)])
@@ -249,11 +345,35 @@ class RedisStore:
         return dict(zip(turns, reply, strict=True))
 
     async def finish(self, session: str) -> bool:
-        return await self.session(session) is not None
+        return bool(await self._script("finish", scripts.FINISH, [self._keys.session(session)], self._ttl))
 
-    async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:  # noqa: ARG002
-        known = await self._script("seal", scripts.SEAL, [self._keys.session(session)], self._ttl)
-        return SealOutcome.SEALED if known else SealOutcome.MISSING
+    async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
+        keys, cut = [self._keys.session(session)], "1 0"  # finished, no open calls
+        while True:  # until what the incident reports is what the script cuts off
+            finished, calls = cut.split()
+            incident = pack(sealed_early(finished=finished == "1", open_calls=int(calls), at=at))
+            reply = await self._script("seal", scripts.SEAL, keys, self._ttl, cut, incident)
+            if isinstance(reply, int):
+                return SealOutcome.SEALED if reply else SealOutcome.MISSING
+            cut = reply.decode()
+            if not force:
+                return SealOutcome.CALLS_IN_FLIGHT if cut.startswith("1") else SealOutcome.UNFINISHED
+
+    async def set_labels(self, session: str, changes: LabelChanges) -> bool:
+        packed = fields.pack_labels(changes)
+        return bool(await self._script("set_labels", scripts.SET_LABELS, [self._keys.session(session)], self._ttl, *packed))
+
+    async def add_reward(self, session: str, reward: Reward) -> bool:
+        keys, packed = [self._keys.session(session)], pack(reward)
+        done = await self._client.call(
+            "add_reward", lambda lost: self._send(scripts.ADD_REWARD, keys, self._ttl, int(lost), REWARDS_KEPT, packed)
+        )
+        return bool(done)
+
+    async def rewards(self, session: str) -> list[Reward]:
+        reply = await self._script("rewards", scripts.REWARDS, [self._keys.session(session)], REWARDS_KEPT)
+        with decoding(session):
+            return [unpack(reward, Reward) for reward in reply]
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         tombstone = 0 if reuse else self._tombstone
@@ -294,50 +414,45 @@ class RedisStore:
         with decoding("engines"):
             return [unpack(entry, EngineEntry) for entry in held]
 
-    async def define(self, session: str, settings: SessionSettings, labels: Labels, *, exist_ok: bool = False, adopt: bool = False) -> bool:
-        raise NotImplementedError
-
-    async def settings(self, session: str) -> SessionSettings | None:
-        raise NotImplementedError
-
-    async def page(self, cursor: bytes, limit: int) -> Page:
-        raise NotImplementedError
-
-    async def states(self, sessions: Sequence[str]) -> list[SessionInfo | None]:
-        raise NotImplementedError
-
-    async def set_labels(self, session: str, changes: LabelChanges) -> bool:
-        raise NotImplementedError
-
-    async def add_reward(self, session: str, reward: Reward) -> bool:
-        raise NotImplementedError
-
-    async def rewards(self, session: str) -> list[Reward]:
-        raise NotImplementedError
-
     async def offer(self, session: str, epoch: str, at: float) -> None:
-        raise NotImplementedError
+        await self._script("offer", queue_scripts.OFFER, self._keys.queue, text(session), text(epoch), f"{at:017.6f}")
 
     async def queue(self) -> list[QueueEntry]:
-        raise NotImplementedError
+        now, held = await self._script("queue", queue_scripts.READ_QUEUE, self._keys.queue)
+        with decoding("in the queue"):
+            entries = [fields.unpack_entry(*pair, float(now)) for pair in zip(held[::2], held[1::2], strict=True)]
+        return sorted(entries, key=lambda entry: (entry.at, entry.session))
 
     async def queue_length(self) -> int:
-        raise NotImplementedError
+        return int(await self._command("queue_length", "HLEN", self._keys.queue[0]))
 
     async def lease(self, sessions: Sequence[str], delivery: str, consumer: str, seconds: float) -> bool:
-        raise NotImplementedError
+        tail: list[Argument] = [text(delivery), text(consumer), repr(float(seconds)), *map(text, sessions)]
+        leased = await self._client.call("lease", lambda lost: self._send(queue_scripts.LEASE, self._keys.queue, int(lost), *tail))
+        return bool(leased)
 
     async def extend(self, delivery: str, seconds: float) -> bool:
-        raise NotImplementedError
+        return bool(await self._script("extend", queue_scripts.EXTEND, self._keys.queue, text(delivery), repr(float(seconds))))
 
     async def release(self, delivery: str) -> bool:
-        raise NotImplementedError
+        return bool(await self._script("release", queue_scripts.RELEASE, self._keys.queue, text(delivery)))
 
     async def remove(self, delivery: str) -> RemoveOutcome:
-        raise NotImplementedError
+        reply = await self._client.call(
+            "remove", lambda lost: self._send(queue_scripts.REMOVE, self._keys.queue, text(delivery), int(lost), REMEMBER_SECONDS)
+        )
+        return _REMOVE_OUTCOMES[reply]
 
     async def withdraw(self, session: str, epoch: str) -> None:
-        raise NotImplementedError
+        await self._script("withdraw", queue_scripts.WITHDRAW, self._keys.queue, text(session), text(epoch))
+
+    async def _read_states(self, sessions: Sequence[str], _lost: bool) -> list[Any]:
+        """Read the states of sessions in one round trip, or in two if a server has not seen the script."""
+        keys = [self._keys.session(session) for session in sessions]
+        try:
+            return await self._backend.batch([("EVALSHA", HASHES[scripts.SESSION], 1, key) for key in keys])
+        except exceptions.NoScriptError:
+            return await self._backend.batch([("EVAL", scripts.SESSION, 1, key) for key in keys])
 
     async def _end(self, operation: str, session: str, epoch: str, call: str, packed: Sequence[bytes | int]) -> None:
         keys = [self._keys.session(session)]
