@@ -19,6 +19,7 @@ from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.drift import Drift, Site
 from tokencache.core.incidents import Incident
 from tokencache.core.messages import Message, ToolCall
+from tokencache.core.session import Labels, Reward
 from tokencache.core.turn import Anchor, Turn
 from tokencache.store.base import OpenCall, SessionInfo
 from tokencache.trajectories.rollout import Records, Rollout, rollout
@@ -372,6 +373,15 @@ def torn():
     talk = linear()
     talk.change("t1", prompt_tokens=1)
     return rollout(talk.records())
+
+
+REWARD = Reward(0.5, {"tests": 1.0, "style": -0.25}, {"t1": 0.125}, {}, CREATED)
+
+
+def rewarded(made, **sequences):
+    """A rollout with a reward of the session, of one turn, and of sequences, by their ids; and with labels."""
+    labels = Labels("prompt-7", {"seed": 3}, ("nightly",))
+    return msgspec.structs.replace(made, reward=msgspec.structs.replace(REWARD, sequences=sequences), labels=labels)
 
 
 def of_forest(forest, name="forest"):

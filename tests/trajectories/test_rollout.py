@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,9 @@ from tests.core.forest import Forest, grow, line
 from tests.core.settings import MANY
 from tokencache.core.drift import Drift, Site
 from tokencache.core.incidents import Incident
+from tokencache.core.session import Labels, Reward
 from tokencache.store.base import OpenCall, SessionInfo
+from tokencache.trajectories.formats.native import native
 from tokencache.trajectories.rollout import Records, rollout
 from tokencache.trajectories.values import DriftFigures
 
@@ -104,3 +107,23 @@ def test_measured_drift_is_counted():
     site = Site(1, 3, (7,), "retokenized", "t0")
     figures = of(line(3), drift={"t0": Drift(3, 0), "t1": Drift(7, 2, (site, Site(4, 4, (8,), "template")))}).figures
     assert figures.drift == DriftFigures(measured=1, drifted=1, tokens=2, causes={"retokenized": 1, "template": 1})
+
+
+def test_rewards_and_labels_are_in_the_native_format():
+    forest = Forest()
+    first = forest.add([1, 2], [3])
+    second = forest.add([1, 2, 9], [4])
+    reward = Reward(0.5, {"tests": 1.0}, {second: -1.0}, {first: 0.25}, 3.0)
+    state = msgspec.structs.replace(info(2), reward=reward, labels=Labels("prompt-7", {"seed": 3}, ("a", "b")), finished=4.0)
+    written = native(rollout(Records(state, forest.turns, forest.tokens, {})))
+    names = ("state", "reward", "reward_components", "group", "metadata", "tags")
+    assert {name: written[name] for name in names} == {
+        "state": "finished",
+        "reward": 0.5,
+        "reward_components": {"tests": 1.0},
+        "group": "prompt-7",
+        "metadata": {"seed": 3},
+        "tags": ("a", "b"),
+    }
+    assert [sequence["reward"] for sequence in written["sequences"]] == [0.25, None]
+    assert [turn["reward"] for sequence in written["sequences"] for turn in sequence["turns"]] == [None, -1.0]

@@ -8,11 +8,12 @@ from aiohttp import web
 
 from tokencache.api.http import not_found
 from tokencache.core.incidents import Incident
+from tokencache.core.session import Reward
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.session_url import check_name
 from tokencache.store.base import SessionInfo
-from tokencache.trajectories.formats.native import incident_object
+from tokencache.trajectories.formats.native import incident_object, labels_object, reward_object
 from tokencache.trajectories.rollout import Records, incidents_of, is_complete
 
 
@@ -57,10 +58,17 @@ def state_object(info: SessionInfo, owed: Sequence[Incident]) -> dict[str, Any]:
     """Write the state of a session as JSON values. `owed` are incidents that the store could not save yet."""
     return {
         "session": info.id,
+        "state": info.state,
         "created": info.created,
         "used": info.used,
+        "finished": info.finished,
         "sealed": info.sealed,
+        "harness": info.harness,
+        "model": info.model,
         "turns": info.turns,
+        "tokens": info.sampled,
+        **reward_object(info.reward or Reward()),
+        **labels_object(info.labels),
         "complete": is_complete(incidents_of(info, owed)),
         "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
         "incidents": [incident_object(incident) for incident in (*info.incidents, *owed)],

@@ -17,6 +17,7 @@ from tokencache.api.export_worker import ExportWorker
 from tokencache.api.http import choice, flag, json_response, not_found, read_body
 from tokencache.api.openapi import BASE, DRIFT_MODES, document, register
 from tokencache.api.reader import SessionReader, no_session, state_object
+from tokencache.core.session import Reward
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
@@ -108,7 +109,8 @@ class _TrainerApi:
 
     async def turns(self, request: web.Request) -> web.StreamResponse:
         info = await self._reader.info(request)
-        return json_response({"session": info.id, "turns": [turn_object(turn) for turn in await self._store.turns(info.id)]})
+        reward = info.reward or Reward()
+        return json_response({"session": info.id, "turns": [turn_object(turn, reward) for turn in await self._store.turns(info.id)]})
 
     async def trajectories(self, request: web.Request) -> web.StreamResponse:
         wanted = format_named(request.query.get("format", "native"))

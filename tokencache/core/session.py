@@ -28,7 +28,7 @@ REWARDS_KEPT = 100
 """Rewards of a session that a store keeps, the newest ones."""
 
 
-class SessionState(StrEnum):
+class SessionStage(StrEnum):
     """The life cycle of a session. There is no way back.
 
     `open`      accepts calls

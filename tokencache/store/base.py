@@ -7,7 +7,7 @@ can read what `commit` has written as soon as `commit` returns.
 A call starts with `begin` and ends with `commit` (with turns) or `settle` (without). A call that never ended stays in
 `SessionInfo.open_calls`, so a crash cannot hide a missing turn.
 
-A session is open, then finished, then sealed (`core.session.SessionState`). It may be defined before its first call, with labels and with
+A session is open, then finished, then sealed (`core.session.SessionStage`). It may be defined before its first call, with labels and with
 settings that hold for all its calls. Rewards can be added in any state.
 
 The queue lists finished sessions for consumers. An entry is offered when its session is finished, leased to a consumer as part of a
@@ -26,7 +26,7 @@ import msgspec
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
-from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings, SessionState
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.errors import TokencacheError
 
@@ -302,11 +302,11 @@ class SessionInfo(msgspec.Struct, frozen=True):
     model: str = ""
 
     @property
-    def state(self) -> SessionState:
+    def state(self) -> SessionStage:
         """The state in the life cycle."""
         if self.sealed:
-            return SessionState.SEALED
-        return SessionState.OPEN if self.finished is None else SessionState.FINISHED
+            return SessionStage.SEALED
+        return SessionStage.OPEN if self.finished is None else SessionStage.FINISHED
 
 
 class SealOutcome(StrEnum):

@@ -14,6 +14,7 @@ from tokencache.core.drift import Drift, MeasuredTurn, break_points
 from tokencache.core.ids import ID_BYTES
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.lineage import TokenSequence, sequences
+from tokencache.core.session import Labels, Reward, SessionStage
 from tokencache.core.turn import Tokens, Turn
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.values import DriftFigures, Figures
@@ -52,6 +53,9 @@ class Rollout(msgspec.Struct, frozen=True):
             trained. So a rollout counts once, however many sequences it has: the sum of each sequence's token mean times its weight is
             the mean over all tokens of the rollout.
         contexts: the whole request messages of each turn, by turn id. If the request of a turn is not kept (media), it has none.
+        stage: where the session is in its life cycle.
+        labels: what the trainer noted about the session.
+        reward: the newest reward of the session; an empty one if it has none.
     """
 
     session: str
@@ -64,6 +68,13 @@ class Rollout(msgspec.Struct, frozen=True):
     contexts: Mapping[str, Context]
     drift: Mapping[str, Drift]
     figures: Figures
+    stage: SessionStage
+    labels: Labels
+    reward: Reward
+
+    def sequence_reward(self, sequence: TokenSequence) -> float | None:
+        """Return the reward of a sequence for trainers that take one for each: its own, otherwise that of the session."""
+        return self.reward.sequences.get(sequence.id, self.reward.reward)
 
 
 def rollout(records: Records) -> Rollout:
@@ -97,6 +108,9 @@ def rollout(records: Records) -> Rollout:
             built,
             _drift_figures(built, records) if records.drift or records.unmeasured else None,
         ),
+        stage=info.state,
+        labels=info.labels,
+        reward=info.reward or Reward(),
     )
 
 

@@ -16,6 +16,7 @@ from tokencache.store.base import OpenCall
 
 __all__ = [
     "Anchor",
+    "DeliveryState",
     "Drift",
     "DriftFigures",
     "EngineState",
@@ -23,6 +24,9 @@ __all__ = [
     "Incident",
     "OpenCall",
     "OverlongFigures",
+    "PastReward",
+    "QueueState",
+    "RewardState",
     "Sequence",
     "Served",
     "SessionState",
@@ -56,6 +60,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
         marks: facts to know before training on the turn: `aborted`, `no-logprobs`, `engine-disagrees`, ...
         created: start of the call as Unix time in seconds. `seconds`: its duration.
         drift: how a plain rendering of its messages differs; `None` if that was not measured.
+        reward: the reward that the trainer gave to this turn; `None` if it gave none.
     """
 
     turn: str
@@ -92,6 +97,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     drift: Drift | None = None
     served: Served = Served()
+    reward: float | None = None
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +114,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
         weight: its share of the rollout's trainable tokens. The weights of a trajectory sum to 1, or are all 0.
         tokens: the number of its tokens. `trainable_tokens`: the number of tokens with mask 1.
         overlong: `cut` (turns at its end were left out) or `masked` (nothing is trained) if it was longer than the requested limit.
+        reward: the reward that the trainer gave to this sequence; `None` if it gave none.
     """
 
     id: str
@@ -125,6 +132,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     trainable_tokens: int = 0
     overlong: str = ""
+    reward: float | None = None
 
 
 class DriftFigures(msgspec.Struct, frozen=True):
@@ -200,6 +208,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         complete: false if something that the model sampled, or may have sampled, is missing. `incidents` describe it.
         created: when the session began, as Unix time in seconds.
         figures: counts over the rollout.
+        state: `open` (it accepts calls), `finished` (it accepts none) or `sealed` (its record does not change any more); `""` in older
+            exports.
+        reward: the reward of the whole rollout; `None` if none was given. `reward_components`: its named parts.
+        group: the name that the rollouts of one prompt share (GRPO); `""` if there is none.
+        metadata, tags: what the trainer stored with the session.
     """
 
     session: str
@@ -209,6 +222,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     sealed: bool = False
     created: float = 0.0
     figures: Figures
+    state: str = ""
+    reward: float | None = None
+    reward_components: dict[str, float] = {}
+    group: str = ""
+    metadata: dict[str, Any] = {}
+    tags: list[str] = []
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +237,10 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
         turns: number of recorded turns.
         open_calls: calls that have begun and not ended.
         complete: whether no call is open and no incident reports missing data.
+        state: `open`, `finished` or `sealed` (`Trajectory`). `finished`: when its owner finished it; `None` if it is open.
+        harness, model: those of its settings, otherwise those of its last turn; `""` if unknown.
+        tokens: number of sampled tokens in its turns.
+        reward, reward_components, group, metadata, tags: as in `Trajectory`.
     """
 
     session: str
@@ -228,6 +251,78 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     incidents: list[Incident] = []
     created: float = 0.0
     used: float = 0.0
+    state: str = ""
+    finished: float | None = None
+    harness: str = ""
+    model: str = ""
+    tokens: int = 0
+    reward: float | None = None
+    reward_components: dict[str, float] = {}
+    group: str = ""
+    metadata: dict[str, Any] = {}
+    tags: list[str] = []
+
+
+class PastReward(msgspec.Struct, frozen=True, kw_only=True):
+    """A reward of a session, as it was stored.
+
+    Attributes:
+        reward: of the whole rollout; `None` if it has none. `components`: its named parts.
+        turns, sequences: rewards of single turns and sequences, by id.
+        at: when it was stored, as Unix time in seconds; 0 if none was stored.
+    """
+
+    reward: float | None = None
+    components: dict[str, float] = {}
+    turns: dict[str, float] = {}
+    sequences: dict[str, float] = {}
+    at: float = 0.0
+
+
+class RewardState(PastReward, frozen=True, kw_only=True):
+    """The reward of a session, and those before it.
+
+    Attributes:
+        session: the session.
+        history: the rewards that it replaced, the newest last; at most 99.
+        count: how many rewards were stored, this one included.
+    """
+
+    session: str
+    history: list[PastReward] = []
+    count: int = 0
+
+
+class DeliveryState(msgspec.Struct, frozen=True, kw_only=True):
+    """Sessions that a consumer took from the queue.
+
+    Attributes:
+        id: the name of the delivery in the queue.
+        group: the group of its sessions; `""` if they have none.
+        attempt: 1 at the first time; more if a consumer took the sessions before and did not acknowledge them.
+        until: when the lease ends, as Unix time in seconds.
+        sessions: the states of its sessions, sealed.
+    """
+
+    id: str
+    group: str
+    attempt: int
+    until: float
+    sessions: list[SessionState]
+
+
+class QueueState(msgspec.Struct, frozen=True, kw_only=True):
+    """The queue of finished sessions.
+
+    Attributes:
+        candidates: sessions that are finished and not taken. `ready`: those of them without a call in flight.
+        taken: sessions that a consumer took and has not acknowledged. `consumers`: the same for each consumer.
+    """
+
+    candidates: int
+    ready: int
+    taken: int
+    consumers: dict[str, int]
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):

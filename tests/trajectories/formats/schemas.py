@@ -234,6 +234,13 @@ class Timing(Strict):
     start: float
 
 
+class Score(Strict):
+    """`Reward` of verifiers 0.4.0."""
+
+    score: float
+    weight: float
+
+
 class Trace(Strict):
     version: Literal[1]
     id: str
@@ -242,6 +249,8 @@ class Trace(Strict):
     tools: list[Tool]
     nodes: list[Node]
     calls: list[ModelCall]
+    rewards: dict[str, Score]
+    metrics: dict[str, float]
     info: dict[str, Any]
     is_completed: bool
     ok: bool

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from tests.trajectories.formats.readers import follow, read_nemo_gym, token_fields
 from tests.trajectories.formats.schemas import GymMessages, GymResult
-from tests.trajectories.rollouts import ROLLOUTS, TASK, Talk, rollout, torn, user
+from tests.trajectories.rollouts import ROLLOUTS, TASK, Talk, rewarded, rollout, torn, user
 from tokencache.trajectories.formats.nemo_gym import nemo_gym
 
 
@@ -124,6 +124,12 @@ def test_sequences_that_nemo_rl_refuses_are_listed_separately():
     assert [row["tokencache"]["id"] for row in out["untrainable"]] == [first]
     with pytest.raises(AssertionError, match="no generation data"):
         follow([])
+
+
+def test_a_reward_that_was_given():
+    rows = list(all_rows(rewarded(ROLLOUTS["sub-agent"])))
+    assert {row["reward"] for row in rows} == {0.5}
+    assert rows[0]["tokencache"]["group"] == "prompt-7"
 
 
 def test_there_are_labels_and_no_reward():

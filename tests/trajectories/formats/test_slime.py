@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trajectories.rollouts import ROLLOUTS, TASK, text
+from tests.trajectories.rollouts import ROLLOUTS, TASK, rewarded, text
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.formats.slime import slime
 
@@ -46,6 +46,12 @@ def test_from_dict_reads_every_sample(shape):
         assert sample["reward"] is None
         assert set(sample["metadata"]) == {"tokencache"}
         assert all(isinstance(version, str) for version in sample["weight_versions"])
+
+
+def test_the_reward_is_that_of_the_sequence_or_of_the_session():
+    _, second, _ = (sequence.id for sequence in ROLLOUTS["sub-agent"].sequences)
+    samples = slime(rewarded(ROLLOUTS["sub-agent"], **{second: -1.0}))["samples"]
+    assert [sample["reward"] for sample in samples] == [0.5, -1.0, 0.5]
 
 
 def test_miles_reads_the_same():

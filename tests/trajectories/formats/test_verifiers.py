@@ -7,7 +7,7 @@ import pytest
 
 from tests.trajectories.formats.readers import read_verifiers
 from tests.trajectories.formats.schemas import Trace
-from tests.trajectories.rollouts import ROLLOUTS, torn
+from tests.trajectories.rollouts import ROLLOUTS, rewarded, torn
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.formats.verifiers import verifiers
 
@@ -45,6 +45,14 @@ def test_a_node_in_two_branches_would_be_trained_twice_by_one_version():
     trace["nodes"][second]["parent"] = stem  # as if the branch hung where it branched off
     every, once = (sum(sum(row.mask) for row in read_verifiers(trace, shared_once=flag)) for flag in (False, True))
     assert every > once == ROLLOUTS["thrown-away"].figures.trainable_tokens
+
+
+def test_a_reward_that_was_given():
+    trace = written(rewarded(ROLLOUTS["linear"]))
+    Trace.model_validate(trace)
+    assert trace["rewards"] == {"reward": {"score": 0.5, "weight": 1.0}}
+    assert trace["metrics"] == {"tests": 1.0, "style": -0.25}
+    assert written(ROLLOUTS["linear"])["rewards"] == {}  # not 0
 
 
 def test_a_branch_for_each_sequence_with_its_labels():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from tests.trajectories.rollouts import ROLLOUTS, text
+from tests.trajectories.rollouts import ROLLOUTS, rewarded, text
 from tokencache.trajectories.formats.verl import verl
 
 
@@ -45,6 +45,12 @@ def test_every_output_has_the_fields_of_verl(shape):
         assert len(one.response_ids) == len(one.response_mask) == len(one.response_logprobs)
         assert one.reward_score is None
         assert set(one.extra_fields) == {"tokencache"}
+
+
+def test_the_reward_is_that_of_the_sequence_or_of_the_session():
+    sequences = ROLLOUTS["sub-agent"].sequences
+    outputs = verl(rewarded(ROLLOUTS["sub-agent"], **{sequences[1].id: -1.0}))["outputs"]
+    assert [Output(**one).reward_score for one in outputs] == [0.5, -1.0] + [0.5] * (len(sequences) - 2)
 
 
 def test_an_unknown_field_is_refused():

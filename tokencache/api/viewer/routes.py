@@ -25,6 +25,7 @@ from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, Token
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.lineage import lineages
 from tokencache.core.reasons import Reason
+from tokencache.core.session import Reward
 from tokencache.core.turn import Turn
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
@@ -117,7 +118,8 @@ class _ViewerApi:
 
     async def turn(self, request: web.Request) -> web.StreamResponse:
         info, turns, turn = await self._turn(request, request.match_info["turn"])
-        body: dict[str, Any] = {"session": info.id, "number": turns.index(turn), **turn_object(turn), "echoes": [], "torn": ""}
+        written = turn_object(turn, info.reward or Reward())
+        body: dict[str, Any] = {"session": info.id, "number": turns.index(turn), **written, "echoes": [], "torn": ""}
         try:
             contexts = await self._store.contexts(info.id, [one.id for one in turns])
             body["kept"] = bool(contexts[turn.id])

@@ -1,7 +1,8 @@
 """Writes rollouts in the native format: all sequences of a session with everything that is recorded about them.
 
-    {"session": "r1", "complete": true, "incidents": [], "figures": {…},
-     "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "weight",
+    {"session": "r1", "complete": true, "state": "sealed", "incidents": [], "figures": {…},
+     "reward": 0.5, "reward_components": {…}, "group": "prompt-7", "metadata": {…}, "tags": [...],
+     "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "weight", "reward",
         "token_ids": [...], "loss_mask": [...], "logprobs": [...],
         "turns": [{"turn", "prompt": [0, 812], "completion": [812, 940], "finish_reason", "model", "match", …}]}]}
 
@@ -17,6 +18,7 @@ import msgspec
 from tokencache.core.drift import Drift
 from tokencache.core.incidents import Incident
 from tokencache.core.lineage import SequenceTurn, TokenSequence
+from tokencache.core.session import Labels, Reward
 from tokencache.core.turn import Turn
 from tokencache.trajectories.rollout import Rollout
 
@@ -26,24 +28,38 @@ def native(rollout: Rollout) -> dict[str, Any]:
     return {
         "session": rollout.session,
         "complete": rollout.complete,
+        "state": rollout.stage,
         "sealed": rollout.sealed,
         "created": rollout.created,
+        **reward_object(rollout.reward),
+        **labels_object(rollout.labels),
         "incidents": [incident_object(incident) for incident in rollout.incidents],
         "figures": msgspec.to_builtins(rollout.figures),
         "sequences": [
-            sequence_object(sequence, weight, rollout.drift) for sequence, weight in zip(rollout.sequences, rollout.weights, strict=True)
+            sequence_object(sequence, weight, rollout.drift, rollout.reward)
+            for sequence, weight in zip(rollout.sequences, rollout.weights, strict=True)
         ],
     }
 
 
-def sequence_object(sequence: TokenSequence, weight: float, drift: Mapping[str, Drift]) -> dict[str, Any]:
+def reward_object(reward: Reward) -> dict[str, Any]:
+    """Write the reward of a session as a whole."""
+    return {"reward": reward.reward, "reward_components": reward.components}
+
+
+def labels_object(labels: Labels) -> dict[str, Any]:
+    """Write what the trainer noted about a session."""
+    return {"group": labels.group, "metadata": labels.metadata, "tags": labels.tags}
+
+
+def sequence_object(sequence: TokenSequence, weight: float, drift: Mapping[str, Drift], reward: Reward) -> dict[str, Any]:
     """Write a sequence with its tokens and turns. `drift` holds the measured drift, by turn id."""
     return {
-        **outline_object(sequence, weight),
+        **outline_object(sequence, weight, reward),
         "token_ids": sequence.token_ids,
         "loss_mask": sequence.loss_mask,
         "logprobs": sequence.logprobs,
-        "turns": [span_object(span, drift.get(span.turn.id)) for span in sequence.turns],
+        "turns": [span_object(span, reward, drift.get(span.turn.id)) for span in sequence.turns],
     }
 
 
@@ -52,7 +68,7 @@ def incident_object(incident: Incident) -> dict[str, Any]:
     return {name: getattr(incident, name) for name in ("kind", "detail", "hole", "call", "turn", "at")}
 
 
-def outline_object(sequence: TokenSequence, weight: float) -> dict[str, Any]:
+def outline_object(sequence: TokenSequence, weight: float, reward: Reward) -> dict[str, Any]:
     """Write the labels of a sequence, without its tokens and turns."""
     return {
         "id": sequence.id,
@@ -66,16 +82,17 @@ def outline_object(sequence: TokenSequence, weight: float) -> dict[str, Any]:
         "tokens": len(sequence.token_ids),
         "trainable_tokens": sequence.trainable,
         "overlong": sequence.overlong,
+        "reward": reward.sequences.get(sequence.id),
     }
 
 
-def span_object(span: SequenceTurn, drift: Drift | None = None) -> dict[str, Any]:
+def span_object(span: SequenceTurn, reward: Reward, drift: Drift | None = None) -> dict[str, Any]:
     """Write a turn with the ranges of its tokens in its sequence."""
-    return {**turn_object(span.turn, drift), "prompt": span.prompt, "completion": span.completion}
+    return {**turn_object(span.turn, reward, drift), "prompt": span.prompt, "completion": span.completion}
 
 
-def turn_object(turn: Turn, drift: Drift | None = None) -> dict[str, Any]:
-    """Write a turn without its tokens. `drift` is `None` if it was not measured."""
+def turn_object(turn: Turn, reward: Reward, drift: Drift | None = None) -> dict[str, Any]:
+    """Write a turn without its tokens. `reward` is that of its session. `drift` is `None` if it was not measured."""
     return {
         "turn": turn.id,
         "call": turn.call,
@@ -113,6 +130,7 @@ def turn_object(turn: Turn, drift: Drift | None = None) -> dict[str, Any]:
             "reasoning": turn.served.reasoning,
             "tool_calls": [msgspec.to_builtins(call) for call in turn.served.calls],
         },
+        "reward": reward.turns.get(turn.id),
     }
 
 

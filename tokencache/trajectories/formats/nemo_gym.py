@@ -13,8 +13,8 @@ these three members.
 NeMo RL walks the output and requires that the prompt of an item begins with all tokens before it
 (`_postprocess_nemo_gym_to_nemo_rl_result`). New tokens of the prompt get mask 0, the generation gets mask 1. So tokens that must not be
 trained get no item: an answer without log probabilities, or one that another sequence trains, is part of the prompt of the next item.
-NeMo RL refuses a response in which nothing was generated. Such responses are therefore in `untrainable`. The verifier adds the `reward`;
-a missing reward is not 0.
+NeMo RL refuses a response in which nothing was generated. Such responses are therefore in `untrainable`. `reward` is that of the
+sequence, otherwise of the session. If none was given, it is missing, and the verifier adds it; a missing reward is not 0.
 
 Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `NeMoGymResponse` and its items,
 `NeMoGymResponseCreateParamsNonStreaming`, `NeMoGymChatCompletionMessageParam`), `base_resources_server.py` (`BaseVerifyRequest`),
@@ -73,6 +73,7 @@ def _response(rollout: Rollout, row: Row) -> dict[str, Any]:
             "parallel_tool_calls": True,
         },
         "messages": _messages(sequence, found),
+        **({} if row.reward is None else {"reward": row.reward}),
         "tokencache": {**row.labels, "wordless": without_messages(found)},
     }
 

@@ -5,7 +5,7 @@ tokens between them. The response mask is 1 for tokens that the policy sampled i
 probability 0.0; verl, SkyRL, TRL, slime and Tinker write them the same way.
 
 Facts for which a trainer has no field are exported as *labels* under the single name `tokencache`, so that they cannot be mistaken for a
-field of the trainer. The trainer sets rewards: here they are absent or `None`, never 0.
+field of the trainer. A reward that was not given is absent or `None`, never 0.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ import msgspec
 
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.turn import Turn
-from tokencache.trajectories.formats.native import incident_object, outline_object, span_object
+from tokencache.trajectories.formats.native import incident_object, labels_object, outline_object, reward_object, span_object
 from tokencache.trajectories.rollout import Rollout
 
 Ending = Literal["stop", "length", "abort"]
@@ -36,6 +36,7 @@ TURN_LABELS = (
     "logprob_kind",
     "experts",
     "marks",
+    "reward",
 )
 """The members of a turn in the native format that the labels repeat."""
 
@@ -44,7 +45,8 @@ class Row(NamedTuple):
     """One sequence as prompt and response.
 
     `response_ids`, `response_mask` and `response_logprobs` have one entry for each token of the response. The response is empty if nothing
-    was sampled. `ending` is how the last turn ended, or `length` if later turns were cut off. `labels` are JSON values.
+    was sampled. `ending` is how the last turn ended, or `length` if later turns were cut off. `reward` is that of the sequence, otherwise
+    that of the session, and `None` if neither was given. `labels` are JSON values.
     """
 
     sequence: TokenSequence
@@ -53,6 +55,7 @@ class Row(NamedTuple):
     response_mask: list[int]
     response_logprobs: list[float]
     ending: Ending
+    reward: float | None
     labels: dict[str, Any]
 
 
@@ -66,6 +69,9 @@ def session_object(rollout: Rollout) -> dict[str, Any]:
     return {
         "session": rollout.session,
         "complete": rollout.complete,
+        "state": rollout.stage,
+        **reward_object(rollout.reward),
+        **labels_object(rollout.labels),
         "incidents": [incident_object(incident) for incident in rollout.incidents],
         "figures": msgspec.to_builtins(rollout.figures),
     }
@@ -74,7 +80,7 @@ def session_object(rollout: Rollout) -> dict[str, Any]:
 def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
     ids = sequence.token_ids
     at = sequence.response_start
-    turns = (span_object(span) for span in sequence.turns)
+    turns = (span_object(span, rollout.reward) for span in sequence.turns)
     return Row(
         sequence=sequence,
         prompt_ids=ids[:at],
@@ -82,10 +88,14 @@ def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
         response_mask=sequence.loss_mask[at:],
         response_logprobs=sequence.logprobs[at:],
         ending="length" if sequence.overlong == "cut" else ending(sequence.turns[-1].turn),
+        reward=rollout.sequence_reward(sequence),
         labels={
             "session": rollout.session,
             "complete": rollout.complete,
-            **outline_object(sequence, weight),
+            **labels_object(rollout.labels),
+            "session_reward": rollout.reward.reward,
+            "reward_components": rollout.reward.components,
+            **outline_object(sequence, weight, rollout.reward),
             "turns": [{name: turn[name] for name in TURN_LABELS} for turn in turns],
         },
     )

@@ -10,7 +10,8 @@ Source: skyrl 0.3.0 on PyPI (github.com/NovaSky-AI/SkyRL), `skyrl/train/generato
 `rollout_logprobs`    [[float]]  over the response
 `stop_reasons`        [str]      `stop`, `length` or `abort`: of the last turn, as an engine names it. SkyRL can mask or penalize
                                  everything but `stop`
-`rewards`             `None`     set by the trainer: one for each response, or one for each of its tokens
+`rewards`             [float]?   one for each response: that of the sequence, otherwise of the session. `None` if a response has
+                                 none: the trainer sets them
 `is_last_step`        [bool]     true for the last sequence. With `generator.step_wise_trajectories` the advantage of the last
                                  sequence is used for all, so that a session counts once. Without it SkyRL trains each on its own
 `tokencache`          [object]   our labels. SkyRL concatenates such lists like its own
@@ -29,6 +30,7 @@ from tokencache.trajectories.rollout import Rollout
 def skyrl(rollout: Rollout) -> dict[str, Any]:
     """Write a rollout as a batch for SkyRL: its `generator_output` holds one entry for each sequence."""
     rows = rows_of(rollout)
+    rewards = [row.reward for row in rows]
     return {
         **session_object(rollout),
         "generator_output": {
@@ -37,7 +39,7 @@ def skyrl(rollout: Rollout) -> dict[str, Any]:
             "loss_masks": [row.response_mask for row in rows],
             "rollout_logprobs": [row.response_logprobs for row in rows],
             "stop_reasons": [row.ending for row in rows],
-            "rewards": None,
+            "rewards": None if None in rewards else rewards,
             "is_last_step": [row is rows[-1] for row in rows],
             "tokencache": [row.labels for row in rows],
         },

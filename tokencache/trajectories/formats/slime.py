@@ -11,7 +11,7 @@ started as slime; all members here have the same names and meanings in both. Nei
 `loss_mask`          [int]                  over the response only; 1: sampled here
 `rollout_log_probs`  [float]                over the response only
 `status`             str                    `completed`, `truncated` (token limit) or `aborted`: of the last turn
-`reward`             `None`                 set by the trainer
+`reward`             float or `None`        of the sequence, otherwise of the session; `None` if none was given: the trainer sets it
 `weight_versions`    [str]                  one for each span that the engine named, in order. miles reads them as integers
 `session_id`         str                    the session
 `metadata`           object                 our labels under `tokencache`: slime itself reads names such as `raw_reward` there
@@ -48,7 +48,7 @@ def _sample(rollout: Rollout, row: Row) -> dict[str, Any]:
         "loss_mask": row.response_mask,
         "rollout_log_probs": row.response_logprobs,
         "status": STATUS[row.ending],
-        "reward": None,
+        "reward": row.reward,
         "weight_versions": _weight_versions(row.sequence),
         "session_id": rollout.session,
         "metadata": {"tokencache": row.labels},

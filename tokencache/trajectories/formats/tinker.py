@@ -16,7 +16,8 @@ never a sampled token either, because engines do not answer an empty prompt.
 `tokencache`                  object      our labels. `turns[].completion` counts the tokens of the sequence, not the targets
 ============================  ==========  ==================================================================================
 
-The trainer adds `advantages`: one number times `mask`. In Python:
+The trainer adds `advantages`: one number times `mask`. The rewards are labels: `tokencache.reward` (of the sequence) and
+`tokencache.session_reward`. In Python:
 
     Datum(ModelInput(**row["model_input"]), {name: TensorData(**tensor) for name, tensor in row["loss_fn_inputs"].items()})
 """

@@ -9,7 +9,8 @@ Source: trl 1.16.0 on PyPI (github.com/huggingface/trl), `trl/trainer/grpo_train
 `logprobs`        [float]  required; one for each token of the completion, of the sampled token only
 `env_mask`        [int]    "model tokens (1) vs external tokens (0)", over the completion. Becomes the `tool_mask` of TRL, which
                            reads it only if the trainer itself was given no tools
-`tokencache`      object   our labels. TRL passes every other name to the reward functions, one entry for each completion
+`tokencache`      object   our labels, with `reward` (of the sequence) and `session_reward`. TRL passes every other name to the
+                           reward functions, one entry for each completion
 ================  =======  ====================================================================================================
 
 A `rollout_func` must return `num_generations` completions for each prompt, so the trainer chooses which sequences of a session to take.

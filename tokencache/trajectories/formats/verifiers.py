@@ -11,7 +11,8 @@ holds it). Without shared nodes every version trains each sampled token once.
 The positions of single messages in a prompt are not recorded. So the node of an answer carries all new tokens of its prompt, with mask 0,
 and the message nodes before it carry none. verifiers does the same if its renderer returns no spans (`graph.py`).
 
-`ok` is true if the rollout is complete (prime-rl trains on no other), `is_completed` if its session is sealed. The verifier adds rewards.
+`ok` is true if the rollout is complete (prime-rl trains on no other), `is_completed` if its session is finished or sealed. `rewards` has
+the reward of the session under `reward`, and is empty if none was given; `metrics` has its components.
 A trace that verifiers writes to disk (`to_record`) rounds log probabilities to four decimals; this one does not.
 
 Source: verifiers 0.4.0, `verifiers/v1/trace.py` (`WireTrace`, `Branch`), `graph.py` (`MessageNode`), `types.py`; prime-rl,
@@ -23,6 +24,7 @@ from typing import Any
 from tokencache.core.incidents import Incident
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
+from tokencache.core.session import SessionStage
 from tokencache.core.turn import Turn
 from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, without_messages
 from tokencache.trajectories.formats.rows import rows_of, session_object
@@ -58,7 +60,9 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
         "nodes": nodes,
         "calls": calls,
         "info": {"tokencache": {**session_object(rollout), "sequences": branches}},
-        "is_completed": rollout.sealed,
+        "rewards": {} if rollout.reward.reward is None else {"reward": {"score": rollout.reward.reward, "weight": 1.0}},
+        "metrics": rollout.reward.components,
+        "is_completed": rollout.stage is not SessionStage.OPEN,
         "ok": rollout.complete,
         "errors": [_error(incident) for incident in rollout.incidents if incident.hole],
         "timing": {"start": rollout.created},

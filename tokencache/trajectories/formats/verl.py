@@ -7,7 +7,8 @@ Source: verl 0.9.1 on PyPI (github.com/verl-project/verl), `verl/experimental/ag
 `response_ids`         [int]    "LLM generated token, tool response token"
 `response_mask`        [int]    "1 for LLM generated token, 0 for tool response token"
 `response_logprobs`    [float]  one for each token of the response. verl needs them for all rows of a batch, or for none
-`reward_score`         float?   `None`: set by the trainer. For a list of outputs verl uses the score of the last one for all
+`reward_score`         float?   the reward of the sequence, otherwise of the session; `None` if none was given: verl then computes
+                                one. For a list of outputs verl uses the score of the last one for all
 `num_turns`            int      "including user, assistant, tool": each turn here counts a reply and the messages before it
 `metrics`              object   `generate_sequences`: total seconds of the calls. The others keep the defaults of verl
 `extra_fields`         object   our labels under `tokencache`. verl makes a column of each name
@@ -42,7 +43,7 @@ def _output(row: Row) -> dict[str, Any]:
         "response_ids": row.response_ids,
         "response_mask": row.response_mask,
         "response_logprobs": row.response_logprobs,
-        "reward_score": None,
+        "reward_score": row.reward,
         "num_turns": 2 * len(turns),
         "metrics": {"generate_sequences": sum(span.turn.seconds for span in turns)},
         "extra_fields": {"tokencache": row.labels},
