@@ -264,6 +264,20 @@ OPERATIONS = (
         errors={404: "There is no such session or sequence."},
     ),
     Operation(
+        "getMessages",
+        "GET",
+        _SEQUENCE + "/messages",
+        "Return at most 100 messages of the conversation of a sequence, for the viewer.",
+        _object(messages=_COUNT, kept=_FLAG, starts={"type": "array", "items": _COUNT}, start=_COUNT, end=_COUNT, window={"type": "array"}),
+        description="`starts` holds the first token of each message of the conversation. Texts of several messages are cut after 4,000 "
+        "characters; those of one message after 1,000,000.",
+        query=(
+            Parameter("start", "First message.", {**_COUNT, "default": 0}),
+            Parameter("end", "Message after the last one.", _COUNT),
+        ),
+        errors={404: "There is no such session or sequence."},
+    ),
+    Operation(
         "getTexts",
         "GET",
         _SESSION + "/texts",

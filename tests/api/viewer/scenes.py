@@ -91,7 +91,7 @@ async def long(store, turns=200, tokens=100_000, branch_at=120):
     session, rng, tokenizer = "long", random.Random(1), build_tokenizer()
     words = TEXT.split(" ")
     each = tokens // turns
-    prefix, messages, name = b"", 0, None
+    prefix, messages, before = b"", 0, None
     begun = await store.begin(session, "c", ())
     for n in range(turns):
         for twin in range(1 + (n == branch_at)):
@@ -104,8 +104,8 @@ async def long(store, turns=200, tokens=100_000, branch_at=120):
                 id=f"{n:06d}{'b' if twin else 'a'}{rng.randbytes(4).hex()}",
                 call=f"call-{n}-{twin}",
                 match="root" if not n else "branch" if twin else "continue",
-                parent=name,
-                base=name,
+                parent=before and before.id,
+                base=before and before.id,
                 shared=ids.count(prefix),
                 prompt_tokens=ids.count(prefix + new),
                 completion_tokens=ids.count(said),
@@ -117,17 +117,24 @@ async def long(store, turns=200, tokens=100_000, branch_at=120):
                 finish_reason="tool_calls",
                 model="sim",
                 dialect="chat",
-                messages=messages + 1,
+                messages=messages + (2 if before else 1),
                 tools=1,
-                context_base=name,
+                context_base=before and before.id,
                 context_shared=messages,
                 created=1_790_000_000.0 + 7 * n + twin,
                 seconds=2.5,
             )
-            asked = pack_context(Context([Raw(json.dumps(user(f"go on {n}")).encode())]))
+            told = {"role": "tool", "tool_call_id": f"call_{n - 1}", "content": f"result of step {n - 1}\n"} if before else user("Go on.")
+            sent = [{"role": "assistant", "content": before.served.content, "tool_calls": [_written(before)]}, told] if before else [told]
+            asked = pack_context(Context([Raw(json.dumps(message).encode()) for message in sent]), before and before.served)
             await store.commit(session, begun.epoch, turn.call, [Entry(turn, Tokens(new, said, logprobs), (), asked)])
-        prefix, messages, name = whole, messages + 1, turn.id
+        prefix, messages, before = whole, turn.messages, turn
     await store.settle(session, begun.epoch, "c")
+
+
+def _written(turn):
+    (call,) = turn.served.calls
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 async def crowd(store, sessions):

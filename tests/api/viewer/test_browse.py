@@ -66,6 +66,56 @@ async def test_windows_equal_the_trajectory(rig):
     assert kinds == {"prompt", "earlier", "anchor", "tail", "sampled"}
 
 
+async def test_a_transcript_places_each_message_at_its_tokens(rig):
+    """The text of each message is within its range of tokens, the ranges are in order, and replies are named with their turns."""
+    await lively(rig)
+    exported = await rig.exported("rollout-7")
+    for sequence in exported["sequences"]:
+        response = await rig.get(f"{SESSION}/sequences/{sequence['id']}/messages")
+        window = response["window"]
+        assert response["kept"]
+        assert [message["at"] for message in window] == list(range(response["messages"]))
+        assert response["starts"] == [message["tokens"][0] for message in window]
+        assert response["starts"] == sorted(response["starts"])
+        for message in window:
+            start, end = message["tokens"]
+            text = rig.engine.tokenizer.decode(sequence["token_ids"][start:end])
+            for part in message["parts"]:
+                if part["kind"] != "call":
+                    assert part["text"].strip() in text, message
+        replies = {message["turn"]: tuple(message["tokens"]) for message in window if message["turn"]}
+        for turn in sequence["turns"]:
+            assert replies[turn["turn"]] == tuple(turn["completion"])
+            for anchor in turn.get("anchors", ()):
+                assert replies[anchor["turn"]] == (anchor["start"], anchor["end"])
+
+
+async def test_a_window_of_a_transcript(rig):
+    await rig.say("s", [user("EPISODE:talk " + "x" * 9000)])
+    (turn,) = await rig.store.turns("s")
+    path = f"{V1}/sessions/s/sequences/{turn.id}/messages"
+    both = (await rig.get(path))["window"]
+    (alone,) = (await rig.get(f"{path}?start=0&end=1"))["window"]
+    assert [len(both[0]["parts"][0]["text"]), both[0]["parts"][0]["length"]] == [4000, 9013]
+    assert len(alone["parts"][0]["text"]) == 9013
+    assert (both[0]["asked"], both[1]["turn"]) == (turn.id, turn.id)
+    async with rig.http.get(f"{rig.url}{path}?start=2&end=1") as answer:
+        assert answer.status == 400
+
+
+async def test_a_transcript_without_stored_requests_has_the_replies(rig):
+    history = [user("EPISODE:talk")]
+    said = await rig.say("s", history)
+    await rig.say("s", [*history, echo(said), user("go on")])
+    turns = await rig.store.turns("s")
+    tokens = await rig.store.tokens("s", [turn.id for turn in turns])
+    begun = await rig.store.begin("bare", "c", ())
+    await rig.store.commit("bare", begun.epoch, "c", [Entry(turn, tokens[turn.id]) for turn in turns])
+    response = await rig.get(f"{V1}/sessions/bare/sequences/{turns[0].id}/messages")
+    assert not response["kept"]
+    assert [message["turn"] for message in response["window"]] == [turn.id for turn in turns]
+
+
 async def test_the_outline_has_the_rollouts_figures(rig):
     await lively(rig)
     outline, exported = await rig.get(f"{SESSION}/outline"), await rig.exported("rollout-7")
@@ -157,6 +207,7 @@ async def test_sessions_are_listed_in_pages(rig):
         (f"{SESSION}/turns/none", 404, "no turn 'none'"),
         (f"{SESSION}/sequences/none", 404, "no sequence 'none'"),
         (f"{SESSION}/sequences/none/tokens", 404, "no sequence 'none'"),
+        (f"{SESSION}/sequences/none/messages", 404, "no sequence 'none'"),
         (f"{V1}/summaries?state=odd", 400, "not one of"),
         (f"{V1}/summaries?limit=-1", 400, "limit must be a number"),
         (f"{V1}/summaries?limit=501", 400, "limit must be a number"),
@@ -172,8 +223,12 @@ async def test_bad_requests_have_clear_errors(rig, path, status, words):
 
 
 async def test_a_window_is_bounded(rig):
-    await long(rig.store, turns=20, tokens=10_000)
+    await long(rig.store, turns=60, tokens=12_000)
     (sequence,) = (await rig.get(f"{V1}/sessions/long/outline"))["sequences"]
+    messages = f"{V1}/sessions/long/sequences/{sequence['id']}/messages"
+    assert [len((await rig.get(f"{messages}?start={start}"))["window"]) for start in (0, 100, 200)] == [100, 20, 0]
+    async with rig.http.get(f"{rig.url}{messages}?start=0&end=101") as answer:
+        assert answer.status == 400
     path = f"{V1}/sessions/long/sequences/{sequence['id']}/tokens"
     assert len((await rig.get(f"{path}?start=100&end=4196"))["ids"]) == 4096
     assert (await rig.get(f"{path}?start=99999&end=99999"))["ids"] == []

@@ -245,6 +245,13 @@ async def test_anchors_of_a_resplice_and_the_context_of_a_branch(rig, look):
 async def test_a_hundred_thousand_tokens_and_two_hundred_turns(rig, look):
     long = await outline(rig, "long")
     page = await look("#/session/long")
+    folds = page.get_by_role("button", name=re.compile("turns that continue"))
+    await expect(folds).to_have_text([re.compile("turns 1\u2013118: 118 turns.*29,500 tokens"), re.compile("turns 122\u2013199: 78 turns")])
+    await expect(page.locator(".turn-row")).to_have_count(7)
+    await folds.first.click()
+    await expect(page.locator(".turn-row")).to_have_count(7 - 1 + 118)
+    await page.goto(rig.url + UI + f"#/session/long/turn/{long['turns'][150]['id']}")
+    await expect(page.locator(".turn-row.chosen")).to_contain_text("149")  # a turn that is chosen is never folded
     await expect(page.locator(".turn-row")).to_have_count(201)
     await expect(page.locator("[data-tile='trainable tokens'] dd")).to_contain_text("50,250")
     await page.goto(rig.url + UI + f"#/session/long/sequence/{long['sequences'][0]['id']}?token=61234")
@@ -267,6 +274,82 @@ async def test_a_hundred_thousand_tokens_and_two_hundred_turns(rig, look):
     assert await number(page, ".t") < 10_000
 
 
+async def test_a_transcript_beside_the_tokens(rig, look):
+    one = await sequence_of(rig, "root")
+    exported = (await rig.exported("rollout-7"))["sequences"][0]
+    first = exported["turns"][0]["completion"]
+    page = await look(f"#/session/rollout-7/sequence/{one['id']}")
+    messages = page.locator(".message")
+    roles = ["system", "user", *["assistant", "tool"] * 3, "assistant", "user", "assistant"]
+    await expect(messages.locator(".role")).to_have_text(roles)
+    reply = messages.nth(2)
+    await expect(reply.locator(".reasoning summary")).to_have_text("reasoning · 41 characters")
+    await expect(reply.locator(".said-text").last).to_have_text("Let me look at the failing test.")
+    await expect(reply.locator(".call b")).to_have_text("Bash")
+    await expect(reply.locator("dd").first).to_have_text("cd /work/repo && python -m pytest -q tests/test_api.py")
+    await expect(messages.nth(3)).to_contain_text("2 failed, 40 passed")
+    await reply.get_by_role("link", name=f"{first[0]}\u2013{first[1] - 1}").click()
+    await expect(page.locator(".t.current")).to_have_attribute("data-i", str(first[0]))
+    await page.keyboard.press("]")
+    await expect(page.locator(".message.current")).to_contain_text("The parser cuts a character in half")
+    await page.get_by_role("button", name="tokens", exact=True).click()
+    await expect(messages.first).to_be_hidden()
+    await page.get_by_role("button", name="transcript", exact=True).click()
+    await expect(page.locator("#t0")).to_be_hidden()
+    await reply.get_by_role("link", name="turn 0").click()
+    await expect(page.locator("aside h2")).to_have_text("Turn 0")
+
+
+async def test_a_transcript_of_an_edited_context(rig, look):
+    """Recognized replies are named with their turns; what the harness invented is not taken for the model's."""
+    sequences = (await outline(rig))["sequences"]
+    page = await look(f"#/session/rollout-7/sequence/{sequences[3]['id']}")
+    replies = page.locator(".message.r-assistant")
+    await expect(replies.locator("header a.turn")).to_have_text([f"turn {n}" for n in (0, 2, 3, 4, 7, 8)])
+    await expect(replies.locator(".badge")).to_have_text(["anchor"] * 4)
+    await page.goto(rig.url + UI + f"#/session/rollout-7/sequence/{sequences[4]['id']}")
+    await expect(replies.locator(".badge")).to_have_text(["not recognized", "anchor"])
+
+
+async def test_a_long_transcript_is_folded_and_fetched_in_pieces(rig, look):
+    sequences = (await outline(rig, "long"))["sequences"]
+    page = await look(f"#/session/long/sequence/{sequences[0]['id']}?token=61234")
+    current = page.locator(".message.current")
+    await expect(current).to_be_in_viewport()
+    await expect(current.locator(".place")).to_have_text("61,000\u201361,249")
+    await expect(current.locator(".words")).to_be_hidden()
+    await current.locator(".role").click()
+    await expect(current.locator(".words")).to_be_visible()
+    assert await number(page, ".message") < 200
+    await page.get_by_role("button", name="short").click()
+    await expect(current.locator(".words")).to_be_visible()
+
+
+async def test_a_cut_message_is_fetched_whole(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        await rig.say("s", [user("EPISODE:sub " + "x" * 5000 + "END")])
+        (one,) = (await outline(rig, "s"))["sequences"]
+        page = await look(f"#/session/s/sequence/{one['id']}", url=rig.url)
+        message = page.locator(".message.r-user")
+        await expect(message).not_to_contain_text("END")
+        await message.get_by_role("button", name="show all 5,015 characters").click()
+        await expect(message).to_contain_text("END")
+        await expect(message.get_by_role("button", name="show all")).to_have_count(0)
+        await page.goto("about:blank")
+
+
+@pytest.mark.parametrize(
+    "at", ["", "#/session/rollout-7", "#/session/rollout-7?tab=sequences", "#/session/rollout-7?tab=incidents", "sequence"]
+)
+async def test_a_phone_shows_each_page_without_scrolling_sideways(rig, look, at):
+    at = at if at != "sequence" else f"#/session/rollout-7/sequence/{(await sequence_of(rig, 'resplice'))['id']}"
+    page = await look(at)
+    await page.set_viewport_size({"width": 390, "height": 844})
+    await expect(page.locator("h1")).to_be_visible()
+    await expect(page.locator(":is(.list td, .turn-row, .message, .t):visible").first).to_be_visible()
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 async def test_hostile_text_is_shown_as_text(rig, look):
     page = await look("#/session/rollout-7")
     says = page.locator(".turn-row").nth(4).locator(".says")
@@ -278,6 +361,7 @@ async def test_hostile_text_is_shown_as_text(rig, look):
     await page.goto(rig.url + UI + f"#/session/rollout-7/sequence/{one['id']}?token=500")
     await expect(page.locator(".t.current")).to_be_visible()
     assert HOSTILE.split()[0] in "".join(await page.locator(".t").all_text_contents())
+    await expect(page.locator(".message", has_text="A file holds <img src=x onerror=")).to_contain_text("⟨202e⟩abc")
     assert not await number(page, "main img")
     assert not await number(page, "main script")
     assert await page.title() == "sequence 0 · tokencache"

@@ -22,6 +22,7 @@ from tokencache.api.reader import SessionReader, no_session
 from tokencache.api.viewer.comparison import compare_replies
 from tokencache.api.viewer.sessions import SessionList, outline
 from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, TokenTexts, lay_out
+from tokencache.api.viewer.transcript import MAX_MESSAGES, message_objects, needed_contexts, transcribe
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.lineage import lineages
 from tokencache.core.reasons import Reason
@@ -59,6 +60,7 @@ def add_viewer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, poo
         "getTurn": api.turn,
         "getSequence": api.sequence,
         "getTokens": api.tokens,
+        "getMessages": api.messages,
         "getTexts": api.texts,
     }
     register(app, auth, handlers)
@@ -156,6 +158,31 @@ class _ViewerApi:
             "unread": unread,
         })  # fmt: skip
 
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        info, layout = await self._layout(request)
+        last = layout.turns[-1]
+        turns = {turn.id: turn for turn in await self._store.turns(info.id)}
+        try:
+            contexts = await self._store.contexts(info.id, needed_contexts(last, turns))
+            found = await asyncio.to_thread(transcribe, last, turns, contexts, layout.runs)
+        except KeyError:
+            raise no_session(info.id) from None  # deleted meanwhile
+        except ValueError as error:
+            raise _torn(error) from error
+        total = len(found.places)
+        start = min(number(request, "start", 0), total)
+        end = min(number(request, "end", start + MAX_MESSAGES), total)
+        if not start <= end <= start + MAX_MESSAGES:
+            raise HarnessError(f"start and end must be a range of at most {MAX_MESSAGES} messages", param="end")
+        return json_response({
+            "messages": total,
+            "kept": found.kept,
+            "starts": [place.tokens[0] for place in found.places],
+            "start": start,
+            "end": end,
+            "window": message_objects(found.places[start:end]),
+        })  # fmt: skip
+
     async def texts(self, request: web.Request) -> web.StreamResponse:
         _, _, turn = await self._turn(request, request.query.get("turn", ""))
         try:
@@ -204,4 +231,8 @@ class _ViewerApi:
         except KeyError:
             raise no_session(info.id) from None  # deleted meanwhile
         except ValueError as error:
-            raise HarnessError(f"the records of this sequence are torn: {error}", status=409, kind="torn_record") from error
+            raise _torn(error) from error
+
+
+def _torn(error: ValueError) -> HarnessError:
+    return HarnessError(f"the records of this sequence are torn: {error}", status=409, kind="torn_record")

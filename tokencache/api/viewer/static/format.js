@@ -46,11 +46,12 @@ export const clock = (seconds) => moment(seconds).slice(11);
 const HIDDEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 
 /** A text with invisible characters made visible. Line breaks stay line breaks. */
-export const visible = (text) =>
+export const visible = (text) => readable(text.replace(/\r/g, "␍").replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t"));
+
+/** The same, but line breaks and tabs are not marked: for reading. */
+export const readable = (text) =>
   text
-    .replace(/\r/g, "␍")
-    .replace(/\n/g, "↵\n")
-    .replace(/\t/g, "⇥\t")
+    .replace(/\r\n?/g, "\n")
     .replace(HIDDEN, (c) => `⟨${c.codePointAt(0).toString(16).padStart(4, "0")}⟩`);
 
 /** A text in one line, in quotes; or any value, as JSON. */

@@ -9,6 +9,7 @@ import { h, note } from "./dom.js";
 import { SequencePage } from "./sequence.js";
 import { SessionPage } from "./session.js";
 import { SessionsPage } from "./sessions.js";
+import { COLORS } from "./words.js";
 
 const main = document.getElementById("main");
 const KEYS = [
@@ -87,6 +88,7 @@ function nextTheme() {
 
 const help = document.getElementById("help");
 document.getElementById("help-list").append(...KEYS.flatMap(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)]));
+document.getElementById("color-list").append(...Object.entries(COLORS).flatMap(([name, what]) => [h("dt", {}, h("i", { class: `c-${name}` })), h("dd", {}, what)]));
 document.getElementById("keys").addEventListener("click", () => help.showModal());
 button.addEventListener("click", nextTheme);
 

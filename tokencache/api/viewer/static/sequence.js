@@ -1,4 +1,4 @@
-// The page of one sequence: its tokens, colored by kind.
+// The page of one sequence: its conversation as a transcript, next to its tokens, colored by kind.
 
 import { at, get } from "./api.js";
 import { Blocks } from "./blocks.js";
@@ -9,9 +9,16 @@ import { driftOf } from "./drift.js";
 import { count, many, share } from "./format.js";
 import { Minimap } from "./minimap.js";
 import { drawTokens, runAt } from "./tokens.js";
+import { Transcript } from "./transcript.js";
 import { KINDS, reasonText, STARTS } from "./words.js";
 
 const TOP = 150; // height of the bar above, in pixels
+const BLOCK = 512; // tokens in a block
+const VIEWS = { transcript: "transcript", both: "both", tokens: "tokens" };
+const WIDE = window.matchMedia("(min-width: 1000px)"); // below this width, one view is shown at a time
+
+/** The expected height of a block of tokens, in pixels. */
+const blockHeight = (width) => Math.ceil((BLOCK * 5.2) / Math.max((width - 150) / 7.3, 20)) * 21;
 
 export class SequencePage {
   current = -1;
@@ -43,11 +50,16 @@ export class SequencePage {
     this.own = new Set(found.turns);
     this.one = outline.sequences.find((sequence) => sequence.id === found.id);
     this.card = new Card(this.session, this.signal);
-    this.blocks = new Blocks(found.tokens, { fetch: (start, end) => this.fetch(start, end), draw: (tokens) => this.draw(tokens), drawn: () => this.drawn() });
+    this.blocks = new Blocks(found.tokens, {
+      size: BLOCK, fetch: (start, end) => this.fetch(start, end), draw: (tokens) => this.draw(tokens), drawn: () => this.drawn(), height: blockHeight,
+    });
+    this.transcript = new Transcript(this, (token) => this.jumpToTokens(token));
     this.map = new Minimap(found.tokens, found.runs, (token) => this.jump(token, false, "start"));
     crumbs(["sessions", "#/"], [this.session, this.base], [`sequence ${this.one.number}`, ""]);
     this.build();
+    this.setView(WIDE.matches ? "both" : this.target.query.has("token") ? "tokens" : "transcript");
     this.blocks.start();
+    this.transcript.start().then(() => this.transcript.show(this.current)).catch((why) => this.transcript.body.replaceChildren(note(why.message)));
     window.addEventListener("scroll", () => this.looked(), { signal: this.signal, passive: true });
     window.addEventListener("resize", () => this.looked(), { signal: this.signal });
     for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"])
@@ -68,6 +80,7 @@ export class SequencePage {
     this.scale = h("ul", { class: "scale", "aria-label": "Probability", hidden: true }, scale.map((text, n) => h("li", { class: `p${n}` }, text)));
     this.heatButton = h("button", { type: "button", "aria-pressed": "false", title: "color sampled tokens by their probability (h)", onclick: () => this.heat() }, "heat");
     this.goTo = h("input", { id: "goto", inputmode: "numeric", placeholder: "token", "aria-label": "Go to token", size: 9, spellcheck: "false", onchange: () => this.goToInput() });
+    this.views = h("div", { class: "choices", role: "group", "aria-label": "View" });
     this.driftNote = h("span", { class: "muted" }, "measuring drift…");
     this.unread = h("p", { class: "note", hidden: true });
     const stage = h("div", { class: "stage", tabindex: 0, role: "group", "aria-label": "Tokens", "aria-describedby": "card" }, this.blocks.element);
@@ -87,6 +100,7 @@ export class SequencePage {
           one.parent === null ? null : h("span", {}, "from ", h("a", { href: `${this.base}/turn/${encodeURIComponent(one.from_turn)}` }, `turn ${this.turns.get(one.from_turn).number}`), ` of sequence ${one.parent}`))),
       h("div", { class: "sticky" },
         h("div", { class: "tools" },
+          this.views,
           h("ul", { class: "legend" }, legend),
           h("span", { class: "grow" }),
           this.driftNote,
@@ -96,8 +110,25 @@ export class SequencePage {
             h("button", { type: "button", title: "next turn (])", "aria-label": "next turn", onclick: () => this.step(1) }, "›")),
           this.scale, this.heatButton, this.goTo),
         this.map.element),
-      this.unread, stage, this.card.element);
+      this.unread,
+      h("div", { class: "pair-of-views" }, this.transcript.element, stage),
+      this.card.element);
     if (!found.tokens) stage.replaceChildren(note("No tokens."));
+  }
+
+  /** Show the transcript, the tokens or both. A narrow window has no room for both. */
+  setView(view) {
+    this.view = view;
+    this.root.dataset.view = view;
+    this.views.replaceChildren(...Object.entries(VIEWS).map(([name, text]) =>
+      h("button", { type: "button", class: `v-${name}`, "aria-pressed": String(name === view), onclick: () => this.setView(name) }, text)));
+    this.looked();
+  }
+
+  /** Show a token from the transcript: in a narrow window the tokens replace it. */
+  jumpToTokens(token) {
+    if (this.view === "transcript") this.setView(WIDE.matches ? "both" : "tokens");
+    this.jump(token, false, "start");
   }
 
   async fetch(start, end) {
@@ -168,6 +199,7 @@ export class SequencePage {
     this.current = i;
     document.getElementById(`t${i}`)?.classList.add("current");
     history.replaceState(null, "", `${this.base}/sequence/${encodeURIComponent(this.target.id)}?token=${i}`);
+    this.transcript.show(i);
   }
 
   async jump(token, pin = true, block = "center") {

@@ -15,7 +15,7 @@ const TABS = { turns: "turns", sequences: "sequences", incidents: "incidents", f
 
 export class SessionPage {
   constructor(root, target, signal) {
-    Object.assign(this, { root, target, signal, name: target.session, shown: "", drift: null });
+    Object.assign(this, { root, target, signal, name: target.session, shown: "", drift: null, unfolded: new Set() });
     crumbs(["sessions", "#/"], [target.session, ""]);
     this.up = "#/";
     this.head = h("div", { class: "head" });
@@ -78,11 +78,18 @@ export class SessionPage {
         outline.open_calls.length ? badge(`live · ${outline.open_calls.length} open`, "live") : null,
         outline.complete ? badge("complete") : badge("incomplete", "incomplete", "a reply of the model is missing or still to come: see the incidents"),
         outline.sealed ? badge("sealed") : null,
+        this.transcriptLink(),
         h("span", { class: "facts" }, facts.filter(Boolean).map((fact) => h("span", {}, fact)))),
       h("dl", { class: "tiles" }, ...this.tiles().map(([name, value, more]) =>
         h("div", { data: { tile: name } }, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null)))),
       mix(outline.figures.matches),
     );
+  }
+
+  /** A link to the transcript of the longest sequence. */
+  transcriptLink() {
+    const longest = this.outline.sequences.reduce((best, one) => (best && best.tokens >= one.tokens ? best : one), null);
+    return longest && h("a", { class: "button", href: `#/session/${encodeURIComponent(this.name)}/sequence/${encodeURIComponent(longest.id)}` }, "transcript");
   }
 
   tiles() {
@@ -117,7 +124,7 @@ export class SessionPage {
     const chosen = this.target.what === "turn" ? this.target.id : null;
     const focused = document.activeElement?.closest?.(".list-side a")?.getAttribute("href");
     const build = { turns: tree, sequences: sequenceTable, incidents: incidentTable, forgiven: ruleTable }[this.tab];
-    this.list.replaceChildren(build(outline, chosen, this.signal) ?? note("None."));
+    this.list.replaceChildren(build(outline, chosen, this.unfolded) ?? note("None."));
     if (focused) [...this.list.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
     this.panel.show(chosen, this.turns.get(chosen));
     this.root.classList.toggle("open", chosen !== null);

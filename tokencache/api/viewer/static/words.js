@@ -32,3 +32,15 @@ export const reasonText = (reason) => REASONS[reason] ?? "";
 
 /** The meaning of an incident kind, and what to do. */
 export const incidentText = (kind) => INCIDENTS[kind] ?? "";
+
+/** What each color of the page means. */
+export const COLORS = {
+  chosen: "what can be clicked, and what is chosen",
+  context: "context: what the harness sent, and all that is as usual",
+  trained: "sampled by the policy here, and trained",
+  branch: "branch: a second continuation of a turn, and the replies that it shares with the first",
+  resplice: "resplice: an edited context, and the replies that keep their exact tokens in it",
+  differs: "differs from what was served, from a plain rendering, or from the other sessions of the group",
+  notice: "not as usual, but nothing is missing: plain, incidents, marks, sampled without log probabilities",
+  missing: "data is missing, or would be lost",
+};
