@@ -22,6 +22,7 @@ __all__ = [
     "EngineState",
     "Figures",
     "Incident",
+    "Link",
     "OpenCall",
     "OverlongFigures",
     "PastReward",
@@ -201,6 +202,24 @@ class Figures(msgspec.Struct, frozen=True):
     overlong: OverlongFigures | None = None
 
 
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer that returned as text in the request of another call.
+
+    Attributes:
+        kind: `compaction` if a new context begins with the text: the summary of an earlier one. `delegation` if the text was added to a
+            running conversation, as a tool result or a message: the answer of a sub-agent.
+        sources: the turns that sampled the text. If there are several, each sampled the same text, and which one returned is unknown.
+        turn: the turn whose request was the first to contain it. `message`: index of the message in that request.
+        evidence: `equal` if it is the whole text of the message, `contained` if it is a part. White space does not count.
+    """
+
+    kind: str
+    sources: list[str]
+    turn: str
+    message: int
+    evidence: str
+
+
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """All sequences of one session.
 
@@ -213,6 +232,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         reward: the reward of the whole rollout; `None` if none was given. `reward_components`: its named parts.
         group: the name that the rollouts of one prompt share (GRPO); `""` if there is none.
         metadata, tags: what the trainer stored with the session.
+        links: answers that returned as text in other calls.
     """
 
     session: str
@@ -228,6 +248,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     metadata: dict[str, Any] = {}
     tags: list[str] = []
+    links: list[Link] = []
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):

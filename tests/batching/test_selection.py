@@ -1,0 +1,155 @@
+"""Selection: each rule drops what it says, and every dropped row is reported with the rule and the reason."""
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.batching.made import as_trajectory, shape
+from tests.core.forest import grow
+from tests.trajectories.rollouts import ROLLOUTS, of_forest
+from tokencache.batching.selection import (
+    at_least,
+    complete_only,
+    main_line,
+    no_discarded_retries,
+    no_side_calls,
+    rewarded,
+    select,
+)
+from tokencache.trajectories.values import Link
+
+RULES = [at_least(2), complete_only, main_line, no_discarded_retries, no_side_calls, rewarded]
+
+
+def kept(trajectory, *rules):
+    """The first turns of the sequences that are kept."""
+    return [row.sequence.id for row in select([trajectory], *rules).kept]
+
+
+def linked(trajectory, source, turn, kind="delegation"):
+    link = Link(kind=kind, sources=[source], turn=turn, message=1, evidence="equal")
+    return msgspec.structs.replace(trajectory, links=[*trajectory.links, link])
+
+
+def test_without_rules_every_row_is_kept():
+    selection = select([shape(name) for name in ROLLOUTS])
+    assert len(selection.kept) == sum(len(rollout.sequences) for rollout in ROLLOUTS.values())
+    assert selection.dropped == []
+    assert selection.without_rows == [rollout.session for rollout in ROLLOUTS.values() if not rollout.sequences]
+
+
+@given(st.integers(0, 2**32), st.lists(st.sampled_from(RULES), max_size=4))
+def test_every_row_is_either_kept_or_reported(seed, rules):
+    rng = random.Random(seed)
+    trajectories = [as_trajectory(of_forest(grow(rng), f"s{n}"), reward=rng.choice([None, 1.0])) for n in range(3)]
+    selection = select(trajectories, *rules)
+    rows = [*selection.kept, *(dropped.row for dropped in selection.dropped)]
+    given_rows = [(trajectory.session, sequence.id) for trajectory in trajectories for sequence in trajectory.sequences]
+    assert sorted((row.trajectory.session, row.sequence.id) for row in rows) == sorted(given_rows)
+    for row in selection.kept:
+        assert not any(rule(*row) for rule in rules)
+    for dropped in selection.dropped:
+        assert dropped.reason == next(reason for rule in rules if (reason := rule(*dropped.row)))
+    with_rows = {row.trajectory.session for row in selection.kept}
+    assert selection.without_rows == [trajectory.session for trajectory in trajectories if trajectory.session not in with_rows]
+
+
+def test_a_side_call_is_dropped_and_a_sub_agent_is_kept():
+    assert kept(shape("sub-agent"), no_side_calls) == ["t1", "t2"]
+
+
+def test_a_session_without_tools_has_no_side_calls():
+    assert kept(shape("media"), no_side_calls) == ["t0", "t1"]
+
+
+def test_a_call_whose_answer_returned_is_no_side_call():
+    assert kept(linked(shape("sub-agent"), "t0", "t4"), no_side_calls) == ["t0", "t1", "t2"]
+
+
+def test_a_discarded_retry_is_dropped():
+    assert kept(shape("thrown-away"), no_discarded_retries) == ["t0"]
+    assert kept(linked(shape("thrown-away"), "t1", "t3"), no_discarded_retries) == ["t0", "t1"]
+
+
+def test_the_main_line_has_neither_side_calls_nor_sub_agents_nor_retries():
+    assert kept(shape("sub-agent"), main_line) == ["t1"]
+    assert kept(shape("thrown-away"), main_line) == ["t0"]
+
+
+def test_the_main_line_continues_after_an_edit_of_the_context():
+    assert kept(shape("respliced"), main_line) == ["t0", "t2"]
+
+
+def test_a_fork_with_an_edited_context_is_not_on_the_main_line():
+    """The main line had later turns of its own, so the edited sequence did not take over."""
+    trajectory = shape("respliced")
+    first, edited = trajectory.sequences
+    later = msgspec.structs.replace(first.turns[-1], created=edited.turns[-1].created + 1)
+    first = msgspec.structs.replace(first, turns=[*first.turns[:-1], later])
+    assert kept(msgspec.structs.replace(trajectory, sequences=[first, edited]), main_line) == ["t0"]
+
+
+def compacted():
+    """A rollout of two turns, its summary by a branch, and a new root that begins with the summary."""
+    trajectory = shape("thrown-away")
+    main, summary = trajectory.sequences
+    new = msgspec.structs.replace(main, id="n0", root="n0", turns=[msgspec.structs.replace(main.turns[-1], turn="n0")])
+    return msgspec.structs.replace(trajectory, sequences=[main, summary, new])
+
+
+def test_the_main_line_continues_after_a_summary():
+    assert kept(compacted(), main_line) == ["t0"]
+    assert kept(linked(compacted(), "t1", "n0", kind="compaction"), main_line) == ["t0", "t1", "n0"]
+
+
+def test_a_summary_that_several_turns_may_have_written_is_no_evidence():
+    several = Link(kind="compaction", sources=["t1", "t0"], turn="n0", message=1, evidence="contained")
+    assert kept(msgspec.structs.replace(compacted(), links=[several]), main_line) == ["t0"]
+
+
+def test_a_link_to_turns_that_were_left_out_is_ignored():
+    trajectory = linked(linked(compacted(), "gone", "n0", kind="compaction"), "t1", "gone", kind="compaction")
+    assert kept(trajectory, main_line) == ["t0"]
+
+
+def test_an_incomplete_session_is_dropped_with_its_incidents():
+    (dropped, *_) = select([shape("aborted")], complete_only).dropped
+    assert dropped.reason == "the session is not complete: call-open"
+
+
+def test_a_session_without_a_reward_is_dropped():
+    assert kept(shape("linear"), rewarded) == []
+    assert kept(shape("linear", reward=0.0), rewarded) == ["t0"]
+
+
+@pytest.mark.parametrize("name", ["linear", "without-logprobs", "speechless"])
+def test_rows_with_too_few_trainable_tokens_are_dropped(name):
+    trajectory = shape(name)
+    own = sum(trajectory.sequences[0].loss_mask)
+    assert kept(trajectory, at_least(own)) == ["t0"]
+    assert kept(trajectory, at_least(own + 1)) == []
+
+
+def test_the_report_names_rules_tokens_and_sessions():
+    selection = select([shape("sub-agent"), shape("empty")], no_side_calls)
+    rows, tokens = len(selection.kept), sum(sum(row.sequence.loss_mask) for row in selection.kept)
+    lost = sum(selection.dropped[0].row.sequence.loss_mask)
+    assert selection.report().splitlines() == [
+        f"{rows} rows kept with {tokens} trainable tokens, 1 dropped",
+        f"  no_side_calls: 1 rows with {lost} trainable tokens",
+        "  sessions without a row: empty",
+    ]
+    assert str(selection.dropped[0]) == (
+        "session sub-agent, sequence t0: is a side call: it offers no tools, and no later call continues it (no_side_calls)"
+    )
+
+
+def test_a_rule_of_your_own():
+    def short(trajectory, sequence):
+        return "is too long" if sequence.tokens > 1 else ""
+
+    (dropped,) = select([shape("linear")], short).dropped
+    assert (dropped.rule, dropped.reason) == ("short", "is too long")

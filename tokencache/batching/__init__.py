@@ -1,0 +1,46 @@
+"""Turns trajectories into training batches, with plain functions.
+
+All functions compute from `Trajectory` values alone: none opens a socket or calls an engine.
+
+`selection`   chooses the rows to train on, and reports every row that it drops
+`advantages`  compares the rewards of the sessions of a group
+`forest`      joins rows to a prefix forest: a shared prefix occurs once, and each sampled token has one owner
+`tensors`     pads or packs rows, or a forest, to numpy arrays or torch tensors (needs numpy)
+
+    selection = select(trajectories, complete_only, no_side_calls, at_least(16))
+    advantages = row_advantages(selection.kept, group_advantages(trajectories))
+    batch = pad(selection.kept, advantages)
+"""
+
+from tokencache.batching.advantages import group_advantages, leave_one_out, mean_std, row_advantages
+from tokencache.batching.selection import (
+    DroppedRow,
+    Rule,
+    Selection,
+    TrainingRow,
+    at_least,
+    complete_only,
+    main_line,
+    no_discarded_retries,
+    no_side_calls,
+    rewarded,
+    select,
+)
+
+__all__ = [
+    "DroppedRow",
+    "Rule",
+    "Selection",
+    "TrainingRow",
+    "at_least",
+    "complete_only",
+    "group_advantages",
+    "leave_one_out",
+    "main_line",
+    "mean_std",
+    "no_discarded_retries",
+    "no_side_calls",
+    "rewarded",
+    "row_advantages",
+    "select",
+]

@@ -1,0 +1,212 @@
+"""Chooses the rows to train on. A row is one sequence of a trajectory.
+
+    selection = select(trajectories, complete_only, no_side_calls, at_least(16))
+    for row in selection.kept: ...
+    print(selection.report())
+
+A rule is a plain function of a trajectory and one of its sequences. It returns why the row is dropped, or `""` to keep it. Every dropped
+row is listed with the rule and the reason, so no row is lost silently. Your own rules work in the same way:
+
+    def short(trajectory: Trajectory, sequence: Sequence) -> str:
+        return "is longer than 8,192 tokens" if sequence.tokens > 8192 else ""
+
+========================  ==========================================================================================================
+`complete_only`           drops all rows of a trajectory in which something is missing
+`rewarded`                drops all rows of a trajectory without a reward
+`main_line`               drops sub-agents, side calls and retries: only the rollout itself remains
+`no_side_calls`           drops calls beside the rollout, such as one that makes a title
+`no_discarded_retries`    drops answers that the harness discarded
+`at_least(n)`             drops rows with fewer than n trainable tokens
+========================  ==========================================================================================================
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from tokencache.trajectories.values import Sequence, Trajectory
+
+Rule = Callable[[Trajectory, Sequence], str]
+"""Returns why a row is dropped; `""` to keep it."""
+
+
+class TrainingRow(NamedTuple):
+    """A sequence, with the trajectory that it belongs to."""
+
+    trajectory: Trajectory
+    sequence: Sequence
+
+    def __str__(self) -> str:
+        return f"session {self.trajectory.session}, sequence {self.sequence.id}"
+
+
+class DroppedRow(NamedTuple):
+    """A row that was dropped: the name of the rule, and its reason."""
+
+    row: TrainingRow
+    rule: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.row}: {self.reason} ({self.rule})"
+
+
+class Selection(NamedTuple):
+    """The result of `select`.
+
+    Attributes:
+        kept: the rows to train on, in the order of the trajectories and of their sequences.
+        dropped: all other rows, in the same order.
+        without_rows: sessions of which no row is kept, including those that have no sequence at all.
+    """
+
+    kept: list[TrainingRow]
+    dropped: list[DroppedRow]
+    without_rows: list[str]
+
+    def report(self) -> str:
+        """Describe what was dropped: one line for each rule."""
+        trainable = sum(sum(row.sequence.loss_mask) for row in self.kept)
+        lines = [f"{len(self.kept)} rows kept with {trainable} trainable tokens, {len(self.dropped)} dropped"]
+        rows = Counter(dropped.rule for dropped in self.dropped)
+        for rule, n in rows.items():
+            tokens = sum(sum(dropped.row.sequence.loss_mask) for dropped in self.dropped if dropped.rule == rule)
+            lines.append(f"  {rule}: {n} rows with {tokens} trainable tokens")
+        if self.without_rows:
+            lines.append(f"  sessions without a row: {', '.join(self.without_rows)}")
+        return "\n".join(lines)
+
+
+def select(trajectories: Iterable[Trajectory], *rules: Rule) -> Selection:
+    """Apply rules to every sequence of trajectories, in the given order. The first rule that drops a row is reported."""
+    kept: list[TrainingRow] = []
+    dropped: list[DroppedRow] = []
+    without_rows: list[str] = []
+    for trajectory in trajectories:
+        before = len(kept)
+        for sequence in trajectory.sequences:
+            row = TrainingRow(trajectory, sequence)
+            for rule in rules:
+                if reason := rule(trajectory, sequence):
+                    dropped.append(DroppedRow(row, getattr(rule, "__name__", type(rule).__name__), reason))
+                    break
+            else:
+                kept.append(row)
+        if len(kept) == before:
+            without_rows.append(trajectory.session)
+    return Selection(kept, dropped, without_rows)
+
+
+def complete_only(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
+    """Drop all rows of a trajectory that is not complete."""
+    if trajectory.complete:
+        return ""
+    kinds = sorted({incident.kind for incident in trajectory.incidents if incident.hole})
+    return f"the session is not complete: {', '.join(kinds) or 'no incident says why'}"
+
+
+def rewarded(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
+    """Drop all rows of a trajectory without a reward."""
+    return "the session has no reward" if trajectory.reward is None else ""
+
+
+def at_least(trainable_tokens: int) -> Rule:
+    """Return a rule that drops rows with fewer trainable tokens (loss mask 1)."""
+
+    def at_least(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
+        own = sum(sequence.loss_mask)
+        return "" if own >= trainable_tokens else f"has {own} trainable tokens, {trainable_tokens} are required"
+
+    return at_least
+
+
+def no_side_calls(trajectory: Trajectory, sequence: Sequence) -> str:
+    """Drop calls beside the rollout, such as one that makes a title.
+
+    A side call offers no tools, and no later call continues it, while another sequence of the session has tools or is continued. A call
+    whose answer returned in another call (`links`), such as the summary of a compaction, is no side call.
+    """
+    if not _is_single(sequence) or _returned(trajectory, sequence) or all(_is_single(other) for other in trajectory.sequences):
+        return ""
+    return "is a side call: it offers no tools, and no later call continues it"
+
+
+def no_discarded_retries(trajectory: Trajectory, sequence: Sequence) -> str:
+    """Drop answers that the harness discarded.
+
+    Such a sequence branches off another one, no later call continues it, and its answer did not return in another call (`links`).
+    """
+    if sequence.start != "branch" or sequence.continued or _returned(trajectory, sequence):
+        return ""
+    return "is a retry or a fork that no later call continues"
+
+
+def main_line(trajectory: Trajectory, sequence: Sequence) -> str:
+    """Keep only the rollout itself.
+
+    The main line begins at the root whose tree has the most turns. It continues with the sequence that took over after the last turn: one
+    that took its context from there with edits (`resplice`, `plain`), or one that begins with a summary from there. The calls that wrote
+    these summaries (compactions in `links`) are part of it. Other branches, and side calls, are not.
+    """
+    line = _main_line(trajectory)
+    return "" if sequence.id in line else f"is not on the main line, which is {', '.join(line)}"
+
+
+def _is_single(sequence: Sequence) -> bool:
+    """Whether a sequence offers no tools, and no later call continues it."""
+    return not sequence.continued and not sequence.tools
+
+
+def _returned(trajectory: Trajectory, sequence: Sequence) -> bool:
+    """Whether an answer of a sequence returned as text in another call."""
+    own = {turn.turn for turn in sequence.turns}
+    return any(not own.isdisjoint(link.sources) for link in trajectory.links)
+
+
+def _main_line(trajectory: Trajectory) -> list[str]:
+    """Return the ids of the sequences of the main line, in the order of the trajectory."""
+    summaries = _summaries(trajectory)
+    parents = _parents(trajectory, summaries)
+    tree_turns = {sequence.id: len(sequence.turns) for sequence in trajectory.sequences}  # of a sequence and all that follow from it
+    for sequence in reversed(trajectory.sequences):  # a parent comes before its children
+        if parent := parents[sequence.id]:
+            tree_turns[parent] += tree_turns[sequence.id]
+    successors = [sequence for sequence in trajectory.sequences if not parents[sequence.id]]
+    line: set[str] = set()
+    while successors:
+        last = max(successors, key=lambda one: tree_turns[one.id])  # among equals the first
+        line.add(last.id)
+        successors = [
+            one
+            for one in trajectory.sequences
+            if parents[one.id] == last.id
+            and one.start != "branch"
+            and one.turns[0].created >= last.turns[-1].created
+            and not no_side_calls(trajectory, one)
+        ]
+    line |= {source for target, source in summaries.items() if target in line}
+    return [sequence.id for sequence in trajectory.sequences if sequence.id in line]
+
+
+def _summaries(trajectory: Trajectory) -> dict[str, str]:
+    """Return for each sequence that begins with a summary the sequence whose turn wrote it. Both are ids."""
+    sequence_of = {turn.turn: sequence.id for sequence in trajectory.sequences for turn in sequence.turns}
+    found = {}
+    for link in trajectory.links:
+        target, source = sequence_of.get(link.turn), sequence_of.get(link.sources[0])
+        if link.kind == "compaction" and len(link.sources) == 1 and target and source:  # a limit of length may leave turns out
+            found[target] = source
+    return found
+
+
+def _parents(trajectory: Trajectory, summaries: Mapping[str, str]) -> dict[str, str]:
+    """Return for each sequence the one from which it took its context, as tokens or as a summary; `""` if there is none."""
+    starts = {sequence.id: sequence.start for sequence in trajectory.sequences}
+    parents: dict[str, str] = {}
+    for sequence in trajectory.sequences:  # a parent comes before its children
+        parent = sequence.parent if sequence.parent in starts else None
+        source = summaries.get(sequence.id, "")
+        if parent is None and source in parents:
+            parent = parents[source] if starts[source] == "branch" else source  # a branch may write the summary of its parent
+        parents[sequence.id] = parent or ""
+    return parents
