@@ -32,10 +32,14 @@ class Entry:
 
     @functools.cached_property
     def exact(self) -> str:
-        """The message as the client wrote it, with the values of arguments: no form of a value is evidence (rule `args-json`)."""
-        calls = self.message.get("tool_calls") or ()
+        """The message as the client wrote it, apart from what no template can show.
+
+        A single text part is the same as a string, and arguments are compared by value (rule `args-json`).
+        """
+        calls, content = self.message.get("tool_calls") or (), self.message.get("content")
         functions = [{**call["function"], "arguments": arguments_of(call["function"]["arguments"])} for call in calls]
-        return json.dumps([self.message | {"tool_calls": [call["id"] for call in calls]}, functions], sort_keys=True)
+        text = content[0]["text"] if isinstance(content, list) and len(content) == 1 else content
+        return json.dumps([self.message | {"content": text, "tool_calls": [call["id"] for call in calls]}, functions], sort_keys=True)
 
     @functools.cached_property
     def loose(self) -> tuple[Any, ...]:
@@ -96,10 +100,6 @@ class SampledTurn:
     def is_said_by(self, entry: Entry) -> bool:
         """Whether an entry has the words of this turn, and no other reasoning."""
         return entry.loose == self.words and entry.thoughts <= self._thoughts
-
-    @functools.cached_property
-    def exact(self) -> tuple[str, ...]:
-        return tuple(entry.exact for entry in self.entries)
 
     @functools.cached_property
     def loose(self) -> tuple[Any, ...]:

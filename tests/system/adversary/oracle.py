@@ -224,20 +224,27 @@ class Oracle:
         return [said for said in self._by_words[entry.loose] if said.number >= self._kept and said.is_said_by(entry)]
 
     def _levels(self, fits: Sequence[SampledTurn], entries: Sequence[Entry], place: int, scope: str) -> list[list[SampledTurn]]:
-        """The turns that each kind of evidence indicates, the strongest first: place (exact, then normalised), ids, handle, neighbours."""
+        """The turns that each kind of evidence indicates, the strongest first: place (then normalised), ids, handle, neighbours."""
         entry = entries[place]
         context = tuple(one.loose for one in entries[:place])
         names = tuple(map(safe, call_ids(entry.message)))
         before = entries[place - 1].loose if place else None
-        exactly = tuple(one.exact for one in entries[:place])
         placed = [said for said in fits if said.scope == scope and not self._renamed(said.entries, entries)]
         return [
-            [said for said in placed if said.exact == exactly],
+            [said for said in placed if self._unchanged(said.entries, entries[:place])],
             [said for said in placed if said.loose == context],
             [said for said in fits if any(map(_DRAWN.search, names)) and said.names == names],
             [said for said in fits if entry.handle and said.handle == entry.handle],
             [said for said in fits if before is not None and any(entry.loose[1:]) and said.loose[-1:] == (before,)],
         ]
+
+    def _unchanged(self, before: Sequence[Entry], now: Sequence[Entry]) -> bool:
+        """Whether nothing changed: the client's own messages are as they were, and each reply is still the same turn's."""
+
+        def same(was: Entry, one: Entry) -> bool:
+            return was.exact == one.exact or (was.turn == one.turn is not None and self.truth(was) == self.truth(one) is not None)
+
+        return len(before) == len(now) and all(was is one or same(was, one) for was, one in zip(before, now, strict=True))
 
     def _renamed(self, before: Sequence[Entry], now: Sequence[Entry]) -> bool:
         """Whether a reply came back with the handle or call id of another turn: then it is that turn's reply, which has the same words."""
@@ -302,8 +309,8 @@ class Oracle:
             fits = [said for said in fits if said.names == names]
         elif any(name in self._issued for name in names) or any(map(_same_make, own.names, names)):
             return ""  # an id that was, or may have been, issued to another turn
-        to_the_letter, in_place, by_id, by_handle, beside = self._levels(fits, entries, place, scope)
-        if own in to_the_letter and self._alone(own, in_place):
+        unchanged, in_place, by_id, by_handle, beside = self._levels(fits, entries, place, scope)
+        if own in unchanged and self._alone(own, in_place):
             return "place"
         if self._claimed_elsewhere(own, entries, place, scope):
             return ""

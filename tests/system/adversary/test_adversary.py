@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary import dialects
-from tests.system.adversary.observed import Entry
+from tests.system.adversary.observed import Entry, Tally
+from tests.system.adversary.oracle import Oracle
 from tests.system.adversary.run import replay, run
 from tests.system.adversary.stack import Stack
 from tests.system.adversary.template_reading import reading_of
@@ -156,6 +158,53 @@ def test_it_counts_the_misses_of_a_matcher_without_records(monkeypatch):
     counts = run(FEW, SEED, templates=USUAL).counts
     assert counts["missed"] == counts["owed"] > 0
     assert not counts["false"]
+
+
+# --- the oracle knows the evidence of a position ------------------------------------------------------------------------------------------
+
+
+async def said_twice(second, now, earlier):
+    """Sample the same words after the system prompts "Answer." and `second`; then send the first of them back after `now`.
+
+    `earlier` is how an earlier reply is written then. Returns how many false matches the oracle finds in that call, and its plan.
+    """
+    stack, tally = Stack("Qwen3", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(system, *entries, **reply):
+        entries = (Entry({"role": "system", "content": system}), Entry(ASK), *entries)
+        called = await stack.call("s", dialects.write("chat", entries, [], {}), reply)
+        number = oracle.judge(called, entries, {"role": "assistant", **reply}, scope="")
+        return called.plan, Entry(dialects.served("chat", called.answer)[0], number)
+
+    _, looking = await ask("Answer.", content="I look.")
+    _, done = await ask("Answer.", looking, Entry(ASK), content="Done.")
+    await ask(second, looking, Entry(ASK), content="Done.", reasoning="hm")
+    looking = replace(looking, message={**looking.message, "content": earlier})
+    plan, _ = await ask(now, looking, Entry(ASK), done, Entry(ASK), content="Yes.")
+    return tally.counts["false"], plan
+
+
+def as_part(text):
+    return [{"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize("earlier", ["I look.", "I look.\n"])
+@pytest.mark.parametrize("written", [str, as_part])
+async def test_the_position_identifies_a_reply_however_its_context_is_written(written, earlier):
+    false, plan = await said_twice("Answer. ", written("Answer. "), earlier)
+    assert (false, plan.match, plan.reason) == (0, "continue", "")
+
+
+@pytest.mark.parametrize("earlier", ["I look.", "I look.\n"])
+@pytest.mark.parametrize("written", [str, as_part])
+async def test_the_position_does_not_choose_between_two_turns_in_it(written, earlier, monkeypatch):
+    false, plan = await said_twice("Answer.", written("Answer."), earlier)
+    assert (false, plan.reason) == (0, "ambiguous-reply")
+    monkeypatch.setattr(match, "_interchangeable", lambda *_, **__: True)
+    monkeypatch.setattr(match, "_once", lambda hits: list(reversed({hit.turn.id: hit for hit in hits}.values())))
+    false, plan = await said_twice("Answer.", written("Answer."), earlier)
+    assert (false, plan.reason) == (1, "")
 
 
 # --- its own tools -----------------------------------------------------------------------------------------------------------
