@@ -42,9 +42,14 @@ ledger          the part of the proxy that starts, ends and records calls in the
 replica         one of several proxies that share a store
 """
 
-from importlib import metadata
 
-try:
-    __version__ = metadata.version(__name__)
-except metadata.PackageNotFoundError:  # imported from a source tree that is not installed
-    __version__ = "unknown"
+def __getattr__(name: str) -> str:
+    """Look the version up when it is needed: importing `importlib.metadata` takes as long as importing a quarter of the client."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata  # noqa: PLC0415 - see above
+
+    try:
+        return metadata.version(__name__)
+    except metadata.PackageNotFoundError:  # imported from a source tree that is not installed
+        return "unknown"

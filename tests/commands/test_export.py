@@ -18,7 +18,8 @@ from tokencache.commands import files, parquet
 from tokencache.commands.export import Export
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.formats.registry import FORMATS
-from tokencache.trajectories.lengths import POLICIES, Lengths, limit
+from tokencache.trajectories.lengths import POLICIES, Lengths
+from tokencache.trajectories.limiting import limit
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 

@@ -20,7 +20,8 @@ from tokencache.trajectories.formats.rows import rows_of
 from tokencache.trajectories.formats.skyrl import skyrl
 from tokencache.trajectories.formats.slime import slime
 from tokencache.trajectories.formats.verl import verl
-from tokencache.trajectories.lengths import LIMITS, POLICIES, Lengths, lengths_of, limit
+from tokencache.trajectories.lengths import LIMITS, POLICIES, Lengths, lengths_of
+from tokencache.trajectories.limiting import limit
 from tokencache.trajectories.values import Trajectory
 from tokencache.trajectories.verify import verify
 

@@ -15,7 +15,8 @@ from tokencache.trajectories.formats.tinker import tinker
 from tokencache.trajectories.formats.trl import trl
 from tokencache.trajectories.formats.verifiers import verifiers
 from tokencache.trajectories.formats.verl import verl
-from tokencache.trajectories.lengths import Lengths, limit
+from tokencache.trajectories.lengths import Lengths
+from tokencache.trajectories.limiting import limit
 from tokencache.trajectories.rollout import Records, Rollout, rollout
 
 

@@ -1,0 +1,59 @@
+"""Applies limits of length (`lengths`) to the sequences of a rollout."""
+
+import msgspec
+
+from tokencache.core.lineage import TokenSequence
+from tokencache.trajectories.lengths import LIMITS, MOST, Lengths
+from tokencache.trajectories.rollout import Rollout, figures_of_sequences, weights_of
+from tokencache.trajectories.values import OverlongFigures
+
+
+def limit(rollout: Rollout, lengths: Lengths) -> Rollout:
+    """Apply limits to the sequences of a rollout.
+
+    Weights and figures are those of the sequences that remain, except that `figures.drift` describes the whole rollout.
+    """
+    kept = [one for sequence in rollout.sequences if (one := _limited(sequence, lengths)) is not None]
+    left = {span.turn.id for sequence in kept for span in sequence.turns}
+    trainable = sum(sequence.trainable for sequence in kept)
+    overlong = OverlongFigures(
+        policy=lengths.overlong,
+        limits={name: value for name in LIMITS if (value := getattr(lengths, name)) < MOST},
+        dropped=len(rollout.sequences) - len(kept),
+        cut=sum(sequence.overlong == "cut" for sequence in kept),
+        masked=sum(sequence.overlong == "masked" for sequence in kept),
+        trainable_tokens_lost=rollout.figures.trainable_tokens - trainable,
+        turns=[span.turn.id for sequence in rollout.sequences for span in sequence.turns if span.turn.id not in left],
+    )
+    if not (overlong.dropped or overlong.cut or overlong.masked):
+        return msgspec.structs.replace(rollout, figures=msgspec.structs.replace(rollout.figures, overlong=overlong))
+    turns = [span.turn for sequence in kept for span in sequence.turns]
+    figures = figures_of_sequences(turns, rollout.incidents, kept, rollout.figures.drift)
+    return msgspec.structs.replace(
+        rollout,
+        sequences=tuple(kept),
+        weights=weights_of(kept),
+        figures=msgspec.structs.replace(figures, overlong=overlong),
+    )
+
+
+def _limited(sequence: TokenSequence, lengths: Lengths) -> TokenSequence | None:
+    """Apply limits to a sequence; `None` if it is left out."""
+    allowed = lengths.allowed_end(sequence)
+    size = len(sequence.token_ids)
+    if size <= allowed:
+        return sequence
+    if lengths.overlong == "mask":
+        return msgspec.structs.replace(sequence, loss_mask=[0] * size, logprobs=[0.0] * size, overlong="masked")
+    turns = [span for span in sequence.turns if span.completion[1] <= allowed]
+    end = turns[-1].completion[1] if turns else 0
+    if lengths.overlong == "drop" or end <= sequence.response_start:
+        return None
+    return msgspec.structs.replace(
+        sequence,
+        token_ids=sequence.token_ids[:end],
+        loss_mask=sequence.loss_mask[:end],
+        logprobs=sequence.logprobs[:end],
+        turns=turns,
+        overlong="cut",
+    )
