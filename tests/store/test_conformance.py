@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from tests.support.redis_server import RealRedis, find_binary
 from tokencache.core.turn import Prefix
 from tokencache.store import conformance
-from tokencache.store.base import BeginResult, OpenCall, SessionSealedError
+from tokencache.store.base import BeginResult, OpenCall, Page, SealOutcome, SessionExistsError, SessionSealedError
 from tokencache.store.conformance import CHECKS, check_replicas
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
@@ -242,7 +242,147 @@ class KeepsOneEntryForEachEngine(MemoryStore):
         self._engines[entry.url, ""] = entry
 
 
+class SealsAnything(MemoryStore):
+    async def seal(self, session, *, force=False, at=0.0):
+        return await super().seal(session, force=True, at=at)
+
+
+class SealsSilently(MemoryStore):
+    async def seal(self, session, *, force=False, at=0.0):
+        outcome = await super().seal(session, force=force, at=at)
+        if outcome is SealOutcome.SEALED:
+            self._sessions[session].incidents.clear()
+        return outcome
+
+
+class FinishesTwice(MemoryStore):
+    async def finish(self, session):
+        if (held := self._sessions.get(session)) is not None:
+            held.finished = None
+        return await super().finish(session)
+
+
+class JoinsOnDefinition(MemoryStore):
+    async def define(self, session, settings, labels, *, exist_ok=False, adopt=False):
+        return await super().define(session, settings, labels, exist_ok=True, adopt=adopt)
+
+
+class LastDefinitionWins(MemoryStore):
+    async def define(self, session, settings, labels, *, exist_ok=False, adopt=False):
+        known = await self.session(session)
+        await asyncio.sleep(0)
+        if known is not None:
+            raise SessionExistsError(session)
+        await self.delete(session, reuse=True)
+        return await super().define(session, settings, labels)
+
+
+class IgnoresSettings(MemoryStore):
+    async def begin(self, session, call, keys, *, settings=b"", **options):
+        held = self._find(session)
+        return await super().begin(session, call, keys, settings=held.digest if held else b"", **options)
+
+
+class MergesLabels(MemoryStore):
+    async def set_labels(self, session, changes):
+        held = self._find(session)
+        if held is not None and changes.metadata:
+            changes = replace(changes, metadata=held.labels.metadata | changes.metadata)
+        return await super().set_labels(session, changes)
+
+
+class KeepsOneReward(MemoryStore):
+    async def rewards(self, session):
+        return (await super().rewards(session))[-1:]
+
+
+class SetsLabelsOfDeletedSessions(MemoryStore):
+    async def set_labels(self, session, changes):
+        await super().set_labels(session, changes)
+        return True
+
+
+class CountsNoTokens(MemoryStore):
+    async def session(self, session):
+        info = await super().session(session)
+        return info and replace(info, sampled=0)
+
+
+class SkipsOnDeletion(MemoryStore):
+    async def page(self, cursor, limit):
+        start, names = int(cursor or 0), sorted(self._sessions)
+        infos = await self.states(names[start : start + limit])
+        return Page(infos, b"%d" % (start + limit) if start + limit < len(names) else b"")
+
+
+class AcceptsAnyCursor(MemoryStore):
+    async def page(self, cursor, limit):
+        return await super().page(cursor if cursor.isascii() else b"", limit)
+
+
+class LeavesOutMissingStates(MemoryStore):
+    async def states(self, sessions):
+        return [info for info in await super().states(sessions) if info is not None]
+
+
+class OffersAgain(MemoryStore):
+    async def offer(self, session, epoch, at):
+        self._entries.pop(session, None)
+        await super().offer(session, epoch, at)
+
+
+class LeasesSome(MemoryStore):
+    async def lease(self, sessions, delivery, consumer, seconds):
+        free = [one.session for one in await self.queue() if one.session in sessions and (not one.leased or one.delivery == delivery)]
+        return await super().lease(free, delivery, consumer, seconds) and len(free) == len(sessions)
+
+
+class LooksThenLeases(MemoryStore):
+    async def lease(self, sessions, delivery, consumer, seconds):
+        free = {one.session for one in await self.queue() if not one.leased}
+        await asyncio.sleep(0)
+        if free >= set(sessions):
+            for session in sessions:
+                self._entries[session] = replace(self._entries[session], until=0.0)
+        return await super().lease(sessions, delivery, consumer, seconds)
+
+
+class KeepsExpiredDeliveries(MemoryStore):
+    async def lease(self, sessions, delivery, consumer, seconds):
+        kept = dict(self._deliveries)
+        leased = await super().lease(sessions, delivery, consumer, seconds)
+        self._deliveries = kept | self._deliveries
+        return leased
+
+
+class ForgetsRemovals(MemoryStore):
+    async def remove(self, delivery):
+        outcome = await super().remove(delivery)
+        self._removed.clear()
+        return outcome
+
+
 BROKEN = [
+    (SealsAnything, "check_life_cycle"),
+    (FinishesTwice, "check_life_cycle"),
+    (SealsSilently, "check_forced_seal"),
+    (JoinsOnDefinition, "check_definition"),
+    (LastDefinitionWins, "check_concurrent_definitions"),
+    (IgnoresSettings, "check_settings"),
+    (MergesLabels, "check_labels"),
+    (KeepsOneReward, "check_rewards"),
+    (SetsLabelsOfDeletedSessions, "check_deleted_definition"),
+    (CountsNoTokens, "check_summary"),
+    (SkipsOnDeletion, "check_pages"),
+    (AcceptsAnyCursor, "check_foreign_cursor"),
+    (LeavesOutMissingStates, "check_states"),
+    (OffersAgain, "check_offers"),
+    (LeasesSome, "check_leases"),
+    (KeepsExpiredDeliveries, "check_expired_leases"),
+    (LooksThenLeases, "check_concurrent_leases"),
+    (ForgetsRemovals, "check_leases"),
+    (LeasesSome, "check_queue_histories"),
+    (ForgetsRemovals, "check_queue_histories"),
     (KeepsOneEntryForEachEngine, "check_engines"),
     (AddsIncidentsToDeletedSessions, "check_delete"),
     (ForgetsTombstones, "check_delete"),

@@ -1,6 +1,7 @@
 """For random turns and operations, Redis returns what the memory store returns."""
 
 import asyncio
+import secrets
 
 import fakeredis
 import pytest
@@ -11,7 +12,17 @@ from msgspec.structs import replace
 from tokencache.core.incidents import Incident
 from tokencache.core.invariants import audit
 from tokencache.core.lineage import sequences
-from tokencache.store.base import Entry, SessionDeletedError, SessionGoneError, SessionSealedError
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
+from tokencache.store.base import (
+    Entry,
+    SessionDeletedError,
+    SessionExistsError,
+    SessionFinishedError,
+    SessionGoneError,
+    SessionSealedError,
+    SettingsChangedError,
+    SettingsConflictError,
+)
 from tokencache.store.conformance import build
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
@@ -71,45 +82,79 @@ async def compare(store, built):
 NAMES = st.sampled_from(["s", "t"])
 CALLS = st.sampled_from(["k1", "k2", "k3", "k4"])
 JOINS = st.sampled_from(["never", "orphaned", "any"])
-STEPS = st.one_of(
-    st.tuples(st.just("begin"), NAMES, CALLS, st.sampled_from([b"", b"x" * 16, b"y" * 16]), JOINS),
-    st.tuples(st.sampled_from(["mark_orphaned", "settle", "commit"]), NAMES, CALLS),
-    st.tuples(st.sampled_from(["delete", "reuse", "lift_tombstone", "seal", "add_incidents"]), NAMES),
+SETTINGS = [SessionSettings(), SessionSettings("codex", sampling={"temperature": 1.0}), SessionSettings(tenant="me")]
+DELIVERIES = st.sampled_from(["d1", "d2", "d3"])
+ERRORS = (
+    SessionSealedError,
+    SessionFinishedError,
+    SessionGoneError,
+    SessionDeletedError,
+    SessionExistsError,
+    SettingsConflictError,
+    SettingsChangedError,
 )
 
 
-async def step(store, epochs, what, session, *rest):
-    """Run one operation. Returns its result without times and epochs."""
+def operation(name, *args, **options):
+    """Calls of a method with drawn arguments, each argument a strategy or a constant, and one of some sets of options."""
+    drawn = [arg if isinstance(arg, st.SearchStrategy) else st.just(arg) for arg in args]
+    return st.tuples(st.just(name), st.tuples(*drawn), st.sampled_from(options.get("options", [{}])))
+
+
+STEPS = st.one_of(
+    st.tuples(
+        st.just("begin"),
+        st.tuples(NAMES, CALLS, st.sampled_from([b"", b"x" * 16, b"y" * 16]), JOINS, st.sampled_from(SETTINGS)),
+        st.just({}),
+    ),
+    *(operation(name, NAMES, CALLS) for name in ("mark_orphaned", "settle", "commit")),
+    operation("delete", NAMES, options=[{}, {"reuse": True}]),
+    *(operation(name, NAMES) for name in ("lift_tombstone", "finish", "settings")),
+    operation("add_incidents", NAMES, [Incident("x")]),
+    operation("seal", NAMES, options=[{}, {"force": True, "at": 1.5}]),
+    operation("define", NAMES, st.sampled_from(SETTINGS), Labels("defined"), options=[{}, {"exist_ok": True}, {"adopt": True}]),
+    operation("set_labels", NAMES, st.sampled_from([LabelChanges("g"), LabelChanges(tags=("x", "y")), LabelChanges("", {"a": 1})])),
+    operation("add_reward", NAMES, st.sampled_from([Reward(1.0), Reward(None, {"x": 0.5}, at=1.5)])),
+    operation("offer", NAMES, st.sampled_from(["e1", "e2"]), 1.0),
+    operation("withdraw", NAMES, st.sampled_from(["e1", "e2"])),
+    operation("lease", st.sampled_from([("s",), ("t",), ("s", "t")]), DELIVERIES, "consumer", 600),
+    operation("extend", DELIVERIES, 600),
+    *(operation(name, DELIVERIES) for name in ("release", "remove")),
+)
+
+
+async def step(store, epochs, what, args, options):
+    """Run one operation. Returns its result without times and epochs, or its error."""
     try:
         match what:
             case "begin":
-                call, fingerprint, join = rest
-                begun = await store.begin(session, call, [b"c1"], fingerprint=fingerprint, replica=f"r {call}", join=join)
+                session, call, fingerprint, join, used = args
+                begun = await store.begin(
+                    session, call, [b"c1"], fingerprint=fingerprint, replica=f"r {call}", join=join, settings=used.digest
+                )
                 epochs[session, call] = begun.epoch
                 return replace(begun, epoch="", created=0.0, duplicate=begun.duplicate and replace(begun.duplicate, since=0.0))
             case "commit" | "settle":
-                epoch, entry = epochs.get((session, rest[0]), "none"), build("a", keys=(b"c1",)).entry
-                return await (store.commit(session, epoch, rest[0], [entry]) if what == "commit" else store.settle(session, epoch, rest[0]))
-            case "reuse":
-                return await store.delete(session, reuse=True)
-            case "add_incidents":
-                return await store.add_incidents(session, [Incident("x")])
+                session, call = args
+                entries = [[build("a", keys=(b"c1",)).entry]] if what == "commit" else []
+                return await getattr(store, what)(session, epochs.get(args, "none"), call, *entries)
             case _:
-                return await getattr(store, what)(session, *rest)
-    except (SessionSealedError, SessionGoneError, SessionDeletedError) as why:
-        return type(why)
+                return await getattr(store, what)(*args, **options)
+    except ERRORS as why:
+        return type(why), getattr(why, "settings", None), getattr(why, "members", None)
 
 
 async def state(store, session):
-    info = await store.session(session)
-    return info and (info.sealed, info.turns, info.incidents, [replace(call, since=0.0) for call in info.open_calls])
+    """Return the state of a session, its rewards and the queue, without times and epochs."""
+    info, queue = await store.session(session), [replace(entry, until=0.0) for entry in await store.queue()]
+    calls = [replace(call, since=0.0) for call in info.open_calls] if info else []
+    comparable = info and replace(info, created=0.0, used=0.0, finished=info.finished and 1.0, epoch="", open_calls=tuple(calls))
+    return comparable, await store.rewards(session), queue, await store.queue_length()
 
 
 async def run_steps(stores, steps):
     """Run the same operations on the memory store and, in turns, on clients of one database. All results must be equal."""
     memory, epochs, other_epochs = MemoryStore(), {}, {}
-    for session in ("s", "t"):
-        await stores[0].delete(session, reuse=True)
     for n, one in enumerate(steps):
         assert await step(stores[n % len(stores)], other_epochs, *one) == await step(memory, epochs, *one), one
         for session in ("s", "t"):
@@ -134,7 +179,8 @@ def test_operations_on_fakeredis_are_as_in_memory(fake_store, steps):
 @given(steps=st.lists(STEPS, max_size=40))
 def test_operations_on_redis_are_as_in_memory(redis_server, steps):
     async def run():
-        stores = [RedisStore(redis_server.url, prefix="lives") for _ in range(2)]
+        prefix = f"lives-{secrets.token_hex(8)}"
+        stores = [RedisStore(redis_server.url, prefix=prefix) for _ in range(2)]
         await run_steps(stores, steps)
         for store in stores:
             await store.close()

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.skipif(find_binary() is None, reaso
 LIMIT = 60
 USER = (
     "on >PASSWORD ~tokencache:* resetchannels -@all +select +client +eval +evalsha +time +get +set +getex "
-    "+mget +unlink +pexpire +hget +hset +hmget +hdel +hvals +hincrby +scan +dbsize +info"
+    "+mget +unlink +pexpire +hget +hset +hmget +hdel +hvals +hincrby +scan +hlen +hgetall +zadd +zscore +zremrangebyscore +dbsize +info"
 )
 """The rights that docs/store.md names."""
 IN_A_CLUSTER = "+cluster +command"

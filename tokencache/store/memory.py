@@ -21,6 +21,7 @@ from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.store.base import (
     BeginResult,
     Binding,
+    CursorError,
     EngineEntry,
     Entry,
     Join,
@@ -283,7 +284,10 @@ class MemoryStore(MemoryQueue):
                 yield info
 
     async def page(self, cursor: bytes, limit: int) -> Page:
-        after = untext(cursor)  # the name that the last page ended with; no session has an empty name
+        try:
+            after = untext(cursor)  # the name that the last page ended with; no session has an empty name
+        except UnicodeDecodeError:
+            raise CursorError("it is not a cursor of this store") from None
         names = heapq.nsmallest(limit, (name for name in self._sessions if name > after))
         infos = [info for info in await self.states(names) if info is not None]
         return Page(infos, text(names[-1]) if len(names) == limit else b"")

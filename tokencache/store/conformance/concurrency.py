@@ -3,7 +3,16 @@
 import asyncio
 
 from tokencache.core.incidents import Incident
-from tokencache.store.base import Binding, SessionGoneError, SessionSealedError, Store
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
+from tokencache.store.base import (
+    Binding,
+    RemoveOutcome,
+    SessionFinishedError,
+    SessionGoneError,
+    SessionSealedError,
+    SettingsChangedError,
+    Store,
+)
 from tokencache.store.conformance.support import (
     LONG,
     build,
@@ -107,6 +116,21 @@ async def check_replicas(store: Store, other: Store) -> None:
     await store.bind_key(session, Binding(session))
     same(await other.binding_of_key(session), Binding(session), "a key bound by the other store")
     same(await other.documents(session, ["d"]), [b"one"], "a document stored by the other store")
+    await other.add_reward(session, Reward(1.0))
+    await other.set_labels(session, LabelChanges("g"))
+    info = await info_of(store, session)
+    same((info.reward, info.labels.group), (Reward(1.0), "g"), "what the other store noted")
+    await other.define(f"{session}-2", SessionSettings("h"), Labels())
+    async with raises(SettingsChangedError, "begin without the settings that the other store defined"):
+        await store.begin(f"{session}-2", "k", [])
+    await other.finish(session)
+    async with raises(SessionFinishedError, "begin in a session that the other store finished"):
+        await store.begin(session, "k", [])
+    await other.offer(session, epoch, 1.0)
+    same(await store.lease([session], session, "one", 600), True, "lease of a session that the other store offered")
+    same(await other.lease([session], f"{session}-2", "two", 600), False, "lease of a session that the other store's consumer has")
+    same(await store.remove(session), RemoveOutcome.REMOVED, "remove of a delivery")
+    same(await other.remove(session), RemoveOutcome.REPEATED, "remove of a delivery that the other store removed")
     await other.seal(session, force=True)
     async with raises(SessionSealedError, "begin in a session that the other store sealed"):
         await store.begin(session, "k", [])
