@@ -4,7 +4,7 @@ import asyncio
 
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident, IncidentKind
-from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings, SessionState
+from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.store.base import (
     SealOutcome,
     SessionDeletedError,
@@ -28,13 +28,13 @@ async def check_life_cycle(store: Store) -> None:
     same((await store.finish(session), await store.seal(session)), (False, SealOutcome.MISSING), "finish and seal of a missing session")
     epoch = (await store.begin(session, "k1", [], fingerprint=b"same")).epoch
     info = await info_of(store, session)
-    same((info.state, info.finished, info.epoch), (SessionState.OPEN, None, epoch), "state of a new session")
+    same((info.state, info.finished, info.epoch), (SessionStage.OPEN, None, epoch), "state of a new session")
     same(await store.seal(session), SealOutcome.UNFINISHED, "seal of an unfinished session with a call")
     same(await store.finish(session), True, "finish")
     finished = (await info_of(store, session)).finished
     same(await store.finish(session), True, "finish again")
     info = await info_of(store, session)
-    same((info.state, info.sealed, info.finished), (SessionState.FINISHED, False, finished), "state of a finished session")
+    same((info.state, info.sealed, info.finished), (SessionStage.FINISHED, False, finished), "state of a finished session")
     true(info.created <= finished, "time of finishing")
     for join in ("never", "any"):
         async with raises(SessionFinishedError, "begin in a finished session"):
@@ -46,7 +46,7 @@ async def check_life_cycle(store: Store) -> None:
     same((await store.seal(session), await store.seal(session, force=True)), (SealOutcome.SEALED, SealOutcome.SEALED), "seal again")
     same(await store.finish(session), True, "finish of a sealed session")
     info = await info_of(store, session)
-    same((info.state, info.sealed, info.finished, info.turns), (SessionState.SEALED, True, finished, 1), "state of a sealed session")
+    same((info.state, info.sealed, info.finished, info.turns), (SessionStage.SEALED, True, finished, 1), "state of a sealed session")
     same(info.incidents, (), "incidents of a session that was sealed in order")
     async with raises(SessionSealedError, "begin in a sealed session"):
         await store.begin(session, "k3", [])
@@ -90,7 +90,7 @@ async def check_definition(store: Store) -> None:
     same(await store.settings(session), None, "settings of a missing session")
     same(await store.define(session, FULL, LABELS), True, "define")
     info = await info_of(store, session)
-    same((info.settings, info.labels, info.state, info.turns), (FULL, LABELS, SessionState.OPEN, 0), "state of a defined session")
+    same((info.settings, info.labels, info.state, info.turns), (FULL, LABELS, SessionStage.OPEN, 0), "state of a defined session")
     same((info.harness, await store.settings(session)), ("codex", FULL), "harness, and settings read on their own")
     async with raises(SessionExistsError, "define again"):
         await store.define(session, FULL, LABELS)
