@@ -10,12 +10,24 @@ from redis.asyncio.connection import AbstractConnection
 from tests.support.redis_server import RealRedis
 from tokencache.core.incidents import Incident
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
-from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, SessionSealedError, StoreError
+from tokencache.store.base import (
+    Binding,
+    CursorError,
+    RemoveOutcome,
+    SealOutcome,
+    SessionDeletedError,
+    SessionExistsError,
+    SessionGoneError,
+    SessionSealedError,
+    StoreError,
+)
 from tokencache.store.conformance import build, record
+from tokencache.store.encoding import pack
 from tokencache.store.redis import RedisStore
 from tokencache.store.redis.store import HASHES
 
 pytestmark = pytest.mark.redis
+SETTINGS = SessionSettings("codex", sampling={"temperature": 1.0})
 WEEK = 7 * 86400 * 1000
 
 
@@ -246,6 +258,89 @@ async def test_an_operation_whose_reply_was_lost_is_done_once(store, loses_repli
     assert [hit.turn.id for hit in (await store.find("s", [b"c1"]))[0]] == ["a"]
     assert (await store.begin("s", "k3", [])).tokens == entry.turn.completion_tokens
     assert len(loses_replies) == 5
+
+
+async def test_a_definition_whose_reply_was_lost_is_done_once(store, loses_replies):
+    assert await store.define("s", SETTINGS, Labels("g")) is True
+    with pytest.raises(SessionExistsError):
+        await store.define("s", SETTINGS, Labels("g"))
+    assert await store.define("s", SETTINGS, Labels("h"), exist_ok=True) is False
+    await store.add_reward("s", Reward(1.0, at=1.5))
+    loses_replies.clear()
+    await store.add_reward("s", Reward(2.0, at=2.5))
+    await store.begin("s", "k", [], settings=SETTINGS.digest)
+    assert await store.finish("s") is True
+    assert await store.seal("s", force=True, at=3.5) is SealOutcome.SEALED
+    info = await store.session("s")
+    assert (info.rewards, [one.reward for one in await store.rewards("s")]) == (2, [1.0, 2.0])
+    assert [incident.kind for incident in info.incidents] == ["sealed-early"]
+
+
+async def test_a_delivery_whose_replies_were_lost_is_counted_once(store, loses_replies):
+    for n, session in enumerate("ab"):
+        await store.offer(session, "e", float(n))
+    assert await store.lease(["a", "b"], "d", "c", 600) is True
+    assert [entry.attempt for entry in await store.queue()] == [1, 1]
+    assert await store.extend("d", 600) is True
+    assert await store.release("d") is True
+    assert await store.release("d") is False
+    await store.lease(["a"], "d2", "c", 600)
+    assert await store.remove("d2") is RemoveOutcome.REMOVED
+    assert await store.remove("d2") is RemoveOutcome.REPEATED
+    assert await store.remove("d") is RemoveOutcome.EXPIRED
+    await store.withdraw("b", "e")
+    assert await store.queue() == []
+    assert len(loses_replies) == 7
+
+
+async def test_data_of_older_versions_is_read(store, redis):
+    """Sessions without what this version adds, one of them sealed, and a key that carries settings."""
+    await record(store, "s", build("a"))
+    older = {b"life", b"created", b"used", b"turns", b"begun", b"sampled", b"open", b"#a", b"H1", b"T1", b"L1"}
+    assert set(await redis.hkeys("tokencache:{s}")) == older
+    await redis.hset("tokencache:{sealed}", mapping=await redis.hgetall("tokencache:{s}"))
+    await redis.hset("tokencache:{sealed}", "sealed", "1")
+    info, sealed = await store.states(["s", "sealed"])
+    assert (info.state, info.finished, info.settings, info.labels, info.rewards) == ("open", None, SessionSettings(), Labels(), 0)
+    assert (sealed.state, sealed.finished) == ("sealed", None)
+    assert await store.settings("s") == SessionSettings()
+    await redis.set("tokencache:key:h", pack(Binding("s", SETTINGS.harness, sampling=SETTINGS.sampling)))
+    binding = await store.binding_of_key("h")
+    assert await store.define(binding.session, binding.settings, Labels(), adopt=True) is False
+    assert (await store.begin("s", "k", [], settings=SETTINGS.digest)).calls == 2
+
+
+async def test_a_walk_ends_when_another_server_has_taken_over(store, redis, monkeypatch):
+    """A cursor of SCAN means nothing to another server: sessions would be left out without a word."""
+    names = {f"s{n}" for n in range(50)}
+    for name in names:
+        await store.define(name, SessionSettings(), Labels())
+    page = await store.page(b"", 10)
+    walk = store.sessions()
+    found = [await anext(walk)]
+
+    async def run_id(_run, _lost):
+        return b"another"
+
+    monkeypatch.setattr("tokencache.store.redis.store.run_id", run_id)
+    with pytest.raises(CursorError, match="taken over"):
+        await store.page(page.cursor, 10)
+    found += [info async for info in walk]
+    assert sorted(info.id for info in found) == sorted(names)
+
+
+async def test_sessions_start_again_when_another_server_takes_over(store, redis, monkeypatch):
+    names = {f"s{n}" for n in range(50)}
+    for name in names:
+        await store.define(name, SessionSettings(), Labels())
+    monkeypatch.setattr("tokencache.store.redis.store.PAGE", 5)
+    servers = iter([b"one", b"one"])
+
+    async def run_id(_run, _lost):
+        return next(servers, b"another")
+
+    monkeypatch.setattr("tokencache.store.redis.store.run_id", run_id)
+    assert sorted([info.id async for info in store.sessions()]) == sorted(names)
 
 
 async def test_a_wanted_call_stays_wanted_when_the_reply_was_lost(store, loses_replies):

@@ -116,9 +116,9 @@ return 1
 RELEASE = (
     QUEUE
     + """
--- ARGV: delivery
+-- ARGV: delivery, 1 if this was sent before and the reply was lost
 local found = delivered(ARGV[1])
-if not found then return 0 end
+if not found then return tonumber(ARGV[2]) end
 for session, entry in pairs(found) do
   entry.ends, entry.delivery, entry.consumer = 0, '', ''
   write(session, entry)

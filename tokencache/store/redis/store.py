@@ -435,7 +435,8 @@ class RedisStore:
         return bool(await self._script("extend", queue_scripts.EXTEND, self._keys.queue, text(delivery), repr(float(seconds))))
 
     async def release(self, delivery: str) -> bool:
-        return bool(await self._script("release", queue_scripts.RELEASE, self._keys.queue, text(delivery)))
+        keys = self._keys.queue
+        return bool(await self._client.call("release", lambda lost: self._send(queue_scripts.RELEASE, keys, text(delivery), int(lost))))
 
     async def remove(self, delivery: str) -> RemoveOutcome:
         reply = await self._client.call(
