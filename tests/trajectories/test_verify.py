@@ -70,6 +70,11 @@ def swapped(values, a, b):
     values[a], values[b] = values[b], values[a]
 
 
+def link(t, **changes):
+    """Link the answer of the sub-agent to the turn that received it."""
+    t["links"].append({"kind": "delegation", "sources": ["t3"], "turn": "t4", "message": 3, "evidence": "equal", **changes})
+
+
 def one_turn_less(t):
     """Remove the last turn together with its tokens."""
     gone = sequence(t)["turns"].pop()
@@ -238,6 +243,11 @@ BROKEN = {
         "t2",
         None,
     ),
+    "a link from an unknown turn": ("sub-agent", lambda t: link(t, sources=["t9"]), "links", "is in no sequence", "t9", None),
+    "a link to an unknown turn": ("sub-agent", lambda t: link(t, turn="t9"), "links", "is in no sequence", "t9", None),
+    "a link from no turn": ("sub-agent", lambda t: link(t, sources=[]), "links", "names no turn", "t4", None),
+    "a link from a later turn": ("sub-agent", lambda t: link(t, sources=["t4"], turn="t3"), "links", "ended after turn t3", "t4", None),
+    "a link to a message that is not there": ("sub-agent", lambda t: link(t, message=4), "links", "which has 4", "t4", None),
     "a sequence twice": ("linear", lambda t: t["sequences"].append(copy.deepcopy(sequence(t))), "once", "occurs 2 times", "t0", None),
     "an id": ("linear", lambda t: set_in(sequence(t), id="x"), "labels", "has id 'x', its turns show 't0'", "", None),
     "a start": ("linear", lambda t: set_in(sequence(t), start="plain"), "labels", "has start 'plain'", "", None),
@@ -283,6 +293,12 @@ def test_each_check_can_fail(name):
         assert found[0].turn == where
     if token is not None:
         assert found[0].token == token
+
+
+def test_a_link_passes():
+    trajectory = exported(ROLLOUTS["sub-agent"])
+    link(trajectory)
+    assert failures(trajectory) == []
 
 
 def test_log_probabilities_moved_between_sequences():

@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from tokencache.batching.forest_check import verify_forest
 from tokencache.client import Client, ClientError, Trajectory
 from tokencache.commands import files
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed, output, plural, printable
@@ -98,7 +99,7 @@ def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
         if first != place:
             words = f"occurs twice: number {first} and number {place}"
             checked.breaks.append(CheckFailure(session=rollout.session, check="once", words=words))
-        checked.breaks += verify(rollout)
+        checked.breaks += verify(rollout) or verify_forest(rollout)
         if not rollout.complete:
             checked.incomplete[rollout.session] = list(holes(rollout))
     if not checked.rollouts and not checked.breaks:

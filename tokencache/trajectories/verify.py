@@ -10,6 +10,7 @@ redundant: every turn has hashes of its ids and log probabilities, ranges must b
 `hashes`     the recorded hashes of every prefix, of every completion and of its log probabilities are those of the tokens
 `lineage`    a turn with a parent comes after all tokens of that parent, in the same sequence or in one that branches off
 `anchors`    the replies that a `resplice` names are at the positions that it names
+`links`      the turns that a link names exist, and its sources ended before the turn that received their text
 `once`       each turn and each sequence occurs once
 `labels`     `start`, `reason`, `parent`, `root`, `continued`, `tools` agree with the turns
 `figures`    figures, weights and lengths agree with the sequences
@@ -95,6 +96,7 @@ def verify(trajectory: Trajectory) -> list[CheckFailure]:
     found += [
         *_lineage(trajectory, located, sound),
         *_anchors(located, sound, _left_out(trajectory)),
+        *_links(trajectory, located),
         *_once(trajectory),
         *_labels(trajectory, located),
     ]
@@ -276,6 +278,24 @@ def _anchors(located: dict[str, _Located], sound: Collection[Sequence], left_out
                     if here != sampled[: len(here)]:
                         at = anchor.start + _first_difference(here, sampled)
                         yield _failure("anchors", f"is not what turn {anchor.turn} sampled", s, turn, at)
+
+
+def _links(trajectory: Trajectory, located: dict[str, _Located]) -> Iterator[CheckFailure]:
+    left_out = _left_out(trajectory)
+    for link in trajectory.links:
+        received = located.get(link.turn)
+        if received is not None and not 0 <= link.message < received.turn.messages:
+            words = f"a link names message {link.message} of its request, which has {received.turn.messages}"
+            yield _failure("links", words, received.sequence, received.turn)
+        if not link.sources:
+            yield CheckFailure(session="", check="links", words="a link names no turn that sampled its text", turn=link.turn)
+        for name in (link.turn, *link.sources):
+            if name not in located and name not in left_out:
+                yield CheckFailure(session="", check="links", words="a link names this turn, which is in no sequence", turn=name)
+        for source in (located[name] for name in link.sources if name in located):
+            if received is not None and source.turn.created + source.turn.seconds > received.turn.created:
+                words = f"ended after turn {link.turn} began, which is linked as the receiver of its text"
+                yield _failure("links", words, source.sequence, source.turn)
 
 
 def _once(trajectory: Trajectory) -> Iterator[CheckFailure]:

@@ -4,7 +4,8 @@
      "reward": 0.5, "reward_components": {…}, "group": "prompt-7", "metadata": {…}, "tags": [...],
      "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "weight", "reward",
         "token_ids": [...], "loss_mask": [...], "logprobs": [...],
-        "turns": [{"turn", "prompt": [0, 812], "completion": [812, 940], "finish_reason", "model", "match", …}]}]}
+        "turns": [{"turn", "prompt": [0, 812], "completion": [812, 940], "finish_reason", "model", "match", …}]}],
+     "links": [{"kind": "delegation", "sources": [turn], "turn", "message", "evidence"}]}
 
 `complete` is false if something that the model sampled, or may have sampled, is missing. The incidents describe it.
 `trajectories.values` reads this format.
@@ -20,6 +21,7 @@ from tokencache.core.incidents import Incident
 from tokencache.core.lineage import SequenceTurn, TokenSequence
 from tokencache.core.session import Labels, Reward
 from tokencache.core.turn import Turn
+from tokencache.trajectories.links import links
 from tokencache.trajectories.rollout import Rollout
 
 
@@ -39,6 +41,7 @@ def native(rollout: Rollout) -> dict[str, Any]:
             sequence_object(sequence, weight, rollout.drift, rollout.reward)
             for sequence, weight in zip(rollout.sequences, rollout.weights, strict=True)
         ],
+        "links": [msgspec.to_builtins(link) for link in links(rollout.sequences, rollout.contexts)],
     }
 
 

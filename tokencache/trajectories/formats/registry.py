@@ -41,7 +41,7 @@ class Format(NamedTuple):
 FORMATS: dict[str, Format] = {
     one.name: one
     for one in (
-        Format("native", "tokencache's own: everything that is known", native, "sequences"),
+        Format("native", "tokencache's own: everything that is known", native, "sequences", reads_contexts=True),
         Format("verl", "verl: AgentLoopOutput", verl, "outputs"),
         Format("slime", "slime: Sample", slime, "samples", reads_contexts=True),
         Format("miles", "miles: Sample", slime, "samples", reads_contexts=True),
