@@ -24,7 +24,8 @@ _SEQUENCE = _SESSION + "/sequences/{sequence}"
 _SCHEMA_PATH = "#/components/schemas/{name}"
 
 DRIFT_MODES = ("off", "sequences", "turns")
-SESSION_STATES = ("any", "live", "incomplete", "complete", "incidents", "sealed")
+SESSION_STATES = ("any", "live", "incomplete", "complete", "incidents", "open", "finished", "sealed")
+SORTS = ("used", "created", "session", "state", "harness", "model", "group", "reward", "turns", "tokens")
 
 
 class RegisteredKey(Binding, frozen=True):
@@ -218,14 +219,33 @@ OPERATIONS = (
         "listSummaries",
         "GET",
         BASE + "/summaries",
-        "List sessions a page at a time, the one used last first, for the viewer.",
+        "List sessions a page at a time, for the viewer.",
         _object(total=_COUNT, found=_COUNT, offset=_COUNT, states=_ANY_OBJECT, now={"type": "number"}, sessions={"type": "array"}),
         query=(
             Parameter("contains", "Only sessions whose name contains this text.", _TEXT),
             Parameter("state", "Only sessions in this state.", {"type": "string", "enum": SESSION_STATES, "default": "any"}),
+            Parameter("group", "Only sessions of this group.", _TEXT),
+            Parameter("tag", "Only sessions with this tag.", _TEXT),
+            Parameter("harness", "Only sessions of this harness.", _TEXT),
+            Parameter("model", "Only sessions of this model.", _TEXT),
+            Parameter(
+                "sort",
+                "What to sort by; `-` before it reverses the order. Sessions without a value come last.",
+                {"type": "string", "enum": [way + name for name in SORTS for way in ("", "-")], "default": "-used"},
+            ),
             Parameter("offset", "Number of sessions to skip.", {**_COUNT, "default": 0}),
             Parameter("limit", "Number of sessions to return.", {**_COUNT, "maximum": 500, "default": 100}),
         ),
+    ),
+    Operation(
+        "compareGroup",
+        "GET",
+        BASE + "/comparison",
+        "Compare the sessions of a group: rewards, lengths, and where their tokens part, for the viewer.",
+        _object(group=_TEXT, found=_COUNT, members={"type": "array"}, not_compared={"type": "array"}, shared=_COUNT, parting={}),
+        description="At most 64 sessions are compared, the ones used last.",
+        query=(Parameter("group", "Name of the group.", _TEXT, required=True),),
+        errors={404: "No session is in this group."},
     ),
     Operation(
         "getOutline",

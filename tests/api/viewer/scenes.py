@@ -11,6 +11,7 @@ from tests.proxy.kit import echo, results, user
 from tokencache.core import ids
 from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.messages import Message, ToolCall
+from tokencache.core.session import Labels, Reward, SessionSettings
 from tokencache.core.turn import Tokens, Turn, hash_ids, hash_logprobs
 from tokencache.store.base import Entry
 from tokencache.testing import Fault, build_tokenizer
@@ -81,6 +82,31 @@ async def lively(rig, session="rollout-7"):
     async with rig.http.post(rig.url + path, json={"model": "sim", "messages": history, "tools": TOOLS, "stream": True}) as broken:
         with contextlib.suppress(aiohttp.ClientError):
             await broken.read()
+
+
+GROUP = "math-17"
+ANSWERS = {  # by session: its replies, and its reward
+    "math-17-a": (["<think>\nAdd them.\n</think>\n\nFirst I add 3 and 4.", "The answer is 7."], 1.0),
+    "math-17-b": (["<think>\nAdd them.\n</think>\n\nFirst I add 3 and 4.", "The answer is 8."], 0.0),
+    "math-17-c": (["<think>\nMultiply them.\n</think>\n\nFirst I multiply 3 and 4.", "The answer is 12."], -0.5),
+    "math-17-d": (["<think>\nAdd them.\n</think>\n\nFirst I add 3 and 4.", "The answer is 7."], None),
+}
+
+
+async def group(rig):
+    """Sessions of one prompt: some part in the first reply, some in the second, and two are equal."""
+    for session, (replies, reward) in ANSWERS.items():
+        rig.engine.replies.episodes = {**rig.engine.replies.episodes, "sum": replies}
+        await rig.store.define(session, SessionSettings(), Labels(group=GROUP, tags=("math", "two words")))
+        history = [user("EPISODE:sum What is 3 + 4?")]
+        for _ in replies:
+            _, response = await rig.post(None, f"/s/{session}/h/claude-code/v1/chat/completions", model="sim", messages=history, seed=1)
+            said = response["choices"][0]["message"]
+            history += [echo(said), user("Go on.")]
+        if reward is not None:
+            await rig.store.add_reward(session, Reward(reward))
+    await rig.store.finish("math-17-a")
+    await rig.store.define("math-17-none", SessionSettings(), Labels(group=GROUP))
 
 
 TEXT = "the parser reads a line and returns its value, 日本語 or not; café ☕ naïve = (x, y)\n    if value is None:\n        raise"

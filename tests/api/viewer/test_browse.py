@@ -1,6 +1,7 @@
 """The data of the viewer over HTTP equals that of an export, comes in bounded pieces, and needs the key."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,11 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.api.viewer.scenes import EPISODES, crowd, lively, long
+from tests.api.viewer.scenes import ANSWERS, EPISODES, crowd, group, lively, long
 from tests.proxy.kit import EPISODES as TALKS
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.reasons import Reason
+from tokencache.core.session import LabelChanges
 from tokencache.core.turn import Tokens
 from tokencache.store.base import Entry
 from tokencache.store.memory import MemoryStore
@@ -192,12 +194,67 @@ async def test_sessions_are_listed_in_pages(rig):
     assert (first["total"], first["found"], len(first["sessions"])) == (251, 251, 100)
     assert first["sessions"][0]["session"] == "rollout-7"
     assert first["sessions"][0]["incidents"] == {"upstream-broke": 1}
-    assert first["states"] == {"any": 251, "live": 25, "incomplete": 26, "complete": 225, "incidents": 1, "sealed": 0}
+    states = {"any": 251, "live": 25, "incomplete": 26, "complete": 225, "incidents": 1, "open": 251, "finished": 0, "sealed": 0}
+    assert first["states"] == states
     last = await rig.get(f"{V1}/summaries?limit=100&offset=200")
     assert len(last["sessions"]) == 51
     named = await rig.get(f"{V1}/summaries?contains=CH-0004&state=live")
     assert [one["session"] for one in named["sessions"]] == ["batch-00040"]
     assert named["found"] == 1
+
+
+async def test_sessions_are_filtered_and_sorted(rig):
+    await group(rig)
+    await lively(rig)
+
+    async def names(query):
+        return [one["session"] for one in (await rig.get(f"{V1}/summaries?{query}"))["sessions"]]
+
+    assert await names("sort=reward") == ["math-17-c", "math-17-b", "math-17-a", "rollout-7", "math-17-none", "math-17-d"]
+    assert await names("sort=-reward") == ["math-17-a", "math-17-b", "math-17-c", "rollout-7", "math-17-none", "math-17-d"]
+    assert (await names("sort=-tokens"))[:2] == ["rollout-7", "math-17-c"]
+    assert await names("group=math-17&sort=session") == [f"math-17-{n}" for n in ("a", "b", "c", "d", "none")]
+    assert await names("tag=two%20words&state=finished") == ["math-17-a"]
+    assert await names("tag=two") == []
+    assert await names("harness=claude-code&contains=ROLL") == ["rollout-7"]
+    assert len(await names("model=sim")) == 5
+    (one,) = (await rig.get(f"{V1}/summaries?contains=math-17-a"))["sessions"]
+    state = await rig.get(f"{V1}/sessions/math-17-a")
+    assert {name: one[name] for name in ("state", "reward", "group", "tags", "harness", "model", "tokens")} == {
+        "state": "finished", "reward": 1.0, "group": "math-17", "tags": ["math", "two words"], "harness": "claude-code", "model": "sim",
+        "tokens": state["tokens"],
+    }  # fmt: skip
+
+
+async def test_a_group_is_compared(rig):
+    await group(rig)
+    found = await rig.get(f"{V1}/comparison?group=math-17")
+    exported = {name: (await rig.exported(name))["sequences"][0] for name in ANSWERS}
+    assert {one["session"]: (one["length"], one["trainable"]) for one in found["members"]} == {
+        name: (len(one["token_ids"]), sum(one["loss_mask"])) for name, one in exported.items()
+    }
+    assert (found["found"], [one["session"] for one in found["not_compared"]]) == (5, ["math-17-none"])
+    first = found["parting"]
+    assert (first["at"], first["message"], first["role"], first["turn"], first["kind"]) == (found["shared"], 1, "assistant", 0, "sampled")
+    ids = [one["token_ids"] for one in exported.values()]
+    assert all(one[: first["at"]] == ids[0][: first["at"]] for one in ids)
+    assert len({one[first["at"]] for one in ids}) == len(first["branches"]) == 2
+    branches = {tuple(sorted(branch["sessions"])): branch for branch in first["branches"]}
+    alone = branches["math-17-c",]
+    assert (alone["parting"], alone["text"].startswith("Multiply")) == (None, True)
+    second = branches["math-17-a", "math-17-b", "math-17-d"]["parting"]
+    assert (second["message"], second["turn"]) == (3, 1)
+    assert sorted((sorted(branch["sessions"]), branch["text"][0]) for branch in second["branches"]) == [
+        (["math-17-a", "math-17-d"], "7"),
+        (["math-17-b"], "8"),
+    ]
+
+
+async def test_a_group_without_an_engine_is_compared_by_ids(rig):
+    await group(rig)
+    rig.proxy.upstream.url = "http://127.0.0.1:9"
+    parting = (await rig.get(f"{V1}/comparison?group=math-17"))["parting"]
+    assert all(re.fullmatch(r"[\d ]+", text) for text in (parting["before"], *(branch["text"] for branch in parting["branches"])))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +266,9 @@ async def test_sessions_are_listed_in_pages(rig):
         (f"{SESSION}/sequences/none/tokens", 404, "no sequence 'none'"),
         (f"{SESSION}/sequences/none/messages", 404, "no sequence 'none'"),
         (f"{V1}/summaries?state=odd", 400, "not one of"),
+        (f"{V1}/summaries?sort=odd", 400, "not one of"),
+        (f"{V1}/comparison?group=none", 404, "no session is in group 'none'"),
+        (f"{V1}/comparison", 404, "no session is in group"),
         (f"{V1}/summaries?limit=-1", 400, "limit must be a number"),
         (f"{V1}/summaries?limit=501", 400, "limit must be a number"),
         (f"{V1}/summaries?offset=%F0%9D%9F%99", 400, "offset must be a number"),
@@ -278,6 +338,7 @@ async def test_the_data_needs_the_key():
     """Every route under `/tokencache/` that can be read, with no key, a wrong one and the right one."""
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3), admin_key=KEY) as rig:
         await lively(rig, "hidden-name")
+        await rig.store.set_labels("hidden-name", LabelChanges(group="hidden-group"))
         (turn, *_) = await rig.store.turns("hidden-name")
         known = {route.resource.canonical for route in rig.proxy.application().router.routes() if route.method == "GET"}
         paths = {path for path in known if path.startswith("/tokencache/")}
@@ -285,14 +346,16 @@ async def test_the_data_needs_the_key():
         for pattern in sorted(paths):
             path = pattern.format(session="hidden-name", turn=turn.id, sequence=turn.id, rest="x")
             for key in ("", "Bearer", "Bearer wrong", f"Bearer {KEY}"):
-                async with rig.http.get(f"{rig.url}{path}?turn={turn.id}&ids=1", headers={"Authorization": key}) as answer:
+                async with rig.http.get(
+                    f"{rig.url}{path}?turn={turn.id}&ids=1&group=hidden-group", headers={"Authorization": key}
+                ) as answer:
                     body = await answer.text()
                 if path.startswith("/tokencache/ui") or key.endswith(KEY):
                     assert answer.status == 200, (path, key)
                 else:
                     assert answer.status == 401, (path, key)
                 if path.startswith("/tokencache/ui") or answer.status == 401:
-                    assert not any(word in body for word in ("hidden-name", turn.id, "failing test", KEY)), path
+                    assert not any(word in body for word in ("hidden-name", "hidden-group", turn.id, "failing test", KEY)), path
 
 
 async def test_the_page_runs_only_its_own_scripts(rig):

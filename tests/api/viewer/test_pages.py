@@ -8,8 +8,9 @@ import re
 import pytest
 
 from tests.api.viewer.conftest import UI
-from tests.api.viewer.scenes import EPISODES, HOSTILE, lively
+from tests.api.viewer.scenes import EPISODES, HOSTILE, group, lively
 from tests.proxy.kit import proxied, user
+from tokencache.core.session import LabelChanges, Reward
 from tokencache.testing import SimulatedEngine
 
 expect = pytest.importorskip("playwright.async_api").expect
@@ -38,8 +39,8 @@ async def test_sessions_with_their_counts_filter_and_paging(rig, look):
     row = page.locator("tr[data-session='rollout-7']")
     await expect(row).to_contain_text("incomplete")
     await expect(row).to_contain_text("upstream-broke")
-    await expect(row.locator("td.num").first).to_have_text("11")
-    await page.get_by_role("button", name="older").click()
+    await expect(row.locator("[data-label='turns']")).to_have_text("11")
+    await page.get_by_role("button", name="next").click()
     await expect(page.locator(".pager")).to_contain_text(re.compile("101.200 of 302"))
     await page.keyboard.press("/")
     await page.keyboard.type("batch-0001")
@@ -52,14 +53,85 @@ async def test_sessions_with_their_counts_filter_and_paging(rig, look):
     await expect(page.get_by_text("No session matches.")).to_be_visible()
 
 
+async def test_sessions_are_sorted_and_filtered(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        await group(rig)
+        await lively(rig)
+        page = await look(url=rig.url)
+        names = page.locator("tbody .name a")
+        await expect(names.first).to_have_text("rollout-7")
+        await page.get_by_role("button", name="reward").click()
+        await expect(names).to_have_text(["math-17-a", "math-17-b", "math-17-c", "rollout-7", "math-17-none", "math-17-d"])
+        await expect(page.get_by_role("columnheader", name="reward")).to_have_attribute("aria-sort", "descending")
+        await page.get_by_role("button", name="reward").click()
+        await expect(names.first).to_have_text("math-17-c")
+        await page.locator("tr[data-session='math-17-a']").get_by_role("button", name="two words").click()
+        await expect(page.locator("#filter")).to_have_value('tag:"two words"')
+        await expect(names).to_have_text(["math-17-c", "math-17-b", "math-17-a", "math-17-d"])
+        await page.get_by_role("button", name="finished").click()
+        await expect(names).to_have_text(["math-17-a"])
+        row = page.locator("tr[data-session='math-17-a']")
+        for label, text in {"group": "math-17", "reward": "1", "harness": "claude-code", "model": "sim", "turns": "2"}.items():
+            await expect(row.locator(f"[data-label='{label}']")).to_contain_text(text)
+        await page.reload()
+        await expect(names).to_have_text(["math-17-a"])  # the address holds the filter, the state and the order
+        await page.locator("#filter").fill("group:math-17 none")
+        await page.get_by_role("button", name="all").click()
+        await expect(names).to_have_text(["math-17-none"])
+        await page.goto("about:blank")
+
+
+async def test_a_group_compared(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        await group(rig)
+        page = await look("#/", url=rig.url)
+        await page.locator("tr[data-session='math-17-a']").get_by_role("link", name="math-17", exact=True).click()
+        await expect(page.locator("h1")).to_have_text("math-17")
+        await expect(page.locator("tbody .name a")).to_have_text(["math-17-a", "math-17-b", "math-17-c", "math-17-d"])
+        await expect(page.locator("[data-tile='reward'] dd")).to_contain_text("0.1667± 0.6236, from -0.5 to 13 of 4 sessions rewarded")
+        await expect(page.locator(".note").first).to_contain_text("math-17-none")
+        first = page.locator(".parting").first
+        await expect(first.locator("p").first).to_contain_text("message 1 (assistant), sampled in turn 0: 2 ways")
+        second = page.locator(".parting .parting")
+        await expect(second).to_contain_text("message 3 (assistant), sampled in turn 1: 2 ways")
+        await expect(second.locator("li", has_text="equal to the end").locator("ins")).to_contain_text("7.")
+        link = second.get_by_role("link", name="math-17-b")
+        token = int((await link.get_attribute("href")).rpartition("=")[2])
+        await link.click()
+        await expect(page.locator(".t.current")).to_have_attribute("data-i", str(token))
+        await expect(page.locator(".t.current")).to_have_text("8")
+        await page.goto("about:blank")
+
+
+async def test_the_reward_and_the_labels_of_a_session(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        await rig.say("s", [user("EPISODE:sub")])
+        (turn,) = await rig.store.turns("s")
+        await rig.store.add_reward("s", Reward(0.5, {"tests": 0.25}, {turn.id: 0.125}, {turn.id: 0.0625}))
+        await rig.store.set_labels("s", LabelChanges("a/b <i>", {"task": {"id": "<b>7</b>"}}, ("first",)))
+        page = await look("#/session/s", url=rig.url)
+        await expect(page.locator("[data-tile='reward'] dd")).to_have_text("0.5tests 0.25")
+        await page.get_by_text("metadata").click()
+        await expect(page.locator(".metadata pre")).to_contain_text('"id": "<b>7</b>"')
+        await expect(page.get_by_role("link", name="first")).to_have_attribute("href", "#/?filter=tag%3Afirst")
+        await page.goto(rig.url + UI + "#/session/s?tab=sequences")
+        await expect(page.locator("tbody [data-label='reward']")).to_have_text("0.0625")
+        await page.goto(rig.url + UI + f"#/session/s/turn/{turn.id}")
+        await expect(page.locator("aside .facts-list")).to_contain_text("0.125")
+        await page.get_by_role("link", name="a/b <i>").click()
+        await expect(page.locator("h1")).to_have_text("a/b <i>")
+        await expect(page.get_by_text("There is only one session.")).to_be_visible()
+        await page.goto("about:blank")
+
+
 async def test_counts_are_live(look, browser):
     async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         page = await look(url=rig.url)
         await expect(page.get_by_text("No session yet.")).to_be_visible()
         await rig.say("new-one", [user("EPISODE:sub")])
-        await expect(page.locator("tr[data-session='new-one'] td.num").first).to_have_text("1")
+        await expect(page.locator("tr[data-session='new-one'] [data-label='turns']")).to_have_text("1")
         await rig.say("new-one", [user("EPISODE:sub")])
-        await expect(page.locator("tr[data-session='new-one'] td.num").first).to_have_text("2")
+        await expect(page.locator("tr[data-session='new-one'] [data-label='turns']")).to_have_text("2")
         await page.goto("about:blank")
 
 

@@ -4,6 +4,7 @@
 `sessions`   the list of sessions, and the outline of one session
 `tokens`     the tokens of a sequence: ids, kinds, log probabilities and texts
 `transcript` the conversation of a sequence, message by message
+`groups`     the sessions of a group, compared
 `comparison` each reply as it was served and as the harness sent it back
 `static`     the page: HTML, style sheets and JavaScript modules, written by hand, without a build step or external parts
 

@@ -17,10 +17,11 @@ from cachetools import LRUCache
 
 from tokencache.api.auth import AdminAuth
 from tokencache.api.http import choice, json_response, not_found, number
-from tokencache.api.openapi import SESSION_STATES, register
+from tokencache.api.openapi import SESSION_STATES, SORTS, register
 from tokencache.api.reader import SessionReader, no_session
 from tokencache.api.viewer.comparison import compare_replies
-from tokencache.api.viewer.sessions import SessionList, outline
+from tokencache.api.viewer.groups import GroupComparison
+from tokencache.api.viewer.sessions import Filter, SessionList, outline
 from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, TokenTexts, lay_out
 from tokencache.api.viewer.transcript import MAX_MESSAGES, message_objects, needed_contexts, transcribe
 from tokencache.core.incidents import IncidentKind
@@ -33,6 +34,7 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import turn_object
+from tokencache.trajectories.formats.registry import FORMATS
 
 UI = "/tokencache/ui/"
 MAX_TOKENS = 4096
@@ -56,6 +58,7 @@ def add_viewer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, poo
     api = _ViewerApi(ledger, pool)
     handlers = {
         "listSummaries": api.summaries,
+        "compareGroup": api.group,
         "getOutline": api.outline,
         "getTurn": api.turn,
         "getSequence": api.sequence,
@@ -74,10 +77,10 @@ def add_viewer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, poo
 
 
 def meanings_script() -> bytes:
-    """Write the tables of reasons and incident kinds as a JavaScript module for the page."""
+    """Write the tables of reasons and incident kinds, and the names of the export formats, as a JavaScript module for the page."""
     reasons = {str(reason): _without_markdown(reason.meaning) for reason in Reason}
     incidents = {str(kind): _without_markdown(f"{kind.meaning}. {kind.action}") for kind in IncidentKind}
-    tables = {"REASONS": reasons, "INCIDENTS": incidents}
+    tables: dict[str, Any] = {"REASONS": reasons, "INCIDENTS": incidents, "FORMATS": list(FORMATS)}
     return "".join(f"export const {name} = {msgspec.json.encode(table).decode()};\n" for name, table in tables.items()).encode()
 
 
@@ -105,13 +108,22 @@ class _ViewerApi:
         self._reader = SessionReader(ledger)
         self._list = SessionList(ledger)
         self._texts = TokenTexts(pool)
+        self._groups = GroupComparison(ledger.store, self._texts)
         self._layouts: LRUCache[tuple[str, float, int, str], SequenceLayout] = LRUCache(_CACHED_BYTES, SequenceLayout.size)
 
     async def summaries(self, request: web.Request) -> web.StreamResponse:
         state = choice(request, "state", SESSION_STATES, "any")
         offset, limit = number(request, "offset", 0), number(request, "limit", 100, most=MAX_SESSIONS)
-        contains = request.query.get("contains", "")
-        return json_response(await self._list.page(contains=contains, state=state, offset=offset, limit=limit))
+        sort = choice(request, "sort", [way + name for name in SORTS for way in ("", "-")], "-used")
+        wanted = Filter(**{name: request.query.get(name, "") for name in Filter.__struct_fields__})
+        return json_response(await self._list.page(wanted, state=state, sort=sort, offset=offset, limit=limit))
+
+    async def group(self, request: web.Request) -> web.StreamResponse:
+        name = request.query.get("group", "")
+        summaries = await self._list.group(name) if name else []
+        if not summaries:
+            raise not_found(f"no session is in group {name[:80]!r}")
+        return json_response({"group": name, **await self._groups.compare(summaries)})
 
     async def outline(self, request: web.Request) -> web.StreamResponse:
         info = await self._reader.info(request)

@@ -16,6 +16,7 @@ from tokencache.api.openapi import SESSION_STATES
 from tokencache.api.reader import state_object
 from tokencache.core.incidents import Incident
 from tokencache.core.lineage import lineages
+from tokencache.core.session import Reward
 from tokencache.core.turn import Turn, TurnMark
 from tokencache.proxy.ledger import Ledger
 from tokencache.store.base import SessionInfo
@@ -34,6 +35,8 @@ class SessionSummary(msgspec.Struct, frozen=True):
     """A session in one line.
 
     Attributes:
+        state: `open`, `finished` or `sealed`.
+        tokens: number of sampled tokens.
         since: start of the oldest open call as Unix time in seconds, or `None`.
         incidents: number of incidents of each kind.
     """
@@ -41,9 +44,16 @@ class SessionSummary(msgspec.Struct, frozen=True):
     session: str
     created: float
     used: float
+    state: str
     sealed: bool
     complete: bool
+    harness: str
+    model: str
+    group: str
+    tags: tuple[str, ...]
+    reward: float | None
     turns: int
+    tokens: int
     open_calls: int
     since: float | None
     incidents: dict[str, int]
@@ -59,14 +69,34 @@ class SessionSummary(msgspec.Struct, frozen=True):
                 return self.complete
             case "incidents":
                 return bool(self.incidents)
-            case "sealed":
-                return self.sealed
+            case "open" | "finished" | "sealed":
+                return self.state == state
             case _:
                 return True
 
 
+class Filter(msgspec.Struct, frozen=True):
+    """Selects sessions: those that have all given values. `contains` is a part of the name, in any case."""
+
+    contains: str = ""
+    group: str = ""
+    tag: str = ""
+    harness: str = ""
+    model: str = ""
+
+    def matches(self, one: SessionSummary) -> bool:
+        """Whether a session is selected."""
+        return (
+            self.contains.lower() in one.session.lower()
+            and (not self.group or self.group == one.group)
+            and (not self.tag or self.tag in one.tags)
+            and (not self.harness or self.harness == one.harness)
+            and (not self.model or self.model == one.model)
+        )
+
+
 class SessionList:
-    """Lists sessions, the last used first, and limits how often it reads the store."""
+    """Lists sessions and limits how often it reads the store."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -74,15 +104,22 @@ class SessionList:
         self._listing: list[SessionSummary] = []
         self._expires = 0.0
 
-    async def page(self, *, contains: str, state: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return one page of the sessions whose names contain a text, and how many there are in each state.
+    async def page(self, wanted: Filter, *, state: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
+        """Return one page of the sessions that a filter selects, and how many there are in each state.
+
+        Args:
+            wanted: the filter.
+            state: one of `openapi.SESSION_STATES`.
+            sort: one of `openapi.SORTS`; a `-` before it reverses the order. Sessions without a value come last in both orders.
+            offset: number of sessions to skip.
+            limit: number of sessions to return.
 
         Raises:
             StoreError: the store failed.
         """
         listing = await self._listed()
-        named = [one for one in listing if contains in one.session.lower()] if (contains := contains.lower()) else listing
-        found = [one for one in named if one.is_in(state)]
+        named = [one for one in listing if wanted.matches(one)]
+        found = _sorted([one for one in named if one.is_in(state)], sort)
         return {
             "total": len(listing),
             "found": len(found),
@@ -91,6 +128,14 @@ class SessionList:
             "now": time.time(),
             "sessions": found[offset : offset + limit],
         }
+
+    async def group(self, name: str) -> list[SessionSummary]:
+        """Return the sessions of a group, the last used first.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        return [one for one in await self._listed() if one.group == name]
 
     async def _listed(self) -> list[SessionSummary]:
         async with self._lock:
@@ -112,13 +157,28 @@ class SessionList:
             session=info.id,
             created=info.created,
             used=info.used,
+            state=info.state,
             sealed=info.sealed,
             complete=is_complete(incidents_of(info, owed)),
+            harness=info.harness,
+            model=info.model,
+            group=info.labels.group,
+            tags=info.labels.tags,
+            reward=info.reward.reward if info.reward is not None else None,
             turns=info.turns,
+            tokens=info.sampled,
             open_calls=len(info.open_calls),
             since=min((call.since for call in info.open_calls), default=None),
             incidents=count_incidents((*info.incidents, *owed)),
         )
+
+
+def _sorted(found: list[SessionSummary], sort: str) -> list[SessionSummary]:
+    """Sort a listing, which has the last used first; sessions with equal values keep that order."""
+    name = sort.removeprefix("-")
+    there = [one for one in found if getattr(one, name) not in {None, ""}]
+    missing = [one for one in found if getattr(one, name) in {None, ""}]
+    return sorted(there, key=lambda one: getattr(one, name), reverse=sort.startswith("-")) + missing
 
 
 def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) -> dict[str, Any]:
@@ -147,7 +207,7 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) 
         **state_object(info, owed),
         "incidents": [incident_object(incident) for incident in incidents],
         "figures": {name: value for name, value in msgspec.to_builtins(figures).items() if name != "drift"},
-        "sequences": [_sequence(number, line, sequence_of, parents) for number, line in enumerate(found)],
+        "sequences": [_sequence(number, line, sequence_of, parents, info.reward or Reward()) for number, line in enumerate(found)],
         "turns": _turns(turns, sequence_of, parents),
     }
 
@@ -157,7 +217,9 @@ def is_scored(turn: Turn) -> bool:
     return TurnMark.NO_LOGPROBS not in turn.marks
 
 
-def _sequence(number: int, line: Sequence[Turn], sequence_of: Mapping[str, int], parents: AbstractSet[str | None]) -> dict[str, Any]:
+def _sequence(
+    number: int, line: Sequence[Turn], sequence_of: Mapping[str, int], parents: AbstractSet[str | None], reward: Reward
+) -> dict[str, Any]:
     first, last = line[0], line[-1]
     from_turn = first.parent or first.origin
     return {
@@ -172,6 +234,7 @@ def _sequence(number: int, line: Sequence[Turn], sequence_of: Mapping[str, int],
         "turns": len(line),
         "tokens": last.prompt_tokens + last.completion_tokens,
         "trainable_tokens": sum(turn.completion_tokens for turn in line if is_scored(turn)),
+        "reward": reward.sequences.get(first.id),
     }
 
 

@@ -98,7 +98,7 @@ def lay_out(line: Sequence[Turn], packed: bytes, tokens: Mapping[str, Tokens], t
     Args:
         line: its turns, each of which continues the one before.
         packed: the packed ids of the last turn's prefix.
-        tokens: the tokens of each turn, by turn id.
+        tokens: the tokens of each turn, by turn id; without them the layout has no log probabilities.
         turns: all turns of the session, by id.
 
     Raises:
@@ -114,7 +114,7 @@ def lay_out(line: Sequence[Turn], packed: bytes, tokens: Mapping[str, Tokens], t
         else:
             _add_first_prompt(runs, turn, packed, turns)
         _add(runs, turn.prompt_tokens, turn.prompt_tokens + turn.completion_tokens, "sampled" if is_scored(turn) else "unscored", turn.id)
-    return SequenceLayout(tuple(line), packed, tuple(runs), {turn.id: tokens[turn.id].logprobs for turn in line})
+    return SequenceLayout(tuple(line), packed, tuple(runs), {turn.id: tokens[turn.id].logprobs for turn in line if turn.id in tokens})
 
 
 def _add_first_prompt(runs: list[Run], turn: Turn, packed: bytes, turns: Mapping[str, Turn]) -> None:

@@ -4,23 +4,37 @@ const ROOT = new URL("../v1/", document.baseURI);
 const STORED = "tokencache.key";
 
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, kind = "") {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, kind });
   }
 }
 
 let asking = null;
 
-/** Get JSON. Prompts the user for the key if it is needed. Throws `ApiError`, or `AbortError` if the signal aborts. */
-export async function get(path, query = {}, signal = undefined) {
+/** Get JSON. Throws `ApiError`, or `AbortError` if the signal aborts. */
+export const get = (path, query = {}, signal = undefined) => send("GET", path, query, signal);
+
+/** Send a request without a body and return the JSON of the answer. Throws like `get`. */
+export async function send(method, path, query, signal) {
+  const answer = await request(method, path, query, signal);
+  const body = await answer.json().catch(() => null);
+  if (body === null) throw new ApiError(answer.status, "the answer of the proxy is not JSON");
+  return body;
+}
+
+/** Get a file. Throws like `get`. */
+export const download = async (path, query, signal) => (await request("GET", path, query, signal)).blob();
+
+/** Send a request. Prompts the user for the key if it is needed. */
+async function request(method, path, query, signal) {
   const url = new URL(path, ROOT);
   for (const [name, value] of Object.entries(query)) url.searchParams.set(name, value);
   for (;;) {
     const key = sessionStorage.getItem(STORED);
     let answer;
     try {
-      answer = await fetch(url, { signal, headers: key ? { Authorization: `Bearer ${key}` } : {}, cache: "no-store" });
+      answer = await fetch(url, { method, signal, headers: key ? { Authorization: `Bearer ${key}` } : {}, cache: "no-store" });
     } catch (why) {
       if (why.name === "AbortError") throw why;
       throw new ApiError(0, "the proxy does not answer");
@@ -29,9 +43,9 @@ export async function get(path, query = {}, signal = undefined) {
       if (key === sessionStorage.getItem(STORED)) await (asking ??= ask(Boolean(key)).finally(() => (asking = null)));
       continue;
     }
-    const body = await answer.json().catch(() => null);
-    if (!answer.ok || body === null) throw new ApiError(answer.status, body?.error?.message ?? `the proxy answered ${answer.status}`);
-    return body;
+    if (answer.ok) return answer;
+    const { error } = await answer.json().catch(() => ({}));
+    throw new ApiError(answer.status, error?.message ?? `the proxy answered ${answer.status}`, error?.type);
   }
 }
 

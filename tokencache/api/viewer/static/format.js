@@ -8,6 +8,9 @@ export const count = (n) => COUNT.format(n);
 /** `1 turn`, `2 turns`. */
 export const many = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 
+/** A reward, or another value, with at most four significant digits. */
+export const reward = (value) => (value === null ? "–" : String(Number(value.toPrecision(4))));
+
 /** A share in percent. */
 export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part / whole < 0.1 ? 1 : 0)} %` : "–");
 

@@ -1,11 +1,13 @@
 // Selects the page by the part of the address after `#`, and handles what all pages share: theme and keys.
 //
-//   #/                                     all sessions
+//   #/                                     all sessions; ?filter=…&state=…&sort=…
+//   #/group/NAME                           the sessions of a group, compared
 //   #/session/NAME                         one session; ?tab=sequences|incidents|forgiven
 //   #/session/NAME/turn/ID                 the same, with a turn open next to it
 //   #/session/NAME/sequence/ID?token=12    a sequence's tokens
 
 import { h, note } from "./dom.js";
+import { GroupPage } from "./group.js";
 import { SequencePage } from "./sequence.js";
 import { SessionPage } from "./session.js";
 import { SessionsPage } from "./sessions.js";
@@ -44,7 +46,7 @@ function route() {
   const { parts, query } = where();
   const [kind, session, what, id] = parts;
   const target = { session, what, id, query };
-  const wanted = kind !== "session" ? SessionsPage : what === "sequence" ? SequencePage : SessionPage;
+  const wanted = kind === "group" ? GroupPage : kind !== "session" ? SessionsPage : what === "sequence" ? SequencePage : SessionPage;
   if (page instanceof wanted && page.stays(target)) {
     page.go(target);
     return;

@@ -1,11 +1,13 @@
 // The page of one session: its figures, and tabs with its turns, sequences, incidents and applied rules.
 
+import { Actions } from "./actions.js";
 import { at, get } from "./api.js";
 import { crumbs } from "./crumbs.js";
 import { badge, copier, h, note } from "./dom.js";
 import { driftOf, driftSums } from "./drift.js";
-import { count, many, moment, share, span } from "./format.js";
+import { count, many, moment, readable, reward, share, span } from "./format.js";
 import { poll, walkRows } from "./poll.js";
+import { term } from "./sessions.js";
 import { incidentTable, ruleTable, sequenceTable } from "./tables.js";
 import { tree } from "./tree.js";
 import { TurnPanel } from "./turn.js";
@@ -19,10 +21,12 @@ export class SessionPage {
     crumbs(["sessions", "#/"], [target.session, ""]);
     this.up = "#/";
     this.head = h("div", { class: "head" });
+    this.figures = h("div");
     this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of the session" });
     this.list = h("div", { class: "list-side" });
     this.panel = new TurnPanel(this, signal);
-    root.append(this.head, this.tabs, h("div", { class: "split" }, this.list, this.panel.element));
+    this.actions = new Actions(this.name, { signal, changed: () => this.refresh().catch(() => {}), gone: () => (location.hash = "#/") });
+    root.append(this.head, this.actions.element, this.figures, this.tabs, h("div", { class: "split" }, this.list, this.panel.element));
     root.classList.add("session");
   }
 
@@ -72,18 +76,32 @@ export class SessionPage {
     const harnesses = [...new Set(outline.turns.map((turn) => turn.harness))].filter(Boolean);
     const dialects = [...new Set(outline.turns.map((turn) => turn.dialect))].filter(Boolean);
     const facts = [kinds.join(", "), harnesses.join(", "), dialects.join(", "), `began ${moment(outline.created)}`, `used for ${span(outline.used - outline.created)}`];
+    this.actions.update(outline);
     this.head.replaceChildren(
       h("div", { class: "bar" },
         h("h1", {}, outline.session), copier(outline.session, "the session's name"),
         outline.open_calls.length ? badge(`live · ${outline.open_calls.length} open`, "live") : null,
         outline.complete ? badge("complete") : badge("incomplete", "incomplete", "a reply of the model is missing or still to come: see the incidents"),
-        outline.sealed ? badge("sealed") : null,
+        outline.state === "open" ? null : badge(outline.state),
         this.transcriptLink(),
         h("span", { class: "facts" }, facts.filter(Boolean).map((fact) => h("span", {}, fact)))),
+      this.labels() ?? "");
+    this.figures.replaceChildren(
       h("dl", { class: "tiles" }, ...this.tiles().map(([name, value, more]) =>
         h("div", { data: { tile: name } }, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null)))),
-      mix(outline.figures.matches),
+      mix(outline.figures.matches) ?? "",
     );
+  }
+
+  /** Group, tags and metadata. */
+  labels() {
+    const { group, tags, metadata } = this.outline;
+    const known = Object.entries(metadata);
+    if (!group && !tags.length && !known.length) return null;
+    return h("div", { class: "bar" },
+      group ? h("span", {}, "group ", h("a", { href: `#/group/${encodeURIComponent(group)}` }, readable(group))) : null,
+      tags.map((tag) => h("a", { class: "badge", href: `#/?${new URLSearchParams({ filter: term("tag", tag) })}`, title: "sessions with this tag" }, readable(tag))),
+      known.length ? h("details", { class: "metadata" }, h("summary", {}, "metadata"), h("pre", {}, readable(JSON.stringify(metadata, null, 1)))) : null);
   }
 
   /** A link to the transcript of the longest sequence. */
@@ -96,7 +114,9 @@ export class SessionPage {
     const { figures, incidents } = this.outline;
     const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
     const all = figures.trainable_tokens + figures.masked_tokens;
+    const { reward: given, reward_components: components } = this.outline;
     return [
+      given === null && !Object.keys(components).length ? null : ["reward", reward(given), Object.entries(components).map(([name, value]) => `${readable(name)} ${reward(value)}`).join(", ")],
       ["calls", count(figures.calls), figures.turns === figures.calls ? "" : many(figures.turns, "turn")],
       ["sequences", count(figures.sequences), ""],
       ["trainable tokens", count(figures.trainable_tokens), `${share(figures.trainable_tokens, all)} of ${count(all)}`],
@@ -104,7 +124,7 @@ export class SessionPage {
       ["applied rules", count(sum(figures.forgiven)), many(Object.keys(figures.forgiven).length, "rule")],
       ["incidents", count(incidents.length), incidents.some((one) => one.hole) ? "data is missing" : ""],
       this.driftTile(),
-    ];
+    ].filter(Boolean);
   }
 
   driftTile() {

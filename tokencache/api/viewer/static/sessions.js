@@ -1,52 +1,95 @@
-// The list of sessions, in pages of 100 rows, refreshed every two seconds.
+// The list of sessions, in pages of 100 rows, refreshed every two seconds. The filter, the state and the order are in the address.
 
 import { get } from "./api.js";
 import { crumbs } from "./crumbs.js";
 import { badge, copier, h, note } from "./dom.js";
-import { ago, count, many, moment, span } from "./format.js";
+import { ago, count, many, moment, readable, reward, span } from "./format.js";
 import { poll, walkRows } from "./poll.js";
 
 const ROWS = 100;
-const STATES = [
-  ["any", "all"],
-  ["live", "live"],
-  ["incomplete", "incomplete"],
-  ["complete", "complete"],
-  ["incidents", "with incidents"],
-  ["sealed", "sealed"],
-];
+const STATES = {
+  any: "all",
+  live: "live",
+  open: "open",
+  finished: "finished",
+  sealed: "sealed",
+  complete: "complete",
+  incomplete: "incomplete",
+  incidents: "with incidents",
+};
+const TERMS = ["group", "tag", "harness", "model"];
+// by the name of its order: label, and whether the largest value comes first at first
+const COLUMNS = {
+  session: ["session", false],
+  state: ["state", false],
+  group: ["group", false],
+  reward: ["reward", true],
+  harness: ["harness", false],
+  model: ["model", false],
+  turns: ["turns", true],
+  tokens: ["tokens", true],
+  used: ["last used", true],
+  created: ["began", true],
+};
+const NUMBERS = new Set(["reward", "turns", "tokens"]);
+
+/** Split what was typed into terms such as `group:math-17` or `tag:"two words"`, and the rest, which is a part of the name. */
+export function parse(typed) {
+  const asked = {};
+  const rest = typed.replace(/(\w+):(?:"([^"]*)"|(\S+))/g, (whole, name, quoted, plain) => {
+    if (!TERMS.includes(name)) return whole;
+    asked[name] = quoted ?? plain;
+    return "";
+  });
+  return { ...asked, contains: rest.trim() };
+}
+
+/** A term of the filter, with quotes if it needs them. */
+export const term = (name, value) => `${name}:${/[\s"]/.test(value) ? `"${value}"` : value}`;
 
 export class SessionsPage {
   offset = 0;
-  state = "any";
-  shown = "";
 
   constructor(root, target, signal) {
     this.signal = signal;
     crumbs();
     this.filter = h("input", {
-      type: "search", id: "filter", placeholder: "filter by name   /", "aria-label": "Filter sessions by name",
-      spellcheck: "false", value: target.query.get("contains") ?? "", oninput: () => this.again(),
+      type: "search", id: "filter", placeholder: "name, group:…, tag:…, harness:…   /", "aria-label": "Filter sessions by name, group:, tag:, harness: or model:",
+      spellcheck: "false", oninput: () => this.again(),
     });
     this.states = h("div", { class: "choices", role: "group", "aria-label": "Which sessions" });
+    this.heads = h("tr");
+    this.order = h("select", { "aria-label": "Order", class: "order", onchange: () => this.sortBy(this.order.value) },
+      Object.entries(COLUMNS).flatMap(([name, [label]]) => [h("option", { value: name }, `${label} ↑`), h("option", { value: `-${name}` }, `${label} ↓`)]));
     this.body = h("tbody");
     this.pager = h("div", { class: "pager" });
     this.total = h("span", { class: "muted" });
-    const head = ["session", "state", "turns", "open", "incidents", "last used", "age"];
     root.append(
-      h("div", { class: "bar" }, h("h1", {}, "Sessions"), this.total, h("span", { class: "grow" }), this.states, this.filter),
-      h("table", { class: "list" },
-        h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col", class: ["turns", "open"].includes(name) ? "num" : null }, name)))),
-        this.body),
+      h("div", { class: "bar" }, h("h1", {}, "Sessions"), this.total, h("span", { class: "grow" }), this.filter, this.order),
+      h("div", { class: "bar" }, this.states),
+      h("table", { class: "list sessions" }, h("thead", {}, this.heads), this.body),
       this.pager,
     );
+    this.read(target);
+  }
+
+  /** Take the filter, the state and the order from the address. */
+  read({ query }) {
+    const [state, sort] = [query.get("state"), query.get("sort")];
+    this.filter.value = query.get("filter") ?? query.get("contains") ?? "";
+    this.state = Object.hasOwn(STATES, state) ? state : "any";
+    this.sort = Object.hasOwn(COLUMNS, (sort ?? "").replace("-", "")) ? sort : "-used";
+    this.showOrder();
   }
 
   stays() {
     return true;
   }
 
-  go() {}
+  go(target) {
+    this.read(target);
+    this.again();
+  }
 
   start() {
     return poll(() => this.refresh(), 2, this.signal);
@@ -54,56 +97,96 @@ export class SessionsPage {
 
   again(offset = 0) {
     this.offset = offset;
+    const query = new URLSearchParams();
+    if (this.filter.value) query.set("filter", this.filter.value);
+    if (this.state !== "any") query.set("state", this.state);
+    if (this.sort !== "-used") query.set("sort", this.sort);
+    history.replaceState(null, "", query.size ? `#/?${query}` : "#/");
     this.refresh().catch(() => {}); // the next poll reports the error
   }
 
+  sortBy(sort) {
+    this.sort = sort;
+    this.showOrder();
+    this.again();
+  }
+
+  showOrder() {
+    const [name, falls] = [this.sort.replace("-", ""), this.sort.startsWith("-")];
+    this.order.value = this.sort;
+    const focused = document.activeElement?.closest?.("th")?.dataset.column;
+    this.heads.replaceChildren(...Object.entries(COLUMNS).map(([column, [label, largest]]) => {
+      const next = column === name ? (falls ? column : `-${column}`) : `${largest ? "-" : ""}${column}`;
+      return h("th", { scope: "col", class: NUMBERS.has(column) ? "num" : null, data: { column }, "aria-sort": column === name ? (falls ? "descending" : "ascending") : null },
+        h("button", { type: "button", title: `sort by ${label}`, onclick: () => this.sortBy(next) }, label, h("span", { "aria-hidden": "true" }, column === name ? (falls ? " ↓" : " ↑") : "")));
+    }));
+    if (focused) this.heads.querySelector(`[data-column="${focused}"] button`)?.focus();
+  }
+
+  /** Add a term to the filter, in place of one of the same name. */
+  narrow(name, value) {
+    const others = this.filter.value.replaceAll(new RegExp(`\\b${name}:(?:"[^"]*"|\\S+)\\s*`, "g"), "").trim();
+    this.filter.value = `${others} ${term(name, value)}`.trim();
+    this.again();
+  }
+
   async refresh() {
-    const asked = { contains: this.filter.value, state: this.state, offset: this.offset, limit: ROWS };
+    const asked = { ...parse(this.filter.value), state: this.state, sort: this.sort, offset: this.offset, limit: ROWS };
+    const now = JSON.stringify(asked);
+    this.asked = now;
     const found = await get("summaries", asked, this.signal);
-    if (asked.contains !== this.filter.value || asked.state !== this.state || asked.offset !== this.offset) return; // the filter changed meanwhile
-    this.show(found);
+    if (this.asked === now) this.show(found); // otherwise something was chosen meanwhile
   }
 
   show(found) {
     this.total.textContent = found.found === found.total ? many(found.total, "session") : `${count(found.found)} of ${many(found.total, "session")}`;
-    this.states.replaceChildren(...STATES.map(([name, text]) =>
+    this.states.replaceChildren(...Object.entries(STATES).map(([name, text]) =>
       h("button", { type: "button", "aria-pressed": String(name === this.state), onclick: () => ((this.state = name), this.again()) },
         text, h("span", { class: "n" }, count(found.states[name])))));
     const last = Math.min(found.offset + ROWS, found.found);
     this.pager.replaceChildren(
-      h("button", { type: "button", disabled: !found.offset, onclick: () => this.again(Math.max(0, found.offset - ROWS)) }, "‹ newer"),
+      h("button", { type: "button", disabled: !found.offset, onclick: () => this.again(Math.max(0, found.offset - ROWS)) }, "‹ previous"),
       h("span", {}, found.found ? `${count(found.offset + 1)}–${count(last)} of ${count(found.found)}` : "none"),
-      h("button", { type: "button", disabled: last >= found.found, onclick: () => this.again(found.offset + ROWS) }, "older ›"),
+      h("button", { type: "button", disabled: last >= found.found, onclick: () => this.again(found.offset + ROWS) }, "next ›"),
     );
     const focused = document.activeElement?.closest?.("tbody a")?.getAttribute("href");
-    this.body.replaceChildren(...found.sessions.map((one) => row(one, found.now)));
+    this.body.replaceChildren(...found.sessions.map((one) => this.row(one, found.now)));
     if (focused) [...this.body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
     if (!found.sessions.length) {
       const why = found.total ? "No session matches." : "No session yet. Point a harness at this proxy, and its turns appear here.";
-      this.body.replaceChildren(h("tr", {}, h("td", { colspan: 7 }, note(why))));
+      this.body.replaceChildren(h("tr", {}, h("td", { colspan: Object.keys(COLUMNS).length }, note(why))));
     }
   }
 
   key(event) {
     if (event.key === "/") return this.filter.focus(), true;
-    return walkRows(event, [...this.body.querySelectorAll("a")]);
+    return walkRows(event, [...this.body.querySelectorAll(".name a")]);
+  }
+
+  row(one, now) {
+    const narrow = (name, value) => value && h("button", { type: "button", class: "term", title: `only ${term(name, value)}`, onclick: () => this.narrow(name, value) }, readable(value));
+    const cell = (name, ...children) => h("td", { class: NUMBERS.has(name) ? "num" : null, data: { label: COLUMNS[name][0] } }, children);
+    return h("tr", { data: { session: one.session } },
+      h("td", { class: "name" }, h("a", { href: `#/session/${encodeURIComponent(one.session)}` }, one.session), copier(one.session)),
+      h("td", {}, states(one, now)),
+      cell("group", one.group && h("a", { href: `#/group/${encodeURIComponent(one.group)}` }, readable(one.group)), one.tags.map((tag) => narrow("tag", tag))),
+      cell("reward", reward(one.reward)),
+      cell("harness", narrow("harness", one.harness)),
+      cell("model", narrow("model", one.model)),
+      cell("turns", count(one.turns)),
+      cell("tokens", count(one.tokens)),
+      h("td", { title: moment(one.used), data: { label: "last used" } }, ago(now - one.used)),
+      h("td", { title: moment(one.created), data: { label: "began" } }, ago(now - one.created)));
   }
 }
 
-function row(one, now) {
-  const href = `#/session/${encodeURIComponent(one.session)}`;
+/** The badges of a session: its state, whether it is complete, and its incidents. */
+export function states(one, now) {
   const incidents = Object.entries(one.incidents);
-  const states = [
-    one.open_calls ? badge("live", "live", `the oldest open call began ${span(now - one.since)} ago`) : null,
+  return [
+    one.open_calls ? badge(`live · ${count(one.open_calls)}`, "live", `${many(one.open_calls, "call")} in flight; the oldest began ${span(now - one.since)} ago`) : null,
+    one.state === "open" ? null : badge(one.state, one.state, one.state === "sealed" ? "its record does not change any more" : "accepts no more calls"),
     one.complete ? badge("complete") : one.open_calls && !incidents.length ? null : badge("incomplete", "incomplete", "a reply of the model is missing or still to come"),
-    one.sealed ? badge("sealed", "sealed", "accepts no more calls") : null,
+    incidents.map(([kind, n]) => badge(n > 1 ? `${kind} ×${n}` : kind, "incident")),
   ];
-  return h("tr", { data: { session: one.session } },
-    h("td", { class: "name" }, h("a", { href }, one.session), copier(one.session)),
-    h("td", {}, states),
-    h("td", { class: "num" }, count(one.turns)),
-    h("td", { class: "num" }, one.open_calls ? count(one.open_calls) : h("span", { class: "muted" }, "–")),
-    h("td", {}, incidents.map(([kind, n]) => badge(n > 1 ? `${kind} ×${n}` : kind, "incident"))),
-    h("td", { title: moment(one.used) }, ago(now - one.used)),
-    h("td", { title: moment(one.created) }, ago(now - one.created)));
 }

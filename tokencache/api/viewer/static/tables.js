@@ -1,12 +1,13 @@
 // Draws the tables of sequences, of incidents, and of turns for which rules were applied.
 
 import { badge, copier, h } from "./dom.js";
-import { clock, count, many, moment, share, visible } from "./format.js";
+import { clock, count, many, moment, reward, share, visible } from "./format.js";
 import { incidentText, reasonText, STARTS } from "./words.js";
 
 const to = (outline, ...rest) => `#/session/${[outline.session, ...rest].map(encodeURIComponent).join("/")}`;
 
 function table(name, heads, rows) {
+  for (const row of rows) for (const [n, cell] of [...row.cells].entries()) cell.dataset.label = n ? heads[n].replace("#", "") : "";
   const cells = heads.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", "")));
   return rows.length ? h("table", { class: "list", "aria-label": name }, h("thead", {}, h("tr", {}, cells)), h("tbody", {}, rows)) : null;
 }
@@ -16,7 +17,7 @@ const turnLink = (outline, turn, first = false) =>
   turn ? h("a", { class: first ? "first" : null, href: to(outline, "turn", turn.id) }, `turn ${turn.number}`) : null;
 
 export function sequenceTable(outline) {
-  return table("Sequences", ["sequence", "start", "reason", "from", "#turns", "#tokens", "#trainable", "", ""], outline.sequences.map((one) => {
+  return table("Sequences", ["sequence", "start", "reason", "from", "#turns", "#tokens", "#trainable", "#reward", "", ""], outline.sequences.map((one) => {
     const from = one.from_turn ? outline.turns.find((turn) => turn.id === one.from_turn) : null;
     return h("tr", { class: one.continued || one.turns > 1 ? null : "dim" },
       h("td", {}, h("a", { class: "first", href: to(outline, "sequence", one.id) }, `sequence ${one.number}`), copier(one.id, "the sequence's id")),
@@ -26,6 +27,7 @@ export function sequenceTable(outline) {
       h("td", { class: "num" }, count(one.turns)),
       h("td", { class: "num" }, count(one.tokens)),
       h("td", { class: "num" }, count(one.trainable_tokens), h("small", {}, ` ${share(one.trainable_tokens, one.tokens)}`)),
+      h("td", { class: "num" }, one.reward === null ? "" : reward(one.reward)),
       h("td", {}, one.continued ? "" : h("span", { class: "muted" }, "not continued")),
       h("td", {}, one.tools ? h("span", { class: "muted" }, many(one.tools, "tool")) : h("span", { class: "muted" }, "no tools")));
   }));

@@ -2,7 +2,7 @@
 
 import { at, get } from "./api.js";
 import { badge, copier, h, idText, note } from "./dom.js";
-import { count, many, moment, quoted, span, visible } from "./format.js";
+import { count, many, moment, quoted, reward, span, visible } from "./format.js";
 import { reasonText, STARTS, VERDICTS } from "./words.js";
 
 export class TurnPanel {
@@ -47,6 +47,7 @@ export class TurnPanel {
         ["then", next.length ? next.flatMap((one, i) => [i ? ", " : "", other(one.id)]) : line.thrown_away ? "discarded: the harness continued with another answer to the same messages" : "not continued"],
         ["sequence", h("a", { href: `${session}/sequence/${encodeURIComponent(sequence.id)}` }, `sequence ${sequence.number}`)],
         ["tokens", `${count(turn.prompt_tokens)} in the prompt, ${count(turn.completion_tokens)} sampled`],
+        ["reward", turn.reward === null ? null : reward(turn.reward)],
         ["finish", [turn.finish_reason, turn.stop_reason === null ? "" : ` (${turn.stop_reason})`]],
         ["called", `${moment(turn.created)}, took ${span(turn.seconds)}`],
         ["request", [many(turn.messages, "message"), ", ", many(turn.tools, "tool"), ", ", turn.dialect, turn.stream ? ", streamed" : ""]],

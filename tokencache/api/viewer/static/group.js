@@ -1,0 +1,113 @@
+// The page of a group: its sessions with rewards and lengths, and where their tokens part.
+
+import { get } from "./api.js";
+import { crumbs } from "./crumbs.js";
+import { copier, h, note } from "./dom.js";
+import { count, many, readable, reward, visible } from "./format.js";
+import { poll, walkRows } from "./poll.js";
+import { states } from "./sessions.js";
+
+export class GroupPage {
+  shown = "";
+
+  constructor(root, target, signal) {
+    Object.assign(this, { root, signal, name: target.session });
+    crumbs(["sessions", "#/"], [`group ${this.name}`, ""]);
+    this.up = "#/";
+    root.classList.add("group-page");
+  }
+
+  stays(target) {
+    return target.session === this.name;
+  }
+
+  go() {}
+
+  async start() {
+    await this.refresh(); // an unknown group is reported on the page itself
+    await poll(() => this.refresh(), 5, this.signal);
+  }
+
+  async refresh() {
+    const found = await get("comparison", { group: this.name }, this.signal);
+    const now = JSON.stringify(found);
+    if (now === this.shown) return;
+    this.shown = now;
+    const members = [...found.members].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || (a.session < b.session ? -1 : 1));
+    const rewards = members.map((one) => one.reward).filter((value) => value !== null);
+    const lengths = members.map((one) => one.length);
+    this.root.replaceChildren(
+      h("div", { class: "bar" }, h("h1", {}, readable(this.name)), copier(this.name, "the group's name"), h("span", { class: "muted" }, many(found.found, "session"))),
+      h("dl", { class: "tiles" },
+        tile("reward", ...spread(rewards), `${count(rewards.length)} of ${many(members.length, "session")} rewarded`),
+        tile("trainable tokens", ...spread(members.map((one) => one.trainable))),
+        tile("length, in tokens", ...spread(lengths)),
+        tile("turns", ...spread(members.map((one) => one.turns))),
+        tile("shared at the beginning", count(found.shared), found.parting ? "tokens" : "tokens: the sequences are equal")),
+      members.length ? table(members) : note("No session of this group has turns yet."),
+      found.not_compared.length ? note(`Not compared: ${many(found.found - members.length, "session")} without turns, with damaged records, or beyond the 64 that were used last: ${found.not_compared.map((one) => readable(one.session)).join(", ")}.`) : "",
+      h("h2", { class: "part" }, "Where they part"),
+      found.parting ? parting(found.parting, new Map(members.map((one) => [one.session, one]))) : note(members.length > 1 ? "Nowhere: the compared sequences are equal." : "There is only one session."),
+    );
+  }
+
+  key(event) {
+    return walkRows(event, [...this.root.querySelectorAll("tbody .name a")]);
+  }
+}
+
+const tile = (name, value, ...more) => h("div", { data: { tile: name } }, h("dt", {}, name), h("dd", {}, value, more.map((one) => h("small", {}, one))));
+
+/** The mean, and the standard deviation with the smallest and the largest value. */
+function spread(values) {
+  if (!values.length) return ["–"];
+  const mean = values.reduce((a, b) => a + b, 0) / values.length;
+  const deviation = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / values.length);
+  return [reward(mean), `± ${reward(deviation)}, from ${reward(Math.min(...values))} to ${reward(Math.max(...values))}`];
+}
+
+function table(members) {
+  const now = Date.now() / 1000;
+  const heads = ["session", "state", "#reward", "", "#turns", "#trainable", "#length"];
+  const low = Math.min(0, ...members.map((one) => one.reward ?? 0));
+  const high = Math.max(0, ...members.map((one) => one.reward ?? 0));
+  const longest = Math.max(...members.map((one) => one.length), 1);
+  return h("table", { class: "list", "aria-label": "Sessions of the group" },
+    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", ""))))),
+    h("tbody", {}, members.map((one) =>
+      h("tr", { data: { session: one.session } },
+        h("td", { class: "name" }, h("a", { href: `#/session/${encodeURIComponent(one.session)}` }, one.session), copier(one.session)),
+        h("td", {}, states(one, now)),
+        h("td", { class: "num", data: { label: "reward" } }, reward(one.reward)),
+        h("td", { class: "bar-cell" }, one.reward === null || high === low ? null : bar((Math.min(one.reward, 0) - low) / (high - low), Math.abs(one.reward) / (high - low))),
+        h("td", { class: "num", data: { label: "turns" } }, count(one.turns)),
+        h("td", { class: "num", data: { label: "trainable" } }, count(one.trainable)),
+        h("td", { class: "num", data: { label: "length" } },
+          h("a", { href: `#/session/${encodeURIComponent(one.session)}/sequence/${encodeURIComponent(one.sequence)}` }, count(one.length)), bar(0, one.length / longest))))));
+}
+
+function bar(from, part) {
+  const filled = h("i");
+  filled.style.marginLeft = `${100 * from}%`;
+  filled.style.width = `${100 * part}%`;
+  return h("span", { class: "bar-line", "aria-hidden": "true" }, filled);
+}
+
+const oneLine = (text) => visible(text).replaceAll("\n", "");
+
+/** A parting and, below each of its branches, the next one. */
+function parting(one, members) {
+  const sampled = one.kind === "sampled" || one.kind === "unscored";
+  const where = `token ${count(one.at)}, message ${one.message}${one.role ? ` (${one.role})` : ""}, ${sampled ? "sampled in" : "in the prompt of"} turn ${one.turn}`;
+  return h("section", { class: "parting" },
+    h("p", {}, h("b", {}, where), h("span", { class: "muted" }, `: ${many(one.branches.length, "way")}, after `), h("code", {}, oneLine(one.before))),
+    h("ul", {}, one.branches.map((branch) =>
+      h("li", {},
+        h("p", { class: "branch-text" }, branch.ends ? h("span", { class: "muted" }, "ends here") : h("ins", {}, oneLine(branch.text))),
+        h("p", { class: "branch-names" }, branch.sessions.map((name) => {
+          const member = members.get(name);
+          const token = Math.min(one.at, Math.max(member.length - 1, 0));
+          return h("a", { href: `#/session/${encodeURIComponent(name)}/sequence/${encodeURIComponent(member.sequence)}?token=${token}` }, name, h("span", { class: "n" }, reward(member.reward)));
+        })),
+        branch.parting ? parting(branch.parting, members) : branch.sessions.length > 1 ? note("equal to the end") : null))));
+}
