@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import site
 import subprocess
+import sys
 from dataclasses import dataclass
 
 import aiohttp
@@ -26,6 +28,19 @@ FIGURES = []
 def episodes():
     """Scripted turns by name."""
     return EPISODES
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter with torch and everything else that examples need: vLLM's packages, then this environment's."""
+    venv = tmp_path / "venv"
+    subprocess.run([str(default_venv() / "bin/python"), "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (theirs,) = default_venv().absolute().glob("lib/python*/site-packages")
+    if theirs.parent.name != f"python{sys.version_info.major}.{sys.version_info.minor}":
+        pytest.skip("vLLM is installed for another version of Python")
+    (packages / "both.pth").write_text("\n".join([str(theirs), *site.getsitepackages(), str(REPOSITORY)]) + "\n")
+    return venv / "bin/python"
 
 
 @pytest.fixture(scope="session")

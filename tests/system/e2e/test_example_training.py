@@ -2,29 +2,14 @@
 
 import json
 import signal
-import site
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from rig.server import REPOSITORY, default_venv
+from rig.server import REPOSITORY
 
 SCRIPT = REPOSITORY / "examples" / "train_tiny_qwen3" / "train.py"
 TIMEOUT_S = 300
-
-
-@pytest.fixture
-def python(tmp_path):
-    """An interpreter with everything the example needs: vLLM's packages, then this environment's."""
-    venv = tmp_path / "venv"
-    subprocess.run([str(default_venv() / "bin/python"), "-m", "venv", "--without-pip", str(venv)], check=True)
-    (packages,) = venv.glob("lib/python*/site-packages")
-    (theirs,) = default_venv().absolute().glob("lib/python*/site-packages")
-    if theirs.parent.name != f"python{sys.version_info.major}.{sys.version_info.minor}":
-        pytest.skip("vLLM is installed for another version of Python")
-    (packages / "both.pth").write_text("\n".join([str(theirs), *site.getsitepackages(), str(REPOSITORY)]) + "\n")
-    return venv / "bin/python"
 
 
 @pytest.fixture
