@@ -28,6 +28,8 @@ adapter         a data file about one harness: how to start it, and which rules 
 lineage         a line of turns, each extending the one before
 main child      of the turns that extend one turn, the one that continues its sequence
 sequence        a lineage as a trainer uses it: token ids, loss mask, log probabilities
+link            a summary or an answer that returned as text in another call, and the turn that sampled it
+prefix forest   sequences as token tries: a shared prefix occurs once, and each sampled token has one owner
 mark            a fact about a turn that a trainer must know
 incident        an event in a session that a trainer must know about
 hole            an incident by which something that the model sampled is missing from the record

@@ -138,9 +138,10 @@ def test_the_report_names_rules_tokens_and_sessions():
     rows, tokens = len(selection.kept), sum(sum(row.sequence.loss_mask) for row in selection.kept)
     lost = sum(selection.dropped[0].row.sequence.loss_mask)
     assert selection.report().splitlines() == [
-        f"{rows} rows kept with {tokens} trainable tokens, 1 dropped",
-        f"  no_side_calls: 1 rows with {lost} trainable tokens",
-        "  sessions without a row: empty",
+        f"kept: {rows} rows, {tokens} trainable tokens",
+        f"dropped: 1 row, {lost} trainable tokens",
+        f"  no_side_calls: 1 row, {lost} trainable tokens",
+        "sessions without a row: empty",
     ]
     assert str(selection.dropped[0]) == (
         "session sub-agent, sequence t0: is a side call: it offers no tools, and no later call continues it (no_side_calls)"

@@ -20,7 +20,6 @@ row is listed with the rule and the reason, so no row is lost silently. Your own
 ========================  ==========================================================================================================
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -66,15 +65,19 @@ class Selection(NamedTuple):
 
     def report(self) -> str:
         """Describe what was dropped: one line for each rule."""
-        trainable = sum(sum(row.sequence.loss_mask) for row in self.kept)
-        lines = [f"{len(self.kept)} rows kept with {trainable} trainable tokens, {len(self.dropped)} dropped"]
-        rows = Counter(dropped.rule for dropped in self.dropped)
-        for rule, n in rows.items():
-            tokens = sum(sum(dropped.row.sequence.loss_mask) for dropped in self.dropped if dropped.rule == rule)
-            lines.append(f"  {rule}: {n} rows with {tokens} trainable tokens")
+        by_rule: dict[str, list[TrainingRow]] = {}
+        for dropped in self.dropped:
+            by_rule.setdefault(dropped.rule, []).append(dropped.row)
+        lines = [f"kept: {_counted(self.kept)}", f"dropped: {_counted(dropped.row for dropped in self.dropped)}"]
+        lines += [f"  {rule}: {_counted(rows)}" for rule, rows in by_rule.items()]
         if self.without_rows:
-            lines.append(f"  sessions without a row: {', '.join(self.without_rows)}")
+            lines.append(f"sessions without a row: {', '.join(self.without_rows)}")
         return "\n".join(lines)
+
+
+def _counted(rows: Iterable[TrainingRow]) -> str:
+    tokens = [sum(row.sequence.loss_mask) for row in rows]
+    return f"{len(tokens)} row{'s' * (len(tokens) != 1)}, {sum(tokens):,} trainable tokens"
 
 
 def select(trajectories: Iterable[Trajectory], *rules: Rule) -> Selection:
