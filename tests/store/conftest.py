@@ -1,9 +1,10 @@
-"""The stores to test: memory, Redis on fakeredis, and Redis on a real server."""
+"""The stores to test: memory, a file, Redis on fakeredis, and Redis on a real server."""
 
 import fakeredis
 import pytest
 
 from tests.support.redis_server import RealRedis, find_binary
+from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 
@@ -27,7 +28,7 @@ def fake_store():
     return make
 
 
-KINDS = ["memory", "fakeredis", pytest.param("redis", marks=pytest.mark.redis)]
+KINDS = ["memory", "file", "fakeredis", pytest.param("redis", marks=pytest.mark.redis)]
 
 
 @pytest.fixture(params=KINDS)
@@ -35,6 +36,8 @@ async def store(request):
     match request.param:
         case "memory":
             made = MemoryStore()
+        case "file":
+            made = FileStore(f"file:{request.getfixturevalue('tmp_path')}/sessions.db")
         case "fakeredis":
             made = request.getfixturevalue("fake_store")()
         case _:

@@ -24,11 +24,12 @@ from tokencache.store.base import (
     SettingsConflictError,
 )
 from tokencache.store.conformance import build
+from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4)
-KEYS = st.lists(st.one_of(st.sampled_from([b"c1", b"c2", b"r1", b"r2"]), st.binary(min_size=1, max_size=17)), max_size=3)
+KEYS = st.lists(st.one_of(st.sampled_from([b"c1", b"c2", b"r1", b"r2"]), st.binary(min_size=1, max_size=17)), max_size=3, unique=True)
 
 
 @st.composite
@@ -174,6 +175,21 @@ def test_operations_on_fakeredis_are_as_in_memory(fake_store, steps):
     asyncio.run(run())
 
 
+@settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=st.lists(STEPS, max_size=40))
+def test_operations_on_a_file_are_as_in_memory(tmp_path_factory, steps):
+    async def run():
+        url = f"file:{tmp_path_factory.mktemp('steps')}/sessions.db"
+        stores = [FileStore(url) for _ in range(2)]
+        for store in stores:
+            await store.open()
+        await run_steps(stores, steps)
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.redis
 @settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=st.lists(STEPS, max_size=40))
@@ -193,6 +209,18 @@ def test_operations_on_redis_are_as_in_memory(redis_server, steps):
 def test_turns_in_fakeredis_are_as_in_memory(fake_store, built):
     async def run():
         store = fake_store()
+        await compare(store, built)
+        await store.close()
+
+    asyncio.run(run())
+
+
+@settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(built=trees())
+def test_turns_in_a_file_are_as_in_memory(tmp_path_factory, built):
+    async def run():
+        store = FileStore(f"file:{tmp_path_factory.mktemp('turns')}/sessions.db")
+        await store.open()
         await compare(store, built)
         await store.close()
 

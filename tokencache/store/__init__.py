@@ -1,8 +1,9 @@
-"""Stores sessions: in memory, in Redis, or in a store of your own.
+"""Stores sessions: in memory, in a file, in Redis, or in a store of your own.
 
 =============  =====================================================================================================
 `base`         the interface of a store, its values and its errors
 `memory`       for one process, and the reference for the others
+`file`         for one machine: one SQLite file
 `redis`        for several replicas
 `encoding`     records and tokens as bytes
 `conformance`  checks that a store does what the interface promises; import it to test your own
@@ -43,6 +44,13 @@ def _memory(url: str, options: StoreOptions) -> Store:
     return MemoryStore(ttl_seconds=options.ttl_seconds, max_sessions=options.max_sessions, max_bytes=options.max_bytes)
 
 
+def _file(url: str, options: StoreOptions) -> Store:
+    from tokencache.store.file import FileStore  # noqa: PLC0415
+
+    bounds = {"max_sessions": options.max_sessions, "max_bytes": options.max_bytes}
+    return FileStore(url, ttl_seconds=options.ttl_seconds, timeout_seconds=options.timeout_seconds, **bounds)
+
+
 def _redis(url: str, options: StoreOptions) -> Store:
     from tokencache.store.redis import RedisStore  # noqa: PLC0415 - the Redis client is loaded only if it is used
 
@@ -51,7 +59,7 @@ def _redis(url: str, options: StoreOptions) -> Store:
 
 REDIS_SCHEMES = [name + kind for name in ("redis", "rediss", "valkey", "valkeys") for kind in ("", "+sentinel", "+cluster")] + ["unix"]
 """Schemes of `tokencache.store.redis.url`."""
-STORES: dict[str, Callable[[str, StoreOptions], Store]] = {"memory": _memory, **dict.fromkeys(REDIS_SCHEMES, _redis)}
+STORES: dict[str, Callable[[str, StoreOptions], Store]] = {"memory": _memory, "file": _file, **dict.fromkeys(REDIS_SCHEMES, _redis)}
 """Makes a store, by the scheme of its URL. `Store.open` connects it."""
 
 
@@ -65,6 +73,6 @@ def open_store(url: str = "memory:", options: StoreOptions | None = None) -> Sto
     if not colon or scheme not in STORES:
         known = ", ".join(f"{name}:" for name in STORES)
         raise ValueError(
-            f"no store has the scheme {scheme[:20]!r}; use memory:, redis://host:port/db or another of {known} (docs/store.md)"
+            f"no store has the scheme {scheme[:20]!r}; use memory:, file:PATH, redis://host:port/db or another of {known} (docs/store.md)"
         )
     return STORES[scheme](url, options or StoreOptions())

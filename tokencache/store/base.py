@@ -212,7 +212,7 @@ class Entry(msgspec.Struct, frozen=True):
     Attributes:
         turn: the turn.
         tokens: its token ids and log probabilities.
-        keys: lookup keys that find it; empty if no client received it.
+        keys: lookup keys that find it, each once; empty if no client received it.
         context: its messages, encoded.
     """
 

@@ -7,20 +7,20 @@ The first byte of a record selects the encoding of the rest:
 * `j`: JSON, deflated, for values that MessagePack cannot represent (lone surrogates and integers of more than 64 bits; requests contain
   both).
 
-For Redis, tokens are raw bytes after a header. From the header a script can find a turn's base, and a reader can check the lengths, without
-the turn's record.
+For Redis and files, tokens are raw bytes after a header. From the header a script can find a turn's base, and a reader can check the
+lengths, without the turn's record.
 """
 
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
 from isal import isal_zlib
 
-from tokencache.core.turn import Tokens, Turn
+from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 
 R = TypeVar("R")
 
@@ -40,6 +40,13 @@ _DICTIONARY = (
     b"\xabtemperature\xcb?\xf0\x00\x00\x00\x00\x00\x00\xa5top_p\xa5top_k\xaamax_tokens\xcd\xa5marks\xa7created\xcbA\xda\xa7seconds\xcb"
     b"\xa8versions\x91"
 )
+
+
+class Served(msgspec.Struct, frozen=True):
+    """As much of a turn's record as the state of its session shows. Decoding skips the rest."""
+
+    model: str = ""
+    harness: str = ""
 
 
 class Piece(NamedTuple):
@@ -97,6 +104,34 @@ def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
         raise ValueError("ids are missing")
     base = untext(packed[HEADER.size : start]) or None
     return Piece(base, shared, prompt_tokens, completion_tokens, Tokens(packed[start : start + size], packed[start + size :], logprobs))
+
+
+def unpack_prefix(turn: str, line_of_bases: Iterable[bytes]) -> Prefix:
+    """Rebuild a turn's prefix from what `pack_tokens` encoded: its own ids first, then those of all its bases.
+
+    Raises:
+        KeyError: there is no such turn.
+    """
+    line: dict[str, tuple[Turn, Tokens]] = {}
+    at: str | None = turn
+    for piece in map(unpack_tokens, line_of_bases):
+        if at is not None:
+            line[at] = (_lengths(at, piece), piece.tokens)
+            at = piece.base
+    return rebuild_prefix(line, turn)
+
+
+def _lengths(turn: str, piece: Piece) -> Turn:
+    """As much of a turn as `rebuild_prefix` needs."""
+    return Turn(
+        id=turn,
+        call="",
+        match="root",
+        base=piece.base,
+        shared=piece.shared,
+        prompt_tokens=piece.prompt_tokens,
+        completion_tokens=piece.completion_tokens,
+    )
 
 
 def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, bytes]:

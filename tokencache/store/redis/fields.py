@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
-
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
-from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
+from tokencache.core.turn import Turn
 from tokencache.store.base import BeginResult, Entry, OpenCall, QueueEntry, SessionInfo, StoreError
-from tokencache.store.encoding import Piece, pack, pack_tokens, text, unpack, unpack_tokens, untext
+from tokencache.store.encoding import Served, pack, pack_tokens, text, unpack, untext
 
 _GLOB = re.compile(rb"[*?\[\]\\]")
 _CALL_HEAD = 33
@@ -117,13 +115,6 @@ def unpack_calls(packed: bytes) -> tuple[OpenCall, ...]:
     return tuple(calls)
 
 
-class _Served(msgspec.Struct, frozen=True):
-    """As much of a turn as the state of a session shows."""
-
-    model: str = ""
-    harness: str = ""
-
-
 def pack_labels(changes: LabelChanges) -> list[bytes | str]:
     """Encode labels as pairs of field and value. Each value contains one member."""
     return [part for name, value in changes.given.items() for part in (name, pack(LabelChanges(**{name: value})))]
@@ -142,7 +133,7 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
     settings, noted = unpack_settings(packed), Labels()
     for member in filter(None, labels):
         noted = noted.changed(unpack(member, LabelChanges))
-    latest = unpack(turn[1:], _Served) if turn else _Served()
+    latest = unpack(turn[1:], Served) if turn else Served()
     return SessionInfo(
         id=session,
         created=float(created),
@@ -177,34 +168,6 @@ def unpack_entry(session: bytes, packed: bytes, now: float) -> QueueEntry:
         until=until,
         attempt=int(packed[17:23]),
         leased=until > now,
-    )
-
-
-def unpack_prefix(turn: str, reply: Sequence[bytes]) -> Prefix:
-    """Rebuild a turn's prefix from its own ids and those of all its bases.
-
-    Raises:
-        KeyError: there is no such turn.
-    """
-    line: dict[str, tuple[Turn, Tokens]] = {}
-    at: str | None = turn
-    for piece in map(unpack_tokens, reply):
-        if at is not None:
-            line[at] = (_lengths(at, piece), piece.tokens)
-            at = piece.base
-    return rebuild_prefix(line, turn)
-
-
-def _lengths(turn: str, piece: Piece) -> Turn:
-    """As much of a turn as `rebuild_prefix` needs."""
-    return Turn(
-        id=turn,
-        call="",
-        match="root",
-        base=piece.base,
-        shared=piece.shared,
-        prompt_tokens=piece.prompt_tokens,
-        completion_tokens=piece.completion_tokens,
     )
 
 

@@ -39,7 +39,7 @@ from tokencache.store.base import (
     StoreError,
     StoreFullError,
 )
-from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_tokens
+from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens
 from tokencache.store.redis import fields, queue_scripts, scripts
 from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
 from tokencache.store.redis.connections import Backend, SingleServer, connect
@@ -252,7 +252,7 @@ class RedisStore:
     async def prefix(self, session: str, turn: str) -> Prefix:
         reply = await self._script("prefix", scripts.PREFIX, [self._keys.session(session)], turn_field(turn))
         with decoding(session):
-            return fields.unpack_prefix(turn, reply)
+            return unpack_prefix(turn, reply)
 
     async def commit(
         self,

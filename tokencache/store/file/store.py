@@ -1,0 +1,612 @@
+"""The file store: each operation is a transaction."""
+
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import unquote
+
+from tokencache.core.incidents import Incident, sealed_early
+from tokencache.core.match import Hit
+from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
+from tokencache.core.turn import Prefix, Tokens, Turn
+from tokencache.store.base import (
+    BeginResult,
+    Binding,
+    CursorError,
+    EngineEntry,
+    Entry,
+    Join,
+    OpenCall,
+    Page,
+    SealOutcome,
+    SessionDeletedError,
+    SessionExistsError,
+    SessionFinishedError,
+    SessionGoneError,
+    SessionInfo,
+    SessionSealedError,
+    SettingsChangedError,
+    SettingsConflictError,
+    StoreError,
+    StoreFullError,
+)
+from tokencache.store.encoding import Served, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
+from tokencache.store.file import schema
+from tokencache.store.file.operations import reads, writes
+from tokencache.store.file.queue import FileQueue
+from tokencache.store.file.worker import Worker
+
+PAGE = 1000
+_RENEW_BELOW = 0.99
+"""The time to live of a binding is renewed if less than this share of it is left."""
+
+
+def read_path(url: str) -> Path:
+    """Read the URL of a file store: `file:PATH` or `file:///PATH`, with `%` escapes as in any URL; `~` is the home directory.
+
+    Raises:
+        ValueError: it names no path, or another machine.
+    """
+    path = url.removeprefix("file:")
+    if path.startswith("//"):
+        host, slash, rest = path[2:].partition("/")
+        path = slash + rest if host in {"", "localhost"} else ""
+    if not path or "?" in path or path.endswith("/"):
+        raise ValueError("the URL of a file store is file:PATH, such as file:/var/lib/tokencache/sessions.db (docs/store.md)")
+    return Path(unquote(path)).expanduser()
+
+
+class FileStore(FileQueue):
+    """Sessions in a SQLite file. `Store` documents the methods.
+
+    Args:
+        url: see `read_path`.
+        ttl_seconds: delete a session that has not been used for this long.
+        timeout_seconds: how long to wait for another process that writes.
+        tombstone_seconds: how long a deleted session refuses late calls.
+        max_sessions: refuse new sessions at this number. 0 sets no limit.
+        max_bytes: refuse new sessions while the file's contents take this many bytes. 0 sets no limit.
+
+    Raises:
+        ValueError: the URL names no path.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        ttl_seconds: float = 7 * 86400,
+        timeout_seconds: float = 5.0,
+        tombstone_seconds: float = 3600.0,
+        max_sessions: int = 0,
+        max_bytes: int = 0,
+    ) -> None:
+        self._path = read_path(url)
+        self._ttl, self._tombstone = ttl_seconds, tombstone_seconds
+        self._max_sessions, self._max_bytes = max_sessions, max_bytes
+        self.writer = Worker(self._path, timeout_seconds, writes=True)
+        self.reader = Worker(self._path, timeout_seconds, writes=False)
+
+    async def open(self) -> None:
+        try:
+            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains conversations; SQLite would let all users read it
+        except OSError as why:
+            raise StoreError(f"file: {self._path} cannot be opened: {why.strerror}; its directory must exist and be writable") from None
+        await self.writer.open()
+        await self._create_tables()
+        await self.ping()
+        await self.reader.open()
+
+    async def close(self) -> None:
+        await self.reader.close()
+        await self.writer.close()
+
+    @writes
+    def _create_tables(self, db: sqlite3.Connection) -> None:
+        for statement in schema.TABLES.split(";"):
+            db.execute(statement)
+        db.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (schema.VERSION,))
+
+    @writes
+    def ping(self, db: sqlite3.Connection) -> None:
+        (version,) = db.execute("UPDATE meta SET value = value WHERE name = 'schema' RETURNING value").fetchone()
+        if version != schema.VERSION:
+            raise StoreError(
+                f"file: the stored form of {self._path} is {version!r}, but this version of tokencache reads {schema.VERSION!r}. "
+                "Use another file, or the version of tokencache that wrote it"
+            )
+
+    @writes
+    def secret(self, db: sqlite3.Connection, known: bytes = b"") -> bytes:
+        db.execute("INSERT OR IGNORE INTO meta VALUES ('secret', ?)", (known or secrets.token_bytes(32),))
+        (secret,) = db.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
+        return bytes(secret)
+
+    @writes
+    def define(
+        self,
+        db: sqlite3.Connection,
+        session: str,
+        settings: SessionSettings,
+        labels: Labels,
+        *,
+        exist_ok: bool = False,
+        adopt: bool = False,
+    ) -> bool:
+        held = _find(db, session)
+        if held is None:
+            self._check_capacity(db)
+            db.execute("DELETE FROM tombstones WHERE name = ?", (text(session),))
+            self._create(db, session, settings, labels)
+            return True
+        if not exist_ok and not adopt:
+            raise SessionExistsError(session)
+        own = _settings(held)
+        if settings and settings != own:
+            if own or not adopt:
+                raise SettingsConflictError(session, settings.differences(own))
+            db.execute("UPDATE sessions SET digest = ?, settings = ? WHERE id = ?", (settings.digest, pack(settings), held["id"]))
+        self._set_labels(db, held, labels.changes)
+        return False
+
+    @reads
+    def settings(self, db: sqlite3.Connection, session: str) -> SessionSettings | None:
+        held = _find(db, session)
+        return _settings(held) if held else None
+
+    @writes
+    def begin(
+        self,
+        db: sqlite3.Connection,
+        session: str,
+        call: str,
+        keys: Sequence[bytes],
+        *,
+        fingerprint: bytes = b"",
+        replica: str = "",
+        join: Join = "never",
+        settings: bytes = b"",
+    ) -> BeginResult:
+        held = _find(db, session)
+        if held is None:
+            if db.execute("SELECT 1 FROM tombstones WHERE name = ? AND expires > ?", (text(session), time.time())).fetchone():
+                raise SessionDeletedError(session)
+            self._check_capacity(db)
+        elif held["sealed"]:
+            raise SessionSealedError(session)
+        elif held["finished"] is not None:
+            raise SessionFinishedError(session)
+        if (held["digest"] if held else b"") != settings:
+            raise SettingsChangedError(_settings(held) if held else SessionSettings())
+        held = held or self._create(db, session, SessionSettings(), Labels())
+        number, name = held["id"], text(call)
+        known = db.execute("SELECT 1 FROM calls WHERE session = ? AND call = ?", (number, name)).fetchone()
+        duplicate = None if known or not fingerprint else _join(db, number, fingerprint, join)
+        begun, now = held["begun"] + (known is None and duplicate is None), time.time()
+        if duplicate is None:
+            db.execute("DELETE FROM calls WHERE session = ? AND call = ?", (number, name))
+            db.execute(
+                "INSERT INTO calls (session, call, since, fingerprint, replica) VALUES (?, ?, ?, ?, ?)",
+                (number, name, now, fingerprint, text(replica)),
+            )
+            db.execute("UPDATE sessions SET used = ?, begun = ? WHERE id = ?", (now, begun, number))
+        self._renew(db, number)
+        with decoding(session):
+            return BeginResult(held["epoch"], _hits(db, number, keys, early=True), duplicate, begun, held["sampled"], held["created"])
+
+    @writes
+    def mark_orphaned(self, db: sqlite3.Connection, session: str, call: str) -> bool:
+        held = self._use(db, session)
+        mine = (held["id"], text(call)) if held else (0, b"")
+        was = db.execute("SELECT wanted FROM calls WHERE session = ? AND call = ?", mine).fetchone()
+        db.execute("UPDATE calls SET orphaned = 1, wanted = 0 WHERE session = ? AND call = ?", mine)
+        return bool(was and was["wanted"])
+
+    @writes
+    def mark_wanted(self, db: sqlite3.Connection, session: str, call: str, *, given_up: bool = False) -> None:
+        held = self._use(db, session)
+        if held is not None:
+            flag = "given_up" if given_up else "wanted"
+            db.execute(f"UPDATE calls SET {flag} = 1 WHERE session = ? AND call = ?", (held["id"], text(call)))  # noqa: S608 - a constant
+
+    @writes
+    def heartbeat(self, db: sqlite3.Connection, replica: str, seconds: float) -> None:
+        now = time.time()
+        db.execute("DELETE FROM replicas WHERE expires <= ?", (now,))
+        db.execute("INSERT OR REPLACE INTO replicas VALUES (?, ?)", (text(replica), now + seconds))
+
+    @reads
+    def live_replicas(self, db: sqlite3.Connection, replicas: Sequence[str]) -> set[str]:
+        alive = {untext(name) for (name,) in db.execute("SELECT replica FROM replicas WHERE expires > ?", (time.time(),))}
+        return alive & set(replicas)
+
+    @reads
+    def find(self, db: sqlite3.Connection, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
+        held = _find(db, session)
+        with decoding(session):
+            return _hits(db, held["id"], keys, early=False) if held else [[] for _ in keys]
+
+    @reads
+    def prefix(self, db: sqlite3.Connection, session: str, turn: str) -> Prefix:
+        held = _find(db, session)
+        with decoding(session):
+            return unpack_prefix(turn, _line(db, held["id"], turn) if held else ())
+
+    @writes
+    def commit(  # noqa: PLR0917 - the interface, and the connection
+        self,
+        db: sqlite3.Connection,
+        session: str,
+        epoch: str,
+        call: str,
+        entries: Sequence[Entry],
+        incidents: Sequence[Incident] = (),
+        *,
+        documents: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        number = self._use_epoch(db, session, epoch)
+        for entry in entries:
+            _add(db, number, entry)
+        for name, data in documents.items():
+            db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (number, text(name), data))
+        _end(db, number, call, incidents)
+
+    @writes
+    def settle(self, db: sqlite3.Connection, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
+        _end(db, self._use_epoch(db, session, epoch), call, incidents)
+
+    @writes
+    def add_incidents(self, db: sqlite3.Connection, session: str, incidents: Sequence[Incident]) -> None:
+        held = self._use(db, session)
+        if held is None:
+            if db.execute("SELECT 1 FROM tombstones WHERE name = ? AND expires > ?", (text(session), time.time())).fetchone():
+                return
+            held = self._create(db, session, SessionSettings(), Labels())
+        _add_incidents(db, held["id"], incidents)
+
+    async def sessions(self) -> AsyncIterator[SessionInfo]:
+        cursor = b""
+        while True:
+            page = await self.page(cursor, PAGE)
+            for info in page.sessions:
+                yield info
+            cursor = page.cursor
+            if not cursor:
+                break
+
+    @reads
+    def page(self, db: sqlite3.Connection, cursor: bytes, limit: int) -> Page:
+        try:
+            untext(cursor)  # the name that the last page ended with; no session has an empty name
+        except UnicodeDecodeError:
+            raise CursorError("it is not a cursor of this store") from None
+        found = db.execute(
+            "SELECT * FROM sessions WHERE name > ? AND expires > ? ORDER BY name LIMIT ?", (cursor, time.time(), limit)
+        ).fetchall()
+        return Page([_info(db, held) for held in found], found[-1]["name"] if len(found) == limit else b"")
+
+    @reads
+    def states(self, db: sqlite3.Connection, sessions: Sequence[str]) -> list[SessionInfo | None]:
+        return [_info(db, held) if held else None for held in (_find(db, session) for session in sessions)]
+
+    @reads
+    def session(self, db: sqlite3.Connection, session: str) -> SessionInfo | None:
+        held = _find(db, session)
+        return _info(db, held) if held else None
+
+    @reads
+    def turns(self, db: sqlite3.Connection, session: str) -> list[Turn]:
+        held = _find(db, session)
+        with decoding(session):
+            found = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n", (held["id"],)) if held else ()
+            return [unpack(record, Turn) for (record,) in found]
+
+    @reads
+    def tokens(self, db: sqlite3.Connection, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
+        found = {turn: _tokens(db, session, turn) for turn in turns}
+        with decoding(session):
+            return {turn: unpack_tokens(row["ids"], row["logprobs"]).tokens for turn, row in found.items()}
+
+    @reads
+    def contexts(self, db: sqlite3.Connection, session: str, turns: Sequence[str]) -> dict[str, bytes]:
+        return {turn: _tokens(db, session, turn)["context"] for turn in turns}
+
+    @writes
+    def finish(self, db: sqlite3.Connection, session: str) -> bool:
+        held = self._use(db, session)
+        if held is not None:
+            db.execute("UPDATE sessions SET finished = coalesce(finished, ?) WHERE id = ?", (time.time(), held["id"]))
+        return held is not None
+
+    @writes
+    def seal(self, db: sqlite3.Connection, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
+        held = self._use(db, session)
+        if held is None:
+            return SealOutcome.MISSING
+        if held["sealed"]:
+            return SealOutcome.SEALED
+        (calls,) = db.execute("SELECT count(*) FROM calls WHERE session = ?", (held["id"],)).fetchone()
+        finished = held["finished"] is not None
+        if not finished or calls:
+            if not force:
+                return SealOutcome.CALLS_IN_FLIGHT if finished else SealOutcome.UNFINISHED
+            _add_incidents(db, held["id"], [sealed_early(finished=finished, open_calls=calls, at=at)])
+        db.execute("UPDATE sessions SET sealed = 1 WHERE id = ?", (held["id"],))
+        return SealOutcome.SEALED
+
+    @writes
+    def set_labels(self, db: sqlite3.Connection, session: str, changes: LabelChanges) -> bool:
+        held = _find(db, session)
+        if held is not None:
+            self._set_labels(db, held, changes)
+        return held is not None
+
+    @writes
+    def add_reward(self, db: sqlite3.Connection, session: str, reward: Reward) -> bool:
+        held = self._use(db, session)
+        if held is not None:
+            number = held["id"]
+            db.execute("INSERT INTO rewards (session, record) VALUES (?, ?)", (number, pack(reward)))
+            db.execute("UPDATE sessions SET rewards = rewards + 1 WHERE id = ?", (number,))
+            db.execute(
+                "DELETE FROM rewards WHERE session = ? AND n NOT IN (SELECT n FROM rewards WHERE session = ? ORDER BY n DESC LIMIT ?)",
+                (number, number, REWARDS_KEPT),
+            )
+        return held is not None
+
+    @reads
+    def rewards(self, db: sqlite3.Connection, session: str) -> list[Reward]:
+        held = _find(db, session)
+        with decoding(session):
+            found = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n", (held["id"],)) if held else ()
+            return [unpack(record, Reward) for (record,) in found]
+
+    @writes
+    def delete(self, db: sqlite3.Connection, session: str, *, reuse: bool = False) -> bool:
+        name = text(session)
+        held = _find(db, session)
+        db.execute("DELETE FROM sessions WHERE name = ?", (name,))
+        if reuse:
+            db.execute("DELETE FROM tombstones WHERE name = ?", (name,))
+        elif held is not None:
+            db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (name, time.time() + self._tombstone))
+        return held is not None
+
+    @writes
+    def lift_tombstone(self, db: sqlite3.Connection, session: str) -> None:
+        db.execute("DELETE FROM tombstones WHERE name = ?", (text(session),))
+
+    @reads
+    def documents(self, db: sqlite3.Connection, session: str, names: Sequence[str]) -> list[bytes | None]:
+        held = _find(db, session)
+        number = held["id"] if held else 0
+        found = [db.execute("SELECT data FROM documents WHERE session = ? AND name = ?", (number, text(name))).fetchone() for name in names]
+        return [row and row["data"] for row in found]
+
+    @writes
+    def delete_document(self, db: sqlite3.Connection, session: str, name: str) -> bool:
+        held = _find(db, session)
+        number = held["id"] if held else 0
+        return db.execute("DELETE FROM documents WHERE session = ? AND name = ?", (number, text(name))).rowcount > 0
+
+    @writes
+    def bind_key(self, db: sqlite3.Connection, key: str, binding: Binding) -> None:
+        now = time.time()
+        db.execute("DELETE FROM bindings WHERE expires <= ?", (now,))
+        db.execute("INSERT OR REPLACE INTO bindings VALUES (?, ?, ?)", (key, pack(binding), now + self._ttl))
+
+    async def binding_of_key(self, key: str) -> Binding | None:
+        found = await self._binding(key)
+        if found is not None and found[1] < time.time() + _RENEW_BELOW * self._ttl:  # not at each call, because it is a write
+            await self._renew_binding(key)
+        return found and found[0]
+
+    @reads
+    def _binding(self, db: sqlite3.Connection, key: str) -> tuple[Binding, float] | None:
+        row = db.execute("SELECT record, expires FROM bindings WHERE key = ? AND expires > ?", (key, time.time())).fetchone()
+        with decoding(key):
+            return (unpack(row["record"], Binding), row["expires"]) if row else None
+
+    @writes
+    def _renew_binding(self, db: sqlite3.Connection, key: str) -> None:
+        db.execute("UPDATE bindings SET expires = ? WHERE key = ?", (time.time() + self._ttl, key))
+
+    @writes
+    def unbind_key(self, db: sqlite3.Connection, key: str) -> bool:
+        return db.execute("DELETE FROM bindings WHERE key = ?", (key,)).rowcount > 0
+
+    @writes
+    def put_engine(self, db: sqlite3.Connection, entry: EngineEntry) -> None:
+        db.execute("INSERT OR REPLACE INTO engines VALUES (?, ?, ?)", (entry.url, entry.replica, pack(entry)))
+
+    @writes
+    def drop_engine(self, db: sqlite3.Connection, url: str, replica: str = "") -> None:
+        db.execute("DELETE FROM engines WHERE url = ? AND replica = ?", (url, replica))
+
+    @reads
+    def engines(self, db: sqlite3.Connection) -> list[EngineEntry]:
+        with decoding("engines"):
+            return [unpack(record, EngineEntry) for (record,) in db.execute("SELECT record FROM engines")]
+
+    def _check_capacity(self, db: sqlite3.Connection) -> None:
+        self._delete_expired(db)
+        if self._max_sessions:
+            (count,) = db.execute("SELECT count(*) FROM sessions").fetchone()
+            if count >= self._max_sessions:
+                raise StoreFullError(f"there are {count} sessions, and --max-sessions is {self._max_sessions}")
+        if self._max_bytes:
+            pages, free, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size"))
+            if (used := (pages - free) * size) >= self._max_bytes:
+                raise StoreFullError(f"the file holds {used} bytes, and --max-store-bytes is {self._max_bytes}")
+
+    def _delete_expired(self, db: sqlite3.Connection) -> None:
+        """Delete what has expired, and the entries of the queue that are void since then."""
+        now = time.time()
+        db.execute("DELETE FROM tombstones WHERE expires <= ?", (now,))
+        if db.execute("DELETE FROM sessions WHERE expires <= ?", (now,)).rowcount:
+            db.execute(
+                "DELETE FROM queue WHERE at < ? AND NOT EXISTS "
+                "(SELECT 1 FROM sessions WHERE sessions.name = queue.session AND sessions.epoch = queue.epoch)",
+                (now - self._ttl,),
+            )
+
+    def _create(self, db: sqlite3.Connection, session: str, settings: SessionSettings, labels: Labels) -> sqlite3.Row:
+        now, name = time.time(), text(session)
+        db.execute("DELETE FROM sessions WHERE name = ?", (name,))  # it may be there and have expired
+        created: sqlite3.Row = db.execute(
+            "INSERT INTO sessions (name, epoch, created, used, expires, digest, settings, labels) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
+            "RETURNING *",
+            (name, secrets.token_hex(8), now, now, now + self._ttl, settings.digest, pack(settings), pack(labels)),
+        ).fetchone()
+        return created
+
+    def _renew(self, db: sqlite3.Connection, number: int) -> None:
+        db.execute("UPDATE sessions SET expires = ? WHERE id = ?", (time.time() + self._ttl, number))
+
+    def _use(self, db: sqlite3.Connection, session: str) -> sqlite3.Row | None:
+        """Look up a session, and renew its time to live."""
+        held = _find(db, session)
+        if held is not None:
+            self._renew(db, held["id"])
+        return held
+
+    def _use_epoch(self, db: sqlite3.Connection, session: str, epoch: str) -> int:
+        held = _find(db, session)
+        if held is None or held["epoch"] != epoch:
+            raise SessionGoneError(session)
+        self._renew(db, held["id"])
+        return int(held["id"])
+
+    def _set_labels(self, db: sqlite3.Connection, held: sqlite3.Row, changes: LabelChanges) -> None:
+        db.execute("UPDATE sessions SET labels = ? WHERE id = ?", (pack(_labels(held).changed(changes)), held["id"]))
+        self._renew(db, held["id"])
+
+
+@contextmanager
+def decoding(session: str) -> Iterator[None]:
+    """Report values that cannot be decoded as damage of the session."""
+    try:
+        yield
+    except (ValueError, TypeError) as why:
+        raise StoreError(f"file: the data of session {session} is damaged: {why}") from None
+
+
+def _find(db: sqlite3.Connection, session: str) -> sqlite3.Row | None:
+    found: sqlite3.Row | None = db.execute("SELECT * FROM sessions WHERE name = ? AND expires > ?", (text(session), time.time())).fetchone()
+    return found
+
+
+def _settings(held: sqlite3.Row) -> SessionSettings:
+    return unpack(held["settings"], SessionSettings)
+
+
+def _labels(held: sqlite3.Row) -> Labels:
+    return unpack(held["labels"], Labels)
+
+
+def _info(db: sqlite3.Connection, held: sqlite3.Row) -> SessionInfo:
+    number, name = held["id"], untext(held["name"])
+    with decoding(name):
+        turn = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
+        reward = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
+        incidents = db.execute("SELECT record FROM incidents WHERE session = ? ORDER BY n", (number,))
+        settings, latest = _settings(held), unpack(turn["record"], Served) if turn else Served()
+        return SessionInfo(
+            id=name,
+            created=held["created"],
+            used=held["used"],
+            sealed=bool(held["sealed"]),
+            turns=held["turns"],
+            open_calls=tuple(map(_open_call, db.execute("SELECT * FROM calls WHERE session = ? ORDER BY n", (number,)))),
+            incidents=tuple(unpack(record, Incident) for (record,) in incidents),
+            epoch=held["epoch"],
+            finished=held["finished"],
+            settings=settings,
+            labels=_labels(held),
+            reward=unpack(reward["record"], Reward) if reward else None,
+            rewards=held["rewards"],
+            sampled=held["sampled"],
+            harness=settings.harness or latest.harness,
+            model=latest.model,
+        )
+
+
+def _open_call(row: sqlite3.Row) -> OpenCall:
+    flags = bool(row["orphaned"]), bool(row["wanted"]), bool(row["given_up"])
+    return OpenCall(untext(row["call"]), row["since"], row["fingerprint"], untext(row["replica"]), *flags)
+
+
+def _join(db: sqlite3.Connection, number: int, fingerprint: bytes, join: Join) -> OpenCall | None:
+    """Find an open call that may be joined, and mark it as wanted."""
+    found = db.execute(
+        "UPDATE calls SET wanted = 1 WHERE n = (SELECT min(n) FROM calls WHERE session = ? AND fingerprint = ? AND NOT given_up "
+        "AND (? = 'any' OR ? = 'orphaned' AND orphaned)) RETURNING *",
+        (number, fingerprint, join, join),
+    ).fetchone()
+    return _open_call(found) if found else None
+
+
+def _hits(db: sqlite3.Connection, number: int, keys: Sequence[bytes], *, early: bool) -> list[list[Hit]]:
+    """Look up keys. With `early` it ends after the first known chain key."""
+    found: list[list[Hit]] = [[] for _ in keys]
+    for position, key in enumerate(keys):
+        rows = db.execute(
+            "SELECT record, continued FROM hits JOIN turns USING (n) WHERE hits.session = ? AND key = ? ORDER BY n", (number, key)
+        )
+        found[position] = [Hit(unpack(record, Turn), bool(continued)) for record, continued in rows]
+        if early and found[position] and key[:1] == b"c":
+            break
+    return found
+
+
+def _tokens(db: sqlite3.Connection, session: str, turn: str) -> sqlite3.Row:
+    held = _find(db, session)
+    row: sqlite3.Row | None = db.execute(
+        "SELECT ids, logprobs, context FROM turns JOIN tokens USING (n) WHERE session = ? AND turn = ?",
+        (held["id"] if held else 0, text(turn)),
+    ).fetchone()
+    if row is None:
+        raise KeyError(turn)
+    return row
+
+
+def _line(db: sqlite3.Connection, number: int, turn: str) -> Iterator[bytes]:
+    """Read the ids of a turn, of its base, and so on."""
+    name: str | None = turn
+    while name is not None:
+        row = db.execute("SELECT ids FROM turns JOIN tokens USING (n) WHERE session = ? AND turn = ?", (number, text(name))).fetchone()
+        if row is None:
+            return
+        yield row["ids"]
+        name = unpack_tokens(row["ids"]).base
+
+
+def _add(db: sqlite3.Connection, number: int, entry: Entry) -> None:
+    turn = entry.turn
+    (n,) = db.execute(
+        "INSERT INTO turns (session, turn, record) VALUES (?, ?, ?) "
+        "ON CONFLICT (session, turn) DO UPDATE SET record = excluded.record, continued = 0 RETURNING n",
+        (number, text(turn.id), pack(turn)),
+    ).fetchone()
+    data = (n, pack_tokens(turn, entry.tokens), entry.tokens.logprobs, entry.context)
+    db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?)", data)
+    db.executemany("INSERT OR IGNORE INTO hits VALUES (?, ?, ?)", [(number, key, n) for key in entry.keys])
+    if turn.parent is not None:
+        db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent)))
+    db.execute("UPDATE sessions SET sampled = sampled + ? WHERE id = ?", (turn.completion_tokens, number))
+
+
+def _end(db: sqlite3.Connection, number: int, call: str, incidents: Sequence[Incident]) -> None:
+    """Close a call."""
+    db.execute("DELETE FROM calls WHERE session = ? AND call = ?", (number, text(call)))
+    db.execute("UPDATE sessions SET used = ?, turns = (SELECT count(*) FROM turns WHERE session = id) WHERE id = ?", (time.time(), number))
+    _add_incidents(db, number, incidents)
+
+
+def _add_incidents(db: sqlite3.Connection, number: int, incidents: Sequence[Incident]) -> None:
+    db.executemany("INSERT INTO incidents (session, record) VALUES (?, ?)", [(number, pack(incident)) for incident in incidents])
