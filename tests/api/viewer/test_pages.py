@@ -422,6 +422,53 @@ async def test_a_phone_shows_each_page_without_scrolling_sideways(rig, look, at)
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+# the contrast of each visible text with the background behind it (WCAG 2.2, 1.4.3); disabled controls are exempt
+LOW_CONTRAST = """() => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => {
+    const part = (c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+  };
+  const ground = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const color = channels(getComputedStyle(at).backgroundColor);
+      if (color[3] !== 0) return color;
+    }
+  };
+  const low = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !node.checkVisibility({ visibilityProperty: true }) || node.closest(":disabled")) continue;
+    const [a, b] = [light(channels(getComputedStyle(node).color)), light(ground(node))];
+    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (contrast < 4.5) low.push(`${contrast.toFixed(2)} ${node.tagName}.${node.className}: ${walker.currentNode.data.slice(0, 30)}`);
+  }
+  return [...new Set(low)];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_every_text_is_readable_on_its_background(rig, look, scheme):
+    page = await look(color_scheme=scheme)
+    turns = (await outline(rig))["turns"]
+    sequence = f"#/session/rollout-7/sequence/{(await sequence_of(rig, 'resplice'))['id']}?token=300"
+    for at, ready in [
+        ("", ".list td"), ("#/session/rollout-7", ".turn-row"), ("#/session/rollout-7?tab=incidents", ".hole"),
+        (f"#/session/rollout-7/turn/{turns[9]['id']}", "ins"), (f"#/session/rollout-7/turn/{turns[2]['id']}", "del"), (sequence, "#card"),
+    ]:  # fmt: skip
+        await page.goto(rig.url + UI + at)
+        await expect(page.locator(ready).first).to_be_visible()
+        assert await page.evaluate(LOW_CONTRAST) == [], at
+    await page.keyboard.press("h")
+    assert await page.evaluate(LOW_CONTRAST) == []
+    await page.keyboard.press("?")
+    await expect(page.locator(".colors dd")).to_have_count(8)
+    assert await page.evaluate(LOW_CONTRAST) == []
+    await page.locator(".colors dd").first.evaluate("node => (node.style.color = getComputedStyle(node.closest('dialog')).backgroundColor)")
+    assert len(await page.evaluate(LOW_CONTRAST)) == 1  # the measurement finds what cannot be read
+
+
 async def test_hostile_text_is_shown_as_text(rig, look):
     page = await look("#/session/rollout-7")
     says = page.locator(".turn-row").nth(4).locator(".says")

@@ -7,6 +7,7 @@ import { ago, count, many, moment, readable, reward, span } from "./format.js";
 import { poll, walkRows } from "./poll.js";
 
 const ROWS = 100;
+const TAGS = 3; // tags that a row shows
 const STATES = {
   any: "all",
   live: "live",
@@ -169,7 +170,8 @@ export class SessionsPage {
     return h("tr", { data: { session: one.session } },
       h("td", { class: "name" }, h("a", { href: `#/session/${encodeURIComponent(one.session)}` }, one.session), copier(one.session)),
       h("td", {}, states(one, now)),
-      cell("group", one.group && h("a", { href: `#/group/${encodeURIComponent(one.group)}` }, readable(one.group)), one.tags.map((tag) => narrow("tag", tag))),
+      cell("group", one.group && h("a", { href: `#/group/${encodeURIComponent(one.group)}` }, readable(one.group)), one.tags.slice(0, TAGS).map((tag) => narrow("tag", tag)),
+        one.tags.length > TAGS ? h("small", { title: one.tags.map(readable).join("\n") }, ` +${one.tags.length - TAGS}`) : null),
       cell("reward", reward(one.reward)),
       cell("harness", narrow("harness", one.harness)),
       cell("model", narrow("model", one.model)),

@@ -54,6 +54,6 @@ export function ruleTable(outline) {
       h("td", {}, turnLink(outline, turn, true)),
       h("td", {}, badge(turn.match, turn.match, STARTS[turn.match])),
       h("td", {}, turn.forgiven.map((rule) => badge(rule, "rule"))),
-      h("td", {}, turn.harness || h("span", { class: "muted" }, "unnamed")),
+      h("td", { class: "short" }, turn.harness || h("span", { class: "muted" }, "unnamed")),
       h("td", { class: "detail" }, visible(turn.says)))));
 }
