@@ -6,7 +6,7 @@ from pathlib import Path
 from playwright.async_api import async_playwright
 
 from tests.api.viewer.conftest import UI, chromium
-from tests.api.viewer.scenes import EPISODES, crowd, lively, long
+from tests.api.viewer.scenes import EPISODES, GROUP, crowd, group, lively, long
 from tests.proxy.kit import proxied
 from tokencache.testing import SimulatedEngine
 
@@ -15,8 +15,8 @@ SIZE = {"width": 1180, "height": 640}
 
 
 async def pictures(rig, browser):
-    async def shot(name, at, scheme="light", *keys, ready=".page *", under=None):
-        page = await browser.new_page(viewport=SIZE, color_scheme=scheme)
+    async def shot(name, at, scheme="light", *keys, ready=".page *", under=None, size=SIZE):
+        page = await browser.new_page(viewport=size, color_scheme=scheme)
         await page.goto(rig.url + UI + at)
         await page.wait_for_selector(ready)
         await page.wait_for_load_state("networkidle")
@@ -33,6 +33,8 @@ async def pictures(rig, browser):
     forgiven = next(turn["id"] for turn in response["turns"] if turn["forgiven"])
     drifts = ".drifts"
     await shot("sessions", "")
+    await shot("group", f"#/group/{GROUP}", ready=".parting")
+    await shot("phone", f"#/session/rollout-7/sequence/{by_start['root']}", "dark", ready=".message", size={"width": 390, "height": 700})
     await shot("session", "#/session/rollout-7", ready=".turn-row")
     await shot("forgiven", f"#/session/rollout-7/turn/{forgiven}", ready=".pair", under="aside h3")
     await shot("tokens", f"#/session/rollout-7/sequence/{by_start['root']}?token=330", ready=drifts)
@@ -44,6 +46,7 @@ async def main():
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig, async_playwright() as driver:
         await crowd(rig.store, 300)
         await long(rig.store)
+        await group(rig)
         await lively(rig)
         browser = await driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         await pictures(rig, browser)

@@ -88,6 +88,21 @@ export class SequencePage {
     stage.addEventListener("pointerleave", () => this.card.pinned || this.card.hide());
     stage.addEventListener("click", (event) => this.over(event, true));
     this.stage = stage;
+    const bar = h("div", { class: "sticky" },
+      h("div", { class: "tools" },
+        this.views,
+        h("ul", { class: "legend" }, legend),
+        h("span", { class: "grow" }),
+        this.driftNote,
+        h("span", { class: "group" },
+          h("button", { type: "button", title: "previous turn ([)", "aria-label": "previous turn", onclick: () => this.step(-1) }, "‹"),
+          h("span", { class: "muted" }, "turn"),
+          h("button", { type: "button", title: "next turn (])", "aria-label": "next turn", onclick: () => this.step(1) }, "›")),
+        this.scale, this.heatButton, this.goTo),
+      this.map.element);
+    const sized = new ResizeObserver(() => this.root.style.setProperty("--bar", `${bar.offsetHeight}px`)); // the transcript begins below it
+    sized.observe(bar);
+    this.signal.addEventListener("abort", () => sized.disconnect());
     this.root.replaceChildren(
       h("div", { class: "bar" },
         h("h1", {}, `Sequence ${one.number}`), copier(found.id, "the sequence's id"),
@@ -98,18 +113,7 @@ export class SequencePage {
           h("span", {}, `${count(one.trainable_tokens)} trainable, ${share(one.trainable_tokens, found.tokens)}`),
           h("span", {}, many(one.turns, "turn")),
           one.parent === null ? null : h("span", {}, "from ", h("a", { href: `${this.base}/turn/${encodeURIComponent(one.from_turn)}` }, `turn ${this.turns.get(one.from_turn).number}`), ` of sequence ${one.parent}`))),
-      h("div", { class: "sticky" },
-        h("div", { class: "tools" },
-          this.views,
-          h("ul", { class: "legend" }, legend),
-          h("span", { class: "grow" }),
-          this.driftNote,
-          h("span", { class: "group" },
-            h("button", { type: "button", title: "previous turn ([)", "aria-label": "previous turn", onclick: () => this.step(-1) }, "‹"),
-            h("span", { class: "muted" }, "turn"),
-            h("button", { type: "button", title: "next turn (])", "aria-label": "next turn", onclick: () => this.step(1) }, "›")),
-          this.scale, this.heatButton, this.goTo),
-        this.map.element),
+      bar,
       this.unread,
       h("div", { class: "pair-of-views" }, this.transcript.element, stage),
       this.card.element);

@@ -41,6 +41,6 @@ export const COLORS = {
   branch: "branch: a second continuation of a turn, and the replies that it shares with the first",
   resplice: "resplice: an edited context, and the replies that keep their exact tokens in it",
   differs: "differs from what was served, from a plain rendering, or from the other sessions of the group",
-  notice: "not as usual, but nothing is missing: plain, incidents, marks, sampled without log probabilities",
+  notice: "not as usual, but nothing is missing: plain, incidents, marks, sampled without log probabilities; with heat, improbable tokens",
   missing: "data is missing, or would be lost",
 };
