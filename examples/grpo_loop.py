@@ -17,8 +17,13 @@ from tokencache.testing import SimulatedEngine
 STEPS, GROUPS, ROLLOUTS, TURNS = 2, 3, 4, 4
 
 
-async def play(session: AsyncSession, secret: int) -> float:
-    """The agent: a guessing game of several turns, in plain text. Returns its reward."""
+async def play(session: AsyncSession, secret: int) -> None:
+    """The agent: a guessing game of several turns, in plain text. Finishes its session with its reward."""
+    await session.finish(await guess_it(session, secret))
+
+
+async def guess_it(session: AsyncSession, secret: int) -> float:
+    """Play until the number is found. Returns the reward."""
     messages = [{"role": "user", "content": "Guess a number from 1 to 9."}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
         for turn in range(TURNS):
@@ -47,11 +52,13 @@ async def main() -> None:
         for step in range(STEPS):
             mean_rewards, losses = [], []
             for secret in chance.sample(range(1, 10), GROUPS):
-                group = [await client.create(sampling={"temperature": 1.0}) for _ in range(ROLLOUTS)]
-                rewards = await asyncio.gather(*(play(session, secret) for session in group))
+                options = {"sampling": {"temperature": 1.0}, "group": f"step-{step}-secret-{secret}"}
+                sessions = [await client.create(**options) for _ in range(ROLLOUTS)]
+                await asyncio.gather(*(play(session, secret) for session in sessions))
+                group = [rollout async for rollout in client.iterate([one.id for one in sessions], seal=True, delete=True)]
+                rewards = [rollout.reward for rollout in group]
                 mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards) or 1.0
-                advantage = {session.id: (reward - mean) / spread for session, reward in zip(group, rewards, strict=True)}
-                losses += [loss(rollout, advantage[rollout.session]) async for rollout in client.iterate(advantage)]
+                losses += [loss(rollout, (rollout.reward - mean) / spread) for rollout in group]
                 mean_rewards.append(mean)
             print(f"step {step}: {len(losses)} rollouts, reward {statistics.fmean(mean_rewards):.2f}, loss {statistics.fmean(losses):+.4f}")
 

@@ -189,6 +189,9 @@ class Settings(BaseSettings):
         "relay", description="When the store fails: relay the call and mark the session incomplete (relay), or return 503 (fail)."
     )
     max_sessions: int = Field(0, ge=0, description="Refuse new sessions while the store holds this many. 0 sets no limit (docs/store.md).")
+    max_ready: int = Field(
+        0, ge=0, description="Create no sessions over the API while this many finished ones are not consumed. 0 sets no limit."
+    )
     max_store_bytes: Annotated[int, Shown("BYTES")] = Field(
         0, ge=0, description="Refuse new sessions while the store uses this much memory. 0 means nine tenths of Redis's maxmemory."
     )

@@ -53,7 +53,9 @@ async def rollouts(engine: str) -> tuple[list[Trajectory], dict[str, list[Messag
         # The policy is sampled unmodified: temperature 1 and no cuts, whatever the harness requests.
         sessions = [await client.create(name, sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0}) for name in names]
         histories = await asyncio.gather(*(talk(session, i // ROLLOUTS) for i, session in enumerate(sessions)))
-        trajectories = [trajectory async for trajectory in client.iterate(names)]
+        for session in sessions:
+            await session.finish()
+        trajectories = [trajectory async for trajectory in client.iterate(names, seal=True, delete=True)]
     return sorted(trajectories, key=lambda one: one.session), dict(zip(names, histories, strict=True))
 
 

@@ -11,6 +11,8 @@ from tokencache.config import Settings
 from tokencache.server.app import Proxy
 
 DOCUMENT = document()
+LAST = ("finishSession", "sealSession", "takeDeliveries", "deleteSession")
+"""Operations that change the session, in this order."""
 SESSION = "s-1"
 
 
@@ -54,11 +56,22 @@ async def test_answers_match_their_schemas():
         await rig.say(SESSION, [user("hi")])
         turns = (await rig.get(f"{BASE}/sessions/{SESSION}/turns"))["turns"]
         key = {"session": "s-2", "harness": "hermes"}
-        bodies = {"registerKey": key, "addEngine": {"url": rig.up}, "drainEngine": {"url": rig.up}}
+        bodies = {
+            "registerKey": key,
+            "addEngine": {"url": rig.up},
+            "drainEngine": {"url": rig.up},
+            "createSession": {"session": "s-3", "group": "g"},
+            "labelSession": {"tags": ["a"]},
+            "setReward": {"reward": 0.5, "turns": {turns[0]["turn"]: 1.0}},
+            "finishSession": {"reward": 1.0},
+            "awaitSessions": {"sessions": [SESSION, "none"]},
+            "takeDeliveries": {"consumer": "c"},
+            **{f"{name}Deliveries": {"deliveries": []} for name in ("acknowledge", "release", "extend")},
+        }
         names = {"session": SESSION, "turn": turns[0]["turn"], "sequence": turns[0]["turn"], "key": "unknown"}
         queries = {"removeEngine": {"url": rig.up}, "getTexts": {"turn": turns[0]["turn"], "ids": "1,2"}}
         statuses = {}
-        for operation in sorted(OPERATIONS, key=lambda one: one.id in {"deleteSession", "sealSession"}):
+        for operation in sorted(OPERATIONS, key=lambda one: LAST.index(one.id) if one.id in LAST else -1):
             request = rig.http.request(
                 operation.method,
                 rig.url + operation.path.format(**names),

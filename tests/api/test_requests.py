@@ -50,9 +50,13 @@ class TestUnknownMembers:
             ({"sesion": "s"}, "sesion", "'sesion' (did you mean 'session'?)"),
             ({"session": "s", "budget": {"cals": 5}}, "budget.cals", "'budget.cals' (did you mean 'budget.calls'?)"),
             ({"session": "s", "x.calls": 5}, "x.calls", "'x.calls' (the members are: session, harness, models, "),
-            ({"session": "s", "temperature": 0}, "temperature", "(the members are: session, harness, models, sampling, budget, tenant)"),
+            (
+                {"session": "s", "temperature": 0},
+                "temperature",
+                "(the members are: session, harness, models, sampling, budget, tenant, group, metadata, tags, exist_ok)",
+            ),
             ({"session": "s", "": 0}, "", "'' (the members are: "),
-            ({"session": "s", "nope": 1, "modls": {}}, "nope", "tenant), 'modls' (did you mean 'models'?)"),
+            ({"session": "s", "nope": 1, "modls": {}}, "nope", "exist_ok), 'modls' (did you mean 'models'?)"),
         ],
         ids=json.dumps,
     )
@@ -87,7 +91,7 @@ class TestUnknownMembers:
     @pytest.mark.parametrize("body", [b"", b"{}", b'{"model": "m"}', b"null", b"[1]", b"not JSON", b"[" * 100_000])
     async def test_a_route_without_a_body_ignores_one(self, rig, body):
         await rig.say(SESSION, [user("hi")])
-        assert (await call(rig, "POST", f"{BASE}/sessions/{SESSION}/seal", data=body))[0] == 200
+        assert (await call(rig, "POST", f"{BASE}/sessions/{SESSION}/seal?force=true", data=body))[0] == 200
 
     @pytest.mark.parametrize("body", [b"[]", b'"x"', b"5", b"null", b"{", b'{"session": 5}'])
     async def test_other_wrong_bodies_are_a_400(self, rig, body):
@@ -169,7 +173,7 @@ class TestWrongMethods:
 
     @pytest.mark.parametrize(
         ("method", "path", "allowed"),
-        [("PUT", "/sessions/s", "DELETE, GET, HEAD"), ("GET", "/keys", "POST"), ("PATCH", "/engines", "DELETE, GET, HEAD, POST")],
+        [("PUT", "/sessions/s", "DELETE, GET, HEAD, PATCH"), ("GET", "/keys", "POST"), ("PATCH", "/engines", "DELETE, GET, HEAD, POST")],
     )
     async def test_all_methods_of_a_path_are_named(self, rig, method, path, allowed):
         assert (await call(rig, method, BASE + path))[2]["Allow"] == allowed

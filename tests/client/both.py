@@ -32,6 +32,12 @@ class Wrapped:
     def iterate(self, *args: Any, **named: Any) -> Iteration:
         return Iteration(self.inner.iterate(*args, **named))
 
+    def as_completed(self, *args: Any, **named: Any) -> Iteration:
+        return Iteration(self.inner.as_completed(*args, **named))
+
+    def follow(self, *args: Any, **named: Any) -> Iteration:
+        return Iteration(self.inner.follow(*args, **named))
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -11,7 +11,6 @@ from tests.client.both import KINDS, Wrapped
 from tests.proxy.kit import EPISODES, proxied, until, user
 from tokencache.adapters.load import AdapterError
 from tokencache.client import (
-    AsyncClient,
     Budget,
     Client,
     EngineInUseError,
@@ -59,6 +58,7 @@ async def test_a_rollout_from_key_to_tokens(rig, client):
     await chat(session)
     state = await session.wait(turns=2)
     assert (state.session, state.turns, state.open_calls, state.complete) == ("r1", 2, [], True)
+    await session.finish(0.5)
     await session.seal()
     assert (await session.wait(sealed=True)).sealed
     trajectory = await session.fetch()
@@ -104,7 +104,8 @@ async def test_limits_of_length(client):
     assert msgspec.json.decode(await session.fetch_json(drift="off", **limits))["sequences"][0]["overlong"] == "cut"
     (output,) = (await session.fetch("verl", **limits))["outputs"]
     assert output["prompt_ids"] + output["response_ids"] == cut.sequences[0].token_ids
-    (taken,) = [one async for one in client.iterate(["r1"], delete=False, max_response_length=1, overlong="drop")]
+    await session.finish()
+    (taken,) = [one async for one in client.iterate(["r1"], max_response_length=1, overlong="drop")]
     assert (taken.sequences, taken.figures.overlong.dropped) == ([], 1)
     with pytest.raises(RefusedError, match="overlong must be one of: drop, cut, mask"):
         await session.fetch(max_length=5)
@@ -181,24 +182,27 @@ async def test_waiting_for_turns(client):
 
 async def test_a_timeout_names_the_conditions(client, rig):
     session = await client.create("r1")
-    with pytest.raises(WaitTimeoutError, match="waited 0 s for no open call and at least 3 turns; no call has begun in it"):
+    with pytest.raises(
+        WaitTimeoutError, match="waited 0 s for no open call and at least 3 turns; it has 0 turns and no open call, and is not finished"
+    ):
         await session.wait(turns=3, timeout=0)
     async with open_call(rig, "r1") as call:
-        with pytest.raises(TimeoutError, match=f"for no open call; it has 0 turns and open calls: {call}, and is not sealed"):
+        with pytest.raises(TimeoutError, match=f"for no open call; it has 0 turns and open calls: {call}, and is not finished"):
             await session.wait(timeout=0)
 
 
 async def test_waiting_ends_if_a_session_is_sealed_with_fewer_turns(client):
     session = await client.create("r1")
     await chat(session, turns=1)
+    await session.finish()
     await session.seal()
     with pytest.raises(SealedError, match="sealed with 1 turns: 2 cannot come"):
         await session.wait(turns=2)
 
 
 async def test_a_session_that_never_began(client):
-    session = await client.create("r1")
-    for ask in (session.wait, session.seal, session.fetch, session.delete):
+    session = Wrapped(client.inner.session("r1"))
+    for ask in (session.wait, session.finish, session.seal, session.fetch, session.rewards, session.label, session.delete):
         with pytest.raises(NotFoundError):
             await ask()
 
@@ -206,19 +210,54 @@ async def test_a_session_that_never_began(client):
 # --- iterating over trajectories ---
 
 
-async def three(client):
+async def three(client, *, finished=True):
     for name in ("a", "b", "c"):
-        await chat(await client.create(name), turns=1)
+        session = await client.create(name)
+        await chat(session, turns=1)
+        if finished:
+            await session.finish()
 
 
 async def left(client):
     return sorted(state.session for state in await client.sessions())
 
 
-async def test_processed_sessions_are_deleted(client):
+async def test_trajectories_come_in_the_given_order_and_nothing_is_changed(client):
     await three(client)
-    taken = [trajectory async for trajectory in client.iterate(["a", "b", "c"])]
-    assert sorted(one.session for one in taken) == ["a", "b", "c"]
+    taken = [trajectory async for trajectory in client.iterate(["b", "a", "c"])]
+    assert [(one.session, one.state, one.complete) for one in taken] == [
+        ("b", "finished", True),
+        ("a", "finished", True),
+        ("c", "finished", True),
+    ]
+    assert await left(client) == ["a", "b", "c"]
+
+
+async def test_a_rollout_that_still_runs_is_neither_sealed_nor_deleted(client):
+    """`iterate` sealed and deleted rollouts that were running, and called them complete."""
+    await three(client, finished=False)
+    with pytest.raises(
+        WaitTimeoutError, match=r"'a': waited 0 s for .*its end \(session.finish\); it has 1 turns and .* not finished. Finish"
+    ):
+        _ = [one async for one in client.iterate(["a"], seal=True, delete=True, timeout=0)]
+    assert await left(client) == ["a", "b", "c"]
+    session = Wrapped(client.inner.session("a"))
+    await chat(session, turns=1)  # it goes on
+    assert (await session.state()).turns == 2
+
+
+async def test_a_rollout_that_is_taken_by_force_says_so(client, rig):
+    await three(client, finished=False)
+    (taken,) = [one async for one in client.iterate(["a"], seal=True, force=True, timeout=0)]
+    assert (taken.state, taken.complete, [incident.kind for incident in taken.incidents]) == ("sealed", False, ["sealed-early"])
+    async with open_call(rig, "b"):
+        (taken,) = [one async for one in client.iterate(["b"], force=True, timeout=0)]
+        assert (taken.state, taken.complete, [incident.kind for incident in taken.incidents]) == ("open", False, ["call-open"])
+
+
+async def test_processed_sessions_are_deleted_if_asked(client):
+    await three(client)
+    taken = [trajectory async for trajectory in client.iterate(["a", "b", "c"], seal=True, delete=True)]
     assert all(one.sealed for one in taken)
     assert await left(client) == []
 
@@ -226,43 +265,34 @@ async def test_processed_sessions_are_deleted(client):
 async def test_sessions_that_were_not_processed_are_kept(client):
     """The consumer fails while it processes a trajectory. That session and those after it are not deleted."""
     await three(client)
-    iteration = client.iterate(["a", "b", "c"])
-    first, second = await anext(iteration), await anext(iteration)
+    iteration = client.iterate(["a", "b", "c"], delete=True)
+    await anext(iteration)
+    await anext(iteration)
     await iteration.aclose()
-    remaining = await left(client)
-    assert remaining == sorted({"a", "b", "c"} - {first.session})
-    assert second in [one async for one in client.iterate(remaining)]
+    assert await left(client) == ["b", "c"]
 
 
-async def test_without_names_only_sealed_sessions_are_returned(client):
-    await three(client)
-    await Wrapped(client.inner.session("b")).seal()
-    assert [one.session async for one in client.iterate()] == ["b"]
+async def test_without_names_only_finished_sessions_are_returned(client):
+    await three(client, finished=False)
+    await Wrapped(client.inner.session("b")).finish()
+    assert [one.session async for one in client.iterate(delete=True)] == ["b"]
     assert await left(client) == ["a", "c"]
 
 
 async def test_unknown_names_are_reported_at_the_end(client):
     await three(client)
-    iteration = client.iterate(["x", "a", "y", "b"], delete=False)
-    assert sorted([(await anext(iteration)).session, (await anext(iteration)).session]) == ["a", "b"]
-    with pytest.raises(NotFoundError, match=r"no session '[xy]', '[xy]'; all others were returned"):
+    iteration = client.iterate(["x", "a", "y", "b"])
+    assert [(await anext(iteration)).session, (await anext(iteration)).session] == ["a", "b"]
+    with pytest.raises(NotFoundError, match="no session 'x', 'y'; all others were returned"):
         await anext(iteration)
-    assert await left(client) == ["a", "b", "c"]
 
 
-async def test_a_session_with_an_open_call_is_returned_as_incomplete_and_not_deleted(client, rig):
-    async with open_call(rig, "a"):
-        (taken,) = [one async for one in client.iterate(["a"], timeout=0)]
-        assert not taken.complete
-        assert [incident.kind for incident in taken.incidents] == ["call-open"]
-        assert await left(client) == ["a"]
-
-
-async def test_deleting_without_sealing_is_refused(client):
-    with pytest.raises(ValueError, match="delete=True needs seal=True"):
-        client.iterate(["a"], seal=False)
-    await three(client)
-    assert [one.sealed async for one in client.iterate(["a"], seal=False, delete=False)] == [False]
+async def test_a_session_with_an_open_call_is_waited_for(client, rig):
+    session = await client.create("a")
+    async with open_call(rig, "a") as call:
+        await session.finish()
+        with pytest.raises(WaitTimeoutError, match=f"open calls: {call}, and is finished"):
+            _ = [one async for one in client.iterate(["a"], timeout=0)]
 
 
 async def test_one_string_is_not_a_collection_of_names(client):
@@ -273,31 +303,38 @@ async def test_one_string_is_not_a_collection_of_names(client):
     assert await left(client) == ["a", "b", "c"]
 
 
-async def test_concurrency_is_limited(rig, monkeypatch):
-    """With two at a time the store sees two readers and never three."""
-    names = [f"r{n}" for n in range(5)]
-    inside, most, turns = 0, 0, rig.store.turns
-    pair = asyncio.Barrier(2)
+# --- as they finish ---
 
-    async def counted(session):
-        nonlocal inside, most
-        inside += 1
-        most = max(most, inside)
-        async with asyncio.timeout(5):
-            if session in names[:4]:
-                await pair.wait()
-        inside -= 1
-        return await turns(session)
 
-    async with AsyncClient(rig.url) as client:
-        for name in names:
-            await chat(await client.create(name), turns=1)
-        monkeypatch.setattr(rig.store, "turns", counted)
-        taken = [one.session async for one in client.iterate(names, concurrency=2)]
-        assert sorted(taken) == names
-        assert most == 2
-        with pytest.raises(ValueError, match="concurrency: 0"):
-            client.iterate(names, concurrency=0)
+async def test_trajectories_come_as_their_sessions_finish(client):
+    await three(client, finished=False)
+    iteration = client.as_completed(["a", "b", "c"], timeout=5)
+    for name in ("c", "a", "b"):
+        session = Wrapped(client.inner.session(name))
+        coming = asyncio.create_task(anext(iteration))
+        await asyncio.sleep(0)
+        await session.finish(1.0)
+        taken = await coming
+        assert (taken.session, taken.state, taken.reward) == (name, "finished", 1.0)
+    with pytest.raises(StopAsyncIteration):
+        await anext(iteration)
+    assert await left(client) == ["a", "b", "c"]
+
+
+async def test_sessions_that_do_not_finish_are_named(client):
+    await three(client, finished=False)
+    await Wrapped(client.inner.session("b")).finish()
+    iteration = client.as_completed(["a", "b", "x"], timeout=0.1)
+    assert (await anext(iteration)).session == "b"
+    with pytest.raises(WaitTimeoutError, match=r"waited 0.1 s for sessions to finish: 'a'$"):
+        await anext(iteration)
+    with pytest.raises(TypeError, match="is a string"):
+        client.as_completed("abc")
+    await Wrapped(client.inner.session("a")).finish()
+    iteration = client.as_completed(["a", "x"])
+    assert (await anext(iteration)).session == "a"
+    with pytest.raises(NotFoundError, match="no session 'x'"):
+        await anext(iteration)
 
 
 # --- access ---

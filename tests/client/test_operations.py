@@ -2,8 +2,11 @@
 
 import pytest
 
+from tokencache.client.access import access_to
 from tokencache.client.errors import AnswerError, InvalidUrlError, NotFoundError, UnauthorizedError, UnreachableError, WrongServerError
-from tokencache.client.operations import Operations, Pause, ServerResponse
+from tokencache.client.operations import ProxyAddress, create
+from tokencache.client.protocol import Pause, ServerResponse
+from tokencache.client.session_operations import delete, finish, set_reward, state
 
 NO_RESPONSE = ServerResponse(0, b"ConnectError: refused")
 DOWN = ServerResponse(503, b'{"error": {"message": "the store failed: gone", "type": "store_error"}}')
@@ -11,7 +14,8 @@ STATE = ServerResponse(200, b'{"session": "r", "turns": 2, "sealed": false, "com
 GONE = ServerResponse(404, b'{"error": {"message": "there is no session \'r\'", "type": "not_found_error", "param": null, "code": 404}}')
 DONE = ServerResponse(200, b'{"session": "r", "deleted": true}')
 
-operations = Operations("http://proxy/", None)
+PROXY = ProxyAddress("http://proxy/", None)
+SESSION = access_to(PROXY.url, "r")
 
 
 def drive(steps, *responses):
@@ -31,20 +35,20 @@ def drive(steps, *responses):
 
 
 def register():
-    return operations.create("r")
+    return create(PROXY, "r")
 
 
 def test_a_repeatable_request_is_repeated():
-    state, asked = drive(operations.state("r"), NO_RESPONSE, DOWN, NO_RESPONSE, STATE)
-    assert state.turns == 2
+    found, asked = drive(state(SESSION), NO_RESPONSE, DOWN, NO_RESPONSE, STATE)
+    assert found.turns == 2
     assert asked == [("GET", "/tokencache/v1/sessions/r")] * 4
 
 
 def test_a_request_is_repeated_three_times_at_most():
     with pytest.raises(UnreachableError, match=r"GET /tokencache/v1/sessions/r: no answer, tried 4 times: ConnectError: refused"):
-        drive(operations.state("r"), *[NO_RESPONSE] * 4)
+        drive(state(SESSION), *[NO_RESPONSE] * 4)
     with pytest.raises(AnswerError, match="503: the store failed: gone") as failed:
-        drive(operations.state("r"), *[DOWN] * 4)
+        drive(state(SESSION), *[DOWN] * 4)
     assert failed.value.status == 503
 
 
@@ -59,23 +63,23 @@ def test_a_key_is_not_registered_twice():
 def test_a_refused_request_is_not_repeated(status, kind):
     body = b'{"error": {"message": "no, never", "type": "not_found_error", "param": null, "code": %d}}' % status
     with pytest.raises(kind, match=f"{status}: no, never"):
-        drive(operations.state("r"), ServerResponse(status, body))
+        drive(state(SESSION), ServerResponse(status, body))
 
 
 def test_a_deletion_whose_response_was_lost():
-    assert drive(operations.delete("r"), NO_RESPONSE, GONE)[1] == [("DELETE", "/tokencache/v1/sessions/r")] * 2
-    assert drive(operations.delete("r"), DONE)[1] == [("DELETE", "/tokencache/v1/sessions/r")]
+    assert drive(delete(SESSION), NO_RESPONSE, GONE)[1] == [("DELETE", "/tokencache/v1/sessions/r")] * 2
+    assert drive(delete(SESSION), DONE)[1] == [("DELETE", "/tokencache/v1/sessions/r")]
     with pytest.raises(NotFoundError):
-        drive(operations.delete("r"), GONE)
+        drive(delete(SESSION), GONE)
     with pytest.raises(AnswerError, match="503"):
-        drive(operations.delete("r"), *[DOWN] * 4)
+        drive(delete(SESSION), *[DOWN] * 4)
 
 
 @pytest.mark.parametrize("body", [b"<html>welcome</html>", b"[]", b'{"data": []}'])
 def test_another_program_at_the_address(body):
     words = "GET /tokencache/v1/sessions/r: status 200, but the body is not a response of tokencache.*http://other:80.*Name the address of"
     with pytest.raises(WrongServerError, match=words):
-        drive(operations.state("r"), ServerResponse(200, body, "http://other:80"))
+        drive(state(SESSION), ServerResponse(200, body, "http://other:80"))
 
 
 @pytest.mark.parametrize(
@@ -93,21 +97,21 @@ def test_another_server_refuses_the_path(status, body):
     with pytest.raises(
         WrongServerError, match=f"http://engine is not a tokencache proxy: it answered {status}.*Name the address of"
     ) as failed:
-        drive(operations.state("r"), ServerResponse(status, body, "http://engine"))
+        drive(state(SESSION), ServerResponse(status, body, "http://engine"))
     assert not isinstance(failed.value, NotFoundError)
     assert failed.value.status == status
     with pytest.raises(WrongServerError):
-        drive(operations.delete("r"), NO_RESPONSE, ServerResponse(status, body))
+        drive(delete(SESSION), NO_RESPONSE, ServerResponse(status, body))
 
 
 def test_a_redirection_names_where_it_leads():
     with pytest.raises(WrongServerError, match="http://gate is not a tokencache proxy: it answered 308: redirects to https://gate/x"):
-        drive(operations.state("r"), ServerResponse(308, b"", "http://gate", "https://gate/x"))
+        drive(state(SESSION), ServerResponse(308, b"", "http://gate", "https://gate/x"))
 
 
 def test_a_wrong_url_is_refused_before_a_request():
     with pytest.raises(InvalidUrlError, match=r"'http://proxy/v1' is not the base URL.*Use 'http://proxy'\.") as failed:
-        Operations("http://proxy/v1", None)
+        ProxyAddress("http://proxy/v1", None)
     assert isinstance(failed.value, ValueError)
 
 
@@ -116,11 +120,21 @@ def test_a_wrong_url_is_refused_before_a_request():
 )
 def test_an_error_body_in_another_shape(body, words):
     with pytest.raises(AnswerError) as failed:
-        drive(operations.state("r"), ServerResponse(502, body))
+        drive(state(SESSION), ServerResponse(502, body))
     assert str(failed.value) == f"GET /tokencache/v1/sessions/r: 502: {words}"
     assert failed.value.status == 502
 
 
 def test_names_are_quoted_in_the_path():
-    _, asked = drive(operations.state("a/../b?c"), STATE)
+    _, asked = drive(state(access_to(PROXY.url, "a/../b?c")), STATE)
     assert asked == [("GET", "/tokencache/v1/sessions/a%2F..%2Fb%3Fc")]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_that_is_not_finite_is_not_sent(number):
+    """JSON would have `null` in its place, which means that there is no reward."""
+    for steps in (finish(SESSION, number), finish(SESSION, components={"tests": number}), set_reward(SESSION, None, turns={"t": number})):
+        with pytest.raises(ValueError, match="is not a finite number"):
+            drive(steps)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        drive(finish(SESSION, metadata={"seed": number}))

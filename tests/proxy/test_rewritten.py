@@ -11,7 +11,7 @@ from tests.proxy.test_client_gone import settled
 from tokencache.core.rules import RULES, Leniency
 from tokencache.proxy import endpoints
 from tokencache.proxy.harness_profile import HarnessProfiles
-from tokencache.proxy.response import Delivery
+from tokencache.proxy.response import ReplyForwarder
 from tokencache.testing import SimulatedEngine
 
 CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "cd /w && ls", "timeout": "5"}}\n</tool_call>'
@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_before_the_last_text_has_not_received_the_wh
     async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         asked = {"messages": [user("EPISODE:long")]}
         with monkeypatch.context() as gone:
-            gone.setattr(Delivery, "client_left", True)
+            gone.setattr(ReplyForwarder, "client_left", True)
             async with rig.http.post(rig.url + CHAT, json={"model": "sim", "stream": True, **asked}, headers={HEADER: "s"}) as answer:
                 got = b""
                 with contextlib.suppress(aiohttp.ClientError):

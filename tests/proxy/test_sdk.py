@@ -93,7 +93,7 @@ async def test_errors_are_the_sdks_own(rig):
                 model="sim", messages=[user("x")], extra_body={"kv_transfer_params": {"prompt_token_ids": [1]}}
             )
         assert bad.value.body["param"] == "kv_transfer_params.prompt_token_ids"
-        await rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/seal")
+        await rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/finish")
         with pytest.raises(openai.ConflictError):
             await sdk.chat.completions.create(model="sim", messages=[user("x")])
     async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="tck-x", max_retries=0) as sdk:

@@ -164,7 +164,7 @@ async def test_errors_are_the_sdks_own(rig):
             await sdk.messages.create(**asked([user("long " * 300_000)]))
         with pytest.raises(anthropic.BadRequestError, match="kv_transfer_params"):
             await sdk.messages.create(**asked([user("x")]), extra_body={"kv_transfer_params": {"prompt_token_ids": [1]}})
-        await rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/seal")
+        await rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/finish")
         with pytest.raises(anthropic.ConflictError):
             await sdk.messages.create(**asked([user("x")]))
     async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="tck-x", max_retries=0) as sdk:

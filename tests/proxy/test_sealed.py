@@ -30,8 +30,9 @@ STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream
 async def sealed(rig, session="s"):
     """A session with one turn, sealed."""
     await rig.say(session, [user(SAY)])
-    async with rig.http.post(f"{rig.url}{API}/sessions/{session}/seal") as answer:
-        assert answer.status == 200
+    for step in ("finish", "seal"):
+        async with rig.http.post(f"{rig.url}{API}/sessions/{session}/{step}") as answer:
+            assert answer.status == 200
 
 
 async def late(rig, session="s"):
@@ -141,13 +142,13 @@ async def test_a_call_that_was_open_still_ends(rig):
     probed = len(rig.engine.requests)
     call = asyncio.create_task(rig.post("s", messages=[user(SAY)], stream=True))
     await rig.engine.until(lambda: len(rig.engine.requests) > probed)
-    async with rig.http.post(f"{rig.url}{API}/sessions/s/seal") as answer:
+    async with rig.http.post(f"{rig.url}{API}/sessions/s/finish") as answer:
         assert answer.status == 200
     assert not (await rig.exported())["complete"]  # it is under way
     status, _ = await call
     assert status == 200
     exported = await rig.check()
-    assert (exported["complete"], exported["sealed"], len(exported["sequences"])) == (True, True, 1)
+    assert (exported["complete"], exported["state"], len(exported["sequences"])) == (True, "finished", 1)
     assert await late(rig) == []
 
 

@@ -4,6 +4,7 @@ A member of a request's body that the route does not have is refused (422), beca
 parameters of their own, such as `?_=1`, so only those that look like misspelled ones are refused.
 """
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,18 +29,24 @@ def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=_ENCODER.encode(body), status=status, content_type="application/json")
 
 
-async def read_body(request: web.Request, kind: type[T], form: str) -> T:
+async def read_body(request: web.Request, kind: type[T], form: str, *, invalid: int = 400) -> T:
     """Decode the JSON body of a request; `form` shows how it is written.
 
+    Args:
+        request: the request.
+        kind: the type of the body.
+        form: for the error message.
+        invalid: the status if it is not JSON, or a member is missing or invalid.
+
     Raises:
-        HarnessError: 422 if it has members that `kind` does not have; 400 if it is not JSON, or a member is missing or has another type.
+        HarnessError: `invalid`, or 422 if it has members that `kind` does not have.
     """
     body = await request.read()
     try:
         _refuse_unknown(_unknown_members(msgspec.json.decode(body), inspect.type_info(kind)))
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
-        raise HarnessError(f"the body must be {form}: {error}") from None
+        raise HarnessError(f"the body must be {form}: {error}", status=invalid) from None
 
 
 def refuse_misspelled(request: web.Request, known: Collection[str]) -> None:
@@ -133,6 +140,24 @@ def number(request: web.Request, name: str, default: int, *, most: int = 2**31) 
     if not given.isascii() or not given.isdigit() or not int(given[:12]) <= most:
         raise HarnessError(f"{name} must be a number from 0 to {most}", param=name)
     return int(given)
+
+
+def seconds(request: web.Request, name: str) -> float | None:
+    """Read a query parameter that is a time in seconds; `None` if it is absent.
+
+    Raises:
+        HarnessError: the value is not a finite number.
+    """
+    given = request.query.get(name, "")
+    if not given:
+        return None
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise HarnessError(f"{name} must be a number of seconds, not {given[:_SHOWN]!r}", param=name)
+    return value
 
 
 def choice(request: web.Request, name: str, allowed: Collection[str], default: str) -> str:

@@ -13,10 +13,13 @@ from aiohttp import web
 from tokencache import __version__
 from tokencache.api.auth import AdminAuth, Handler
 from tokencache.api.http import refuse_misspelled
+from tokencache.api.listing import MAX_LIMIT, STAGES
+from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Finish, NewReward, NewSession, Take
+from tokencache.core.session import LabelChanges
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import LIMITS, POLICIES
-from tokencache.trajectories.values import EngineState, SessionState, Trajectory
+from tokencache.trajectories.values import DeliveryState, EngineState, QueueState, RewardState, SessionState, Trajectory
 
 BASE = "/tokencache/v1"
 _SESSION = BASE + "/sessions/{session}"
@@ -84,6 +87,12 @@ def _object(**members: Any) -> dict[str, Any]:
 _TEXT, _FLAG, _COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
 _ANY_OBJECT = {"type": "object"}
 _NO_SESSION = {404: "There is no such session."}
+_EXISTS = {
+    409: "The session exists (`session_exists`), or has other settings (`settings_conflict`).",
+    429: "Too many finished sessions are not consumed (`too_many_ready`, `--max-ready`).",
+}
+_OTHER_STORE = {422: "A delivery is another store's, or a member is invalid."}
+_EXPIRED = {**_OTHER_STORE, 409: "The lease of a delivery ended, and its sessions were released or given to another consumer."}
 _DRIFT = Parameter(
     "drift",
     "Whether prompts are compared with plain renderings: not at all, those of the last turn of each sequence, or those of all turns.",
@@ -100,7 +109,42 @@ _LENGTHS = (
 )
 
 OPERATIONS = (
-    Operation("listSessions", "GET", BASE + "/sessions", "List all sessions.", _object(sessions={"type": "array", "items": SessionState})),
+    Operation(
+        "listSessions",
+        "GET",
+        BASE + "/sessions",
+        "List sessions, all of them or a page.",
+        _object(sessions={"type": "array", "items": SessionState}, cursor={"type": ["string", "null"]}),
+        description="Without `limit` and `cursor` the answer has all sessions that match. A page may have fewer than `limit`, or none; "
+        "the last one has the cursor `null`. A session that exists during the whole walk is listed at least once.",
+        query=(
+            Parameter("limit", "Number of sessions to return at most, about.", {**_COUNT, "maximum": MAX_LIMIT}),
+            Parameter("cursor", "Where the page begins: `cursor` of the page before.", _TEXT),
+            Parameter("prefix", "Only sessions whose name begins with this text.", _TEXT),
+            Parameter("state", "Only sessions in this state.", {"type": "string", "enum": STAGES, "default": "any"}),
+            Parameter("group", "Only sessions of this group.", _TEXT),
+            Parameter("tag", "Only sessions with this tag.", _TEXT),
+            Parameter("harness", "Only sessions of this harness.", _TEXT),
+            Parameter("since", "Only sessions that were used at this time or later, as Unix time in seconds.", {"type": "number"}),
+            Parameter("until", "Only sessions that were used at this time or earlier, as Unix time in seconds.", {"type": "number"}),
+        ),
+        errors={422: "The cursor is another store's, a member is unknown, or a query parameter is misspelled."},
+    ),
+    Operation(
+        "createSession",
+        "POST",
+        BASE + "/sessions",
+        "Create a session with settings and labels.",
+        SessionState,
+        description="The settings hold for all calls of the session, however they name it: `harness` names the adapter whose rules apply; "
+        "`models` maps the names that the harness requests to the served model; `sampling` replaces the sampling parameters that it "
+        "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache. `group`, `metadata` and "
+        "`tags` are labels. With `exist_ok` the session may exist (200), if it has the same settings or none are given. The name of a "
+        "deleted session can be used again.",
+        body=NewSession,
+        statuses=(201, 200),
+        errors=_EXISTS,
+    ),
     Operation("getSession", "GET", _SESSION, "Return the state of one session.", SessionState, errors=_NO_SESSION),
     Operation(
         "listTurns",
@@ -133,12 +177,55 @@ OPERATIONS = (
         errors=_NO_SESSION,
     ),
     Operation(
+        "labelSession",
+        "PATCH",
+        _SESSION,
+        "Replace labels of a session.",
+        SessionState,
+        description="A label that is given replaces the old one as a whole; the others stay. Possible in every state.",
+        body=LabelChanges,
+        errors=_NO_SESSION,
+    ),
+    Operation(
+        "finishSession",
+        "POST",
+        _SESSION + "/finish",
+        "Finish a session: the rollout is over.",
+        SessionState,
+        description="New calls receive 409 (`session_finished`); calls in flight end normally. The session enters the queue. A reward and "
+        "labels may be given, as with `setReward` and `labelSession`. Finishing again has no effect, except that a reward that is given "
+        "again is stored again.",
+        body=Finish,
+        errors=_NO_SESSION,
+    ),
+    Operation(
         "sealSession",
         "POST",
         _SESSION + "/seal",
-        "Seal a session: it accepts no more calls.",
-        _object(session=_TEXT, sealed=_FLAG),
-        description="Harnesses that call later receive 409 (`session_sealed`).",
+        "Seal a session: what is recorded does not change any more.",
+        SessionState,
+        description="New calls receive 409 (`session_sealed`). With `force`, a session is sealed that is not finished or has calls in "
+        "flight; the incident `sealed-early` then reports what was cut. Sealing again has no effect.",
+        query=(Parameter("force", "Seal it even if it is not finished or has calls in flight.", {"type": "boolean", "default": False}),),
+        errors={**_NO_SESSION, 409: "It is not finished (`session_open`), or calls are in flight (`calls_in_flight`)."},
+    ),
+    Operation(
+        "setReward",
+        "PUT",
+        _SESSION + "/reward",
+        "Store the reward of a session.",
+        RewardState,
+        description="Possible in every state. It replaces the reward before as a whole; the history keeps the last 100. `turns` and "
+        "`sequences` give rewards by id.",
+        body=NewReward,
+        errors={**_NO_SESSION, 422: "A number is not finite or too large, or there is no such turn or sequence. The message names it."},
+    ),
+    Operation(
+        "getReward",
+        "GET",
+        _SESSION + "/reward",
+        "Return the reward of a session, and those that it replaced.",
+        RewardState,
         errors=_NO_SESSION,
     ),
     Operation(
@@ -155,14 +242,12 @@ OPERATIONS = (
         "registerKey",
         "POST",
         BASE + "/keys",
-        "Register an API key for a session.",
+        "Create a session, and register an API key for it.",
         RegisteredKey,
-        description="The answer holds the secret `key` and the `id` that revokes it. `harness` names the adapter whose rules apply; "
-        "`models` maps the names that the harness requests to the served model; `sampling` replaces the sampling parameters that it "
-        "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache. The name of a deleted "
-        "session can be used again.",
-        body=Binding,
+        description="The body is that of `createSession`. The answer holds the secret `key` and the `id` that revokes it.",
+        body=NewSession,
         statuses=(201,),
+        errors=_EXISTS,
     ),
     Operation(
         "revokeKey",
@@ -172,6 +257,63 @@ OPERATIONS = (
         _object(id=_TEXT, revoked=_FLAG),
         description="Harnesses that use the key receive 401 from their next call on. Calls in flight continue.",
         errors={404: "There is no such key."},
+    ),
+    Operation(
+        "awaitSessions",
+        "POST",
+        BASE + "/wait",
+        "Wait until some of the given sessions are finished and have no call in flight.",
+        _object(finished={"type": "array", "items": SessionState}, unknown={"type": "array", "items": _TEXT}),
+        description="Answers as soon as a session is, at the latest after `wait` seconds. `finished` has at most 100 of them. `unknown` "
+        "names sessions that do not exist.",
+        body=Await,
+    ),
+    Operation(
+        "getQueue",
+        "GET",
+        BASE + "/queue",
+        "Count the finished sessions that consumers have not acknowledged.",
+        QueueState,
+    ),
+    Operation(
+        "takeDeliveries",
+        "POST",
+        BASE + "/queue/take",
+        "Take finished sessions from the queue, and seal them.",
+        _object(deliveries={"type": "array", "items": DeliveryState}),
+        description="A delivery has `group_size` sessions of one group, and belongs to the consumer for `lease` seconds. Deliveries that "
+        "the consumer took before and does not name in `holding` come first, so a consumer that was restarted gets them again. Answers as "
+        "soon as there is a delivery, at the latest after `wait` seconds.",
+        body=Take,
+        errors=_OTHER_STORE,
+    ),
+    Operation(
+        "acknowledgeDeliveries",
+        "POST",
+        BASE + "/queue/acknowledge",
+        "Remove processed deliveries from the queue, and delete their sessions.",
+        _object(acknowledged={"type": "array", "items": _TEXT}, deleted=_COUNT),
+        description="Acknowledging again has no effect.",
+        body=Acknowledge,
+        errors=_EXPIRED,
+    ),
+    Operation(
+        "releaseDeliveries",
+        "POST",
+        BASE + "/queue/release",
+        "Give deliveries back to the queue.",
+        _object(released={"type": "array", "items": _TEXT}),
+        body=Deliveries,
+        errors=_OTHER_STORE,
+    ),
+    Operation(
+        "extendDeliveries",
+        "POST",
+        BASE + "/queue/extend",
+        "Extend the leases of deliveries.",
+        _object(extended={"type": "array", "items": _TEXT}),
+        body=Extend,
+        errors=_EXPIRED,
     ),
     Operation(
         "listEngines",

@@ -1,45 +1,48 @@
-"""Handlers of the trainer's API: sessions, turns, trajectories, drift and keys.
+"""Handlers of the trainer's API that read sessions and that use the queue; `lifecycle` has those that change sessions.
 
 `openapi` lists the routes with their paths. If an admin key is set, each request needs `Authorization: Bearer <admin key>`.
 """
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from tokencache.api.auth import AdminAuth, Handler
 from tokencache.api.drift import DriftMeter
 from tokencache.api.export_worker import ExportWorker
-from tokencache.api.http import choice, flag, json_response, not_found, read_body
+from tokencache.api.http import choice, json_response, not_found, read_body
+from tokencache.api.lifecycle import LifecycleRoutes
+from tokencache.api.listing import listed
 from tokencache.api.openapi import BASE, DRIFT_MODES, document, register
-from tokencache.api.reader import SessionReader, no_session, state_object
+from tokencache.api.queue import SessionQueue, TakenDelivery
+from tokencache.api.reader import SessionReader, state_object
+from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.core.session import Reward
-from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HarnessProfiles
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.sessions import hash_key
-from tokencache.session_url import REGISTERED_KEY, check_name
-from tokencache.store.base import Binding, SealOutcome, SessionInfo
+from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import drift_object, turn_object
 from tokencache.trajectories.formats.registry import export, format_named
 from tokencache.trajectories.lengths import lengths_of
 
 DRIFT_TIMEOUT = 10.0
 """Seconds for measuring the drift of a session. Turns that remain are reported as not measured."""
+_INVALID = 422
 _PUBLIC = frozenset({"/healthz", "/readyz"})
 """Routes that need no admin key."""
 
 
-def add_trainer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, profiles: HarnessProfiles, pool: Pool) -> None:
-    """Add the trainer's routes to an application."""
+def add_trainer_routes(
+    app: web.Application, auth: AdminAuth, ledger: Ledger, profiles: HarnessProfiles, pool: Pool, *, max_ready: int
+) -> None:
+    """Add the trainer's routes to an application. `max_ready` as in `LifecycleRoutes`."""
     worker = ExportWorker()
-    api = _TrainerApi(ledger, profiles, worker, DriftMeter(pool, worker, timeout=DRIFT_TIMEOUT))
+    queue = SessionQueue(ledger)
+    api = _TrainerApi(ledger, queue, worker, DriftMeter(pool, worker, timeout=DRIFT_TIMEOUT))
+    lifecycle = LifecycleRoutes(ledger, profiles, queue, max_ready=max_ready)
 
     async def worker_running(_app: web.Application) -> AsyncIterator[None]:
         yield
@@ -52,10 +55,21 @@ def add_trainer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, pr
         "listTurns": api.turns,
         "getTrajectories": api.trajectories,
         "getDrift": api.drift,
-        "sealSession": api.seal,
-        "deleteSession": api.delete,
-        "registerKey": api.register_key,
-        "revokeKey": api.revoke_key,
+        "createSession": lifecycle.create,
+        "labelSession": lifecycle.label,
+        "finishSession": lifecycle.finish,
+        "sealSession": lifecycle.seal,
+        "deleteSession": lifecycle.delete,
+        "getReward": lifecycle.reward,
+        "setReward": lifecycle.set_reward,
+        "registerKey": lifecycle.register_key,
+        "revokeKey": lifecycle.revoke_key,
+        "awaitSessions": api.wait,
+        "getQueue": api.queue,
+        "takeDeliveries": api.take,
+        "acknowledgeDeliveries": api.acknowledge,
+        "releaseDeliveries": api.release,
+        "extendDeliveries": api.extend,
         "getOpenapi": _openapi,
     }
     register(app, auth, handlers)
@@ -93,16 +107,17 @@ async def _openapi(_request: web.Request) -> web.StreamResponse:
 
 
 class _TrainerApi:
-    def __init__(self, ledger: Ledger, profiles: HarnessProfiles, worker: ExportWorker, meter: DriftMeter) -> None:
+    def __init__(self, ledger: Ledger, queue: SessionQueue, worker: ExportWorker, meter: DriftMeter) -> None:
         self._store = ledger.store
         self._ledger = ledger
-        self._profiles = profiles
+        self._queue = queue
         self._reader = SessionReader(ledger)
         self._worker = worker
         self._meter = meter
 
-    async def sessions(self, _request: web.Request) -> web.StreamResponse:
-        return json_response({"sessions": [self._state(info) async for info in self._store.sessions()]})
+    async def sessions(self, request: web.Request) -> web.StreamResponse:
+        found, cursor = await listed(request, self._store)
+        return json_response({"sessions": [self._state(info) for info in found], "cursor": cursor})
 
     async def session(self, request: web.Request) -> web.StreamResponse:
         return json_response(self._state(await self._reader.info(request)))
@@ -130,40 +145,37 @@ class _TrainerApi:
         turns = {turn: drift_object(drift) for turn, drift in measured.drift.items()}
         return json_response({"session": records.info.id, "turns": turns, "unmeasured": measured.unmeasured})
 
-    async def seal(self, request: web.Request) -> web.StreamResponse:
-        name = check_name(request.match_info["session"])
-        await self._store.finish(name)
-        if await self._store.seal(name, force=True, at=time.time()) is SealOutcome.MISSING:
-            raise no_session(name)
-        return json_response({"session": name, "sealed": True})
+    async def wait(self, request: web.Request) -> web.StreamResponse:
+        asked = await read_body(request, Await, '{"sessions": ["<name>", …], "wait"?: seconds}', invalid=_INVALID)
+        finished, unknown = await self._queue.wait(asked)
+        return json_response({"finished": [self._state(info) for info in finished], "unknown": unknown})
 
-    async def delete(self, request: web.Request) -> web.StreamResponse:
-        name = check_name(request.match_info["session"])
-        reuse = flag(request, "reuse")
-        known = await self._ledger.delete(name, reuse=reuse)
-        if not known and not reuse:  # with `reuse` the name only has to be free afterwards
-            raise no_session(name)
-        return json_response({"session": name, "deleted": known})
+    async def queue(self, _request: web.Request) -> web.StreamResponse:
+        return json_response(await self._queue.counts())
 
-    async def register_key(self, request: web.Request) -> web.StreamResponse:
-        form = '{"session": "<name>", "harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>"}'
-        binding = await read_body(request, Binding, form)
-        check_name(binding.session)
-        self._profiles.leniency(binding.harness)
-        try:
-            check_policy(binding.sampling)
-        except ValueError as error:
-            raise HarnessError(f"sampling: {error}", param="sampling") from None
-        key = REGISTERED_KEY + secrets.token_urlsafe(32)
-        await self._store.lift_tombstone(binding.session)  # if the session was deleted, its name may be used again
-        await self._store.bind_key(hash_key(key), binding)
-        return json_response({**msgspec.to_builtins(binding), "key": key, "id": hash_key(key)}, status=201)
+    async def take(self, request: web.Request) -> web.StreamResponse:
+        form = '{"consumer": "<name>", "limit"?, "group_size"?, "wait"?, "lease"?, "rewarded"?, "group"?, "tag"?, "harness"?, "holding"?}'
+        found = await self._queue.take(await read_body(request, Take, form, invalid=_INVALID))
+        return json_response({"deliveries": [self._delivery(one) for one in found]})
 
-    async def revoke_key(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["key"]
-        if not await self._store.unbind_key(name):
-            raise not_found(f"there is no key with the id {name[:80]!r}")
-        return json_response({"id": name, "revoked": True})
+    async def acknowledge(self, request: web.Request) -> web.StreamResponse:
+        asked = await read_body(request, Acknowledge, '{"deliveries": ["<id>", …], "delete"?: bool}', invalid=_INVALID)
+        deleted = await self._queue.acknowledge(asked)
+        return json_response({"acknowledged": asked.deliveries, "deleted": deleted})
+
+    async def release(self, request: web.Request) -> web.StreamResponse:
+        asked = await read_body(request, Deliveries, '{"deliveries": ["<id>", …]}', invalid=_INVALID)
+        await self._queue.release(asked)
+        return json_response({"released": asked.deliveries})
+
+    async def extend(self, request: web.Request) -> web.StreamResponse:
+        asked = await read_body(request, Extend, '{"deliveries": ["<id>", …], "lease"?: seconds}', invalid=_INVALID)
+        await self._queue.extend(asked)
+        return json_response({"extended": asked.deliveries})
+
+    def _delivery(self, one: TakenDelivery) -> dict[str, Any]:
+        sessions = [self._state(info) for info in one.sessions]
+        return {"id": one.id, "group": one.group, "attempt": one.attempt, "until": one.until, "sessions": sessions}
 
     def _state(self, info: SessionInfo) -> dict[str, Any]:
         return state_object(info, self._ledger.unsaved(info.id))

@@ -2,44 +2,58 @@
 
     with Client("http://127.0.0.1:8100") as client:
         session = client.create()
-        run_my_agent(base_url=session.base_url, api_key=session.key)
-        for trajectory in client.iterate([session.id]):
+        reward = run_my_agent(base_url=session.base_url, api_key=session.key)
+        session.finish(reward)
+        for trajectory in client.iterate([session.id], seal=True, delete=True):
             train_on(trajectory)
 
 `AsyncClient` has the same methods as coroutines.
 
-==============  ========================================================================================================
-`sync_client`   `Client` and `Session`
-`async_client`  `AsyncClient` and `AsyncSession`
-`operations`    what both send to the proxy and how they read its responses; opens no socket
-`access`        what a harness needs to use a session
-`errors`        the exceptions
-==============  ========================================================================================================
+====================  ==================================================================================================
+`sync_client`         `Client`, `Session` and `Delivery`
+`async_client`        `AsyncClient`, `AsyncSession` and `AsyncDelivery`
+`operations`          what both send to the proxy and how they read its responses; opens no socket
+`session_operations`  the same for one session
+`collecting`          the same for several sessions: in order, as they finish, from the queue
+`protocol`            how operations yield their requests
+`transport`           runs operations over HTTP, and makes methods of them
+`access`              what a harness needs to use a session
+`errors`              the exceptions
+====================  ==================================================================================================
 
 `tokencache.trajectories.values` defines the values that the methods return.
 """
 
-from tokencache.client.async_client import AsyncClient, AsyncSession
+from tokencache.client.async_client import AsyncClient, AsyncDelivery, AsyncSession
 from tokencache.client.errors import (
     AnswerError,
     ClientError,
+    DeliveryExpiredError,
     EngineInUseError,
+    ExistsError,
     InvalidUrlError,
     NotFoundError,
+    OtherSettingsError,
     RefusedError,
     SealedError,
+    TooManyReadyError,
     UnauthorizedError,
+    UnfinishedError,
     UnreachableError,
     WaitTimeoutError,
     WrongServerError,
 )
-from tokencache.client.sync_client import Client, Session
+from tokencache.client.sync_client import Client, Delivery, Session
 from tokencache.core.budget import Budget
 from tokencache.trajectories.values import (
+    DeliveryState,
     EngineState,
     Figures,
     Incident,
     OpenCall,
+    PastReward,
+    QueueState,
+    RewardState,
     Sequence,
     Served,
     SessionState,
@@ -51,27 +65,38 @@ from tokencache.trajectories.values import (
 __all__ = [
     "AnswerError",
     "AsyncClient",
+    "AsyncDelivery",
     "AsyncSession",
     "Budget",
     "Client",
     "ClientError",
+    "Delivery",
+    "DeliveryExpiredError",
+    "DeliveryState",
     "EngineInUseError",
     "EngineState",
+    "ExistsError",
     "Figures",
     "Incident",
     "InvalidUrlError",
     "NotFoundError",
     "OpenCall",
+    "OtherSettingsError",
+    "PastReward",
+    "QueueState",
     "RefusedError",
+    "RewardState",
     "SealedError",
     "Sequence",
     "Served",
     "Session",
     "SessionState",
+    "TooManyReadyError",
     "ToolCall",
     "Trajectory",
     "TurnSpan",
     "UnauthorizedError",
+    "UnfinishedError",
     "UnreachableError",
     "WaitTimeoutError",
     "WrongServerError",

@@ -6,6 +6,7 @@ with an adapter needs the environment (and files) of `launch`, as `tokencache en
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -80,3 +81,8 @@ def launch_of(adapter: Adapter, url: str, access: Access, model: str, context: i
         return launch
     kept = {name: value for name, value in launch.env.items() if "{config_dir}" not in adapter.variables[name]}
     return msgspec.structs.replace(launch, env=kept, files={})
+
+
+def members_of(given: Any) -> dict[str, Any]:
+    """Return the members of a dataclass, to make one of another class with more members."""
+    return {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}

@@ -9,7 +9,12 @@
         ├── RefusedError      400, 422: the request is invalid
         ├── UnauthorizedError 401: the admin key is missing or wrong
         ├── NotFoundError     404: there is no such session, engine or key
-        ├── SealedError       409: the session is sealed
+        ├── SealedError       409: the session is finished or sealed
+        ├── UnfinishedError   409: the session is not finished, or has calls in flight
+        ├── ExistsError  409: there is such a session already
+        │   └── OtherSettingsError  409: and it has other settings
+        ├── DeliveryExpiredError  409: the lease of a delivery ended, and another consumer took its sessions
+        ├── TooManyReadyError 429: too many finished sessions are not consumed (`--max-ready`)
         └── EngineInUseError  409: the engine is not drained, or `--upstream` names it
 
 Any other `AnswerError` is a failure of the proxy (5xx), or of a gateway before it.
@@ -73,9 +78,37 @@ class NotFoundError(AnswerError):
 
 
 class SealedError(AnswerError):
-    """The session is sealed, so no further turns can be recorded."""
+    """The session is finished or sealed, so no further turns can be recorded."""
 
     status = 409
+
+
+class UnfinishedError(AnswerError):
+    """The session was not sealed: it is not finished, or has calls in flight."""
+
+    status = 409
+
+
+class ExistsError(AnswerError):
+    """There is a session of this name already, so it was not created."""
+
+    status = 409
+
+
+class OtherSettingsError(ExistsError):
+    """There is a session of this name already, and it has other settings. The message names them."""
+
+
+class DeliveryExpiredError(AnswerError):
+    """The lease of the delivery ended, and another consumer took its sessions."""
+
+    status = 409
+
+
+class TooManyReadyError(AnswerError):
+    """The session was not created: too many finished sessions are not consumed. `create(wait=…)` waits."""
+
+    status = 429
 
 
 class EngineInUseError(AnswerError):
@@ -84,8 +117,23 @@ class EngineInUseError(AnswerError):
     status = 409
 
 
-_ENGINE_ERRORS = frozenset({"engine_in_use", "engine_configured"})
-_BY_STATUS = {kind.status: kind for kind in (RefusedError, UnauthorizedError, NotFoundError, SealedError)} | {422: RefusedError}
+_BY_TYPE: dict[str, type[AnswerError]] = {
+    "engine_in_use": EngineInUseError,
+    "engine_configured": EngineInUseError,
+    "session_open": UnfinishedError,
+    "calls_in_flight": UnfinishedError,
+    "session_exists": ExistsError,
+    "settings_conflict": OtherSettingsError,
+    "delivery_expired": DeliveryExpiredError,
+    "too_many_ready": TooManyReadyError,
+}
+_BY_STATUS: dict[int, type[AnswerError]] = {
+    400: RefusedError,
+    401: UnauthorizedError,
+    404: NotFoundError,
+    409: SealedError,
+    422: RefusedError,
+}
 
 
 _ABSENT = frozenset({404, 405, 501})
@@ -121,7 +169,7 @@ def error_of(status: int, body: bytes, request: str) -> AnswerError:
         found = msgspec.json.decode(body, type=_Body).error
     except msgspec.MsgspecError:
         found = _Error(body[:300].decode(errors="replace") or HTTPStatus(status).phrase)
-    kind = EngineInUseError if found.type in _ENGINE_ERRORS else _BY_STATUS.get(status, AnswerError)
+    kind = _BY_TYPE.get(found.type) or _BY_STATUS.get(status, AnswerError)
     return kind(f"{request}: {status}: {found.message}", status=status)
 
 

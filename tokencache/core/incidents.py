@@ -214,8 +214,8 @@ class IncidentKind(StrEnum):
     LATE_CALL = (
         "late-call",
         "",
-        "a call arrived after the session was sealed, and was refused; after the 16th only the 32nd, 64th, … are recorded",
-        "Stop the harness before you seal the session.",
+        "a call arrived after the session was finished or sealed, and was refused; after the 16th only the 32nd, 64th, … are recorded",
+        "Stop the harness before you finish the session.",
     )
     BUDGET_SPENT = (
         "budget-spent",

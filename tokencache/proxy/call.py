@@ -43,7 +43,7 @@ from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, ov
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, keys_wanted
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
-from tokencache.proxy.response import CLIENT_LEFT, Delivery, Response, whole_response
+from tokencache.proxy.response import CLIENT_LEFT, ReplyForwarder, Response, whole_response
 from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
@@ -63,12 +63,14 @@ class CallRequest(NamedTuple):
         chat: the request, as a chat completion.
         response: the response to the client.
         fingerprint: the request fingerprint (16 bytes); `b""` if retries are not deduplicated.
+        settings: the digest of the session's settings by which the request is served (`SessionSettings.digest`).
     """
 
     session: str
     chat: ChatCall
     response: Response
     fingerprint: bytes
+    settings: bytes
 
 
 class Services(NamedTuple):
@@ -108,7 +110,7 @@ class CallAttempt:
     def __init__(self, asked: CallRequest, services: Services, budget: Budget, *, may_resample: bool) -> None:
         self.id = os.urandom(8).hex()
         self.state = State.NEW
-        self._session, self._chat, self._response, self._fingerprint = asked
+        self._session, self._chat, self._response, self._fingerprint, self._settings = asked
         self._exchange = asked.response.exchange
         self._services, self._ledger = services, services.ledger
         self._budget, self._may_resample = budget, may_resample
@@ -174,7 +176,9 @@ class CallAttempt:
         begun = None
         opened = False
         try:
-            begun = await self._ledger.begin(self._session, self.id, [*first, *self._keys], fingerprint=self._fingerprint, join=join)
+            begun = await self._ledger.begin(
+                self._session, self.id, [*first, *self._keys], fingerprint=self._fingerprint, join=join, settings=self._settings
+            )
             opened = begun is None or begun.duplicate is None
         finally:
             self._advance(Event.OPENED if opened else Event.NOT_OPENED)
@@ -341,7 +345,7 @@ class CallAttempt:
                 await self._compare_returned_ids()
             if answer.status != _OK:
                 return await self._pass_refusal(answer)
-            delivery = Delivery(self._response, self._reply, self._driver, self, may_resample=self._may_resample)
+            delivery = ReplyForwarder(self._response, self._reply, self._driver, self, may_resample=self._may_resample)
             if answer.content_type == EVENT_STREAM:
                 return await self._pass_stream(answer, delivery)
             return await self._pass_whole(answer, delivery)
@@ -501,7 +505,7 @@ class CallAttempt:
         await self._settle(IncidentKind.ENGINE_REFUSED, f"{status}: {words[:300].decode(errors='replace')}; {OVERFLOW_DETAIL}")
         return await self._response.send(overflow_reply(self._chat, self.id), self._reply)
 
-    async def _pass_whole(self, answer: aiohttp.ClientResponse, delivery: Delivery) -> web.StreamResponse | None:
+    async def _pass_whole(self, answer: aiohttp.ClientResponse, delivery: ReplyForwarder) -> web.StreamResponse | None:
         """Send a whole reply to the client, after its turn is stored.
 
         Raises:
@@ -546,7 +550,7 @@ class CallAttempt:
             self._response.break_off()
             return None
 
-    async def _parse(self, parsing: Awaitable[ParsedCompletion], delivery: Delivery) -> ParsedCompletion:
+    async def _parse(self, parsing: Awaitable[ParsedCompletion], delivery: ReplyForwarder) -> ParsedCompletion:
         """Wait for the second request that parses a reply. If the client leaves meanwhile, still record the tokens."""
         work = asyncio.ensure_future(parsing)
         try:
@@ -556,12 +560,12 @@ class CallAttempt:
             await self._store(self._write_parsed_turns(work, delivery))
             raise
 
-    async def _write_parsed_turns(self, work: "asyncio.Future[ParsedCompletion]", delivery: Delivery) -> None:
+    async def _write_parsed_turns(self, work: "asyncio.Future[ParsedCompletion]", delivery: ReplyForwarder) -> None:
         delivery.take((await work).body)
         self._outcome.broke, self._outcome.detail = ABORTED, CLIENT_LEFT
         await self._write_turns()
 
-    async def _pass_stream(self, answer: aiohttp.ClientResponse, delivery: Delivery) -> web.StreamResponse | None:
+    async def _pass_stream(self, answer: aiohttp.ClientResponse, delivery: ReplyForwarder) -> web.StreamResponse | None:
         """Forward a stream, and store its turn before its last event is sent."""
         reply, outcome = self._reply, self._outcome
         held, broke = await delivery.follow(answer)

@@ -3,6 +3,7 @@
 A model call is parsed in its dialect, converted to a chat request, and passed to `dedup.in_flight`.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from tokencache.core.budget import Budget
 from tokencache.core.chain import keyed_hash
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.rules import Leniency
+from tokencache.core.session import SessionSettings
 from tokencache.dialects import gym_request, text_completions
 from tokencache.dialects.base import (
     DialectRequest,
@@ -53,10 +55,15 @@ from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.planner import Planner
 from tokencache.proxy.request_body import body_of
 from tokencache.proxy.response import Exchange, Response
+from tokencache.proxy.session_settings import SettingsCache
 from tokencache.proxy.sessions import Origin
-from tokencache.store.base import SessionSealedError
+from tokencache.store.base import SessionFinishedError, SessionSealedError, SettingsChangedError, StoreError
+
+log = logging.getLogger(__name__)
 
 _UNAVAILABLE = 503
+_MOST_SETTINGS = 4
+"""Attempts to serve a request while the settings of its session change: those that are known, the true ones, and spare ones."""
 _MODELS = ("GET", "/v1/models")
 _UNRECORDED = ("POST", "/inference/v1/generate")
 """This route samples tokens, and no dialect records it. Within a session it causes an incident that is a hole."""
@@ -93,7 +100,8 @@ class SessionRequest(NamedTuple):
     Attributes:
         request: the request.
         session: the session's name.
-        origin: the session's origin: path, harness and registered settings.
+        origin: where the session was named, and the path at the engine.
+        settings: the settings of the session, as far as this process knows.
         route: its path without session, harness and query.
         headers: the headers for the engine.
         harness: name of the harness, `""` if unknown.
@@ -103,6 +111,7 @@ class SessionRequest(NamedTuple):
     request: web.Request
     session: str
     origin: Origin
+    settings: SessionSettings
     route: str
     headers: CIMultiDict[str]
     harness: str
@@ -126,6 +135,7 @@ class Endpoints:
     ) -> None:
         self._pool, self._ledger, self._planner, self._calls = pool, ledger, planner, calls
         self._bodies, self._profiles, self._aliases, self._options = bodies, profiles, aliases, options
+        self._settings = SettingsCache(ledger.store)
         self._served_here = {CHAT: self._chat, COMPLETIONS: self._complete_text, TOKENIZE: self._tokenize}
         self._rewrite_chat = gym_request.chat_members if options.token_ids else None
         self._rewrite_translated = gym_request.translated_members if options.token_ids else None
@@ -139,23 +149,46 @@ class Endpoints:
         Raises:
             HarnessError: the request cannot be served.
             EngineError: the engine cannot be reached; nothing was sent to the client.
-            SessionSealedError: the session is sealed.
+            SessionFinishedError, SessionSealedError: the session accepts no calls.
             StoreError: the store failed and the policy is strict.
+        """
+        for _ in range(_MOST_SETTINGS):
+            settings = self._settings.of(session, origin)
+            try:
+                return await self._serve(request, session, origin, settings, route, dialect)
+            except SettingsChangedError as changed:
+                await self._settings.learn(session, origin, changed.settings)
+        raise HarnessError(f"the settings of session {session} change all the time", status=409, kind="settings_conflict")
+
+    async def _serve(  # noqa: PLR0917 - as `serve`
+        self,
+        request: web.Request,
+        session: str,
+        origin: Origin,
+        settings: SessionSettings,
+        route: str,
+        dialect: TranslatedDialect | None,
+    ) -> web.StreamResponse:
+        """Serve a request by the given settings.
+
+        Raises:
+            SettingsChangedError: the session has other settings; nothing was done.
         """
         dropped = self._dropped_with_own_key if origin.own_key else self._options.dropped_headers
         headers = end_to_end_headers(request.headers, drop=dropped)
         for name in self._options.affinity_headers:
             headers.setdefault(name, session)
-        harness = origin.harness or self._profiles.recognise(request.headers.get("User-Agent", ""))
-        asked = SessionRequest(request, session, origin, route, headers, harness, self._profiles.leniency(harness))
+        harness = settings.harness or origin.harness or self._profiles.recognise(request.headers.get("User-Agent", ""))
+        asked = SessionRequest(request, session, origin, settings, route, headers, harness, self._profiles.leniency(harness))
         if dialect is not None:
             use_bearer(headers)
             headers["Content-Type"] = "application/json"
             return await self._translate(asked, dialect)
         if request.method == "POST" and (serve := self._served_here.get(route)) is not None:
             return await serve(asked)
+        await self._check_settings(asked)
         method_and_route = request.method, route
-        if origin.tenant and method_and_route not in _FOR_TENANTS:
+        if settings.tenant and method_and_route not in _FOR_TENANTS:
             message = f"{request.method} {route[:80]} is not allowed in a tenant's session: it may make model calls and list the models"
             raise HarnessError(message, status=403, kind="permission_error")
         if method_and_route == _MODELS:
@@ -179,6 +212,7 @@ class Endpoints:
         completion = text_completions.read(body, served=self._served(asked))
         replaced = self._pin(asked, completion.fields)
         if completion.unrecorded:
+            await self._check_settings(asked)
             await self._note_unrecorded(asked, "completions", f"a text completion with {completion.unrecorded}")
             sent = completion.for_engine()
             return await relay_to(self._pool, asked.session, asked.request, path, headers=asked.headers, body=sent)
@@ -191,10 +225,13 @@ class Endpoints:
     async def _translate(self, asked: SessionRequest, dialect: TranslatedDialect) -> web.StreamResponse:
         """Serve a request in a dialect that is translated to chat."""
         request = self._dialect_request(asked, await body_of(asked.request))
+        if asked.request.method != "POST":  # it may have an effect, so it is not served again
+            await self._check_settings(asked)
         parsed = await dialect.parse(request)
         if isinstance(parsed, DirectReply):
             return web.Response(body=parsed.body, status=parsed.status, content_type="application/json")
         if isinstance(parsed, TokenCount):
+            await self._check_settings(asked)
             call = await self._read_translated(asked, parsed.body, "")
             return web.Response(body=parsed.write(await self._planner.count_tokens(asked.session, call)), content_type="application/json")
         call = await self._read_translated(asked, parsed.body, f"{asked.session}\0{dialect.name}")
@@ -243,6 +280,7 @@ class Endpoints:
 
     async def _tokenize(self, asked: SessionRequest) -> web.StreamResponse:
         """Answer with the ids that a chat call with this body would send. If the engine would render that call, forward the request."""
+        await self._check_settings(asked)
         body = await body_of(asked.request)
         call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=self._rewrite_chat)
         if call is not None:
@@ -267,31 +305,48 @@ class Endpoints:
     async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
         response = Response(asked.request, call, exchange)
         fingerprint = fingerprint_of(self._options.retries, asked.origin.path, asked.request.headers, body, asked.harness)
-        run = CallRequest(asked.session, call, response, fingerprint.digest)
+        run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)
         with metrics.IN_FLIGHT.track_inprogress():
             try:
-                return await self._calls.serve(run, fingerprint, asked.origin.budget.over(self._options.budget))
+                return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
+            except SettingsChangedError:
+                if response.opened is None:
+                    raise
+                return await response.fail(
+                    _UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
+                )
             except TokencacheError as why:
-                if isinstance(why, SessionSealedError):
+                if isinstance(why, SessionFinishedError | SessionSealedError):
                     await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
                 if response.opened is None:
                     raise
                 status = why.status if isinstance(why, EngineError | HarnessError) else _UNAVAILABLE
                 return await response.fail(status, f"the call was given up: {why}")
 
+    async def _check_settings(self, asked: SessionRequest) -> None:
+        """Check the settings of a request that begins no call. If the store fails, those that this process knows hold.
+
+        Raises:
+            SettingsChangedError: the session has others.
+        """
+        try:
+            await self._settings.check(asked.session, asked.settings)
+        except StoreError as why:
+            log.warning("session %s: its settings cannot be read: %s", asked.session, why)
+
     async def _note_unrecorded(self, asked: SessionRequest, dialect: str, what: str) -> None:
         """Add an incident for a request that samples but is only relayed.
 
         Raises:
             HarnessError: the session has a budget, and tokens that are not recorded cannot be counted.
-            SessionSealedError: the session is sealed.
+            SessionFinishedError, SessionSealedError: the session accepts no calls.
             StoreError: the store failed and the policy is strict.
         """
-        if asked.origin.budget.over(self._options.budget):
+        if asked.settings.budget.over(self._options.budget):
             raise HarnessError(f"{asked.route} is not recorded like this, and this session has a budget: its tokens could not be counted")
         try:
             await self._ledger.admit(asked.session)
-        except SessionSealedError:
+        except (SessionFinishedError, SessionSealedError):
             await self._ledger.note_late_call(asked.session, f"{dialect}, {asked.route}")
             raise
         incident = IncidentKind.UNRECORDED_ROUTE.incident(f"{what} is relayed, not recorded", at=time.time())
@@ -303,10 +358,10 @@ class Endpoints:
         A session's own policy takes precedence. Each tenant gets a separate part of the engine's prefix cache, by a salt that no other
         tenant can compute (`cache_salt`, vLLM 0.20 to 0.32).
         """
-        if asked.origin.tenant:
-            salt = keyed_hash(self._bodies.secret, b"tenant" + asked.origin.tenant.encode())
+        if asked.settings.tenant:
+            salt = keyed_hash(self._bodies.secret, b"tenant" + asked.settings.tenant.encode())
             fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
-        policy = {**self._engine(asked.session).driver.pinned, **self._options.sampling, **asked.origin.sampling}
+        policy = {**self._engine(asked.session).driver.pinned, **self._options.sampling, **asked.settings.sampling}
         if not policy:
             return {}
         replaced = pin(fields, policy)
@@ -331,7 +386,7 @@ class Endpoints:
 
     def _served(self, asked: SessionRequest) -> Callable[[str], str]:
         """Return the function that maps a harness's name for a model to the served model."""
-        return partial(self._aliases.served, own=asked.origin.models)
+        return partial(self._aliases.served, own=asked.settings.models)
 
     async def _served_models(self, asked: SessionRequest) -> list[ServedModel]:
         """List the served models, and the requested one under its own name if that is an alias."""

@@ -22,7 +22,8 @@ from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome, Recorded
 from tokencache.proxy.routed_experts import RoutedExperts
-from tokencache.store.base import BeginResult, Join, SessionGoneError, SessionSealedError, Store, StoreError
+from tokencache.store.base import BeginResult, Join, SessionFinishedError, SessionGoneError, SessionSealedError, Store, StoreError
+from tokencache.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Ledger:
         store: the store.
         prefixes: the cached prefixes of its turns.
         replica: the id of this process in the store, random.
+        changed: wakes those who wait for a session to be finished, or for its last call to end.
     """
 
     def __init__(self, store: Store, prefixes: PrefixCache, *, strict: bool = False, experts: RoutedExperts | None = None) -> None:
@@ -75,6 +77,7 @@ class Ledger:
         self.store = store
         self.prefixes = prefixes
         self.replica = secrets.token_hex(8)
+        self.changed = Wakeup()
         self._strict = strict
         self._experts = experts
         self._late = SampledCounter()
@@ -85,16 +88,16 @@ class Ledger:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def begin(
-        self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", join: Join = "never"
+        self, session: str, call: str, keys: Sequence[bytes], *, fingerprint: bytes = b"", join: Join = "never", settings: bytes = b""
     ) -> BeginResult | None:
-        """Begin a call; `None` if the store does not answer. `fingerprint` and `join` as in `Store.begin`.
+        """Begin a call; `None` if the store does not answer. `fingerprint`, `join` and `settings` as in `Store.begin`.
 
         Raises:
-            SessionSealedError: the session is sealed.
+            SettingsChangedError: the session has other settings. Other errors of `Store.begin` are raised too.
             StoreError: the store failed and the policy is strict.
         """
         try:
-            return await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=self.replica, join=join)
+            return await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=self.replica, join=join, settings=settings)
         except StoreError as why:
             self._failed("begin", session, call, why)
             return None
@@ -124,6 +127,7 @@ class Ledger:
                 )
             else:
                 await self.store.settle(outcome.session, begun.epoch, outcome.call_id, recorded.incidents)
+            self.changed.notify()
         except SessionGoneError:
             if self._experts is not None:
                 await self._experts.drop(list(outcome.experts.values()))
@@ -161,6 +165,7 @@ class Ledger:
                 await self.store.commit(session, begun.epoch, call, [], incidents, documents=documents)
             else:
                 await self.store.settle(session, begun.epoch, call, incidents)
+            self.changed.notify()
         except SessionGoneError:
             await self._gone(session, call)
         except StoreError as why:
@@ -185,7 +190,7 @@ class Ledger:
         """Check that a session still accepts calls, before a request that samples and is not recorded.
 
         Raises:
-            SessionSealedError: the session is sealed.
+            SessionFinishedError, SessionSealedError: it does not.
             StoreError: the store failed and the policy is strict.
         """
         try:
@@ -195,11 +200,13 @@ class Ledger:
             return
         if info is not None and info.sealed:
             raise SessionSealedError(session)
+        if info is not None and info.finished is not None:
+            raise SessionFinishedError(session)
 
     async def note_late_call(self, session: str, detail: str) -> None:
-        """Add an incident for a call that arrived after its session was sealed; nothing was sampled. `detail` names the kind of call."""
+        """Add an incident for a call that arrived after its session was finished; nothing was sampled. `detail` names the kind of call."""
         number = self._late.count(session)
-        log.warning("session %s is sealed: %s is refused", session, detail)
+        log.warning("session %s is finished: %s is refused", session, detail)
         if number:
             with contextlib.suppress(StoreError):  # the call is refused in any case
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
@@ -219,7 +226,10 @@ class Ledger:
         Raises:
             StoreError: the store failed; nothing was deleted.
         """
+        info = await self.store.session(session)
         known = await self.store.delete(session, reuse=reuse)
+        if info is not None:
+            await self.store.withdraw(session, info.epoch)
         self._late.forget(session)
         self._spent.forget(session)
         if self._experts is not None:  # after the store, because a call that ends later removes its own files
@@ -308,6 +318,7 @@ class Ledger:
             with contextlib.suppress(SessionGoneError):
                 await self.store.settle(session, epoch, call)
             self._open.pop(0)
+            self.changed.notify()
 
 
 def _count(incidents: Sequence[Incident]) -> None:

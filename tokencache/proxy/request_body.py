@@ -34,7 +34,7 @@ _TOO_SLOW, _TOO_LARGE, _UNSUPPORTED = 408, 413, 415
 
 
 KEPT = web.RequestKey("kept", bytes)
-"""The body of a request if it was read before its session was known. It replaces the body on the connection."""
+"""The body of a request that was read. It replaces the body on the connection, which can be read only once."""
 
 
 async def body_of(request: web.Request) -> bytes:
@@ -54,6 +54,7 @@ async def body_of(request: web.Request) -> bytes:
     except (web.RequestPayloadError, ClientPayloadError) as why:
         raise HarnessError(f"the request's body broke off: {type(why).__name__}") from None
     await check_values(body)
+    request[KEPT] = body
     return body
 
 

@@ -4,7 +4,7 @@ Three classes share the work:
 
 `Exchange`  contains how one call is written for the engine and its reply for the client (only data)
 `Response`  is the HTTP response to one client request; it may begin with keep-alive events before any engine has answered
-`Delivery`  decides which parts of one engine reply the client receives, and when
+`ReplyForwarder`  decides which parts of one engine reply the client receives, and when
 
 A stream is forwarded as it arrives, up to the event that finishes its last choice. That event and everything after it wait until the turn
 is stored. Nothing is sent before the first sampled token, because until then the call can be made again. If the client requested a stream
@@ -263,7 +263,7 @@ class Progress(Protocol):
         """Note that the client now receives a part of the reply, so that the call cannot be made again."""
 
 
-class Delivery:
+class ReplyForwarder:
     """Forwards one engine reply to the client.
 
     Attributes:

@@ -22,13 +22,12 @@ the proxy cannot know whether such an id belongs to a single rollout. NeMo Gym s
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
-from tokencache.core.budget import Budget
+from tokencache.core.session import SessionSettings
 from tokencache.dialects.json_io import fields_of
 from tokencache.dialects.registry import credential_parameters, keys_in
 from tokencache.errors import HarnessError
@@ -40,27 +39,21 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Origin(NamedTuple):
-    """The session of a request, and the settings that belong to it.
+    """The session of a request, and what else its path, headers and key say.
 
     Attributes:
         session: the session's name; `None` if there is none.
         path: the path at the engine, with its query.
         own_key: whether the API key is one of the proxy's.
         harness: the harness that the request names; `""` if none.
-        models: the session's own model aliases: pattern → served model.
-        sampling: the parameters that were pinned when the key was registered.
-        budget: the limits that were set when the key was registered.
-        tenant: the owner of the session; `""` if none was named.
+        old_settings: settings that an older version stored with the request's key. They count only if the session has none.
     """
 
     session: str | None
     path: str
     own_key: bool = False
     harness: str = ""
-    models: Mapping[str, str] = MappingProxyType({})
-    sampling: Mapping[str, Any] = MappingProxyType({})
-    budget: Budget = Budget()
-    tenant: str = ""
+    old_settings: SessionSettings = SessionSettings()
 
 
 def hash_key(key: str) -> str:
@@ -194,8 +187,7 @@ class SessionFinder:
             found = await self._store.binding_of_key(hash_key(key))
             if found is None:
                 raise HarnessError("unknown API key", status=401, kind="authentication_error")
-            named = found.harness or harness or headers.get(HARNESS_HEADER, "")
-            return Origin(found.session, path, True, named, found.models, found.sampling, found.budget, found.tenant)
+            return Origin(found.session, path, True, harness or headers.get(HARNESS_HEADER, ""), found.settings)
         in_key = key[len(SESSION_KEY) :] if key.startswith(SESSION_KEY) else None
         session = in_path if in_path is not None else headers.get(self._header, in_key)
         if self._registered_only:

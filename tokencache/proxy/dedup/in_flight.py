@@ -36,7 +36,7 @@ from tokencache.proxy.dedup.replay import claim, is_due, refused_second_sample, 
 from tokencache.proxy.engine_retry import MAX_RESAMPLES, pause_before_resample
 from tokencache.proxy.ledger import SampledCounter
 from tokencache.proxy.response import Response
-from tokencache.store.base import Join, OpenCall, SessionGoneError, StoreError
+from tokencache.store.base import Join, OpenCall, SessionGoneError, SettingsChangedError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +299,7 @@ class CallsInFlight:
 async def _log_failure(task: _Task) -> None:
     """Wait for a task without a client, and log an unexpected failure; the call is recorded in any case."""
     await asyncio.wait({task})
-    if not task.cancelled() and (why := task.exception()) is not None and not isinstance(why, TokencacheError):
+    if not task.cancelled() and (why := task.exception()) is not None and not isinstance(why, TokencacheError | SettingsChangedError):
         log.error("a call without a client failed", exc_info=why)
 
 

@@ -1,0 +1,232 @@
+"""Handlers of the trainer's API that create, label, reward, finish, seal and delete sessions, and that register API keys."""
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from tokencache.api.http import flag, json_response, not_found, read_body
+from tokencache.api.queue import SessionQueue
+from tokencache.api.reader import no_session, state_object
+from tokencache.api.requests import Finish, NewReward, NewSession
+from tokencache.core.lineage import lineages
+from tokencache.core.session import LabelChanges, Reward, SessionStage
+from tokencache.dialects.chat.vocabulary import check_policy
+from tokencache.errors import HarnessError
+from tokencache.proxy.harness_profile import HarnessProfiles
+from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.sessions import hash_key
+from tokencache.session_url import REGISTERED_KEY, check_name
+from tokencache.store.base import Binding, SealOutcome, SessionInfo
+
+_SETTINGS_FORM = '"harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>"'
+_LABELS_FORM = '"group"?: "<name>", "metadata"?: {…}, "tags"?: […]'
+_REWARD_FORM = '"components"?: {name: number}, "turns"?: {id: number}, "sequences"?: {id: number}'
+_INVALID, _CONFLICT, _TOO_MANY = 422, 409, 429
+_RETRY_SECONDS = 5
+_MOST_NAMED = 8
+
+T = TypeVar("T")
+
+
+class LifecycleRoutes:
+    """The handlers. With `max_ready`, no sessions are created while the queue has so many; 0 sets no limit."""
+
+    def __init__(self, ledger: Ledger, profiles: HarnessProfiles, queue: SessionQueue, *, max_ready: int) -> None:
+        self._ledger, self._store, self._profiles, self._queue = ledger, ledger.store, profiles, queue
+        self._max_ready = max_ready
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """Define a session."""
+        asked = await read_body(request, NewSession, f'{{"session"?: "<name>", {_SETTINGS_FORM}, {_LABELS_FORM}, "exist_ok"?: bool}}')
+        name, created = await self._define(asked)
+        return json_response(self._state(await self._existing(name)), status=201 if created else 200)
+
+    async def register_key(self, request: web.Request) -> web.StreamResponse:
+        """Define a session, and register a key for it."""
+        asked = await read_body(request, NewSession, f'{{"session": "<name>", {_SETTINGS_FORM}, {_LABELS_FORM}, "exist_ok"?: bool}}')
+        name, _ = await self._define(asked)
+        key = REGISTERED_KEY + secrets.token_urlsafe(32)
+        await self._store.bind_key(hash_key(key), Binding(name))
+        body = {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key)}
+        return json_response(body, status=201)
+
+    async def revoke_key(self, request: web.Request) -> web.StreamResponse:
+        """Remove the binding of a key."""
+        name = request.match_info["key"]
+        if not await self._store.unbind_key(name):
+            raise not_found(f"there is no key with the id {name[:80]!r}")
+        return json_response({"id": name, "revoked": True})
+
+    async def label(self, request: web.Request) -> web.StreamResponse:
+        """Change the labels of a session."""
+        name = check_name(request.match_info["session"])
+        changes = await read_body(request, LabelChanges, f"{{{_LABELS_FORM}}}", invalid=_INVALID)
+        if not await self._store.set_labels(name, changes):
+            raise no_session(name)
+        self._ledger.changed.notify()
+        return json_response(self._state(await self._existing(name)))
+
+    async def finish(self, request: web.Request) -> web.StreamResponse:
+        """Finish a session, and store what is given with it."""
+        info = await self._existing(check_name(request.match_info["session"]))
+        form = f'{{"reward"?: number, {_REWARD_FORM}, {_LABELS_FORM}}}, or no body'
+        asked = await read_body(request, Finish, form, invalid=_INVALID) if await request.read() else Finish()
+        reward, changes = await self._checked(info, asked.new_reward), _valid(lambda: asked.label_changes)
+        if changes.given:
+            await self._store.set_labels(info.id, changes)
+        if reward is not None:
+            await self._store.add_reward(info.id, reward)
+        await self._offer(info)
+        if not await self._store.finish(info.id):
+            raise no_session(info.id)
+        self._ledger.changed.notify()
+        return json_response(self._state(await self._existing(info.id)))
+
+    async def seal(self, request: web.Request) -> web.StreamResponse:
+        """Seal a session."""
+        name, force = check_name(request.match_info["session"]), flag(request, "force")
+        if force:
+            await self._offer(await self._existing(name))
+        match await self._store.seal(name, force=force, at=time.time()):
+            case SealOutcome.MISSING:
+                raise no_session(name)
+            case SealOutcome.UNFINISHED:
+                message = f"session {name} is not finished: finish it (POST …/finish), or seal it with ?force=true, which marks what is cut"
+                raise HarnessError(message, status=_CONFLICT, kind="session_open")
+            case SealOutcome.CALLS_IN_FLIGHT:
+                message = f"session {name} has calls in flight: wait until they end, or seal it with ?force=true, which marks what is cut"
+                raise HarnessError(message, status=_CONFLICT, kind="calls_in_flight")
+        self._ledger.changed.notify()
+        return json_response(self._state(await self._existing(name)))
+
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        """Delete a session."""
+        name = check_name(request.match_info["session"])
+        reuse = flag(request, "reuse")
+        known = await self._ledger.delete(name, reuse=reuse)
+        if not known and not reuse:  # with `reuse` the name only has to be free afterwards
+            raise no_session(name)
+        return json_response({"session": name, "deleted": known})
+
+    async def set_reward(self, request: web.Request) -> web.StreamResponse:
+        """Store a reward of a session."""
+        info = await self._existing(check_name(request.match_info["session"]))
+        asked = await read_body(request, NewReward, f'{{"reward": number|null, {_REWARD_FORM}}}', invalid=_INVALID)
+        reward = await self._checked(info, asked)
+        assert reward is not None  # noqa: S101 - one was asked
+        if not await self._store.add_reward(info.id, reward):
+            raise no_session(info.id)
+        self._ledger.changed.notify()
+        return json_response(await self._rewards(info.id))
+
+    async def reward(self, request: web.Request) -> web.StreamResponse:
+        """Return the reward of a session, and its history."""
+        info = await self._existing(check_name(request.match_info["session"]))
+        return json_response(await self._rewards(info.id))
+
+    async def _define(self, asked: NewSession) -> tuple[str, bool]:
+        """Create a session, or join it. Returns its name, and whether it was created.
+
+        Raises:
+            HarnessError: a setting or a label is invalid, or too many sessions are ready.
+            SessionExistsError, SettingsConflictError: it exists.
+        """
+        name = check_name(asked.session or f"rollout-{secrets.token_hex(8)}")
+        self._profiles.leniency(asked.harness)
+        try:
+            check_policy(asked.sampling)
+        except ValueError as error:
+            raise HarnessError(f"sampling: {error}", param="sampling") from None
+        labels = _valid(lambda: asked.labels)
+        await self._check_ready(name, exist_ok=asked.exist_ok)
+        return name, await self._store.define(name, asked.settings, labels, exist_ok=asked.exist_ok)
+
+    async def _check_ready(self, name: str, *, exist_ok: bool) -> None:
+        """Check that the queue is not full.
+
+        Raises:
+            HarnessError: it is (429).
+        """
+        if not self._max_ready or await self._queue.length() < self._max_ready:
+            return
+        if exist_ok and await self._store.session(name) is not None:
+            return
+        counts = await self._queue.counts()  # this drops entries of sessions that were deleted
+        if counts["candidates"] + counts["taken"] >= self._max_ready:
+            message = (
+                f"{counts['candidates'] + counts['taken']} finished sessions are not consumed, and --max-ready is {self._max_ready}: "
+                "create further sessions after a consumer has acknowledged some"
+            )
+            raise HarnessError(message, status=_TOO_MANY, kind="too_many_ready", headers={"Retry-After": str(_RETRY_SECONDS)})
+
+    async def _offer(self, info: SessionInfo) -> None:
+        """Put an open session into the queue. This is done before it is finished, so that a crash in between cannot lose it."""
+        if info.state is SessionStage.OPEN:
+            await self._store.offer(info.id, info.epoch, time.time())
+
+    async def _checked(self, info: SessionInfo, asked: NewReward | None) -> Reward | None:
+        """Check that the turns and sequences of a reward exist.
+
+        Raises:
+            HarnessError: one does not, or a bound is exceeded (422).
+        """
+        if asked is None:
+            return None
+        reward = _valid(lambda: asked.at(time.time()))
+        if reward.turns or reward.sequences:
+            lines = lineages(await self._store.turns(info.id))
+            _refuse_unknown("turn", reward.turns, {turn.id for line in lines for turn in line}, info.id)
+            _refuse_unknown("sequence", reward.sequences, {line[0].id for line in lines}, info.id)
+        return reward
+
+    async def _rewards(self, name: str) -> dict[str, Any]:
+        info = await self._existing(name)
+        *history, newest = await self._store.rewards(name) or [Reward()]
+        return {
+            "session": name,
+            **msgspec.structs.asdict(newest),
+            "history": [msgspec.structs.asdict(one) for one in history],
+            "count": info.rewards,
+        }
+
+    async def _existing(self, name: str) -> SessionInfo:
+        """Read the state of a session.
+
+        Raises:
+            HarnessError: there is no such session (404).
+        """
+        info = await self._store.session(name)
+        if info is None:
+            raise no_session(name)
+        return info
+
+    def _state(self, info: SessionInfo) -> dict[str, Any]:
+        return state_object(info, self._ledger.unsaved(info.id))
+
+
+def _refuse_unknown(what: str, given: Mapping[str, float], known: Collection[str], session: str) -> None:
+    """Refuse rewards of turns or sequences that do not exist.
+
+    Raises:
+        HarnessError: there are some (422).
+    """
+    unknown = [name[:80] for name in given if name not in known]
+    if unknown:
+        message = f"session {session} has no {what} {', '.join(map(repr, unknown[:_MOST_NAMED]))}; GET …/trajectories lists them"
+        raise HarnessError(message, status=_INVALID, param=f"{what}s")
+
+
+def _valid(make: Callable[[], T]) -> T:
+    """Make a value, and report its error to the client.
+
+    Raises:
+        HarnessError: the value is invalid (422).
+    """
+    try:
+        return make()
+    except ValueError as error:
+        raise HarnessError(str(error), status=_INVALID) from None

@@ -1,0 +1,257 @@
+"""Delivers finished sessions to consumers, each exactly once as far as consumers acknowledge.
+
+A session is in the queue from when it is finished until a consumer has acknowledged it. It is *ready* if it is sealed, or is finished and
+has no call in flight. A consumer takes ready sessions as a *delivery*, which seals them, and belongs to it for a while (a lease). A
+consumer that asks again without naming a delivery that it has (`Take.holding`) gets that delivery again: it has been restarted. The
+deliveries of a consumer that does not come back are given to others when their leases end.
+
+The store has the queue, so it does not matter which replica a consumer asks. A replica that waits for a session to become ready is woken
+by what happens in its own process, and otherwise looks at the queue with growing pauses.
+"""
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from tokencache.api.listing import store_tag
+from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
+from tokencache.backoff import delays
+from tokencache.core.session import SessionStage
+from tokencache.errors import HarnessError
+from tokencache.proxy.ledger import Ledger
+from tokencache.store.base import QueueEntry, RemoveOutcome, SealOutcome, SessionInfo
+from tokencache.wakeup import wait_for
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+"""Seconds between two looks at the queue."""
+_CHUNK = 200
+"""Sessions whose states are read at once."""
+_MOST_FINISHED = 100
+"""Finished sessions that one answer names."""
+_DELETING_SECONDS = 60.0
+"""A delivery cannot expire for so long while its sessions are deleted."""
+
+T = TypeVar("T")
+
+
+class TakenDelivery(NamedTuple):
+    """Sessions that a consumer has taken, and how often they were given out, this time included."""
+
+    id: str
+    attempt: int
+    until: float
+    sessions: list[SessionInfo]
+
+    @property
+    def group(self) -> str:
+        """The group of its first session."""
+        return self.sessions[0].labels.group
+
+
+class _Candidate(NamedTuple):
+    """An entry of the queue, and the session of it."""
+
+    entry: QueueEntry
+    info: SessionInfo
+
+
+class SessionQueue:
+    """The queue of finished sessions, as consumers use it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._store = ledger, ledger.store
+
+    async def take(self, asked: Take) -> list[TakenDelivery]:
+        """Take ready sessions, or wait until there are some. Returns no delivery if the time is up.
+
+        Raises:
+            HarnessError: a delivery in `holding` is of another store.
+        """
+        await self._check(asked.holding)
+        for delivery in asked.holding:
+            await self._store.extend(delivery, asked.wait + asked.lease)
+        return await self._until(asked.wait, lambda: self._take(asked))
+
+    async def acknowledge(self, asked: Acknowledge) -> int:
+        """Take deliveries out of the queue, and delete their sessions if that is asked. Returns the number of sessions deleted.
+
+        The sessions are deleted first. So if the proxy dies in between, the delivery is still there and can be acknowledged again.
+
+        Raises:
+            HarnessError: a delivery is of another store, or its sessions were given to another consumer. All others are acknowledged.
+        """
+        await self._check(asked.deliveries)
+        expired, deleted = [], 0
+        for delivery in dict.fromkeys(asked.deliveries):
+            if await self._store.extend(delivery, _DELETING_SECONDS) and asked.delete:
+                deleted += await self._delete(delivery)
+            if await self._store.remove(delivery) is RemoveOutcome.EXPIRED:
+                expired.append(delivery)
+        self._ledger.changed.notify()
+        _refuse_expired(expired)
+        return deleted
+
+    async def release(self, asked: Deliveries) -> None:
+        """Give deliveries back at once.
+
+        Raises:
+            HarnessError: a delivery is of another store.
+        """
+        await self._check(asked.deliveries)
+        for delivery in asked.deliveries:
+            await self._store.release(delivery)
+        self._ledger.changed.notify()
+
+    async def extend(self, asked: Extend) -> None:
+        """Extend the leases of deliveries.
+
+        Raises:
+            HarnessError: a delivery is of another store, or its sessions were given to another consumer. All others are extended.
+        """
+        await self._check(asked.deliveries)
+        _refuse_expired([delivery for delivery in asked.deliveries if not await self._store.extend(delivery, asked.lease)])
+
+    async def wait(self, asked: Await) -> tuple[list[SessionInfo], list[str]]:
+        """Wait until some of the sessions are ready. Returns those that are, at most 100, and the names that do not exist."""
+        states = dict(zip(asked.sessions, await self._store.states(asked.sessions), strict=True))
+        unknown = [name for name, info in states.items() if info is None]
+        finished = [info for info in states.values() if info is not None and is_ready(info)]
+        if unknown or finished or not states:
+            return finished[:_MOST_FINISHED], unknown
+
+        async def look() -> list[SessionInfo]:
+            names = [entry.session for entry in await self._store.queue() if entry.session in states]  # offered before it is finished
+            return [info for info in await self._store.states(names) if info is not None and is_ready(info)]
+
+        return (await self._until(asked.wait, look))[:_MOST_FINISHED], []
+
+    async def length(self) -> int:
+        """Return how many sessions are in the queue."""
+        return await self._store.queue_length()
+
+    async def counts(self) -> dict[str, Any]:
+        """Count the sessions in the queue, and those of each consumer."""
+        found = await self._candidates(await self._store.queue())
+        free = [one for one in found if not one.entry.leased]
+        return {
+            "candidates": len(free),
+            "ready": sum(is_ready(one.info) for one in free),
+            "taken": len(found) - len(free),
+            "consumers": dict(Counter(one.entry.consumer for one in found if one.entry.leased)),
+        }
+
+    async def _until(self, seconds: float, look: Callable[[], Awaitable[list[T]]]) -> list[T]:
+        """Look until something is found or the time is up."""
+        deadline = time.monotonic() + seconds
+        for pause in delays(FIRST_PAUSE, LONGEST_PAUSE):
+            change = self._ledger.changed.next
+            found = await look()
+            left = deadline - time.monotonic()
+            if found or left <= 0:
+                return found
+            await wait_for(change, min(pause, left))
+        raise AssertionError("delays never end")
+
+    async def _take(self, asked: Take) -> list[TakenDelivery]:
+        entries = await self._store.queue()
+        own: dict[str, list[QueueEntry]] = {}
+        for entry in entries:
+            if entry.leased and entry.consumer == asked.consumer and entry.delivery not in asked.holding:
+                own.setdefault(entry.delivery, []).append(entry)
+        found: list[TakenDelivery] = []
+        for delivery, repeated in own.items():
+            if len(found) == asked.limit:
+                return found
+            found += await self._lease(await self._candidates(repeated), asked, delivery)
+        free = [entry for entry in entries if not entry.leased]
+        waiting: dict[str, list[_Candidate]] = {}  # of each group, fewer than a delivery needs
+        for first in range(0, len(free), _CHUNK):
+            for candidate in await self._candidates(free[first : first + _CHUNK]):
+                if not is_ready(candidate.info) or not _wanted(asked, candidate.info):
+                    continue
+                group = candidate.info.labels.group
+                one = waiting.setdefault(group, [])
+                one.append(candidate)
+                if len(one) < asked.group_size or (asked.group_size > 1 and not group):
+                    continue
+                del waiting[group]
+                found += await self._lease(one, asked, f"{(await store_tag(self._store)).hex()}-{secrets.token_hex(8)}")
+                if len(found) == asked.limit:
+                    return found
+        return found
+
+    async def _lease(self, candidates: Sequence[_Candidate], asked: Take, delivery: str) -> list[TakenDelivery]:
+        """Lease sessions and seal them. Returns the delivery, or nothing if that is not possible any more."""
+        names = [one.info.id for one in candidates]
+        until = time.time() + asked.lease
+        if not names or not await self._store.lease(names, delivery, asked.consumer, asked.lease):
+            return []
+        for name in names:
+            if await self._store.seal(name) is not SealOutcome.SEALED:  # it was deleted meanwhile, and perhaps created again
+                await self._store.release(delivery)
+                return []
+        sealed = [info for info in await self._store.states(names) if info is not None]
+        return [TakenDelivery(delivery, 1 + max(one.entry.attempt for one in candidates), until, sealed)]
+
+    async def _candidates(self, entries: Sequence[QueueEntry]) -> list[_Candidate]:
+        """Read the sessions of entries. Entries of sessions that were deleted leave the queue."""
+        found = []
+        for entry, info in zip(entries, await self._store.states([entry.session for entry in entries]), strict=True):
+            if info is not None and info.epoch == entry.epoch:
+                found.append(_Candidate(entry, info))
+            else:
+                await self._store.withdraw(entry.session, entry.epoch)
+        return found
+
+    async def _delete(self, delivery: str) -> int:
+        """Delete the sessions of a delivery. Returns how many there were."""
+        found = await self._candidates([entry for entry in await self._store.queue() if entry.delivery == delivery])
+        return sum([await self._ledger.delete(one.info.id) for one in found])
+
+    async def _check(self, deliveries: Sequence[str]) -> None:
+        """Check that ids of deliveries are of this store.
+
+        Raises:
+            HarnessError: one is not (422).
+        """
+        if not deliveries:
+            return
+        tag = (await store_tag(self._store)).hex()
+        for delivery in deliveries:
+            if not delivery.startswith(f"{tag}-"):
+                message = f"delivery {delivery[:80]!r} is not of this store: the store was replaced, or the id is damaged"
+                raise HarnessError(message, status=422, kind="unknown_delivery")
+
+
+def is_ready(info: SessionInfo) -> bool:
+    """Whether a consumer may take a session. What is sealed may be taken even if a call that was cut off never ends."""
+    return info.state is SessionStage.SEALED or (info.state is SessionStage.FINISHED and not info.open_calls)
+
+
+def _wanted(asked: Take, info: SessionInfo) -> bool:
+    """Whether a session passes the filters of a consumer."""
+    return (
+        (not asked.rewarded or _has_reward(info))
+        and asked.group in {"", info.labels.group}
+        and (not asked.tag or asked.tag in info.labels.tags)
+        and asked.harness in {"", info.harness}
+    )
+
+
+def _has_reward(info: SessionInfo) -> bool:
+    reward = info.reward
+    return reward is not None and (reward.reward is not None or bool(reward.components or reward.turns or reward.sequences))
+
+
+def _refuse_expired(expired: Sequence[str]) -> None:
+    """Refuse what is asked of deliveries that do not exist any more.
+
+    Raises:
+        HarnessError: there are some (409).
+    """
+    if expired:
+        named = ", ".join(delivery[:80] for delivery in expired)
+        message = f"the lease of these deliveries ended, and their sessions were released or given to another consumer: {named}"
+        raise HarnessError(message, status=409, kind="delivery_expired")

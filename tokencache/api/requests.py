@@ -1,0 +1,151 @@
+"""Defines the bodies of the requests that create, end, label and reward sessions, and that use the queue."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tokencache.core.budget import Budget
+from tokencache.core.session import LabelChanges, Labels, Number, Reward, SessionSettings
+
+MOST_NAMED = 10_000
+"""Sessions that one request may name."""
+LONGEST_WAIT = 60.0
+"""Seconds for which a request may wait."""
+LONGEST_LEASE = 7 * 86400.0
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+_Wait = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT)]
+_Lease = Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE)]
+
+
+class NewSession(msgspec.Struct, frozen=True):
+    """A session to create.
+
+    Attributes:
+        session: its name; without one it gets a random one.
+        harness, models, sampling, budget, tenant: its settings (`SessionSettings`).
+        group, metadata, tags: its labels (`Labels`).
+        exist_ok: whether it may exist already, with the same settings or if none are given here.
+    """
+
+    session: str = ""
+    harness: str = ""
+    models: dict[str, str] = {}
+    sampling: dict[str, Any] = {}
+    budget: Budget = Budget()
+    tenant: str = ""
+    group: str = ""
+    metadata: dict[str, Any] = {}
+    tags: tuple[str, ...] = ()
+    exist_ok: bool = False
+
+    @property
+    def settings(self) -> SessionSettings:
+        """Its settings."""
+        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant)
+
+    @property
+    def labels(self) -> Labels:
+        """Its labels.
+
+        Raises:
+            ValueError: a bound is exceeded.
+        """
+        return Labels(self.group, self.metadata, self.tags)
+
+
+class NewReward(msgspec.Struct, frozen=True):
+    """A reward of a session (`Reward`). It replaces the one before as a whole."""
+
+    reward: Number | None
+    components: dict[str, Number] = {}
+    turns: dict[str, Number] = {}
+    sequences: dict[str, Number] = {}
+
+    def at(self, now: float) -> Reward:
+        """Return the reward, stored at a Unix time in seconds.
+
+        Raises:
+            ValueError: there are too many components.
+        """
+        return Reward(self.reward, self.components, self.turns, self.sequences, now)
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """What may be given when a session is finished: a reward (`NewReward`) and labels (`LabelChanges`)."""
+
+    reward: Number | UnsetType | None = UNSET
+    components: dict[str, Number] = {}
+    turns: dict[str, Number] = {}
+    sequences: dict[str, Number] = {}
+    group: str | UnsetType = UNSET
+    metadata: dict[str, Any] | UnsetType = UNSET
+    tags: tuple[str, ...] | UnsetType = UNSET
+
+    @property
+    def new_reward(self) -> NewReward | None:
+        """The reward; `None` if no part of one is given."""
+        if self.reward is UNSET and not (self.components or self.turns or self.sequences):
+            return None
+        return NewReward(None if self.reward is UNSET else self.reward, self.components, self.turns, self.sequences)
+
+    @property
+    def label_changes(self) -> LabelChanges:
+        """The labels.
+
+        Raises:
+            ValueError: a bound is exceeded.
+        """
+        return LabelChanges(self.group, self.metadata, self.tags)
+
+
+class Await(msgspec.Struct, frozen=True):
+    """Sessions to wait for, for `wait` seconds."""
+
+    sessions: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMED)]
+    wait: _Wait = 0.0
+
+
+class Take(msgspec.Struct, frozen=True):
+    """What a consumer takes from the queue.
+
+    Attributes:
+        consumer: its name.
+        limit: most deliveries to return.
+        group_size: sessions of one group in a delivery; 1: one session, whatever its group.
+        wait: for how many seconds to wait for a delivery.
+        lease: for how many seconds the deliveries belong to the consumer.
+        rewarded: only sessions with a reward.
+        group, tag, harness: only sessions that have them; `""` stands for any.
+        holding: deliveries that the consumer has and is still working on. They are not returned again, and their leases are extended.
+    """
+
+    consumer: _Name
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    group_size: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
+    wait: _Wait = 0.0
+    lease: _Lease = 600.0
+    rewarded: bool = False
+    group: str = ""
+    tag: str = ""
+    harness: str = ""
+    holding: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMED)] = []
+
+
+class Deliveries(msgspec.Struct, frozen=True):
+    """Deliveries of the queue, by id."""
+
+    deliveries: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMED)]
+
+
+class Acknowledge(Deliveries, frozen=True):
+    """Deliveries that are processed; with `delete` their sessions are deleted."""
+
+    delete: bool = True
+
+
+class Extend(Deliveries, frozen=True):
+    """Deliveries whose lease is to end in `lease` seconds from now."""
+
+    lease: _Lease = 600.0

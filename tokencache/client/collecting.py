@@ -1,0 +1,282 @@
+"""Defines the operations that collect trajectories (`protocol`): in a given order, as sessions finish, or from the queue."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterable
+from typing import Any, Unpack, cast
+
+import msgspec
+
+from tokencache.client import session_operations
+from tokencache.client.access import Access, access_to
+from tokencache.client.errors import NotFoundError, WaitTimeoutError
+from tokencache.client.operations import ProxyAddress, sessions
+from tokencache.client.protocol import BASE, Item, ItemSteps, Request, Steps, call
+from tokencache.client.session_operations import is_over, written
+from tokencache.trajectories.lengths import LengthOptions
+from tokencache.trajectories.values import DeliveryState, QueueState, SessionState
+
+LONGEST_POLL = 20.0
+"""Seconds for which one request may wait for a session to finish."""
+
+
+class _Finished(msgspec.Struct):
+    finished: list[SessionState]
+    unknown: list[str] = []
+
+
+class _Taken(msgspec.Struct):
+    deliveries: list[DeliveryState]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeliveryData:
+    """Sessions that a consumer took from the queue.
+
+    Attributes:
+        id: its name in the queue.
+        group: the group of its sessions; `""` if they have none.
+        attempt: 1 at the first time; more if a consumer took the sessions before and did not acknowledge them.
+        sessions: their states, sealed.
+        trajectories: one for each session, in the requested format.
+    """
+
+    id: str
+    group: str
+    attempt: int
+    sessions: list[SessionState]
+    trajectories: list[Any]
+    _held: set[str] = dataclasses.field(repr=False, compare=False)
+
+
+def iterate(
+    proxy: ProxyAddress,
+    names: Iterable[str] | None = None,
+    *,
+    format: str = "native",  # noqa: A002 - the name of the query parameter
+    seal: bool = False,
+    delete: bool = False,
+    force: bool = False,
+    timeout: float = 60.0,
+    **lengths: Unpack[LengthOptions],
+) -> ItemSteps[Any]:
+    """Return the trajectories of sessions in the given order, each as soon as the session is finished and has no call in flight.
+
+    Nothing is sealed or deleted unless asked. A session is deleted when the next one is requested, so that the server still has a
+    trajectory if the consumer fails while processing it. Drift is not measured.
+
+    Args:
+        proxy: the proxy.
+        names: the sessions. `None`: all sessions that are finished now and have no call in flight.
+        format: see `Session.fetch`.
+        seal: seal each session before it is fetched, so that the trajectory is final.
+        delete: delete each session after it was processed.
+        force: when the time is up, go on with a session that is not finished or has calls in flight. What `seal` then cuts is marked in
+            the trajectory.
+        timeout: how long to wait for each session, in seconds.
+        lengths: see `Session.fetch`.
+
+    Raises:
+        WaitTimeoutError: a session was not finished in time, or had a call in flight.
+        NotFoundError: some of `names` do not exist. Raised at the end, after all others have been returned.
+        TypeError: `names` is a string. For one session, pass a list with its name.
+    """
+    _check_names(names)
+    return _iterate(proxy, names, format, lengths, seal=seal, delete=delete, force=force, timeout=timeout)
+
+
+def _iterate(
+    proxy: ProxyAddress,
+    names: Iterable[str] | None,
+    form: str,
+    lengths: LengthOptions,
+    *,
+    seal: bool,
+    delete: bool,
+    force: bool,
+    timeout: float,
+) -> ItemSteps[Any]:
+    absent = []
+    if names is None:
+        listed = yield from sessions(proxy)
+        names = [state.session for state in listed if is_over(state) and not state.open_calls]
+        given = False
+    else:
+        given = True
+    for name in names:
+        session = access_to(proxy.url, name)
+        try:
+            yield from _until_finished(session, timeout, force=force)
+            if seal:
+                yield from session_operations.seal(session, force=force)
+            # Drift is not measured: for many rollouts that would take engine time from calls.
+            found = yield from session_operations.fetch(session, form, drift="off", **lengths)
+        except NotFoundError:
+            absent.append(name)
+            continue
+        yield Item(found)
+        if delete:
+            with contextlib.suppress(NotFoundError):
+                yield from session_operations.delete(session)
+    if absent and given:
+        raise _missing(absent)
+
+
+def _until_finished(session: Access, timeout: float, *, force: bool) -> Steps[None]:
+    """Wait until a session is finished and has no call in flight; with `force`, go on when the time is up.
+
+    Raises:
+        WaitTimeoutError: it was not in time.
+        NotFoundError: there is no such session.
+    """
+    yield from session_operations.state(session)
+    try:
+        yield from session_operations.wait(session, finished=True, timeout=timeout)
+    except WaitTimeoutError as error:
+        if not force:
+            raise WaitTimeoutError(f"{error}. Finish it (session.finish), or pass force=True to take it as it is") from None
+
+
+def as_completed(
+    proxy: ProxyAddress,
+    names: Iterable[str],
+    *,
+    format: str = "native",  # noqa: A002 - the name of the query parameter
+    timeout: float | None = None,
+    **lengths: Unpack[LengthOptions],
+) -> ItemSteps[Any]:
+    """Return the trajectories of sessions as they finish, each when it is finished and has no call in flight.
+
+    Nothing is sealed or deleted. Drift is not measured.
+
+    Args:
+        proxy: the proxy.
+        names: the sessions.
+        format: see `Session.fetch`.
+        timeout: how long to wait for all of them together, in seconds; `None`: without end.
+        lengths: see `Session.fetch`.
+
+    Raises:
+        WaitTimeoutError: some sessions did not finish in time. The message names them.
+        NotFoundError: some of `names` do not exist: they were not created, or were deleted. Raised at the end, after all others.
+        TypeError: `names` is a string. For one session, pass a list with its name.
+    """
+    _check_names(names)
+    return _as_completed(proxy, names, format, timeout, lengths)
+
+
+def _as_completed(proxy: ProxyAddress, names: Iterable[str], form: str, timeout: float | None, lengths: LengthOptions) -> ItemSteps[Any]:
+    left, absent = dict.fromkeys(names), list[str]()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while left:
+        patience = LONGEST_POLL if deadline is None else min(LONGEST_POLL, deadline - time.monotonic())
+        if patience < 0:
+            raise WaitTimeoutError(f"waited {timeout:g} s for sessions to finish: {_listed(left)}")
+        body = written({"sessions": list(left), "wait": patience})
+        found = yield from call(Request("POST", f"{BASE}/wait", body=body, wait=patience), _Finished)
+        for name in (*found.unknown, *(state.session for state in found.finished)):
+            left.pop(name, None)
+        absent += found.unknown
+        for state in found.finished:
+            try:
+                trajectory = yield from session_operations.fetch(access_to(proxy.url, state.session), form, drift="off", **lengths)
+            except NotFoundError:
+                absent.append(state.session)
+            else:
+                yield Item(trajectory)
+    if absent:
+        raise _missing(absent)
+
+
+class FollowOptions(LengthOptions, total=False):
+    """The options of `Client.follow` and `AsyncClient.follow`, besides `consumer`."""
+
+    group_size: int
+    format: str
+    rewarded: bool
+    lease: float
+    timeout: float | None
+    group: str
+    tag: str
+    harness: str
+
+
+def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions]) -> ItemSteps[DeliveryData]:
+    """Take finished sessions from the queue. `Client.follow` documents the arguments."""
+    asked: dict[str, Any] = {"consumer": consumer}
+    asked |= {name: options[name] for name in ("group_size", "rewarded", "lease", "group", "tag", "harness") if name in options}
+    form, timeout = options.get("format", "native"), options.get("timeout")
+    lengths = cast("LengthOptions", {name: options[name] for name in LengthOptions.__annotations__ if name in options})  # type: ignore[literal-required]
+    held: set[str] = set()
+    last = time.monotonic()
+    while timeout is None or time.monotonic() - last <= timeout:
+        patience = LONGEST_POLL if timeout is None else min(LONGEST_POLL, max(0.0, last + timeout - time.monotonic()))
+        body = written({**asked, "wait": patience, "holding": sorted(held)})
+        taken = yield from call(Request("POST", f"{BASE}/queue/take", body=body, wait=patience), _Taken)
+        for delivery in taken.deliveries:
+            held.add(delivery.id)
+            yield Item((yield from _fetched(proxy, delivery, form, lengths, held)))
+            last = time.monotonic()
+
+
+def _fetched(proxy: ProxyAddress, delivery: DeliveryState, form: str, lengths: LengthOptions, held: set[str]) -> Steps[DeliveryData]:
+    trajectories: list[Any] = []
+    for state in delivery.sessions:
+        trajectory = yield from session_operations.fetch(access_to(proxy.url, state.session), form, drift="off", **lengths)
+        trajectories.append(trajectory)
+    return DeliveryData(
+        id=delivery.id, group=delivery.group, attempt=delivery.attempt, sessions=delivery.sessions, trajectories=trajectories, _held=held
+    )
+
+
+def acknowledge(delivery: DeliveryData, *, delete: bool = True) -> Steps[None]:
+    """Declare the delivery processed: its sessions leave the queue, and are deleted unless `delete` is false.
+
+    Acknowledging again has no effect.
+
+    Raises:
+        DeliveryExpiredError: its lease ended, and another consumer took its sessions.
+    """
+    yield from call(Request("POST", f"{BASE}/queue/acknowledge", body=written({"deliveries": [delivery.id], "delete": delete})), dict)
+    delivery._held.discard(delivery.id)  # noqa: SLF001 - this module's own
+
+
+def release(delivery: DeliveryData) -> Steps[None]:
+    """Give the sessions of the delivery back to the queue: any consumer may take them at once."""
+    yield from call(Request("POST", f"{BASE}/queue/release", body=written({"deliveries": [delivery.id]})), dict)
+    delivery._held.discard(delivery.id)  # noqa: SLF001 - this module's own
+
+
+def extend(delivery: DeliveryData, seconds: float) -> Steps[None]:
+    """Let the delivery belong to this consumer for `seconds` from now on.
+
+    Raises:
+        DeliveryExpiredError: its lease ended, and another consumer took its sessions.
+    """
+    yield from call(Request("POST", f"{BASE}/queue/extend", body=written({"deliveries": [delivery.id], "lease": seconds})), dict)
+
+
+def queue(_proxy: ProxyAddress) -> Steps[QueueState]:
+    """Return how many sessions are in the queue, and who took them."""
+    return (yield from call(Request("GET", f"{BASE}/queue"), QueueState))
+
+
+def _check_names(names: object) -> None:
+    """Check that names are not one string.
+
+    Raises:
+        TypeError: they are. Its characters would be taken as names; and it could be a prefix, as in `sessions`.
+    """
+    if isinstance(names, str | bytes):
+        raise TypeError(f"names: {names!r} is a string, not a collection of names. For one session write [{names!r}]")
+
+
+def _missing(names: Iterable[str]) -> NotFoundError:
+    """Return the error for sessions that do not exist."""
+    return NotFoundError(f"there is no session {', '.join(map(repr, names))}; all others were returned")
+
+
+def _listed(names: Iterable[str], most: int = 10) -> str:
+    named = list(map(repr, names))
+    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")

@@ -1,0 +1,144 @@
+"""Defines how operations talk to the proxy without I/O (the sans-I/O pattern: https://sans-io.readthedocs.io).
+
+An operation is a generator. It yields a `Request` to send or a `Pause` to wait, receives the response to each request, and returns its
+result. An operation that produces several results yields each as an `Item`. `transport` runs operations, blocking or awaited.
+
+A request is sent up to four times if the proxy does not respond or its store fails (503), unless a repetition would do something twice.
+"""
+
+import itertools
+from collections.abc import Generator
+from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from tokencache.backoff import delays
+from tokencache.client.errors import AnswerError, NotFoundError, UnreachableError, WrongServerError, error_of, is_foreign
+from tokencache.session_url import BASE_URL_ADVICE
+
+BASE = "/tokencache/v1"
+_RETRIES = 3
+_UNAVAILABLE, _REDIRECTION = 503, 300
+
+T = TypeVar("T")
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A request to send.
+
+    Attributes:
+        path: relative to the URL of the proxy.
+        key: replaces the admin key in `Authorization`.
+        repeatable: whether it may be sent again if its response is lost.
+        wait: for how many seconds the proxy may wait before it responds. They are added to the timeout.
+    """
+
+    method: str
+    path: str
+    params: dict[str, str] = {}
+    body: bytes = b""
+    key: str | None = None
+    repeatable: bool = True
+    wait: float = 0.0
+
+    def __str__(self) -> str:
+        """Method and path, for messages."""
+        return f"{self.method} {self.path}"
+
+    def headers(self, admin_key: str | None) -> dict[str, str]:
+        """Return the headers to send."""
+        key = self.key or admin_key
+        return {"Authorization": f"Bearer {key}"} if key is not None else {}
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """Time to wait, in seconds."""
+
+    seconds: float
+
+
+class ServerResponse(msgspec.Struct, frozen=True):
+    """A response.
+
+    Attributes:
+        status: the HTTP status; 0 if there was no response.
+        body: its body, or the reason why there was none.
+        url: where the request was sent.
+        location: where a redirection leads.
+    """
+
+    status: int
+    body: bytes
+    url: str = ""
+    location: str = ""
+
+
+class Item(msgspec.Struct, Generic[T], frozen=True):
+    """One of several results of an operation."""
+
+    value: T
+
+
+Steps: TypeAlias = Generator[Request | Pause, ServerResponse, T]
+"""The steps of an operation with a result of type `T`."""
+
+ItemSteps: TypeAlias = Generator[Request | Pause | Item[T], ServerResponse, None]
+"""The steps of an operation with several results of type `T`."""
+
+
+def call(request: Request, kind: type[T]) -> Steps[T]:
+    """Send a request, repeatedly if necessary, and read the response."""
+    return _read((yield from _send(request))[0], request, kind)
+
+
+def send_delete(path: str, params: dict[str, str] | None = None) -> Steps[None]:
+    """Send a DELETE. A 404 at a later attempt counts as success: an earlier attempt succeeded and its response was lost."""
+    request = Request("DELETE", path, params or {})
+    response, attempts = yield from _send(request)
+    try:
+        _read(response, request, dict)
+    except NotFoundError:
+        if attempts == 1:
+            raise
+
+
+def _send(request: Request) -> Steps[tuple[ServerResponse, int]]:
+    """Send a request until there is a response. Returns the response and the number of attempts."""
+    response, attempts = (yield request), 1
+    for pause in itertools.islice(delays(0.1, 1.5, factor=4.0), _RETRIES if request.repeatable else 0):
+        if response.status not in {0, _UNAVAILABLE}:
+            break
+        yield Pause(pause)
+        response, attempts = (yield request), attempts + 1
+    if not response.status:
+        reason = response.body.decode(errors="replace")
+        raise UnreachableError(f"{request}: no answer, tried {attempts} times: {reason}. Does `tokencache serve` run at {response.url}?")
+    return response, attempts
+
+
+def _read(response: ServerResponse, request: Request, kind: type[T]) -> T:
+    """Decode the body of a response.
+
+    Raises:
+        AnswerError: the proxy refused, or the body is not what tokencache returns.
+        WrongServerError: the server is not tokencache.
+    """
+    own = request.path.startswith(BASE)  # the proxy relays other paths to its engine
+    if own and is_foreign(response.status, response.body):
+        words = f"redirects to {response.location}" if response.location else _excerpt(response.body)
+        message = f"{request}: {response.url} is not a tokencache proxy: it answered {response.status}: {words}. {BASE_URL_ADVICE}"
+        raise WrongServerError(message, status=response.status)
+    if response.status >= _REDIRECTION:
+        raise error_of(response.status, response.body, str(request))
+    try:
+        return msgspec.json.decode(response.body, type=kind)
+    except msgspec.MsgspecError as error:
+        words = f"{request}: status {response.status}, but the body is not a response of tokencache: {error}"
+        if own:
+            raise WrongServerError(f"{words}. It came from {response.url}. {BASE_URL_ADVICE}", status=response.status) from None
+        raise AnswerError(words, status=response.status) from None
+
+
+def _excerpt(body: bytes) -> str:
+    """Return the beginning of a body on one line."""
+    return " ".join(body[:200].decode(errors="replace").split()) or "no body"

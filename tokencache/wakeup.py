@@ -1,0 +1,28 @@
+"""Wakes tasks that wait for a change in this process."""
+
+import asyncio
+import contextlib
+
+
+class Wakeup:
+    """A change that tasks wait for. To miss none, call `next` before you look at what may change, and wait on it afterwards."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    @property
+    def next(self) -> asyncio.Event:
+        """The event that the next change sets."""
+        return self._event
+
+    def notify(self) -> None:
+        """Wake all that wait."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+
+async def wait_for(event: asyncio.Event, seconds: float) -> None:
+    """Wait until an event is set, at most for so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
