@@ -19,29 +19,25 @@ STEPS, GROUPS, ROLLOUTS, TURNS = 2, 3, 4, 4
 
 async def play(session: AsyncSession, secret: int) -> None:
     """The agent: a guessing game of several turns, in plain text. Finishes its session with its reward."""
-    await session.finish(await guess_it(session, secret))
-
-
-async def guess_it(session: AsyncSession, secret: int) -> float:
-    """Play until the number is found. Returns the reward."""
     messages = [{"role": "user", "content": "Guess a number from 1 to 9."}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
         for turn in range(TURNS):
             reply = await model.chat.completions.create(model="sim", messages=messages)
             guess = int(reply.choices[0].message.content.split()[-1])
             if guess == secret:
-                return 1.0 - turn / TURNS
-            hint = "Higher!" if guess < secret else "Lower!"
-            messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": hint}]
-    return 0.0
+                await session.finish(1.0 - turn / TURNS)
+                return
+            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": "Higher!" if guess < secret else "Lower!"})
+    await session.finish(0.0)
 
 
 def loss(rollout: Trajectory, advantage: float) -> float:
     """Policy gradient. A trainer recomputes the log probabilities on these ids and compares them with the recorded ones."""
     total = 0.0
     for one in rollout.sequences:  # several if the harness rewrote its history; their weights add up to 1
-        sampled = [logprob for logprob, mask in zip(one.logprobs, one.loss_mask, strict=True) if mask]
-        total -= advantage * one.weight * statistics.fmean(sampled or [0.0])
+        sampled = [logprob for logprob, mask in zip(one.logprobs, one.loss_mask, strict=True) if mask] or [0.0]
+        total -= advantage * one.weight * statistics.fmean(sampled)
     return total
 
 
@@ -52,10 +48,9 @@ async def main() -> None:
         for step in range(STEPS):
             mean_rewards, losses = [], []
             for secret in chance.sample(range(1, 10), GROUPS):
-                options = {"sampling": {"temperature": 1.0}, "group": f"step-{step}-secret-{secret}"}
-                sessions = [await client.create(**options) for _ in range(ROLLOUTS)]
+                sessions = [await client.create(group=f"{step}-{secret}", sampling={"temperature": 1.0}) for _ in range(ROLLOUTS)]
                 await asyncio.gather(*(play(session, secret) for session in sessions))
-                group = [rollout async for rollout in client.iterate([one.id for one in sessions], seal=True, delete=True)]
+                group = [rollout async for rollout in client.iterate((one.id for one in sessions), seal=True, delete=True)]
                 rewards = [rollout.reward for rollout in group]
                 mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards) or 1.0
                 losses += [loss(rollout, (rollout.reward - mean) / spread) for rollout in group]

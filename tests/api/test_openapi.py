@@ -69,7 +69,7 @@ async def test_answers_match_their_schemas():
             **{f"{name}Deliveries": {"deliveries": []} for name in ("acknowledge", "release", "extend")},
         }
         names = {"session": SESSION, "turn": turns[0]["turn"], "sequence": turns[0]["turn"], "key": "unknown"}
-        queries = {"removeEngine": {"url": rig.up}, "getTexts": {"turn": turns[0]["turn"], "ids": "1,2"}}
+        queries = {"compareGroup": {"group": "g"}, "removeEngine": {"url": rig.up}, "getTexts": {"turn": turns[0]["turn"], "ids": "1,2"}}
         statuses = {}
         for operation in sorted(OPERATIONS, key=lambda one: LAST.index(one.id) if one.id in LAST else -1):
             request = rig.http.request(
