@@ -304,7 +304,7 @@ class _Planning:
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
         renders = self._model.capability.tokenizes
-        if found.parent is not None and not found.anchors and not (renders and _may_change(found.parent, self._call.messages, found.at)):
+        if found.parent is not None and not found.anchors and not (renders and self._may_change(found.parent, found.at)):
             try:
                 return await self._continue(found.parent, found, cut)
             except TailRefusedError as why:
@@ -314,6 +314,22 @@ class _Planning:
         if not renders:
             return Plan(match="plain", reason=Reason.NO_RENDERING)
         return await self._resplice(found, cut)
+
+    def _may_change(self, parent: Turn, at: int) -> bool:
+        """Whether a template may write the history differently now that the parent's reply, and the messages from `at` on, follow it.
+
+        Many templates show the reasoning of assistant messages only after the last question. The model's own replies keep their sampled
+        ids, but it must be proven that the client's own assistant messages are rendered as before. Also, a tool result that answered no
+        call before may answer one of the new calls.
+        """
+        messages = self._call.messages
+        if parent.foreign:
+            settled = self._model.edited_histories.is_settled(self._session, parent)
+            harmless = {"tool", "user"} if settled else {"tool"}
+            if any(message.role not in harmless for message in messages[at:]):
+                return True
+        named = {call.id for message in messages[at - 1 :] for call in message.calls if not is_unique(call.id)}
+        return bool(named) and not named.isdisjoint(_unasked(messages[: at - 1]))
 
     async def _cut(self, turn: Turn, delivered: DeliveredPrefix) -> bytes | None:
         """Cut an aborted turn's prefix (packed ids) where its client left; `None` if it is not proven that a token ends there.
@@ -426,7 +442,8 @@ class _Planning:
             replies = [*await self._placed_replies(found.parent), last, *replies]
         stored = await self._store.tokens(self._session, [reply.turn.id for reply in replies])
         while replies:
-            frame = await self._model.edited_histories.frame(self._request(replies[-1].place + 1), [reply.place for reply in replies])
+            request, places = self._request(replies[-1].place + 1), [reply.place for reply in replies]
+            frame = await self._model.edited_histories.frame(request, places)
             prompts = [await self._generation_prompt(frame, n, reply, stored) for n, reply in enumerate(replies)]
             known = [prompt for prompt in prompts if prompt is not None]
             if len(known) == len(prompts):
@@ -457,6 +474,7 @@ class _Planning:
         reason = found.reason if found.reason == Reason.OPENER_UNKNOWN else Reason.RENDERED_ALIKE
         follows = msgspec.structs.replace(plan, match="continue", reason=reason, parent=parent.id, origin=None, shared=last.end)
         if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited after all
+            await self._model.edited_histories.settle(parent, request, places, frame)
             return msgspec.structs.replace(
                 follows, match=found.kind, reason="", anchors=(), parent_messages=found.at - 1, served=parent.served, foreign=parent.foreign
             )
@@ -488,19 +506,6 @@ def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:
     """Map keys to hits for the look-up at the beginning of the call, which ended at the first known place (`store.base`)."""
     ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and hits[i]), len(keys))
     return dict(zip(keys[: ended + 1], hits[: ended + 1], strict=True))
-
-
-def _may_change(parent: Turn, messages: Sequence[Message], at: int) -> bool:
-    """Whether a template may write the history differently now that the parent's reply, and the messages from `at` on, follow it.
-
-    Many templates show the reasoning of assistant messages only after the last question. The model's own replies keep their sampled ids,
-    but it must be proven that the client's own assistant messages are rendered as before. Also, a tool result that answered no call before
-    may answer one of the new calls.
-    """
-    if parent.foreign and any(message.role != "tool" for message in messages[at:]):
-        return True
-    named = {call.id for message in messages[at - 1 :] for call in message.calls if not is_unique(call.id)}
-    return bool(named) and not named.isdisjoint(_unasked(messages[: at - 1]))
 
 
 def _unasked(messages: Sequence[Message]) -> Iterator[str]:

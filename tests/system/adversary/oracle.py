@@ -231,20 +231,21 @@ class Oracle:
         before = entries[place - 1].loose if place else None
         placed = [said for said in fits if said.scope == scope and not self._renamed(said.entries, entries)]
         return [
-            [said for said in placed if self._unchanged(said.entries, entries[:place])],
+            [said for said in placed if self._unchanged(said, entries[:place])],
             [said for said in placed if said.loose == context],
             [said for said in fits if any(map(_DRAWN.search, names)) and said.names == names],
             [said for said in fits if entry.handle and said.handle == entry.handle],
             [said for said in fits if before is not None and any(entry.loose[1:]) and said.loose[-1:] == (before,)],
         ]
 
-    def _unchanged(self, before: Sequence[Entry], now: Sequence[Entry]) -> bool:
-        """Whether nothing changed: the client's own messages are as they were, and each reply is still the same turn's."""
+    def _unchanged(self, said: SampledTurn, now: Sequence[Entry]) -> bool:
+        """Whether these messages are those that a turn answered: its client's as written, and replies by the turns that its prompt has."""
+        supplied = {span.place: span.turn for span in said.spans}
 
-        def same(was: Entry, one: Entry) -> bool:
-            return was.exact == one.exact or (was.turn == one.turn is not None and self.truth(was) == self.truth(one) is not None)
+        def same(place: int, was: Entry, one: Entry) -> bool:
+            return was is one or was.exact == one.exact or (place in supplied and supplied[place] == self.truth(one))
 
-        return len(before) == len(now) and all(was is one or same(was, one) for was, one in zip(before, now, strict=True))
+        return len(said.entries) == len(now) and all(map(same, range(len(now)), said.entries, now))
 
     def _renamed(self, before: Sequence[Entry], now: Sequence[Entry]) -> bool:
         """Whether a reply came back with the handle or call id of another turn: then it is that turn's reply, which has the same words."""

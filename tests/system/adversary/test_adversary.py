@@ -23,6 +23,7 @@ from tests.system.adversary.words import HARMLESS, arguments_of, says
 from tokencache.core import ids, match, verdict
 from tokencache.core.messages import digest, split_think
 from tokencache.dialects.chat import vocabulary
+from tokencache.engine.template.edited import EditedHistories
 from tokencache.engine.template.tails import Tails
 from tokencache.proxy import client_ids
 from tokencache.proxy import planner as planning
@@ -61,9 +62,9 @@ def test_a_session_is_replayed_as_it_was():
 # --- the oracle finds injected faults -----------------------------------------------------------------------------------------------------
 
 
-def finds(kind, turns=FEW):
+def finds(kind, turns=FEW, templates=USUAL):
     """Whether the adversary finds a violation of this kind in the changed product."""
-    return any(run(turns, seed, templates=USUAL).counts[kind] for seed in range(8))
+    return any(run(turns, seed, templates=templates).counts[kind] for seed in range(8))
 
 
 def test_it_finds_a_verdict_that_accepts_any_reasoning(monkeypatch):
@@ -122,6 +123,11 @@ def test_it_finds_a_planner_that_loses_a_token(monkeypatch):
 
     monkeypatch.setattr(Tails, "tail", shorter)
     assert finds("unfaithful")
+
+
+def test_it_finds_a_planner_that_believes_every_turn_settled(monkeypatch):
+    monkeypatch.setattr(EditedHistories, "is_settled", lambda *_: True)
+    assert finds("unfaithful", templates=["GLM-4.5"])
 
 
 def test_it_finds_a_recorder_that_drops_turns(monkeypatch):

@@ -4,6 +4,12 @@ The whole history is rendered with sentinels in place of the recognized replies.
 the exact ids of the replies are inserted. A reply was sampled after a generation prompt, but a rendered history often opens a reply with
 other ids. So each piece of the frame ends where its last message ends, and the reply's own generation prompt is added after it. The
 *opening* of a reply, the ids that open it in a history, is found by rendering the messages before it separately.
+
+**Settled turns.** Many templates show the reasoning of an assistant message, or an empty thinking block, only after the last question. So
+if the client wrote assistant messages itself, a history with a new question is rendered as if it had been edited. That costs two renderings
+of the whole history. But once a question follows these messages, another question rarely changes them. A turn is *settled* if its prompt is
+rendered as before with the next question, and also with one more question after that. A turn that continues a settled turn, and adds no
+such message, is settled too, because its prompt begins with the same ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,18 +17,21 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import NamedTuple
 
+import msgspec
 from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
+from tokencache.core.turn import Turn
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, SentinelPlace, stand_in
 from tokencache.engine.template.learned import REPLY, LearnedTemplate, check_same_past, tail_refusals, without_tools
 from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
 from tokencache.engine.template.shapes import TailRequest
+from tokencache.engine.template.tails import DEEPER, RECHECK_EVERY
 
-MOST_CONTEXTS, MOST_KINDS, MOST_OPENINGS = 65_536, 4096, 8
-"""Limits for remembered contexts, kinds of replies, and openings of one kind."""
+MOST_CONTEXTS, MOST_KINDS, MOST_OPENINGS, MOST_SETTLED = 65_536, 4096, 8, 65_536
+"""Limits for remembered contexts, kinds of replies, openings of one kind, and settled turns."""
 END_OF_MESSAGE, SHORT_END = 8, 3
 """Numbers of tokens that identify the end of a message, and of a short message."""
 
@@ -31,12 +40,14 @@ class HistoryFrame(NamedTuple):
     """The packed ids that a template writes around recognized replies.
 
     Attributes:
-        pieces: the ids before the first reply, between replies, and after the last, without the openings.
+        fronts: the ids before each reply, since the preceding one.
+        pieces: the same without the openings, and the ids after the last reply.
         openings: the ids that open each reply in a history; `None` if they cannot be separated.
         generation_prompts: the known generation prompts.
         unprompted: for each reply, whether the template writes no generation prompt after a message with the role of the preceding one.
     """
 
+    fronts: list[bytes]
     pieces: list[bytes]
     openings: list[bytes | None]
     generation_prompts: tuple[bytes, ...]
@@ -81,13 +92,26 @@ class _Openings:
         self.unprompted = True
 
 
+class _Settled(NamedTuple):
+    """A settled turn.
+
+    `foreign` is the hash of the client's own assistant messages in its prompt. `messages` is the number of messages when it was proven, and
+    `turns` the number of turns since then.
+    """
+
+    foreign: bytes
+    messages: int
+    turns: int
+
+
 class EditedHistories:
-    """Finds the frames of edited histories for one engine."""
+    """Finds the frames of edited histories for one engine, and remembers settled turns."""
 
     def __init__(self, template: LearnedTemplate) -> None:
         self._template = template
         self._openings: LRUCache[object, _Openings] = LRUCache(MOST_KINDS)
         self._ends: LRUCache[bytes, _ContextEnd] = LRUCache(MOST_CONTEXTS)
+        self._settled: LRUCache[tuple[str, str], _Settled] = LRUCache(MOST_SETTLED)
 
     async def frame(self, request: TailRequest, places: Sequence[int]) -> HistoryFrame:
         """Render a whole conversation and return the frame of the replies at `places`; the last of them is the reply of `request`.
@@ -98,11 +122,44 @@ class EditedHistories:
         with tail_refusals():
             return await self._frame(request, places)
 
+    def is_settled(self, session: str, turn: Turn) -> bool:
+        """Whether a turn is settled: further questions and tool results do not change how its prompt is rendered.
+
+        After some turns, and when the history has grown, the answer is false, so that the caller proves it again (`settle`).
+        """
+        known = self._settled.get((session, turn.id))
+        if known is None:
+            before = self._settled.get((session, turn.parent or ""))
+            if before is None or before.foreign != turn.foreign or turn.anchors:
+                return False
+            known = self._settled[session, turn.id] = before._replace(turns=before.turns + 1)
+        return known.turns < RECHECK_EVERY and turn.messages <= DEEPER * known.messages
+
+    async def settle(self, turn: Turn, request: TailRequest, places: Sequence[int], frame: HistoryFrame) -> None:
+        """Remember a turn as settled if one more question leaves everything before its reply as it is in `frame`.
+
+        `frame` is that of `request` with the replies at `places`, the last of which is the turn's reply. The caller has compared it with
+        the turn's prompt.
+        """
+        asked = msgspec.structs.replace(request, raw=[*request.raw, REPLY, ASK])
+        fronts: list[bytes] = []
+        with suppress(BoundaryUnknownError, RenderError):
+            boundaries = [await self._template.boundary(request, request.conversation.messages[place]) for place in places]
+            rest = await self._template.full(asked, dict(zip(places, boundaries, strict=True)))
+            for boundary in boundaries:
+                front, rest = boundary.split(rest)
+                fronts.append(front)
+        if fronts == frame.fronts:
+            self._settled[request.session, turn.id] = _Settled(turn.foreign, len(request.raw), 0)
+        else:
+            self._settled.pop((request.session, turn.id), None)
+
     async def _frame(self, request: TailRequest, places: Sequence[int]) -> HistoryFrame:
         boundaries = {place: await self._template.boundary(request, request.conversation.messages[place]) for place in places}
         rendered = rest = await self._template.full(request, boundaries)
         real = await self._template.real(request, places)
         await self._learn_generation_prompts(request, rendered, real)
+        fronts: list[bytes] = []
         pieces: list[bytes] = []
         openings: list[bytes | None] = []
         unprompted: list[bool] = []
@@ -110,13 +167,14 @@ class EditedHistories:
             front, rest = boundary.split(rest)
             self._template.check_tail(rest, boundary)
             piece, opening, bare = await self._split_opening(request, front, place, places[n - 1] if n else None, boundaries)
+            fronts.append(front)
             pieces.append(piece)
             openings.append(opening)
             unprompted.append(bare)
         pieces.append(rest)
         if None not in openings:
             _check_pieces(pieces, real)
-        return HistoryFrame(pieces, openings, tuple(self._template.generation_prompts), unprompted)
+        return HistoryFrame(fronts, pieces, openings, tuple(self._template.generation_prompts), unprompted)
 
     async def _split_opening(
         self, request: TailRequest, front: bytes, place: int, last: int | None, boundaries: Mapping[int, Boundary]
