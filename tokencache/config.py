@@ -95,7 +95,7 @@ class Settings(BaseSettings):
     )
     store: Annotated[str, Shown("URL", basic=True)] = Field(
         "memory:",
-        description="Where sessions are stored: memory:, redis://[user:password@]host:port/db, "
+        description="Where sessions are stored: memory:, file:PATH (one machine), redis://[user:password@]host:port/db, "
         "redis+sentinel://host:26379,host2:26379/service/db or redis+cluster://host:port,host2:port. Use rediss for TLS. "
         "Valkey works too (docs/store.md).",
     )
@@ -103,7 +103,10 @@ class Settings(BaseSettings):
         7 * 86400.0, gt=0, description="Delete a session that has not been used for this long. The default is 7 days."
     )
     workers: Annotated[int, Shown(basic=True)] = Field(
-        1, ge=1, le=256, description="Number of processes that share the port. Each uses one core. More than one needs a Redis store."
+        1,
+        ge=1,
+        le=256,
+        description="Number of processes that share the port. Each uses one core. More than one needs a store that they share: Redis or file:PATH.",
     )
     model_aliases: Annotated[dict[str, str], Shown(basic=True)] = Field(
         {},
@@ -267,7 +270,7 @@ class Settings(BaseSettings):
         if self.workers > 1 and self.store.startswith("memory:"):
             raise ValueError(
                 f"{self.workers} workers cannot keep sessions in memory: each would know only its own calls. Set a store that they "
-                "share (--store redis://host:port/db), or use one worker"
+                "share (--store redis://host:port/db or --store file:PATH), or use one worker"
             )
         return self
 

@@ -120,6 +120,17 @@ async def test_any_worker_serves_any_call_and_reports_all_metrics(redis):
             assert [turn["match"] for turn in (await answer.json())["turns"]] == ["root", "root"], said
 
 
+async def test_workers_share_a_file(tmp_path):
+    async with two_workers(f"file:{tmp_path}/sessions.db", "--log-level", "debug") as (proxy, _, url, processes), asking(url) as http:
+        await asyncio.gather(*[ask(http, f"sum-{n}") for n in range(40)])
+        await proxy.said(r"\[\d+\] tokencache\S*: session sum-\d+ turn", 40)
+        assert set(re.findall(r"\[(\d+)\] tokencache\S*: session sum-\d+ turn", proxy.log)) == set(processes.values())
+        async with http.get("/tokencache/v1/sessions") as answer:
+            sessions = (await answer.json())["sessions"]
+        assert sorted(one["session"] for one in sessions) == sorted(f"sum-{n}" for n in range(40))
+        assert {(one["turns"], one["complete"]) for one in sessions} == {(1, True)}
+
+
 async def test_an_added_engine_serves_all_workers(redis):
     engine = SimulatedEngine(episodes=REPLIES, seed=3)
     async with engine.serve() as up, served(*TWO, "--store", redis) as proxy:

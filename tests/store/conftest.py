@@ -1,5 +1,7 @@
 """The stores to test: memory, a file, Redis on fakeredis, and Redis on a real server."""
 
+import secrets
+
 import fakeredis
 import pytest
 
@@ -41,7 +43,7 @@ async def store(request):
         case "fakeredis":
             made = request.getfixturevalue("fake_store")()
         case _:
-            made = RedisStore(request.getfixturevalue("redis_server").url)
+            made = RedisStore(request.getfixturevalue("redis_server").url, prefix=secrets.token_hex(8))
     await made.open()
     yield made
     await made.close()

@@ -1,6 +1,7 @@
 """Limits of a store: sizes, times to live, servers that evict sessions, and data of another version."""
 
 import logging
+from functools import partial
 
 import pytest
 from redis.asyncio import Redis
@@ -195,6 +196,39 @@ async def test_data_of_a_newer_version_is_not_touched(opened, redis):
     await redis.flushall()
     await store.ping()
     assert await redis.get("tokencache:schema") == b"1"
+
+
+def _expire_row(name, database):
+    database.execute("UPDATE sessions SET expires = 1 WHERE name = ?", (name,))
+
+
+async def _expire(store, sessions):
+    """Let sessions expire, as if nobody had used them for their time to live."""
+    for session in sessions:
+        if isinstance(store, RedisStore):
+            await store._command("expire", "UNLINK", store._keys.session(session))
+        elif isinstance(store, MemoryStore):
+            del store._sessions[session]
+        else:
+            await store.writer.run("expire", partial(_expire_row, session.encode()))
+
+
+@pytest.mark.parametrize("store", ["memory", "file", pytest.param("redis", marks=pytest.mark.redis)], indirect=True)
+async def test_entries_of_expired_sessions_leave_the_queue(store, monkeypatch):
+    """Without a consumer that reads the queue, and also if the session's name is used again."""
+    monkeypatch.setattr("tokencache.store.pruning.EVERY", 5)
+    old = {name: await record(store, name, build("a")) for name in ("gone", "used", "again", "taken")}
+    for name, epoch in old.items():
+        await store.offer(name, epoch, 1000.0)
+    await store.lease(["taken"], "d", "c", 600)
+    await _expire(store, ["gone", "again", "taken"])
+    await record(store, "again", build("a"))
+    await store.offer("new", "e", 1e10)
+    await record(store, "any", build("a"))
+    assert [entry.session for entry in await store.queue()] == ["taken", "used", "new"]
+    await store.remove("d")
+    await store.withdraw("used", old["used"])
+    await store.withdraw("new", "e")
 
 
 async def test_times_to_live_in_memory(monkeypatch):

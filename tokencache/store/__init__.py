@@ -5,6 +5,7 @@
 `memory`       for one process, and the reference for the others
 `file`         for one machine: one SQLite file
 `redis`        for several replicas
+`pruning`      removes entries of the queue whose session has expired
 `encoding`     records and tokens as bytes
 `conformance`  checks that a store does what the interface promises; import it to test your own
 =============  =====================================================================================================

@@ -18,6 +18,7 @@ from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
+from tokencache.store import pruning
 from tokencache.store.base import (
     BeginResult,
     Binding,
@@ -136,6 +137,7 @@ class MemoryStore(MemoryQueue):
         self, *, ttl_seconds: float = 7 * 86400, tombstone_seconds: float = 3600.0, max_sessions: int = 0, max_bytes: int = 0
     ) -> None:
         super().__init__()
+        self._ttl, self._offers = ttl_seconds, 0
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
         self._secret = b""
         # An item's time to live starts when it is set, so each use sets it again.
@@ -157,6 +159,12 @@ class MemoryStore(MemoryQueue):
     async def secret(self, known: bytes = b"") -> bytes:
         self._secret = self._secret or known or secrets.token_bytes(32)
         return self._secret
+
+    async def offer(self, session: str, epoch: str, at: float) -> None:
+        await super().offer(session, epoch, at)
+        self._offers += 1
+        if self._offers % pruning.EVERY == 0:
+            await pruning.prune_queue(self, self._ttl)
 
     async def define(self, session: str, settings: SessionSettings, labels: Labels, *, exist_ok: bool = False, adopt: bool = False) -> bool:
         held = self._use(session)

@@ -450,9 +450,9 @@ class FileStore(FileQueue):
         db.execute("DELETE FROM tombstones WHERE expires <= ?", (now,))
         if db.execute("DELETE FROM sessions WHERE expires <= ?", (now,)).rowcount:
             db.execute(
-                "DELETE FROM queue WHERE at < ? AND NOT EXISTS "
+                "DELETE FROM queue WHERE at < ? AND until <= ? AND NOT EXISTS "
                 "(SELECT 1 FROM sessions WHERE sessions.name = queue.session AND sessions.epoch = queue.epoch)",
-                (now - self._ttl,),
+                (now - self._ttl, now),
             )
 
     def _create(self, db: sqlite3.Connection, session: str, settings: SessionSettings, labels: Labels) -> sqlite3.Row:
@@ -461,7 +461,16 @@ class FileStore(FileQueue):
         created: sqlite3.Row = db.execute(
             "INSERT INTO sessions (name, epoch, created, used, expires, digest, settings, labels) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
             "RETURNING *",
-            (name, secrets.token_hex(8), now, now, now + self._ttl, settings.digest, pack(settings), pack(labels)),
+            (
+                name,
+                secrets.token_hex(8),
+                now,
+                now,
+                now + self._ttl,
+                settings.digest,
+                pack(settings) if settings else None,
+                pack(labels) if labels.changes.given else None,
+            ),
         ).fetchone()
         return created
 
@@ -502,11 +511,11 @@ def _find(db: sqlite3.Connection, session: str) -> sqlite3.Row | None:
 
 
 def _settings(held: sqlite3.Row) -> SessionSettings:
-    return unpack(held["settings"], SessionSettings)
+    return unpack(held["settings"], SessionSettings) if held["settings"] else SessionSettings()
 
 
 def _labels(held: sqlite3.Row) -> Labels:
-    return unpack(held["labels"], Labels)
+    return unpack(held["labels"], Labels) if held["labels"] else Labels()
 
 
 def _info(db: sqlite3.Connection, held: sqlite3.Row) -> SessionInfo:

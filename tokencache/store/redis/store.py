@@ -16,6 +16,7 @@ from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
+from tokencache.store import pruning
 from tokencache.store.base import (
     REMEMBER_SECONDS,
     BeginResult,
@@ -131,6 +132,7 @@ class RedisStore:
         client: Redis | None = None,
     ) -> None:
         self._keys = fields.Keys(prefix)
+        self._offers = 0
         self._ttl = max(1, int(ttl_seconds * 1000))
         self._tombstone = max(1, int(tombstone_seconds * 1000))
         passwords: Sequence[str] = ()
@@ -416,6 +418,9 @@ class RedisStore:
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         await self._script("offer", queue_scripts.OFFER, self._keys.queue, text(session), text(epoch), f"{at:017.6f}")
+        self._offers += 1
+        if self._offers % pruning.EVERY == 0:
+            await pruning.prune_queue(self, self._ttl / 1000)
 
     async def queue(self) -> list[QueueEntry]:
         now, held = await self._script("queue", queue_scripts.READ_QUEUE, self._keys.queue)
