@@ -106,7 +106,8 @@ class Settings(BaseSettings):
         1,
         ge=1,
         le=256,
-        description="Number of processes that share the port. Each uses one core. More than one needs a store that they share: Redis or file:PATH.",
+        description="Number of processes that share the port. Each uses one core. More than one needs a store that they share: "
+        "Redis or file:PATH.",
     )
     model_aliases: Annotated[dict[str, str], Shown(basic=True)] = Field(
         {},
