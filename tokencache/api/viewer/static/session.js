@@ -81,8 +81,8 @@ export class SessionPage {
       h("div", { class: "bar" },
         h("h1", {}, outline.session), copier(outline.session, "the session's name"),
         outline.open_calls.length ? badge(`live · ${outline.open_calls.length} open`, "live") : null,
-        outline.complete ? badge("complete") : badge("incomplete", "incomplete", "a reply of the model is missing or still to come: see the incidents"),
         outline.state === "open" ? null : badge(outline.state),
+        outline.complete ? badge("complete") : badge("incomplete", "incomplete", "a reply of the model is missing or still to come: see the incidents"),
         this.transcriptLink(),
         h("span", { class: "facts" }, facts.filter(Boolean).map((fact) => h("span", {}, fact)))),
       this.labels() ?? "");
