@@ -37,8 +37,12 @@ class Replayed:
     """The engine's prompts, from its own log."""
     prefixes: dict[int, tuple[int, ...]]
     """The same with the sampled ids after each."""
-    links: list[dict[str, Any]]
-    """The links of the export, with the numbers of calls in place of the ids of their turns."""
+    exported: dict[str, Any]
+    """The native trajectory."""
+
+    def call_of(self, turn: str) -> int:
+        """The number of the call whose turn has this id."""
+        return next(number for number, one in self.turns.items() if one["turn"] == turn)
 
 
 class ReplayError(AssertionError):
@@ -177,12 +181,7 @@ def _outcome(recording: Recording, rig: Rig, exported: dict[str, Any]) -> Replay
     }
     prompts = {number: tuple(entry.prompt_ids) for number, entry in entries.items()}
     prefixes = {number: (*prompts[number], *entry.completion_ids) for number, entry in entries.items()}
-    number_of = {turn["turn"]: number for number, turn in turns.items()}
-    links = [
-        {**link, "sources": [number_of[source] for source in link["sources"]], "turn": number_of[link["turn"]]}
-        for link in exported["links"]
-    ]
-    return Replayed(dict(sorted(turns.items())), outcome, prompts, prefixes, links)
+    return Replayed(dict(sorted(turns.items())), outcome, prompts, prefixes, exported)
 
 
 def differences(recording: Recording, replayed: Replayed) -> list[str]:

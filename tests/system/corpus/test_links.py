@@ -1,17 +1,23 @@
-"""What real programs send back as text: the summaries and answers that they return are linked, and nothing else is."""
+"""What real programs send back as text: the summaries and answers that they return are linked, and nothing else is.
+
+Links also lead the main line of a rollout through a compaction. So it is tested here that the main line is found in every recorded session.
+"""
 
 import copy
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.system.corpus.format import read
 from tests.system.corpus.replay import replay
+from tokencache.batching.selection import main_line, no_side_calls, select
+from tokencache.trajectories.values import Trajectory
 
 FILES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.jsonl"))}
 
-EXPECTED = {
+LINKS = {
     "claude-code_agents-2.1.329": {"kind": "delegation", "sources": [4, 7], "turn": 8},  # both gave the same answer
     "claude-code_compact-2.1.329": {"kind": "compaction", "sources": [4], "turn": 5},
     "codex_agents-0.169.0": {"kind": "delegation", "sources": [5], "turn": 6},
@@ -19,26 +25,48 @@ EXPECTED = {
 }
 """The only link of each file that has one, with the numbers of its calls."""
 
+BESIDE = {
+    "claude-code_agents-2.1.329": [2, 3, 4, 5, 6, 7],  # two sub-agents
+    "claude-code_fork-2.1.329": [4],
+    "claude-code_heard-2.1.329": [2],  # not recognized, so it has no parent
+    "codex_agents-0.169.0": [3, 4, 5],
+    "opencode-1.18.33": [1],  # a title
+    "opencode_task-1.18.33": [1, 3, 4, 5],
+}
+"""The calls of each file that are not on the main line."""
 
-def without_place(links):
-    return [{name: link[name] for name in ("kind", "sources", "turn")} for link in links]
+SIDE_CALLS = {"opencode-1.18.33": [1], "opencode_task-1.18.33": [1]}
+
+
+def links(replayed):
+    return [
+        {"kind": link["kind"], "sources": [*map(replayed.call_of, link["sources"])], "turn": replayed.call_of(link["turn"])}
+        for link in replayed.exported["links"]
+    ]
+
+
+def dropped(replayed, rule):
+    """The calls of the sequences that a rule drops."""
+    selection = select([msgspec.convert(replayed.exported, Trajectory)], rule)
+    return sorted(replayed.call_of(turn.turn) for one in selection.dropped for turn in one.row.sequence.turns)
 
 
 @pytest.mark.parametrize("name", FILES)
 async def test_exactly_the_answers_that_return_are_linked(name):
     replayed = await replay(read(FILES[name]))
-    assert without_place(replayed.links) == ([EXPECTED[name]] if name in EXPECTED else [])
+    assert links(replayed) == ([LINKS[name]] if name in LINKS else [])
+    assert dropped(replayed, main_line) == BESIDE.get(name, [])
+    assert dropped(replayed, no_side_calls) == SIDE_CALLS.get(name, [])
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", LINKS)
 async def test_an_answer_that_returns_with_another_word_is_not_linked(name):
     recording = copy.deepcopy(read(FILES[name]))
     changed = {"made.txt was made": "made.txt was lost", "Nothing there": "Something there"}
-    call = recording.calls[EXPECTED[name]["turn"] - 1]
-    body = json.dumps(call.body, ensure_ascii=False)
+    call = recording.calls[LINKS[name]["turn"] - 1]
+    before = body = json.dumps(call.body, ensure_ascii=False)
     for text, other in changed.items():
         body = body.replace(text, other)
-    assert body != json.dumps(call.body, ensure_ascii=False)
+    assert body != before
     call.body = json.loads(body)
-    replayed = await replay(recording)
-    assert all(link["turn"] != call.call for link in replayed.links)
+    assert all(link["turn"] != call.call for link in links(await replay(recording)))
