@@ -23,7 +23,7 @@ from tokencache.api.viewer.comparison import compare_replies
 from tokencache.api.viewer.groups import GroupComparison
 from tokencache.api.viewer.sessions import Filter, SessionList, outline
 from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, TokenTexts, lay_out
-from tokencache.api.viewer.transcript import MAX_MESSAGES, message_objects, needed_contexts, transcribe
+from tokencache.api.viewer.transcript import MAX_MESSAGES, Transcript, message_objects, needed_contexts, transcribe
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.lineage import lineages
 from tokencache.core.reasons import Reason
@@ -41,6 +41,7 @@ MAX_TOKENS = 4096
 """Tokens in one response."""
 MAX_SESSIONS = 500
 _CACHED_BYTES = 64 * 2**20
+_CACHED_TRANSCRIPTS = 4
 _OVERLAP = 4
 """Tokens on either side of a window that are decoded with it, because a character may cross its border."""
 
@@ -110,6 +111,7 @@ class _ViewerApi:
         self._texts = TokenTexts(pool)
         self._groups = GroupComparison(ledger.store, self._texts)
         self._layouts: LRUCache[tuple[str, float, int, str], SequenceLayout] = LRUCache(_CACHED_BYTES, SequenceLayout.size)
+        self._transcripts: LRUCache[tuple[str, float, str], Transcript] = LRUCache(_CACHED_TRANSCRIPTS)
 
     async def summaries(self, request: web.Request) -> web.StreamResponse:
         state = choice(request, "state", SESSION_STATES, "any")
@@ -172,15 +174,7 @@ class _ViewerApi:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         info, layout = await self._layout(request)
-        last = layout.turns[-1]
-        turns = {turn.id: turn for turn in await self._store.turns(info.id)}
-        try:
-            contexts = await self._store.contexts(info.id, needed_contexts(last, turns))
-            found = await asyncio.to_thread(transcribe, last, turns, contexts, layout.runs)
-        except KeyError:
-            raise no_session(info.id) from None  # deleted meanwhile
-        except ValueError as error:
-            raise _torn(error) from error
+        found = await self._transcript(info, layout)
         total = len(found.places)
         start = min(number(request, "start", 0), total)
         end = min(number(request, "end", start + MAX_MESSAGES), total)
@@ -230,6 +224,23 @@ class _ViewerApi:
             if layout.size() <= _CACHED_BYTES:
                 self._layouts[key] = layout
         return info, layout
+
+    async def _transcript(self, info: SessionInfo, layout: SequenceLayout) -> Transcript:
+        """Write the transcript of a sequence. Recent ones are cached, because a page asks for many windows of one conversation."""
+        last = layout.turns[-1]
+        key = (info.id, info.created, last.id)
+        transcript = self._transcripts.get(key)
+        if transcript is None:
+            turns = {turn.id: turn for turn in await self._store.turns(info.id)}
+            try:
+                contexts = await self._store.contexts(info.id, needed_contexts(last, turns))
+                transcript = await asyncio.to_thread(transcribe, last, turns, contexts, layout.runs)
+            except KeyError:
+                raise no_session(info.id) from None  # deleted meanwhile
+            except ValueError as error:
+                raise _torn(error) from error
+            self._transcripts[key] = transcript
+        return transcript
 
     async def _laid_out(self, info: SessionInfo, name: str) -> SequenceLayout:
         turns = await self._store.turns(info.id)
