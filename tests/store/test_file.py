@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,30 @@ async def test_an_operation_that_fails_leaves_nothing_and_disturbs_no_other(stor
     assert (begun.calls, other.calls) == (1, 1)
     names = await store.reader.run("names", lambda database: [name for (name,) in database.execute("SELECT name FROM meta")])
     assert names == ["schema"]
+
+
+async def test_a_full_disk_refuses_whole_commits(store):
+    epoch = await record(store, "s", build("a", keys=(b"c1",)))
+    await record(store, "large", build("a", tail=range(50_000)))
+    await store.begin("s", "k", [])
+    entries = [build("b", keys=(b"c1",)).entry, build("c", build("a"), tail=range(100_000)).entry]
+
+    def limit(pages, database):
+        database.execute(f"PRAGMA max_page_count = {pages}")
+
+    await store.writer.run("limit", partial(limit, 1))  # no more than it has
+    for operation in (store.commit("s", epoch, "k", entries, [Incident("x")]), store.begin("t", "k", [], fingerprint=bytes(10_000))):
+        with pytest.raises(StoreError, match="database or disk is full"):
+            await operation
+    info = await store.session("s")
+    assert (info.turns, info.incidents, [call.call for call in info.open_calls]) == (1, (), ["k"])
+    assert [[hit.turn.id for hit in under] for under in await store.find("s", [b"c1"])] == [["a"]]
+    assert await store.session("t") is None
+    assert await store.delete("large") is True  # this makes room
+    await store.begin("t", "k", [], fingerprint=bytes(10_000))
+    await store.writer.run("limit", partial(limit, 1_000_000))
+    await store.commit("s", epoch, "k", entries, [Incident("x")])
+    assert [turn.id for turn in await store.turns("s")] == ["a", "b", "c"]
 
 
 async def test_another_process_that_holds_the_lock(url):
