@@ -1,0 +1,348 @@
+"""The queue of finished sessions: deliveries, groups, leases, acknowledgement, back-pressure, and waiting.
+
+`play` lets consumers work on a queue at random: they are killed and started again, lose answers, let leases end and give deliveries back.
+`problems` checks that each session was acknowledged by exactly one delivery.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections import defaultdict
+from typing import NamedTuple
+
+import pytest
+import redis.asyncio
+
+from tests.proxy.kit import proxied, user
+from tests.store import conftest
+from tests.store.conftest import fake_store, redis_server  # noqa: F401 - fixtures
+from tokencache.api.queue import SessionQueue
+from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
+from tokencache.errors import HarnessError
+from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.prefix_cache import PrefixCache
+from tokencache.store.base import RemoveOutcome
+from tokencache.store.memory import MemoryStore
+
+API = "/tokencache/v1"
+SHORT = 0.01
+"""Seconds of a lease that ends during a test."""
+
+
+@pytest.fixture(params=conftest.KINDS)
+async def store(request):
+    """Each kind of store, empty."""
+    if request.param == "redis":
+        async with redis.asyncio.from_url(request.getfixturevalue("redis_server").url) as server:
+            await server.flushall()
+    async with contextlib.aclosing(conftest.store.__wrapped__(request)) as made:
+        yield await anext(made)
+
+
+def queue_of(made):
+    return SessionQueue(Ledger(made, PrefixCache(made, max_bytes=0)))
+
+
+async def finish(made, *names, group="", reward=None):
+    for name in names:
+        await made.define(name, SessionSettings(), Labels(group))
+        if reward is not None:
+            await made.add_reward(name, Reward(reward))
+        await made.offer(name, (await made.session(name)).epoch, 1.0)
+        await made.finish(name)
+
+
+def names_of(deliveries):
+    return [[info.id for info in one.sessions] for one in deliveries]
+
+
+async def refusal(work):
+    with pytest.raises(HarnessError) as refused:
+        await work
+    return refused.value.status, refused.value.kind
+
+
+class TestDeliveries:
+    async def test_a_session_is_taken_sealed_and_gone_when_it_is_acknowledged(self, store):
+        queue = queue_of(store)
+        await finish(store, "a", "b")
+        (one,) = await queue.take(Take("c1"))
+        assert ([info.id for info in one.sessions], one.attempt, one.sessions[0].sealed) == (["a"], 1, True)
+        (two,) = await queue.take(Take("c2"))
+        assert names_of([two]) == [["b"]]
+        assert await queue.counts() == {"candidates": 0, "ready": 0, "taken": 2, "consumers": {"c1": 1, "c2": 1}}
+        assert await queue.acknowledge(Acknowledge([one.id])) == 1
+        assert await queue.acknowledge(Acknowledge([one.id])) == 0  # again, because the answer was lost
+        assert (await store.session("a"), (await store.session("b")).sealed) == (None, True)
+        assert await queue.acknowledge(Acknowledge([two.id], delete=False)) == 0
+        assert (await store.session("b")).sealed
+        assert await queue.length() == 0
+
+    async def test_a_consumer_that_is_killed_gets_its_delivery_again(self, store):
+        queue = queue_of(store)
+        await finish(store, "a", "b")
+        (one,) = await queue.take(Take("c1"))
+        assert names_of(await queue.take(Take("c2"))) == [["b"]]
+        (again,) = await queue.take(Take("c1"))  # it names no delivery that it has
+        assert (again.id, again.attempt, names_of([again])) == (one.id, 2, [["a"]])
+        assert await queue.take(Take("c1", holding=[one.id])) == []
+
+    async def test_the_delivery_of_a_dead_consumer_goes_to_another_one(self, store):
+        queue = queue_of(store)
+        await finish(store, "a")
+        (lost,) = await queue.take(Take("c1", lease=SHORT))
+        (one,) = await queue.take(Take("c2", wait=5))
+        assert (names_of([one]), one.attempt, one.id != lost.id) == ([["a"]], 2, True)
+        assert await refusal(queue.acknowledge(Acknowledge([lost.id]))) == (409, "delivery_expired")
+        assert await refusal(queue.extend(Extend([lost.id]))) == (409, "delivery_expired")
+        assert await store.session("a") is not None
+        assert await queue.acknowledge(Acknowledge([one.id])) == 1
+
+    async def test_a_delivery_that_is_released_is_free_at_once(self, store):
+        queue = queue_of(store)
+        await finish(store, "a")
+        (one,) = await queue.take(Take("c1"))
+        await queue.release(Deliveries([one.id]))
+        await queue.release(Deliveries([one.id]))
+        assert names_of(await queue.take(Take("c2"))) == [["a"]]
+
+    async def test_a_group_is_delivered_when_it_is_whole(self, store):
+        queue = queue_of(store)
+        await finish(store, "a1", "a2", group="a")
+        await finish(store, "b1", group="b")
+        await finish(store, "lone", "lonely")
+        assert await queue.take(Take("c", group_size=3)) == []
+        await finish(store, "b2", "b3", "b4", group="b")
+        (one,) = await queue.take(Take("c", group_size=3))
+        assert (one.group, names_of([one])) == ("b", [["b1", "b2", "b3"]])
+        await store.set_labels("lone", LabelChanges(group="a"))
+        (two,) = await queue.take(Take("c", group_size=3, holding=[one.id]))
+        assert (two.group, sorted(info.id for info in two.sessions)) == ("a", ["a1", "a2", "lone"])
+
+    async def test_filters(self, store):
+        queue = queue_of(store)
+        await finish(store, "plain")
+        await finish(store, "rewarded", reward=0.0)
+        await store.define("other", SessionSettings(harness="hermes"), Labels("g", tags=("t",)))
+        await store.offer("other", (await store.session("other")).epoch, 1.0)
+        assert await queue.take(Take("c", harness="hermes")) == []  # it is offered, but not finished
+        await store.finish("other")
+        for filters in ({"rewarded": True}, {"group": "g"}, {"tag": "t"}, {"harness": "hermes"}):
+            wanted = "rewarded" if "rewarded" in filters else "other"
+            (one,) = await queue.take(Take("c", **filters))
+            assert names_of([one]) == [[wanted]]
+            await queue.release(Deliveries([one.id]))
+        assert await queue.take(Take("c", tag="none")) == []
+
+    async def test_a_deleted_session_leaves_the_queue(self, store):
+        queue = queue_of(store)
+        await finish(store, "a", "b")
+        await store.delete("a", reuse=True)
+        await store.define("a", SessionSettings(), Labels())  # another rollout of the same name
+        (one,) = await queue.take(Take("c", limit=5))
+        assert names_of([one]) == [["b"]]
+        assert await queue.length() == 1
+        await store.delete("b", reuse=True)
+        await store.define("b", SessionSettings(), Labels())
+        assert await queue.acknowledge(Acknowledge([one.id])) == 0
+        assert await store.session("b") is not None  # what is acknowledged was another rollout
+
+    async def test_deliveries_of_another_store_are_refused(self, store):
+        foreign = queue_of(MemoryStore())
+        await finish(foreign._store, "a")
+        (one,) = await foreign.take(Take("c"))
+        queue = queue_of(store)
+        for ids in ([one.id], ["nonsense"]):
+            assert await refusal(queue.acknowledge(Acknowledge(ids))) == (422, "unknown_delivery")
+            assert await refusal(queue.release(Deliveries(ids))) == (422, "unknown_delivery")
+            assert await refusal(queue.extend(Extend(ids))) == (422, "unknown_delivery")
+            assert await refusal(queue.take(Take("c", holding=ids))) == (422, "unknown_delivery")
+
+    async def test_several_deliveries_at_once(self, store):
+        queue = queue_of(store)
+        await finish(store, *(f"s{n}" for n in range(5)))
+        assert [len(one) for one in names_of(await queue.take(Take("c", limit=3)))] == [1, 1, 1]
+        assert len(await queue.take(Take("c2", limit=3))) == 2
+
+
+class TestWaiting:
+    async def test_an_end_in_the_same_process_wakes_at_once(self, monkeypatch):
+        monkeypatch.setattr("tokencache.api.queue.FIRST_PAUSE", 60.0)  # it does not look again by itself
+        monkeypatch.setattr("tokencache.api.queue.LONGEST_PAUSE", 60.0)
+        async with proxied() as rig:
+            await rig.say("s", [user("EPISODE:talk")])
+            for path, body in (("queue/take", {"consumer": "c", "wait": 30}), ("wait", {"sessions": ["s"], "wait": 30})):
+                waiting = asyncio.create_task(rig.http.post(f"{rig.url}{API}/{path}", json=body).__aenter__())
+                await asyncio.sleep(0)
+                async with rig.http.post(f"{rig.url}{API}/sessions/s/finish") as answer:
+                    assert answer.status == 200
+                async with asyncio.timeout(10):
+                    found = await (await waiting).json()
+                assert (found.get("deliveries") or found["finished"])[0]
+
+    async def test_another_replica_finds_it_by_looking(self, store):
+        waiting = asyncio.create_task(queue_of(store).take(Take("c", wait=30)))
+        awaited = asyncio.create_task(queue_of(store).wait(Await(["s"], 30)))
+        await asyncio.sleep(0)
+        assert (await awaited) == ([], ["s"])
+        await store.define("s", SessionSettings(), Labels())
+        awaited = asyncio.create_task(queue_of(store).wait(Await(["s"], 30)))
+        await finish_defined(store, "s")
+        assert names_of(await waiting) == [["s"]]
+        assert [info.id for info in (await awaited)[0]] == ["s"]
+
+    async def test_a_session_with_a_call_in_flight_is_not_delivered_unless_it_is_sealed(self, store):
+        queue = queue_of(store)
+        begun = await store.begin("s", "call", [])
+        await finish_defined(store, "s")
+        assert await queue.take(Take("c")) == []
+        assert (await queue.counts())["ready"] == 0
+        await store.seal("s", force=True, at=1.0)
+        (one,) = await queue.take(Take("c"))
+        assert [incident.kind for incident in one.sessions[0].incidents] == ["sealed-early"]
+        await store.settle("s", begun.epoch, "call")
+
+
+async def finish_defined(made, name):
+    await made.offer(name, (await made.session(name)).epoch, 1.0)
+    await made.finish(name)
+
+
+class TestBackPressure:
+    async def test_no_sessions_are_created_while_too_many_are_ready(self):
+        async with proxied(max_ready=2) as rig:
+            for name in ("a", "b"):
+                await self.create(rig, name, 201)
+                async with rig.http.post(f"{rig.url}{API}/sessions/{name}/finish"):
+                    pass
+            answer = await self.create(rig, "c", 429)
+            assert answer.headers["Retry-After"]
+            assert (await answer.json())["error"]["type"] == "too_many_ready"
+            await self.create(rig, "a", 200, exist_ok=True)  # nothing new
+            await rig.say("d", [user("EPISODE:talk")])  # calls are never refused
+            async with rig.http.delete(f"{rig.url}{API}/sessions/a"):
+                pass
+            await self.create(rig, "c", 201)
+
+    async def create(self, rig, name, status, **more):
+        answer = await rig.http.post(f"{rig.url}{API}/sessions", json={"session": name, **more})
+        assert answer.status == status, await answer.text()
+        return answer
+
+
+# --- exactly once ---
+
+
+class Acknowledged(NamedTuple):
+    """A delivery that a consumer acknowledged, and its sessions."""
+
+    delivery: str
+    sessions: tuple[str, ...]
+
+
+def problems(log, names):
+    """What is wrong with a history: sessions that were acknowledged never, or by several deliveries."""
+    by_session = defaultdict(set)
+    for one in log:
+        for session in one.sessions:
+            by_session[session].add(one.delivery)
+    never = [f"{name} was never acknowledged" for name in names if name not in by_session]
+    return never + [f"{name} was acknowledged by {len(ids)} deliveries" for name, ids in sorted(by_session.items()) if len(ids) > 1]
+
+
+class Consumer:
+    """A consumer: it takes, acknowledges, loses answers, and forgets everything when it is killed."""
+
+    def __init__(self, name, queue, log, chance, group_size):
+        self.name, self.queue, self.log, self.chance, self.group_size = name, queue, log, chance, group_size
+        self.held = {}
+
+    async def take(self, *, lease=600.0):
+        for one in await self.queue.take(Take(self.name, lease=lease, group_size=self.group_size, holding=list(self.held))):
+            self.held[one.id] = tuple(info.id for info in one.sessions)
+
+    async def acknowledge(self):
+        if not self.held:
+            return
+        delivery = self.chance.choice(list(self.held))
+        sessions = self.held.pop(delivery)
+        with contextlib.suppress(HarnessError):  # its lease ended, and another consumer has it
+            for _ in range(self.chance.randint(1, 2)):  # sometimes the answer is lost, and the request is repeated
+                await self.queue.acknowledge(Acknowledge([delivery]))
+            self.log.append(Acknowledged(delivery, sessions))
+
+    async def release(self):
+        if self.held:
+            await self.queue.release(Deliveries([self.held.popitem()[0]]))
+
+    async def expire(self):
+        """Take, and be slow."""
+        await self.take(lease=SHORT)
+        await asyncio.sleep(2 * SHORT)
+
+    async def die(self):
+        self.held = {}
+
+
+async def play(made, seed, *, group_size):
+    """Let consumers work at random until the queue is empty. Returns the log and the names of all sessions."""
+    chance, log = random.Random(seed), []
+    names = [f"s{seed}-{n}" for n in range(12)]
+    left = list(names)
+    consumers = [Consumer(f"c{n}", queue_of(made), log, chance, group_size) for n in range(3)]
+
+    async def finish_one():
+        if left:
+            name = left.pop()
+            await finish(made, name, group=f"g{names.index(name) // group_size}")
+
+    for _ in range(80):
+        one = chance.choice(consumers)
+        step = chance.choice((one.take, one.take, one.acknowledge, one.acknowledge, one.release, one.expire, one.die, finish_one))
+        await step()
+    while left:
+        await finish_one()
+    for _ in range(60):
+        for one in consumers:
+            await one.die()
+            await one.take()
+            await one.acknowledge()
+        if not await made.queue_length():
+            break
+    return log, names
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+async def test_each_session_is_acknowledged_exactly_once(store, seed, group_size):
+    log, names = await play(store, seed, group_size=group_size)
+    assert problems(log, names) == []
+    assert {len(one.sessions) for one in log} == {group_size}
+    assert [info async for info in store.sessions() if info.id in names] == []
+
+
+class Forgetful(MemoryStore):
+    """Does not remember what was removed from the queue, and leaves it there."""
+
+    async def remove(self, delivery):
+        await self.release(delivery)
+        return RemoveOutcome.REMOVED
+
+    async def delete(self, session, *, reuse=False):
+        return False
+
+
+class Losing(MemoryStore):
+    """Loses sessions that are released."""
+
+    async def release(self, delivery):
+        return await self.remove(delivery) is RemoveOutcome.REMOVED
+
+
+@pytest.mark.parametrize(("broken", "words"), [(Forgetful, "was acknowledged by"), (Losing, "was never acknowledged")])
+async def test_the_checker_finds_a_queue_that_is_not_exact(broken, words):
+    found = []
+    for seed in range(4):
+        found += problems(*await play(broken(), seed, group_size=1))
+    assert any(words in problem for problem in found)
