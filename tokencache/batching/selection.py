@@ -196,9 +196,10 @@ def _summaries(trajectory: Trajectory) -> dict[str, str]:
     sequence_of = {turn.turn: sequence.id for sequence in trajectory.sequences for turn in sequence.turns}
     found = {}
     for link in trajectory.links:
-        target, source = sequence_of.get(link.turn), sequence_of.get(link.sources[0])
-        if link.kind == "compaction" and len(link.sources) == 1 and target and source:  # a limit of length may leave turns out
-            found[target] = source
+        if link.kind == "compaction" and len(link.sources) == 1:
+            target, source = sequence_of.get(link.turn), sequence_of.get(link.sources[0])
+            if target and source:  # a limit of length may leave turns out
+                found[target] = source
     return found
 
 
