@@ -9,6 +9,7 @@ import statistics
 
 import openai
 
+from tokencache.batching import group_advantages
 from tokencache.client import AsyncClient, AsyncSession, Trajectory
 from tokencache.config import Settings
 from tokencache.server.serve import serving
@@ -51,10 +52,9 @@ async def main() -> None:
                 sessions = [await client.create(group=f"{step}-{secret}", sampling={"temperature": 1.0}) for _ in range(ROLLOUTS)]
                 await asyncio.gather(*(play(session, secret) for session in sessions))
                 group = [rollout async for rollout in client.iterate((one.id for one in sessions), seal=True, delete=True)]
-                rewards = [rollout.reward for rollout in group]
-                mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards) or 1.0
-                losses += [loss(rollout, (rollout.reward - mean) / spread) for rollout in group]
-                mean_rewards.append(mean)
+                advantages = group_advantages(group)
+                losses += [loss(rollout, advantages[rollout.session]) for rollout in group]
+                mean_rewards.append(statistics.fmean(rollout.reward for rollout in group))
             print(f"step {step}: {len(losses)} rollouts, reward {statistics.fmean(mean_rewards):.2f}, loss {statistics.fmean(losses):+.4f}")
 
 
