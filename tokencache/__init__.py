@@ -33,7 +33,12 @@ prefix forest   sequences as token tries: a shared prefix occurs once, and each 
 mark            a fact about a turn that a trainer must know
 incident        an event in a session that a trainer must know about
 hole            an incident by which something that the model sampled is missing from the record
-sealed          closed for further calls (of a session)
+finished        declared over by its owner (of a session): it accepts no new calls
+sealed          finished and fixed (of a session): what is recorded does not change any more
+settings        what holds for all calls of a session: harness, model aliases, sampling, budget, tenant
+labels          what a trainer stores with a session: group, metadata, tags
+group           the rollouts of one prompt
+delivery        finished sessions that a consumer took from the queue, until it acknowledges them
 epoch           the time from the creation of a session to its deletion
 drift           where the spliced prompt differs from a plain rendering of the same messages
 dialect         a wire format of model calls: chat completions, Anthropic messages, Responses, Gemini

@@ -186,11 +186,8 @@ async def test_a_larger_budget_lets_the_session_go_on():
             message = await rig.say("s", messages)
             messages += [echo(message), user("go on")]
         assert messages[3]["content"] == LAST_WORDS
-        _, said = await key_for(rig, "s", budget={"calls": 9})
-        async with rig.http.post(
-            rig.url + CHAT, json={"model": "sim", "messages": messages}, headers={"Authorization": f"Bearer {said['key']}"}
-        ) as answer:
-            assert (await answer.json())["choices"][0]["message"]["content"] != LAST_WORDS
+        async with proxied(store=rig.store, upstream=rig.up, max_calls=9) as larger:
+            assert (await larger.say("s", messages))["content"] != LAST_WORDS
         assert len(await rig.turns()) == 2
         await rig.check()
 
