@@ -10,6 +10,8 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 MINISWE_VENV ?= .venv-miniswe
 NEMO_GYM_VENV ?= .venv-nemo-gym
+TRAINERS_VENV ?= .venv-trainers
+AGENTS_VENV ?= .venv-agents
 HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
@@ -22,11 +24,13 @@ E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspa
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV))
 E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
 PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
+# the frameworks' own warnings are not errors here
+INTEGRATION_OPTIONS = $(E2E_OPTIONS) -o filterwarnings=
 # runs tests/system/nemo again, in an environment with NeMo Gym, to compare with its own classes
 NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/system/nemo
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock audit demo docs lint lint-deploy check test coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers chaos fuzz adversary bench bench-quick bench-engine bench-others clean
+.PHONY: help install lock audit demo docs lint lint-deploy check test coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers integrations chaos fuzz adversary bench bench-quick bench-engine bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -79,13 +83,18 @@ coverage: ## run `make test COVERAGE=1`, which fails below the level in pyprojec
 e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenCode and more; 15 minutes, 7 GB the first time
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/system/e2e
 	$(NEMO_GYM_TESTS)
-	$(MAKE) consumers
+	$(MAKE) consumers integrations
 
 consumers: $(STAMP) ## test the export formats with the trainers' own classes (their wheels, without dependencies)
 	mkdir -p .consumers
 	for w in $(CONSUMERS); do ls .consumers/$${w%%==*}-$${w##*==}-*.whl >/dev/null 2>&1 || \
 		$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --dest .consumers $$w || exit 1; done
 	TOKENCACHE_CONSUMERS=$(abspath .consumers) $(PYTEST_E2E) tests/trajectories/formats/test_published.py
+
+integrations: e2e-engine ## test tokencache.integrations inside verl, SkyRL, verifiers and Harbor: a minute, 500 MB the first time
+	PYTHON=$(PYTHON) tests/integrations/install.sh $(VLLM_VENV) $(TRAINERS_VENV) $(AGENTS_VENV)
+	$(TRAINERS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_verl.py tests/integrations/test_skyrl.py
+	$(AGENTS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_verifiers.py tests/integrations/test_harbor.py
 
 e2e-harnesses: e2e-engine ## test every real harness that can be installed; writes docs/harnesses.md
 	-tests/system/e2e/harnesses/install.sh $(HARNESS_DIR)
@@ -131,6 +140,6 @@ bench-engine: $(STAMP) ## measure the engine's gain: first token and prefix cach
 bench-others: $(STAMP)
 	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs
 
-clean: ## remove .venv, caches and builds (keeps .venv-vllm*, .venv-miniswe, .venv-nemo-gym, .bench-venvs and .harnesses: gigabytes)
+clean: ## remove .venv, caches and builds (keeps .venv-vllm*, the other .venv-*, .bench-venvs and .harnesses: gigabytes)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist site bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,6 @@
 """Links and paths in documents lead to something. `make docs` checks the links within `docs`; these tests check the others."""
 
+import ast
 import pkgutil
 import re
 from pathlib import Path
@@ -67,8 +68,24 @@ def resolves(dotted):
     try:
         pkgutil.resolve_name(dotted)
     except (ImportError, AttributeError):
-        return False
+        return in_an_integration(dotted)
     return True
+
+
+def in_an_integration(dotted):
+    """Whether a dotted name is an integration, or defined in one: they import only where their framework is installed."""
+    _, _, path = dotted.partition("tokencache.integrations.")
+    module, _, attribute = path.partition(".")
+    source = ROOT / "tokencache" / "integrations" / f"{module}.py"
+    if not source.is_file():
+        return False
+    return not attribute or attribute in {getattr(node, "name", "") for node in ast.parse(source.read_text()).body}
+
+
+def test_names_in_integrations_are_looked_up():
+    assert in_an_integration("tokencache.integrations.verl.TokencacheAgentLoop")
+    assert not in_an_integration("tokencache.integrations.verl.Missing")
+    assert not in_an_integration("tokencache.integrations.missing")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

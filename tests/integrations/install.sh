@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# usage: install.sh VENV_VLLM VENV_TRAINERS VENV_AGENTS
+# Installs the packages that the tests of the integrations import: half a minute and 500 MB the first time; does nothing
+# if these versions are already installed.
+#
+# VENV_TRAINERS: verl and SkyRL, on the torch of VENV_VLLM. Without their dependencies, which include CUDA builds: only
+#     those that an import needs. Nothing is installed into VENV_VLLM.
+# VENV_AGENTS: Harbor and verifiers, with their dependencies, on Python 3.12 or later.
+set -euo pipefail
+vllm=$(cd "$1" && pwd) trainers=$2 agents=$3
+repository=$(cd "$(dirname "$0")/../.." && pwd)
+trainer_packages="verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0"
+agent_packages="harbor==0.25.0 verifiers==0.4.0"
+tests="pytest pytest-asyncio hypothesis openai"
+python=${PYTHON:-python3}
+
+installed() { [ -f "$1/.installed" ] && [ "$(cat "$1/.installed")" = "$2" ]; }
+
+if ! installed "$trainers" "$trainer_packages"; then
+    "$vllm/bin/python" -m venv "$trainers"
+    site=$("$trainers/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/vllm.pth"
+    "$trainers/bin/python" -m pip --disable-pip-version-check install -q uv
+    # shellcheck disable=SC2086 # several packages
+    "$trainers/bin/uv" pip install -q --python "$trainers/bin/python" --no-deps $trainer_packages "tensordict>=0.8.0,<=0.10.0" \
+        ray hydra-core omegaconf "antlr4-python3-runtime==4.9.3" codetiming torchdata TransferQueue accelerate peft datasets pandas \
+        pyarrow msgpack pyvers orjson cloudpickle importlib_metadata zipp multiprocess dill xxhash python-dateutil click jaxtyping \
+        wadler-lindig cloudpathlib
+    # shellcheck disable=SC2086
+    "$trainers/bin/uv" pip install -q --python "$trainers/bin/python" -e "$repository[testing]" $tests
+    echo "$trainer_packages" > "$trainers/.installed"
+fi
+
+if ! installed "$agents" "$agent_packages"; then
+    "$python" -m venv "$agents-uv"
+    "$agents-uv/bin/python" -m pip --disable-pip-version-check install -q uv
+    "$agents-uv/bin/uv" venv -q --clear --python ">=3.12,<3.14" "$agents"
+    # An index may not have the newest certifi yet, of which Harbor requires the latest release.
+    # shellcheck disable=SC2086
+    "$agents-uv/bin/uv" pip install -q --python "$agents/bin/python" --override <(echo certifi) \
+        -e "$repository[testing]" $agent_packages $tests
+    rm -rf "$agents-uv"
+    echo "$agent_packages" > "$agents/.installed"
+fi

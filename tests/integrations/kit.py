@@ -1,0 +1,42 @@
+"""What the tests of several integrations share: an engine that guesses, and harnesses."""
+
+import openai
+
+from tokencache.testing import SimulatedEngine
+
+
+def guessing_engine():
+    """An engine that guesses 1 in the first call of a rollout, 2 in the second, and so on. A seed of the request is added."""
+
+    def script(request):
+        return [f"<think>\nHm ☕.\n</think>\n\n  I guess {1 + len(request.body['messages']) // 2 + (request.body.get('seed') or 0)}"]
+
+    engine = SimulatedEngine(seed=7)
+    engine.replies.script = script
+    return engine
+
+
+def truth(engine):
+    """The calls of sessions that the engine answered, by all their ids."""
+    return {(*call.prompt_ids, *call.completion_ids): call for call in engine.ground_truth if call.session}
+
+
+async def branching(session, sample):
+    """A harness that asks twice with the same history, and goes on from the second reply."""
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+        question = [{"role": "user", "content": "Guess."}]
+        _, second = [await model.chat.completions.create(model="sim", messages=question, seed=seed) for seed in (1, 2)]
+        said = {"role": "assistant", "content": second.choices[0].message.content}
+        await model.chat.completions.create(model="sim", messages=[*question, said, {"role": "user", "content": "Again!"}])
+    return 0.5
+
+
+async def without_reward(session, sample):
+    """A harness that returns no reward."""
+    await branching(session, sample)
+
+
+async def failing(session, sample):
+    """A harness that fails after its calls."""
+    await branching(session, sample)
+    raise RuntimeError("the harness broke")

@@ -1,0 +1,175 @@
+"""`harbor run` of PyPI's harbor 0.25.0 with the agent and the plugin, on a simulated engine.
+
+The environment is a folder of this machine (`harbor_local`), the agent Harbor's own Terminus-2, which needs tmux. Run it in an environment
+with harbor (Python 3.12 or later): `make integrations`.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("harbor")
+
+from harbor.models.agent.rollout_detail import RolloutDetail
+from harbor.models.trajectories import Trajectory as AtifTrajectory
+from harbor.models.trial.result import TrialResult
+
+from tests.integrations.kit import truth
+from tests.proxy.kit import proxied
+from tokencache.client import AsyncClient
+from tokencache.integrations.harbor import TokencachePlugin, rollout_details
+from tokencache.testing import SimulatedEngine
+
+REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="Harbor's Terminus-2 needs tmux")
+
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+WRITE = '{"analysis": "naïve",  "plan": "write it", "commands": [{"keystrokes": "echo 42 > answer.txt\\n", "duration": 0.1}]}'
+DONE = '{"analysis": "It is there ☕.", "plan": "", "commands": [], "task_complete": true}'
+TESTS = """if [ "$(cat answer.txt)" = 42 ]; then r=1; else r=0; fi
+echo '{"reward": '$r', "style": 0.5}' > $(dirname $0)/../logs/verifier/reward.json
+"""
+
+
+def write_task(folder: Path, name: str) -> None:
+    task = folder / name
+    for path, text in {
+        "instruction.md": "Write 42 into answer.txt.",
+        "task.toml": f'schema_version = "1.4"\n[task]\nname = "local/{name}"\n',
+        "environment/Dockerfile": "FROM scratch\n",
+        "tests/test.sh": TESTS,
+    }.items():
+        (task / path).parent.mkdir(parents=True, exist_ok=True)
+        (task / path).write_text(text)
+
+
+def script(request):
+    """The policy: writes the file, then says twice that it is done, as Terminus-2 asks for a confirmation."""
+    return [THOUGHT, DONE if any(message["role"] == "assistant" for message in request.body["messages"]) else WRITE]
+
+
+async def harbor(folder, url, *more):
+    """Run `harbor run` on the tasks in a folder; returns its output."""
+    integration = "tokencache.integrations.harbor"
+    command = [
+        *(
+            str(Path(sys.executable).with_name("harbor")),
+            "run",
+            "-p",
+            str(folder / "tasks"),
+            "-o",
+            str(folder / "jobs"),
+            "--job-name",
+            "job",
+        ),
+        *("-m", "openai/sim", "-e", "tests.integrations.harbor_local:LocalEnvironment", "-k", "2", "-n", "2", "-q", "-y"),
+        *("-a", f"{integration}:TokencacheAgent", "--ak", "agent=terminus-2", "--ak", f"url={url}"),
+        *("--ak", 'sampling={"temperature": 0.5}', "--ak", "record_terminal_session=false", "--ak", "max_turns=6"),
+        *("--plugin", f"{integration}:TokencachePlugin", "--pk", f"url={url}", *more),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    running = await asyncio.create_subprocess_exec(
+        *command, cwd=folder, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    out, _ = await running.communicate()
+    assert running.returncode == 0, out.decode()
+    return out.decode()
+
+
+async def test_a_job(tmp_path):
+    """Two attempts of a task: each trial is a session with the verifier's reward, and its folder has the ids that the engine used."""
+    write_task(tmp_path / "tasks", "answer")
+    engine = SimulatedEngine(seed=7)
+    engine.replies.script = script
+    async with proxied(engine) as rig, AsyncClient(rig.url) as client:
+        printed = await harbor(tmp_path, rig.url)
+        sessions = await client.sessions()
+        trials = [path for path in (tmp_path / "jobs" / "job").iterdir() if path.is_dir()]
+        assert len(trials) == len(sessions) == 2, printed
+        for trial in trials:
+            result = TrialResult.model_validate_json((trial / "result.json").read_text())
+            assert result.exception_info is None, printed
+            trajectory = await client.session(str(result.id)).trajectory()
+            assert (trajectory.reward, trajectory.reward_components) == (1.0, {"reward": 1.0, "style": 0.5})
+            assert (trajectory.state, trajectory.complete, trajectory.group) == ("finished", True, "local/answer")
+            assert trajectory.metadata["harbor"]["trial"] == result.trial_name
+            (sequence,) = trajectory.sequences
+            assert {turn.sampling["temperature"] for turn in sequence.turns} == {0.5}
+
+            document = AtifTrajectory.model_validate_json((trial / "tokencache" / "trajectory-1.json").read_text())
+            turns = [step.metrics for step in document.steps if step.metrics and step.metrics.logprobs]
+            ids = [turn.prompt_token_ids + turn.completion_token_ids for turn in turns]
+            assert ids == [sequence.token_ids[: turn.completion[1]] for turn in sequence.turns]
+            assert len(ids) >= 2
+            (detail,) = result.agent_result.rollout_details
+            assert detail["completion_token_ids"] == [turn.completion_token_ids for turn in turns]
+            assert detail["prompt_token_ids"] == [turn.prompt_token_ids for turn in turns]
+            assert detail["logprobs"] == [turn.logprobs for turn in turns]
+            assert result.agent_result.metadata["tokencache"] == {"session": str(result.id), "complete": True}
+            assert result.agent_result.n_output_tokens  # Terminus-2's own figures are still there
+            assert json.loads((trial / "tokencache" / "session.json").read_text())["reward"] == 1.0
+        assert set(map(tuple, ids)) <= set(truth(rig.engine))
+
+
+def ended(folder, **result):
+    """The event of a trial that has ended."""
+    config = SimpleNamespace(trials_dir=folder)
+    outcome = SimpleNamespace(**{"verifier_result": None, "exception_info": None, **result})
+    return SimpleNamespace(trial_id="t1", trial_name="trial", task_name="local/answer", config=config, result=outcome)
+
+
+async def test_a_proxy_that_cannot_be_reached_is_an_error_and_the_trial_goes_on(tmp_path, caplog):
+    plugin = TokencachePlugin(url="http://127.0.0.1:9")
+    await plugin.on_trial_ended(ended(tmp_path))
+    await plugin.on_job_end(None)
+    assert "1 trials could not be finished at the proxy: trial" in caplog.text
+
+
+async def test_a_trial_without_a_session_is_ignored(tmp_path, caplog):
+    async with proxied() as rig:
+        plugin = TokencachePlugin(url=rig.url)
+        await plugin.on_trial_ended(ended(tmp_path))
+        await plugin.on_job_end(None)
+    assert not caplog.records
+    assert not list(tmp_path.iterdir())
+
+
+async def test_the_reward_of_a_trial(tmp_path, caplog):
+    """The verifier's `reward`, or its only one. Several others are components, and a warning says so. A failed trial has none."""
+    given = {"a": {"reward": 0.5, "style": 1}, "b": {"correct": 1}, "c": {"x": 1, "y": 2}, "d": None}
+    found = {}
+    async with proxied() as rig, AsyncClient(rig.url) as client:
+        for name, rewards in given.items():
+            await client.create("t1", exist_ok=True)
+            failure = SimpleNamespace(exception_type="AgentTimeoutError") if rewards is None else None
+            verified = None if rewards is None else SimpleNamespace(rewards=rewards)
+            await TokencachePlugin(url=rig.url).on_trial_ended(ended(tmp_path, verifier_result=verified, exception_info=failure))
+            state = await client.session("t1").state()
+            found[name] = (state.reward, state.reward_components, state.metadata["harbor"]["exception"])
+            await client.session("t1").delete()
+    assert found == {
+        "a": (0.5, {"reward": 0.5, "style": 1.0}, None),
+        "b": (1.0, {"correct": 1.0}, None),
+        "c": (None, {"x": 1.0, "y": 2.0}, None),
+        "d": (None, {}, "AgentTimeoutError"),
+    }
+    assert caplog.text.count("Choose one: --plugin-kwarg reward=NAME") == 1
+
+
+def test_rollout_details_have_the_trained_turns_of_the_main_conversation_first():
+    def step(turn, logprobs):
+        ids = {"prompt_token_ids": [1], "completion_token_ids": [2], **({"logprobs": logprobs} if logprobs else {})}
+        return {"metrics": ids, "extra": {"turn": turn}}
+
+    title, main, untrained = (
+        {"steps": [{"message": "hi"}, *steps]} for steps in ([step("a", [-1.0])], [step("b", [-1.0]), step("c", [-2.0])], [step("d", None)])
+    )
+    details = rollout_details([title, main, untrained])
+    assert [detail["extra"]["turn"] for detail in details] == [["b", "c"], ["a"]]
+    assert all(set(detail) <= set(RolloutDetail.__annotations__) for detail in details)

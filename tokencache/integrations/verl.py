@@ -1,0 +1,107 @@
+"""An agent loop for verl that runs any harness through tokencache.
+
+verl creates it by name, from the file that `actor_rollout_ref.rollout.agent.agent_loop_config_path` names:
+
+    - name: my_harness
+      _target_: tokencache.integrations.verl.TokencacheAgentLoop
+      url: http://127.0.0.1:8100
+      play: my_package.rollouts:play
+
+`docs/integrations/verl.md` has the complete setup. Source: verl 0.9.1, `verl/experimental/agent_loop/agent_loop.py` (`AgentLoopBase`,
+`AgentLoopOutput`, `AgentLoopWorker`) and `verl/trainer/ppo/v1/agent_loop_tq.py`.
+"""
+
+import os
+from typing import Any
+
+from tokencache.client import AsyncClient
+from tokencache.integrations.rollouts import FinishedRollout, Play, Rollouts, load_play
+from tokencache.integrations.rows import RowPolicy, check_policy
+from tokencache.trajectories.lengths import LengthOptions
+
+try:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"tokencache.integrations.verl runs inside verl (0.9.1): {error}. pip install verl", name=error.name
+    ) from error
+
+_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""The sampling parameters that verl gives to an agent loop. It also gives `logprobs`: the proxy always requests them."""
+
+
+class TokencacheAgentLoop(AgentLoopBase):
+    """Runs the harness of one sample in a session of its own.
+
+    Each argument but those of `AgentLoopBase` is a member of the entry in the agent loop file.
+
+    Args:
+        url: the URL of the proxy.
+        play: runs the harness (`tokencache.integrations.rollouts`), as `package.module:function`. Its `sample` has the columns of the
+            data set: `raw_prompt`, `index`, …
+        rows: which rows of a rollout are trained (`tokencache.integrations.rows`). `all` needs verl's default trainer
+            (`trainer.use_v1: true`): the older one accepts one output for each sample.
+        overlong: what happens to a row that is longer than `rollout.prompt_length` or `rollout.response_length`: `cut` after the last
+            whole turn that fits, or `drop`. verl cannot batch a longer one.
+        harness: name of the harness adapter; `""` for none.
+        timeout: seconds to wait for calls that are still in flight when `play` returns.
+        delete: delete each session once its rollout was fetched.
+        admin_key: the proxy's admin key; by default the value of TOKENCACHE_ADMIN_KEY.
+
+    Raises:
+        ValueError: an option is invalid.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        url: str,
+        play: Play | str,
+        rows: RowPolicy = "main",
+        overlong: str = "cut",
+        harness: str = "",
+        timeout: float = 60.0,
+        delete: bool = False,
+        admin_key: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        check_policy(rows, several=True)
+        if overlong not in {"cut", "drop"}:
+            raise ValueError(f"overlong: {overlong!r} is neither 'cut' nor 'drop'")
+        self._url, self._admin_key = url, admin_key or os.environ.get("TOKENCACHE_ADMIN_KEY")
+        self._lengths = LengthOptions(
+            max_prompt_length=self.rollout_config.prompt_length,
+            max_response_length=self.rollout_config.response_length,
+            overlong=overlong,
+        )
+        several = rows == "all"
+        self._rollouts = Rollouts(
+            play=load_play(play), rows=rows, several=several, form="verl", harness=harness, timeout=timeout, delete=delete
+        )
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run the harness for one sample. Returns one output, or with `rows: all` a list.
+
+        Raises:
+            RowsError: the rows of the rollout do not fit the policy.
+        """
+        sampling = {name: sampling_params[name] for name in _SAMPLING if sampling_params.get(name) is not None}
+        async with AsyncClient(self._url, self._admin_key) as client:
+            rollout = await self._rollouts.run(client, kwargs, sampling=sampling, group=str(kwargs.get("uid", "")), lengths=self._lengths)
+        outputs = _outputs(rollout)
+        return outputs if self._rollouts.several else outputs[0]
+
+
+def _outputs(rollout: FinishedRollout) -> list[AgentLoopOutput]:
+    """Return the kept rows as outputs.
+
+    `reward_extra_info` holds the components of the reward. verl requires it beside a reward, and the same names in a whole batch.
+    """
+    outputs = []
+    for row in rollout.export["outputs"]:
+        labels = row["extra_fields"]["tokencache"]
+        if labels["id"] in rollout.kept:
+            extra = {"tokencache": {**labels, "dropped": rollout.dropped}, "reward_extra_info": rollout.trajectory.reward_components}
+            outputs.append(AgentLoopOutput(**{**row, "extra_fields": extra}))
+    return outputs
