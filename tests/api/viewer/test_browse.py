@@ -10,12 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.api.viewer.scenes import ANSWERS, EPISODES, crowd, group, lively, long
+from tests.api.viewer.scenes import ANSWERS, EPISODES, GROUP, crowd, group, lively, long
 from tests.proxy.kit import EPISODES as TALKS
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
+from tokencache.api.viewer.groups import GroupComparison
+from tokencache.api.viewer.sessions import SessionList
+from tokencache.api.viewer.tokens import TokenTexts
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.reasons import Reason
-from tokencache.core.session import LabelChanges
+from tokencache.core.session import LabelChanges, Reward
 from tokencache.core.turn import Tokens
 from tokencache.store.base import Entry
 from tokencache.store.memory import MemoryStore
@@ -248,6 +251,24 @@ async def test_a_group_is_compared(rig):
         (["math-17-a", "math-17-d"], "7"),
         (["math-17-b"], "8"),
     ]
+
+
+async def test_a_compared_group_is_up_to_date(rig):
+    """A session that gets a reward or a turn is compared with it, although sessions that were read are cached."""
+    await group(rig)
+    comparison = GroupComparison(rig.store, TokenTexts(rig.proxy.pool))
+
+    async def compared():
+        summaries = await SessionList(rig.proxy.ledger).group(GROUP)
+        return {one["session"]: one for one in (await comparison.compare(summaries))["members"]}
+
+    before = await compared()
+    await rig.store.add_reward("math-17-d", Reward(0.25))
+    await rig.say("math-17-none", [user("EPISODE:sum What is 3 + 4?")])
+    after = await compared()
+    assert (before["math-17-d"]["reward"], after["math-17-d"]["reward"]) == (None, 0.25)
+    assert after.keys() - before.keys() == {"math-17-none"}
+    assert after["math-17-a"] == before["math-17-a"]
 
 
 async def test_a_group_without_an_engine_is_compared_by_ids(rig):

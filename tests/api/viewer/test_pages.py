@@ -404,9 +404,13 @@ async def test_a_cut_message_is_fetched_whole(look):
         page = await look(f"#/session/s/sequence/{one['id']}", url=rig.url)
         message = page.locator(".message.r-user")
         await expect(message).not_to_contain_text("END")
+        folded = (await message.bounding_box())["height"]
+        await message.get_by_role("button", name="show all", exact=True).click()
+        await expect(message.get_by_role("button", name="show all", exact=True)).to_be_hidden()
+        assert (await message.bounding_box())["height"] > folded
         await message.get_by_role("button", name="show all 5,015 characters").click()
         await expect(message).to_contain_text("END")
-        await expect(message.get_by_role("button", name="show all")).to_have_count(0)
+        await expect(message.locator(".more")).to_have_count(0)
         await page.goto("about:blank")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from cachetools import LRUCache
 
 from tokencache.api.viewer.sessions import SessionSummary, is_scored
 from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, TokenTexts, lay_out
@@ -20,6 +21,7 @@ from tokencache.store.base import Store
 
 MAX_MEMBERS = 64
 """Sessions that are compared: the ones used last."""
+_CACHED_BYTES = 64 * 2**20
 _BEFORE, _AFTER = 8, 16
 """Tokens that are shown before and after a parting."""
 
@@ -92,6 +94,7 @@ class GroupComparison:
         self._store = store
         self._texts = texts
         self._lock = asyncio.Lock()
+        self._known: LRUCache[tuple[str, float, int], _Member] = LRUCache(_CACHED_BYTES, lambda member: member.layout.size())
 
     async def compare(self, summaries: Sequence[SessionSummary]) -> dict[str, Any]:
         """Compare the sessions of a group.
@@ -115,6 +118,17 @@ class GroupComparison:
             }
 
     async def _member(self, summary: SessionSummary) -> _Member | None:
+        """Read a session; `None` if it cannot be compared. It is read again only when it has more turns, because a page asks regularly."""
+        key = (summary.session, summary.created, summary.turns)
+        known = self._known.get(key)
+        if known is not None:
+            return known._replace(summary=summary)
+        member = await self._read(summary) if summary.turns else None
+        if member is not None and member.layout.size() <= _CACHED_BYTES:
+            self._known[key] = member
+        return member
+
+    async def _read(self, summary: SessionSummary) -> _Member | None:
         name = summary.session
         turns = await self._store.turns(name)
         lines = lineages(turns)

@@ -37,7 +37,7 @@ export class Actions {
       const body = await download(at(this.name, "trajectories"), { format: this.format.value }, this.signal);
       const link = h("a", { href: URL.createObjectURL(body), download: `${this.name}.${this.format.value}.json` });
       link.click();
-      URL.revokeObjectURL(link.href);
+      setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // some browsers read it later
       say("exported");
     } catch (why) {
       if (why.name !== "AbortError") this.failure.textContent = why.message;

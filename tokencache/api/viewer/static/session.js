@@ -98,10 +98,11 @@ export class SessionPage {
     const { group, tags, metadata } = this.outline;
     const known = Object.entries(metadata);
     if (!group && !tags.length && !known.length) return null;
-    return h("div", { class: "bar" },
+    const open = this.head.querySelector(".metadata")?.open; // as it was before a refresh
+    return h("div", { class: "bar labels" },
       group ? h("span", {}, "group ", h("a", { href: `#/group/${encodeURIComponent(group)}` }, readable(group))) : null,
       tags.map((tag) => h("a", { class: "badge", href: `#/?${new URLSearchParams({ filter: term("tag", tag) })}`, title: "sessions with this tag" }, readable(tag))),
-      known.length ? h("details", { class: "metadata" }, h("summary", {}, "metadata"), h("pre", {}, readable(JSON.stringify(metadata, null, 1)))) : null);
+      known.length ? h("details", { class: "metadata", open }, h("summary", {}, "metadata"), h("pre", {}, readable(JSON.stringify(metadata, null, 1)))) : null);
   }
 
   /** A link to the transcript of the longest sequence. */

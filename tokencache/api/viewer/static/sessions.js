@@ -173,7 +173,7 @@ export class SessionsPage {
       cell("group", one.group && h("a", { href: `#/group/${encodeURIComponent(one.group)}` }, readable(one.group)), one.tags.slice(0, TAGS).map((tag) => narrow("tag", tag)),
         one.tags.length > TAGS ? h("small", { title: one.tags.map(readable).join("\n") }, ` +${one.tags.length - TAGS}`) : null),
       cell("reward", reward(one.reward)),
-      cell("harness", narrow("harness", one.harness)),
+      h("td", { class: "short", data: { label: "harness" } }, narrow("harness", one.harness)),
       cell("model", narrow("model", one.model)),
       cell("turns", count(one.turns)),
       cell("tokens", count(one.tokens)),

@@ -11,6 +11,8 @@ import { KINDS } from "./words.js";
 const SIZE = 25; // messages in a block
 const HEIGHT = { lines: 34, short: 132, whole: 210 }; // expected height of a message, in pixels
 const PREVIEW = 160;
+const LINES = 8; // of a text in a short message (also in tokens.css)
+const LONG = 500; // characters that may need more lines
 export const FOLDS = { lines: "one line each", short: "short", whole: "whole" };
 
 export class Transcript {
@@ -103,7 +105,9 @@ export class Transcript {
         h("span", { class: "preview" }, preview),
         end > start ? h("a", { class: "place", href: `${page.base}/sequence/${encodeURIComponent(page.target.id)}?token=${start}`, title: "show its tokens",
           onclick: (event) => (event.preventDefault(), this.jump(start)) }, `${count(start)}–${count(end - 1)}`) : null),
-      this.text(message));
+      this.text(message),
+      message.parts.some(({ text }) => text.length > LONG || text.split("\n").length > LINES)
+        ? h("button", { type: "button", class: "unfold", onclick: () => this.toggle(message, node) }, "show all") : null);
     return node;
   }
 
