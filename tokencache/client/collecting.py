@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterable
 from typing import Any, Unpack, cast
@@ -10,7 +11,7 @@ import msgspec
 
 from tokencache.client import session_operations
 from tokencache.client.access import Access, access_to
-from tokencache.client.errors import NotFoundError, WaitTimeoutError
+from tokencache.client.errors import DeliveryExpiredError, NotFoundError, WaitTimeoutError
 from tokencache.client.operations import ProxyAddress, sessions
 from tokencache.client.protocol import BASE, Item, ItemSteps, Request, Steps, call
 from tokencache.client.session_operations import is_over, written
@@ -197,27 +198,32 @@ class FollowOptions(LengthOptions, total=False):
     rewarded: bool
     lease: float
     timeout: float | None
-    group: str
-    tag: str
-    harness: str
+    group: str | None
+    tag: str | None
+    harness: str | None
 
 
 def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions]) -> ItemSteps[DeliveryData]:
     """Take finished sessions from the queue. `Client.follow` documents the arguments."""
     asked: dict[str, Any] = {"consumer": consumer}
-    asked |= {name: options[name] for name in ("group_size", "rewarded", "lease", "group", "tag", "harness") if name in options}
+    for name in ("group_size", "rewarded", "lease", "group", "tag", "harness"):
+        if (value := options.get(name)) is not None:
+            asked[name] = value
     form, timeout = options.get("format", "native"), options.get("timeout")
     lengths = cast("LengthOptions", {name: options[name] for name in LengthOptions.__annotations__ if name in options})  # type: ignore[literal-required]
     held: set[str] = set()
     last = time.monotonic()
-    while timeout is None or time.monotonic() - last <= timeout:
-        patience = LONGEST_POLL if timeout is None else min(LONGEST_POLL, max(0.0, last + timeout - time.monotonic()))
+    while True:
+        left = math.inf if timeout is None else last + timeout - time.monotonic()
+        patience = min(LONGEST_POLL, max(0.0, left))
         body = written({**asked, "wait": patience, "holding": sorted(held)})
         taken = yield from call(Request("POST", f"{BASE}/queue/take", body=body, wait=patience), _Taken)
         for delivery in taken.deliveries:
             held.add(delivery.id)
             yield Item((yield from _fetched(proxy, delivery, form, lengths, held)))
             last = time.monotonic()
+        if not taken.deliveries and left <= patience:
+            return
 
 
 def _fetched(proxy: ProxyAddress, delivery: DeliveryState, form: str, lengths: LengthOptions, held: set[str]) -> Steps[DeliveryData]:
@@ -238,7 +244,11 @@ def acknowledge(delivery: DeliveryData, *, delete: bool = True) -> Steps[None]:
     Raises:
         DeliveryExpiredError: its lease ended, and another consumer took its sessions.
     """
-    yield from call(Request("POST", f"{BASE}/queue/acknowledge", body=written({"deliveries": [delivery.id], "delete": delete})), dict)
+    try:
+        yield from call(Request("POST", f"{BASE}/queue/acknowledge", body=written({"deliveries": [delivery.id], "delete": delete})), dict)
+    except DeliveryExpiredError:
+        delivery._held.discard(delivery.id)  # noqa: SLF001 - this module's own
+        raise
     delivery._held.discard(delivery.id)  # noqa: SLF001 - this module's own
 
 

@@ -45,12 +45,12 @@ class SessionOptions(TypedDict, total=False):
 class Filters(TypedDict, total=False):
     """The filters of `Client.sessions` and `AsyncClient.sessions`."""
 
-    state: str
-    group: str
-    tag: str
-    harness: str
-    since: float
-    until: float
+    state: str | None
+    group: str | None
+    tag: str | None
+    harness: str | None
+    since: float | None
+    until: float | None
 
 
 class SessionPage(msgspec.Struct):
