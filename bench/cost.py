@@ -31,7 +31,10 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of call: `size` bytes of body in `messages` messages; `chunks` of a stream, 0 if not streamed; `calls` to make."""
+    """One kind of call: `size` bytes of body in `messages` messages; `chunks` of a stream, 0 if not streamed; `calls` to make.
+
+    `own_system`, `answered`: as in `Talk`.
+    """
 
     name: str
     size: int
@@ -42,12 +45,15 @@ class Case:
     chunks: int = 0
     pace_ms: int = 1
     per_session: int = 8
+    own_system: bool = False
+    answered: bool = False
 
     def talk(self, seed: str) -> Talk:
         grown = (self.tokens * 4 + self.tail + 100) * (self.per_session + 1) // 2
         more: dict[str, int | bool] = {"mock_tokens": self.tokens}
         if self.chunks:
             more |= {"stream": True, "mock_chunks": self.chunks, "mock_pace_ms": self.pace_ms}
+        more |= {"own_system": self.own_system, "answered": self.answered}
         return Talk(seed, size=max(300, self.size - grown), messages=self.messages, **more)
 
 

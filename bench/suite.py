@@ -25,6 +25,8 @@ PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memor
 CASES = [
     Case("1 KB", 1_000, 4, 200, tokens=16, tail=64, per_session=2),
     Case("141 KB", 141_000, 200, 240),
+    Case("141 KB, own system prompt", 141_000, 200, 80, own_system=True),
+    Case("141 KB, client's own answers", 141_000, 200, 80, answered=True),
     Case("1 MB", 1_000_000, 400, 64),
     Case("141 KB, 500 chunks", 141_000, 200, 24, tokens=500, chunks=500, per_session=4),
     Case("1 MB, 500 chunks", 1_000_000, 400, 12, tokens=500, chunks=500, per_session=4),
@@ -92,6 +94,8 @@ QUICK = Extent(
     cases=[
         Case("1 KB", 1_000, 4, 33, tokens=16, tail=64, per_session=2),
         Case("141 KB", 141_000, 200, 40),
+        Case("141 KB, own system prompt", 141_000, 200, 40, own_system=True),
+        Case("141 KB, client's own answers", 141_000, 200, 40, answered=True),
         Case("141 KB, 100 chunks", 141_000, 200, 8, tokens=100, chunks=100),
     ],
     growth_sessions=1,

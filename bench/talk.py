@@ -1,7 +1,8 @@
 """Makes conversations of a given size, and the next turn of each.
 
 Text is made of short words with line breaks and quotes between them, so that JSON has something to escape; no two messages are equal.
-A history of an even number of `messages`: a system prompt, then user and assistant in turn, a user's last.
+A history begins with an even number of `messages`: a system prompt, which all conversations of a size share, then the user's. So every
+assistant message is the model's, as in a real rollout.
 """
 
 import random
@@ -31,14 +32,20 @@ def text(rng: random.Random, size: int) -> str:
 
 
 class Talk:
-    """A conversation that grows. `body` is the request as a harness would send it now."""
+    """A conversation that grows. `body` is the request as a harness would send it now.
 
-    def __init__(self, seed: str, *, size: int, messages: int, **members: int | bool) -> None:
+    With `own_system`, its system prompt is its own. With `answered`, every second message after it is an assistant's that the client wrote.
+    """
+
+    def __init__(
+        self, seed: str, *, size: int, messages: int, own_system: bool = False, answered: bool = False, **members: int | bool
+    ) -> None:
         self._rng = random.Random(seed)
         self.members: dict[str, Any] = {"model": "mock", **members}
         each = max(8, (size - 90 - 45 * messages) * 100 // 104 // messages)
-        roles = ["system", *["user", "assistant"] * (messages // 2 - 1), "user"]
-        self.entries = [self._entry(role, text(self._rng, each)) for role in roles]
+        system = text(self._rng if own_system else random.Random(each), each)
+        roles = ["user", "assistant" if answered else "user"] * (messages // 2 - 1) + ["user"]
+        self.entries = [self._entry("system", system), *(self._entry(role, text(self._rng, each)) for role in roles)]
 
     @staticmethod
     def _entry(role: str, content: str) -> msgspec.Raw:
