@@ -203,6 +203,18 @@ class TestWaiting:
         assert [incident.kind for incident in one.sessions[0].incidents] == ["sealed-early"]
         await store.settle("s", begun.epoch, "call")
 
+    async def test_a_call_of_a_replica_that_is_gone_does_not_hold_its_session_back(self, store, monkeypatch):
+        """A proxy that was killed closes nothing."""
+        monkeypatch.setattr("tokencache.proxy.dedup.lost_calls.HEARTBEAT_SECONDS", 0.05)
+        await store.heartbeat("living", 60.0)
+        for session, replica in (("a", "dead"), ("b", "living")):
+            await store.begin(session, f"call of {session}", [], replica=replica)
+            await finish_defined(store, session)
+        queue = queue_of(store)
+        (one,) = await queue.take(Take("c", wait=5))
+        assert (names_of([one]), [incident.kind for incident in one.sessions[0].incidents]) == ([["a"]], ["replica-lost"])
+        assert await queue.take(Take("c", wait=0.2, holding=[one.id])) == []
+
 
 async def finish_defined(made, name):
     await made.offer(name, (await made.session(name)).epoch, 1.0)

@@ -58,7 +58,9 @@ async def test_a_key_names_the_harness_and_its_models(rig):
     assert {turn["model"] for turn in await rig.turns("r1")} == {"sim"}
 
 
-@pytest.mark.parametrize("body", [{}, {"session": 1}, {"session": "a", "models": []}, {"session": "a", "models": {"x": 1}}, [], "x"])
+@pytest.mark.parametrize(
+    "body", [{"session": ""}, {"session": 1}, {"session": "a", "models": []}, {"session": "a", "models": {"x": 1}}, [], "x"]
+)
 async def test_a_key_without_a_session_is_a_400(rig, body):
     status, said = await post(rig, KEYS, body)
     assert (status, said["error"]["type"]) == (400, "invalid_request_error")

@@ -135,7 +135,7 @@ class LifecycleRoutes:
             HarnessError: a setting or a label is invalid, or too many sessions are ready.
             SessionExistsError, SettingsConflictError: it exists.
         """
-        name = check_name(asked.session or f"rollout-{secrets.token_hex(8)}")
+        name = check_name(f"rollout-{secrets.token_hex(8)}" if asked.session is None else asked.session)
         self._profiles.leniency(asked.harness)
         try:
             check_policy(asked.sampling)

@@ -20,6 +20,7 @@ from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.backoff import delays
 from tokencache.core.session import SessionStage
 from tokencache.errors import HarnessError
+from tokencache.proxy.dedup.lost_calls import LostCalls
 from tokencache.proxy.ledger import Ledger
 from tokencache.store.base import QueueEntry, RemoveOutcome, SealOutcome, SessionInfo
 from tokencache.wakeup import wait_for
@@ -62,6 +63,7 @@ class SessionQueue:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._store = ledger, ledger.store
+        self._lost = LostCalls(ledger.store)
 
     async def take(self, asked: Take) -> list[TakenDelivery]:
         """Take ready sessions, or wait until there are some. Returns no delivery if the time is up.
@@ -123,7 +125,7 @@ class SessionQueue:
 
         async def look() -> list[SessionInfo]:
             names = [entry.session for entry in await self._store.queue() if entry.session in states]  # offered before it is finished
-            return [info for info in await self._store.states(names) if info is not None and is_ready(info)]
+            return [info for info in await self._store.states(names) if info is not None and await self._is_ready(info)]
 
         return (await self._until(asked.wait, look))[:_MOST_FINISHED], []
 
@@ -169,7 +171,7 @@ class SessionQueue:
         waiting: dict[str, list[_Candidate]] = {}  # of each group, fewer than a delivery needs
         for first in range(0, len(free), _CHUNK):
             for candidate in await self._candidates(free[first : first + _CHUNK]):
-                if not is_ready(candidate.info) or not _wanted(asked, candidate.info):
+                if not _wanted(asked, candidate.info) or not await self._is_ready(candidate.info):
                     continue
                 group = candidate.info.labels.group
                 one = waiting.setdefault(group, [])
@@ -204,6 +206,12 @@ class SessionQueue:
             else:
                 await self._store.withdraw(entry.session, entry.epoch)
         return found
+
+    async def _is_ready(self, info: SessionInfo) -> bool:
+        """Whether a consumer may take a session. If it only waits for calls, those of replicas that are gone are closed."""
+        if info.state is SessionStage.FINISHED and info.open_calls:
+            await self._lost.close(info)  # it is ready when it is looked at again
+        return is_ready(info)
 
     async def _delete(self, delivery: str) -> int:
         """Delete the sessions of a delivery. Returns how many there were."""

@@ -29,7 +29,7 @@ class NewSession(msgspec.Struct, frozen=True):
         exist_ok: whether it may exist already, with the same settings or if none are given here.
     """
 
-    session: str = ""
+    session: str | None = None
     harness: str = ""
     models: dict[str, str] = {}
     sampling: dict[str, Any] = {}

@@ -32,6 +32,7 @@ from tokencache.core.turn import Turn
 from tokencache.errors import TokencacheError
 from tokencache.proxy.call import CallAttempt, CallRequest, Opening, Services
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
+from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LIVE_SECONDS
 from tokencache.proxy.dedup.replay import claim, is_due, refused_second_sample, send_again, whole_reply_of
 from tokencache.proxy.engine_retry import MAX_RESAMPLES, pause_before_resample
 from tokencache.proxy.ledger import SampledCounter
@@ -40,8 +41,6 @@ from tokencache.store.base import Join, OpenCall, SessionGoneError, SettingsChan
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS, LIVE_SECONDS = 3.0, 10.0
-"""Seconds between two heartbeats of a replica, and for which a heartbeat is valid."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two checks of a call that another replica serves."""
 _NOT_RECORDED = ("prompt_logprobs", "echo", "return_weight_versions", "return_prompt_text")
