@@ -34,7 +34,12 @@ fi
 if ! installed "$agents" "$agent_packages"; then
     "$python" -m venv "$agents-uv"
     "$agents-uv/bin/python" -m pip --disable-pip-version-check install -q uv
-    "$agents-uv/bin/uv" venv -q --clear --python ">=3.12,<3.14" "$agents"
+    # uv downloads a Python if none of these is new enough
+    newer=3.12
+    for candidate in "$python" python3.13 python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23].*/bin/python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then newer=$candidate && break; fi
+    done
+    "$agents-uv/bin/uv" venv -q --clear --python "$newer" "$agents"
     # An index may not have the newest certifi yet, of which Harbor requires the latest release.
     # shellcheck disable=SC2086
     "$agents-uv/bin/uv" pip install -q --python "$agents/bin/python" --override <(echo certifi) \
