@@ -13,9 +13,18 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from tokencache import __version__, logs
+from tokencache.commands.convert import convert_file
 from tokencache.commands.drift import report_drift
 from tokencache.commands.export import export_sessions
 from tokencache.commands.harness import list_harnesses, print_environment, run_harness
+from tokencache.commands.lifecycle import (
+    create_session,
+    delete_sessions,
+    finish_sessions,
+    label_session,
+    seal_sessions,
+    set_reward,
+)
 from tokencache.commands.sessions import list_sessions
 from tokencache.commands.show import show_session
 from tokencache.commands.verify import verify_exports
@@ -148,9 +157,16 @@ app.command(cls=ServeCommand)(serve)
 app.command("run")(run_harness)
 app.command("env")(print_environment)
 app.command("harnesses")(list_harnesses)
+app.command("create")(create_session)
+app.command("finish")(finish_sessions)
+app.command("reward")(set_reward)
+app.command("label")(label_session)
+app.command("seal")(seal_sessions)
+app.command("delete")(delete_sessions)
 app.command("sessions")(list_sessions)
 app.command("show")(show_session)
 app.command("export")(export_sessions)
+app.command("convert")(convert_file)
 app.command("verify")(verify_exports)
 app.command("drift")(report_drift)
 

@@ -49,7 +49,8 @@ async def record(rig, session, calls=3):
 async def test_sessions_are_listed_filtered_and_counted(shell):
     for name in ("run7-a", "run7-b", "other"):
         await record(shell.rig, name, 1)
-    await shell.rig.http.post(f"{shell.rig.url}/tokencache/v1/sessions/other/seal")
+    await shell("finish", "other")
+    await shell("seal", "other")
     result = (await shell("sessions")).stdout
     rows = [line.split() for line in result.splitlines()]
     assert rows[0] == ["session", "turns", "open", "incidents", "complete", "sealed", "age"]
@@ -119,6 +120,50 @@ async def test_export_and_verify(shell, tmp_path, ending):
     assert "an export cannot show it" in checked
 
 
+@pytest.mark.parametrize("wanted", FORMATS)
+async def test_convert_writes_what_the_proxy_would_have_written(shell, tmp_path, wanted):
+    await record(shell.rig, "a")
+    await shell("export", "a", "--text", "--to", str(tmp_path / "a.jsonl"))
+    await shell("export", "a", "--format", wanted, *(["--text"] if wanted == "native" else []), "--to", str(tmp_path / "b.jsonl"))
+    result = await shell("convert", str(tmp_path / "a.jsonl"), "--format", wanted, "--to", str(tmp_path / "c.jsonl"), far=False)
+    assert f"1 rollout: 2 rows of format {wanted}" in result.stderr or "1 rollout: 1 row" in result.stderr
+    assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+async def test_convert_to_parquet_and_back(shell, tmp_path):
+    await record(shell.rig, "a")
+    await shell("export", "a", "--text", "--to", str(tmp_path / "a.jsonl"))
+    await shell("convert", str(tmp_path / "a.jsonl"), "--to", str(tmp_path / "a.parquet"), far=False)
+    await shell("convert", str(tmp_path / "a.parquet"), "--to", str(tmp_path / "b.jsonl"), far=False)
+    before, after = (msgspec.json.decode((tmp_path / name).read_bytes()) for name in ("a.jsonl", "b.jsonl"))
+    assert before == after
+    assert "all checks passed" in (await shell("verify", str(tmp_path / "a.parquet"), far=False)).stdout
+
+
+async def test_convert_says_what_is_missing(shell, tmp_path):
+    await record(shell.rig, "a")
+    plain, target = str(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    await shell("export", "a", "--to", plain)
+    refused = await shell("convert", plain, "--format", "slime", "--to", str(target), far=False, code=1)
+    assert "number 1: format slime holds messages, and this export has none" in refused.stderr
+    assert not list(tmp_path.glob("b.jsonl*")), "no half a file is left"
+    await shell("convert", plain, "--format", "verl", "--to", str(target), far=False)
+    assert "exists already" in (await shell("convert", plain, "--format", "verl", "--to", str(target), far=False, code=1)).stderr
+    again = await shell("convert", str(target), "--format", "trl", "--to", str(tmp_path / "c.jsonl"), far=False, code=1)
+    assert "not a native rollout" in again.stderr
+
+
+@pytest.mark.parametrize("wanted", FORMATS)
+async def test_verify_reads_every_format(shell, tmp_path, wanted):
+    await record(shell.rig, "a")
+    path = tmp_path / "a.jsonl"
+    await shell("export", "a", "--format", wanted, "--to", str(path))
+    assert "all checks passed" in (await shell("verify", str(path), far=False)).stdout
+    path.write_bytes(path.read_bytes().replace(b'"sim"', b'"sin"', 1))
+    result = await shell("verify", str(path), far=False, code=1)
+    assert "number 1 was changed" in result.stdout
+
+
 def _swap_first_two(logprobs):
     """Swap the first two log probabilities that differ."""
     sampled = [i for i, value in enumerate(logprobs) if value != 0.0]
@@ -141,7 +186,7 @@ async def test_swapped_log_probabilities_in_a_file_are_found(shell, tmp_path, en
         _swap_first_two(rows[0]["logprobs"])
         pq.write_table(table.from_pylist(rows, schema=table.schema), path)
     checked = (await shell("verify", str(path), far=False, code=1)).stdout
-    assert "1 check FAILED:" in checked
+    assert "2 checks FAILED:" in checked, "the hash of the turn and the digest of everything"
     assert "the log probabilities of tokens" in checked
 
 
@@ -179,6 +224,7 @@ async def test_longer_sequences_are_reported(shell, tmp_path, policy, words):
 async def test_sessions_are_deleted_after_the_file_is_complete(shell, tmp_path):
     for name in ("run-a", "run-b", "other"):
         await record(shell.rig, name, 1)
+    await shell("finish", "run-a", "run-b")
     path = tmp_path / "a.jsonl"
     result = await shell("export", "--pattern", "run-*", "--to", str(path), "--delete")
     assert "2 deleted from the proxy: run-a, run-b" in result.stderr
@@ -186,12 +232,22 @@ async def test_sessions_are_deleted_after_the_file_is_complete(shell, tmp_path):
     assert "1 session\n" in (await shell("sessions")).stdout
 
 
+async def test_a_session_that_is_not_finished_is_neither_sealed_nor_deleted_unless_forced(shell, tmp_path):
+    await record(shell.rig, "a", 1)
+    result = await shell("export", "a", "--to", str(tmp_path / "a.jsonl"), "--delete")
+    assert "1 not sealed and not deleted: not finished, or a call is in flight" in result.stderr
+    assert (await shell.rig.info("a"))["state"] == "open"
+    result = await shell("export", "a", "--to", str(tmp_path / "b.jsonl"), "--delete", "--force")
+    assert "1 INCOMPLETE" in result.stderr, "what was cut is marked"
+    assert "1 deleted from the proxy: a" in result.stderr
+
+
 async def test_incomplete_sessions_are_reported(shell, tmp_path):
     await record(shell.rig, "a", 1)
     await shell.rig.store.begin("a", "a call that never ends", [])
     result = await shell("export", "a", "--to", str(tmp_path / "a.jsonl"), "--delete")
     assert "1 INCOMPLETE: a reply of the model is missing" in result.stderr
-    assert "1 not deleted, because a call is still open: a" in result.stderr
+    assert "1 not sealed and not deleted: not finished, or a call is in flight (finish it, or use --force): a" in result.stderr
     assert "1 session, 1 incomplete" in (await shell("sessions")).stdout
     assert "incomplete: a (call-open)" in (await shell("verify", str(tmp_path / "a.jsonl"), far=False)).stdout
     result = await shell("export", "a", "--to", str(tmp_path / "b.jsonl"), "--complete-only")
@@ -227,7 +283,9 @@ async def test_verify_of_a_session_and_of_unreadable_files(shell, tmp_path):
     twice.write_bytes(twice.read_bytes() * 2)
     assert "session a: occurs twice: number 1 and number 2" in (await shell("verify", str(twice), far=False, code=1)).stdout
     (tmp_path / "other.jsonl").write_text('{"session": "x", "rows": []}\n')
-    assert "number 1 is not a native rollout" in (await shell("verify", str(tmp_path / "other.jsonl"), far=False, code=1)).stdout
+    assert (
+        "number 1 is no row of a format of tokencache" in (await shell("verify", str(tmp_path / "other.jsonl"), far=False, code=1)).stdout
+    )
     (tmp_path / "nasty.jsonl").write_text('{"session": "\\u001b]0;owned\\u0007"}\n')
     assert "\x1b" not in (await shell("verify", str(tmp_path / "nasty.jsonl"), far=False, code=1)).stdout
     (tmp_path / "empty.jsonl").write_text("")
@@ -268,6 +326,7 @@ async def test_an_interrupted_export_reports_what_was_written(shell, tmp_path):
     """Ctrl-C while the response for the second session hangs. The fifth session is fetched once the first is written."""
     for name in "abcde":
         await record(shell.rig, name, 1)
+    await shell("finish", *"abcde")
     held = asyncio.Event()
     turns = shell.rig.store.turns
 

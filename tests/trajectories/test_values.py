@@ -17,7 +17,7 @@ async def written():
     async with proxied() as rig:
         message = await rig.say("s", [user("EPISODE:demo")], tools=TOOLS)
         await rig.say("s", [user("EPISODE:demo"), message, *results(message)], tools=TOOLS)
-        exported = await rig.exported()
+        exported = await rig.get("/tokencache/v1/sessions/s/trajectories?text=true")
         (sequence,) = exported["sequences"]
         return {"trajectory": exported, "sequence": sequence, "turn": sequence["turns"][1], "state": await rig.info()}
 

@@ -162,7 +162,16 @@ OPERATIONS = (
         {"anyOf": [Trajectory, _ANY_OBJECT]},
         description="The schema is that of the native format; other formats are JSON objects, too. `drift` is `sequences` by default in "
         "the native format, and `off` in others. `figures.overlong` reports what the limits of length did.",
-        query=(Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}), _DRIFT, *_LENGTHS),
+        query=(
+            Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}),
+            Parameter(
+                "text",
+                "Whether the native format holds the requests of the turns, so that `tokencache convert` can write any format.",
+                {"type": "boolean", "default": False},
+            ),
+            _DRIFT,
+            *_LENGTHS,
+        ),
         errors=_NO_SESSION,
     ),
     Operation(

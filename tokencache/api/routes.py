@@ -4,6 +4,7 @@
 """
 
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -11,7 +12,7 @@ from aiohttp import web
 from tokencache.api.auth import AdminAuth, Handler
 from tokencache.api.drift import DriftMeter
 from tokencache.api.export_worker import ExportWorker
-from tokencache.api.http import choice, json_response, not_found, read_body
+from tokencache.api.http import choice, flag, json_response, not_found, read_body
 from tokencache.api.lifecycle import LifecycleRoutes
 from tokencache.api.listing import listed
 from tokencache.api.openapi import BASE, DRIFT_MODES, document, register
@@ -131,11 +132,16 @@ class _TrainerApi:
         wanted = format_named(request.query.get("format", "native"))
         mode = choice(request, "drift", DRIFT_MODES, "sequences" if wanted.name == "native" else "off")
         lengths = lengths_of(request.query)
+        text = flag(request, "text")
+        if text and wanted.name != "native":
+            raise HarnessError(
+                f"format {wanted.name} has the text that its trainer reads: text=true is for the native format", param="text"
+            )
         info = await self._reader.info(request)
-        records = await self._reader.records(info, contexts=wanted.reads_contexts or mode != "off")
+        records = await self._reader.records(info, contexts=text or wanted.reads_contexts or mode != "off")
         if mode != "off":
             records = await self._meter.measure(records, mode)
-        body = await self._worker.run(records.token_count, export, records, wanted, lengths)
+        body = await self._worker.run(records.token_count, partial(export, text=text), records, wanted, lengths)
         return web.Response(body=body, content_type="application/json")
 
     async def drift(self, request: web.Request) -> web.StreamResponse:

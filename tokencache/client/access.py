@@ -63,7 +63,9 @@ def check_directory(adapter: Adapter, config_dir: Path | None) -> None:
         AdapterError: no directory is given, and the harness reads the URL of the proxy only from a file.
     """
     if config_dir is None and adapter.files and not any("{url}" in text for text in adapter.variables.values()):
-        raise AdapterError(f"{adapter.title} reads the URL of the proxy from a configuration file: name a directory for it (config_dir=…)")
+        raise AdapterError(
+            f"{adapter.title} reads the URL of the proxy from a configuration file: name a directory for it (config_dir=…, --config-dir)"
+        )
 
 
 def launch_of(adapter: Adapter, url: str, access: Access, model: str, context: int, config_dir: Path | None) -> Launch:  # noqa: PLR0917

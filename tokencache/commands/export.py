@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tokencache.client import AsyncClient, Client, ClientError, NotFoundError, SessionState
+from tokencache.client import AsyncClient, Client, ClientError, NotFoundError, SessionState, UnfinishedError
 from tokencache.commands import files
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
 from tokencache.commands.sink import FileError, Sink
@@ -35,7 +35,7 @@ _NAMES_SHOWN = 5
 
 
 class FetchedRollout(msgspec.Struct, frozen=True):
-    """A fetched rollout. `idle`: whether no call was open before the fetch. `tokens`: number of tokens of all its sequences.
+    """A fetched rollout. `final`: whether it was sealed without open calls before the fetch. `tokens`: number of tokens of its sequences.
 
     `overlong`: what the limits of length did; `None` without limits.
     """
@@ -43,7 +43,7 @@ class FetchedRollout(msgspec.Struct, frozen=True):
     session: str
     rollout: bytes
     complete: bool
-    idle: bool
+    final: bool
     tokens: int
     overlong: OverlongFigures | None
 
@@ -58,7 +58,8 @@ class Export(msgspec.Struct, kw_only=True):
         exported, incomplete: sessions that were written; those of them that are incomplete.
         skipped: incomplete sessions that were left out (`complete_only`).
         gone: sessions that were deleted before they could be fetched.
-        deleted, kept: sessions that were deleted after the export; those that were not, because a call was still open.
+        seal, delete, force: whether sessions are sealed first, and deleted afterwards; whether unfinished ones are sealed, too.
+        deleted, kept: sessions that were deleted after the export; those that may still change, and so were neither sealed nor deleted.
         whole: whether the file is complete and has its name.
         partial: the file with the data of an unfinished export.
         lengths: limits for the length of sequences. `dropped`, `cut`, `masked`: number of sequences that were longer, by what happened.
@@ -71,6 +72,7 @@ class Export(msgspec.Struct, kw_only=True):
     exact: bool = False
     seal: bool = False
     delete: bool = False
+    force: bool = False
     complete_only: bool = False
     exported: list[str] = []
     incomplete: list[str] = []
@@ -94,12 +96,12 @@ class Export(msgspec.Struct, kw_only=True):
             FileError: the file cannot hold a rollout.
             OSError: the file cannot be written.
         """
-        finished: list[str] = []
+        final: list[str] = []
         try:
             async with aclosing(self._fetch_all(client)) as fetched:
                 async for name, rollout in fetched:
                     if rollout is not None and self._write(rollout, sink):
-                        (finished if rollout.idle else self.kept).append(name)
+                        (final if rollout.final else self.kept).append(name)
                     elif rollout is None:
                         self.gone.append(name)
                     step()
@@ -108,7 +110,7 @@ class Export(msgspec.Struct, kw_only=True):
         except BaseException:  # also KeyboardInterrupt and cancellation
             self.partial = sink.leave()
             raise
-        for name in finished if self.delete else ():
+        for name in final if self.delete else ():
             with suppress(NotFoundError):  # someone else deleted it
                 await client.session(name).delete()
             self.deleted.append(name)
@@ -156,14 +158,15 @@ class Export(msgspec.Struct, kw_only=True):
     async def _fetch(self, client: AsyncClient, name: str) -> FetchedRollout:
         session = client.session(name)
         if self.seal or self.delete:
-            await session.seal()
+            with suppress(UnfinishedError):  # it is exported as it is, and reported
+                await session.seal(force=self.force)
         state = await session.state()
         rollout = await session.fetch_json(self.format, drift=self.drift, **self.lengths)
         summary = msgspec.json.decode(rollout, type=_Summary)
         complete = state.complete if summary.complete is None else summary.complete
         figures = summary.figures or summary.info.tokencache.figures
         tokens = figures.trainable_tokens + figures.masked_tokens
-        return FetchedRollout(name, rollout, complete, not state.open_calls, tokens, figures.overlong)
+        return FetchedRollout(name, rollout, complete, state.sealed and not state.open_calls, tokens, figures.overlong)
 
 
 class _Figures(msgspec.Struct, frozen=True):
@@ -206,12 +209,18 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
     everything: Annotated[bool, typer.Option("--all", help="Export all sessions.")] = False,
     pattern: PatternOption = "",
     format_name: Annotated[str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.")] = "native",
+    text: Annotated[
+        bool, typer.Option("--text", help="Native format: also write the messages, so that `tokencache convert` can write any format.")
+    ] = False,
     drift: Annotated[
         str, typer.Option("--drift", metavar="MODE", help="Measure drift first: off, sequences (the last turn of each) or turns (all).")
     ] = "off",
-    seal: Annotated[bool, typer.Option("--seal", help="Seal each session before it is fetched: it accepts no more calls.")] = False,
+    seal: Annotated[bool, typer.Option("--seal", help="Seal each finished session before it is fetched.")] = False,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Seal each session, and delete it from the proxy once the file is on the disk.")
+        bool, typer.Option("--delete", help="Seal each finished session, and delete it from the proxy once the file is on the disk.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --seal or --delete: also sessions that are not finished. They become incomplete.")
     ] = False,
     complete_only: Annotated[bool, typer.Option("--complete-only", help="Leave out incomplete sessions.")] = False,
     max_length: MaxLength = None,
@@ -247,6 +256,8 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         lengths = LengthOptions(
             max_length=max_length, max_prompt_length=max_prompt_length, max_response_length=max_response_length, overlong=overlong
         )
+        if text:
+            lengths["text"] = True
         lengths_of(parameters_of(lengths))  # refuses a wrong combination before anything is fetched
         with Client(proxy, admin_key) as client:
             names = list(dict.fromkeys(sessions)) if sessions else _matching(client.sessions(), pattern or "*")
@@ -260,6 +271,7 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
             exact=bool(sessions),
             seal=seal,
             delete=delete,
+            force=force,
             complete_only=complete_only,
         )
         sink = files.create(to, wanted, overwrite=overwrite)
@@ -311,7 +323,11 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
         (export.incomplete, "INCOMPLETE: a reply of the model is missing (see `tokencache show`)", "bold red"),
         (export.skipped, "incomplete and left out", "yellow"),
         (export.gone, "deleted by someone else before they could be fetched", "yellow"),
-        (export.kept if export.delete else (), "not deleted, because a call is still open", "yellow"),
+        (
+            export.kept if export.seal or export.delete else (),
+            f"not sealed{' and not deleted' if export.delete else ''}: not finished, or a call is in flight (finish it, or use --force)",
+            "yellow",
+        ),
         (export.deleted, "deleted from the proxy", ""),
     ):
         if names:

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from tokencache.adapters import files, models, process
 from tokencache.adapters.launch import Launch, prepare
 from tokencache.adapters.load import AdapterError, load, load_all
 from tokencache.adapters.schema import Adapter
-from tokencache.commands.console import PROXY_URL, JsonOption, ProxyOption, print_json
+from tokencache.client import Client, ClientError, RefusedError
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, print_json
+from tokencache.commands.rewards import RewardFileError, RewardFileOption, read_reward
 from tokencache.errors import HarnessError
 from tokencache.session_url import session_key
 
@@ -58,6 +61,9 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
     model: _Model = None,
     config_dir: _ConfigDir = None,
     adapters: _Adapters = None,
+    finish: Annotated[bool, typer.Option("--finish", help="finish the session when the harness has ended")] = False,
+    reward_file: RewardFileOption = None,
+    admin_key: AdminKeyOption = None,
 ) -> None:
     """Start a harness that uses the proxy, as one rollout.
 
@@ -71,7 +77,16 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
 
     To continue a conversation in a second run (--continue, --resume), give
     both runs the same --session and --config-dir.
+
+    With --finish the session is finished when the harness has ended, whatever
+    its exit code. --reward-file names the file to which the harness, or its
+    test, writes the reward. If finishing fails or the file holds no reward,
+    the exit code is 1, unless the harness has one of its own.
+
+    tokencache run hermes --finish --reward-file reward.json -- -q "fix it"
     """
+    if reward_file is not None and not finish:
+        raise typer.BadParameter("--reward-file needs --finish")
     try:
         adapter = load(harness, _own(adapters))
         session = session or _new_session(adapter)
@@ -82,6 +97,8 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
                 code = _run(adapter, args or [], session, proxy, key, model, Path(temporary))
     except (AdapterError, HarnessError) as error:
         raise _failed(error) from None
+    if finish and not _finish(session, proxy, admin_key, reward_file):
+        code = code or 1
     raise typer.Exit(code)
 
 
@@ -148,6 +165,28 @@ def _run(  # noqa: PLR0917 - one parameter per option
     launch = _prepare(adapter, session, proxy, key, model, config_dir)
     files.write(config_dir, launch.files)
     return process.run([*launch.argv, *args], launch.environment(os.environ))
+
+
+def _finish(session: str, proxy: str, admin_key: str | None, reward_file: Path | None) -> bool:
+    """Finish a session, with the reward in a file if one is named. Returns false, and prints why, if one of the two failed."""
+    reward, done = None, True
+    try:
+        reward = read_reward(reward_file) if reward_file is not None else None
+    except RewardFileError as error:
+        failed(error)
+        done = False
+    try:
+        with Client(proxy, admin_key) as client:
+            try:
+                client.session(session).finish(**(msgspec.structs.asdict(reward) if reward is not None else {}))
+            except RefusedError as error:
+                failed(error)
+                client.session(session).finish()
+                done = False
+    except ClientError as error:
+        failed(error)
+        return False
+    return done
 
 
 def _temporary_directory(adapter: Adapter) -> tempfile.TemporaryDirectory[str]:

@@ -11,25 +11,32 @@ import typer
 from rich.console import Console
 
 from tokencache.batching.forest_check import verify_forest
-from tokencache.client import Client, ClientError, Trajectory
+from tokencache.client import Client, ClientError
 from tokencache.commands import files
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed, output, plural, printable
 from tokencache.commands.sink import FileError
-from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, holes, verify
+from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, holes
+from tokencache.trajectories.verify_rows import verify_row
 
 _SHOWN = 5
+_OF_ROW = frozenset({"readable", "digest"})
+"""Checks of a line as a whole. Their failures name its number."""
 
 
 class Checked(msgspec.Struct, kw_only=True):
     """The result for one file or session.
 
     Attributes:
+        rows: lines of the file. `rollouts`: those that are native rollouts.
+        without_digest: lines that an older version wrote. A change of their text would not be found.
         incomplete: rollouts with missing data, and the kinds of incidents that report it.
         breaks: the failed checks.
     """
 
     target: str
+    rows: int = 0
     rollouts: int = 0
+    without_digest: int = 0
     turns: int = 0
     trainable_tokens: int = 0
     incomplete: dict[str, list[str]] = {}
@@ -85,24 +92,27 @@ def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
     checked = Checked(target=target)
     first_place: dict[str, int] = {}
     for place, value in rollouts:
-        try:
-            rollout = msgspec.convert(value, Trajectory)
-        except msgspec.ValidationError as error:
-            name = str(value.get("session", "")) if isinstance(value, dict) else ""
-            words = f"number {place} is not a native rollout: {error}"
-            checked.breaks.append(CheckFailure(session=name, check="readable", words=words))
+        row = verify_row(value)
+        checked.rows += 1
+        checked.turns += row.turns
+        checked.trainable_tokens += row.trainable_tokens
+        checked.without_digest += not row.has_digest
+        checked.breaks += [
+            msgspec.structs.replace(one, words=f"number {place} {one.words}") if one.check in _OF_ROW else one for one in row.failures
+        ]
+        rollout = row.trajectory
+        if rollout is None:
             continue
         checked.rollouts += 1
-        checked.turns += sum(len(sequence.turns) for sequence in rollout.sequences)
-        checked.trainable_tokens += sum(sum(sequence.loss_mask) for sequence in rollout.sequences)
+        if not row.failures:
+            checked.breaks += verify_forest(rollout)
         first = first_place.setdefault(rollout.session, place)
         if first != place:
             words = f"occurs twice: number {first} and number {place}"
             checked.breaks.append(CheckFailure(session=rollout.session, check="once", words=words))
-        checked.breaks += verify(rollout) or verify_forest(rollout)
         if not rollout.complete:
             checked.incomplete[rollout.session] = list(holes(rollout))
-    if not checked.rollouts and not checked.breaks:
+    if not checked.rows:
         checked.breaks.append(CheckFailure(session="", check="readable", words="contains no rollout"))
     return checked
 
@@ -114,7 +124,8 @@ def _print_report(console: Console, checked: Sequence[Checked], *, most: int | N
         console.print(printable(words, keep="\n"), style=style, highlight=False, markup=False, soft_wrap=True)
 
     for one in checked:
-        counts = f"{plural(one.rollouts, 'rollout')}, {plural(one.turns, 'turn')}, {one.trainable_tokens:,} trainable tokens"
+        what = plural(one.rollouts, "rollout") if one.rollouts == one.rows else plural(one.rows, "row")
+        counts = f"{what}, {plural(one.turns, 'turn')}, {one.trainable_tokens:,} trainable tokens"
         if one.breaks:
             print_line(f"{one.target}: {counts}: {plural(len(one.breaks), 'check')} FAILED:", "bold red")
         else:

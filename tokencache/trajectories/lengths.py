@@ -34,12 +34,16 @@ MOST = 2**31
 
 
 class LengthOptions(TypedDict, total=False):
-    """Limits for the length of sequences, as options. A limit that is `None` does not apply. With a limit, `overlong` is required."""
+    """How a trajectory is written: limits for the length of its sequences, and whether the native format holds the requests (`text`).
+
+    A limit that is `None` does not apply. With a limit, `overlong` is required.
+    """
 
     max_length: int | None
     max_prompt_length: int | None
     max_response_length: int | None
     overlong: str | None
+    text: bool
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -75,7 +79,7 @@ def lengths_of(given: Mapping[str, str]) -> Lengths | None:
 
 def parameters_of(options: LengthOptions) -> dict[str, str]:
     """Return the query parameters for options."""
-    return {name: str(value) for name, value in options.items() if value is not None}
+    return {name: str(value).lower() for name, value in options.items() if value is not None}
 
 
 def _limit(name: str, value: str) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "SessionState",
     "ToolCall",
     "Trajectory",
+    "TurnRequest",
     "TurnSpan",
 ]
 
@@ -43,6 +44,24 @@ class Served(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] = []
+
+
+class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The request of a turn, in the form of chat completions. Only exports with text hold it.
+
+    Attributes:
+        base: the turn with whose request it shares its first `shared` messages, its tools and its template arguments; `None` if it shares
+            none.
+        messages: the other messages, as JSON. `None` in place of one that is not valid JSON.
+        tools: the tools that were offered. `members`, `kwargs`: the template arguments.
+    """
+
+    base: str | None = None
+    shared: int = 0
+    messages: list[Any] = []
+    tools: Any = None
+    members: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
 
 
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +81,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
         created: start of the call as Unix time in seconds. `seconds`: its duration.
         drift: how a plain rendering of its messages differs; `None` if that was not measured.
         reward: the reward that the trainer gave to this turn; `None` if it gave none.
+        request: what it answers; `None` if the export holds no text, or if the messages are not kept (media).
     """
 
     turn: str
@@ -99,6 +119,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     drift: Drift | None = None
     served: Served = Served()
     reward: float | None = None
+    request: TurnRequest | None = None
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,6 +254,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         group: the name that the rollouts of one prompt share (GRPO); `""` if there is none.
         metadata, tags: what the trainer stored with the session.
         links: answers that returned as text in other calls.
+        digest: hash over all of this (`trajectories.digest`); `""` in older exports.
     """
 
     session: str
@@ -249,6 +271,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
     tags: list[str] = []
     links: list[Link] = []
+    digest: str = ""
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):

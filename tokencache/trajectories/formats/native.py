@@ -11,11 +11,12 @@
 `trajectories.values` reads this format.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from tokencache.core.context import Context, added_messages
 from tokencache.core.drift import Drift
 from tokencache.core.incidents import Incident
 from tokencache.core.lineage import SequenceTurn, TokenSequence
@@ -26,7 +27,7 @@ from tokencache.trajectories.rollout import Rollout
 
 
 def native(rollout: Rollout) -> dict[str, Any]:
-    """Write a rollout in the native format."""
+    """Write a rollout in the native format, without the text of its requests."""
     return {
         "session": rollout.session,
         "complete": rollout.complete,
@@ -43,6 +44,42 @@ def native(rollout: Rollout) -> dict[str, Any]:
         ],
         "links": [msgspec.to_builtins(link) for link in links(rollout.sequences, rollout.contexts)],
     }
+
+
+def native_with_text(rollout: Rollout) -> dict[str, Any]:
+    """Write a rollout in the native format, each turn with its request (`values.TurnRequest`). No message is written twice."""
+    written = native(rollout)
+    turns = {span.turn.id: span.turn for sequence in rollout.sequences for span in sequence.turns}
+    for sequence in written["sequences"]:
+        for turn in sequence["turns"]:
+            turn["request"] = _request_object(turns[turn["turn"]], turns, rollout.contexts)
+    return written
+
+
+def _request_object(turn: Turn, turns: Mapping[str, Turn], contexts: Mapping[str, Context]) -> dict[str, Any] | None:
+    """Write the request of a turn; `None` if it is not kept. The base of a request may be missing: a limit of length left it out."""
+    context = contexts.get(turn.id)
+    if context is None:
+        return None
+    if turn.context_base in turns and turn.context_base in contexts:
+        base, shared, own = turn.context_base, turn.context_shared, Context(list(added_messages(context, turn)))
+    else:
+        base, shared, own = None, 0, context
+    named = {"tools": own.tools, "members": own.members, "kwargs": own.kwargs}
+    return {"base": base, "shared": shared, "messages": _readable(own.messages), **named}
+
+
+def _readable(messages: Sequence[msgspec.Raw]) -> list[msgspec.Raw | None]:
+    """Replace messages that are not valid JSON by `None`."""
+    return [raw if _is_json(raw) else None for raw in messages]
+
+
+def _is_json(raw: msgspec.Raw) -> bool:
+    try:
+        msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def reward_object(reward: Reward) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.errors import HarnessError
+from tokencache.trajectories.digest import add_digest
 from tokencache.trajectories.formats.atif import atif
-from tokencache.trajectories.formats.native import native
+from tokencache.trajectories.formats.native import native, native_with_text
 from tokencache.trajectories.formats.nemo_gym import nemo_gym
 from tokencache.trajectories.formats.skyrl import skyrl
 from tokencache.trajectories.formats.slime import slime
@@ -69,7 +70,19 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
-def export(records: Records, wanted: Format, lengths: Lengths | None = None) -> bytes:
-    """Write the recorded turns of a session in a format, as JSON text. `lengths` limits the length of its sequences."""
+def export(records: Records, wanted: Format, lengths: Lengths | None = None, *, text: bool = False) -> bytes:
+    """Write the recorded turns of a session in a format, as JSON text. `lengths` limits the length of its sequences.
+
+    With `text`, the native format holds the requests too, and `records` must have contexts.
+    """
     whole = rollout(records)
-    return _ENCODER.encode(wanted.write(limit(whole, lengths) if lengths else whole))
+    return write(limit(whole, lengths) if lengths else whole, wanted, text=text)
+
+
+def write(whole: Rollout, wanted: Format, *, text: bool = False) -> bytes:
+    """Write a rollout in a format, as JSON text, with a digest of each row (`digest`)."""
+    made = native_with_text(whole) if text and wanted.write is native else wanted.write(whole)
+    written = msgspec.json.decode(_ENCODER.encode(made))
+    for row in [written] if wanted.write is native or not wanted.rows else written[wanted.rows]:
+        add_digest(row)
+    return _ENCODER.encode(written)

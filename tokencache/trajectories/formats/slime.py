@@ -57,7 +57,10 @@ def _sample(rollout: Rollout, row: Row) -> dict[str, Any]:
 
 def _prompt(rollout: Rollout, sequence: TokenSequence) -> list[Any] | str:
     context = rollout.contexts.get(sequence.turns[0].turn.id)
-    return [msgspec.json.decode(message) for message in context.messages] if context else ""
+    try:
+        return [msgspec.json.decode(message) for message in context.messages] if context else ""
+    except (ValueError, RecursionError):  # a message that is not valid Unicode, or nested too deeply
+        return ""
 
 
 def _weight_versions(sequence: TokenSequence) -> list[str]:

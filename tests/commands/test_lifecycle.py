@@ -1,0 +1,124 @@
+"""The commands that make and change sessions, against a proxy with the simulated engine."""
+
+import json
+
+import pytest
+
+from tests.commands.test_commands import Shell, record
+from tests.proxy.kit import proxied
+from tokencache.commands.rewards import RewardFileError, RewardValues, read_reward
+
+
+@pytest.fixture
+async def shell():
+    async with proxied() as rig:
+        yield Shell(rig)
+
+
+async def state(shell, name):
+    return await shell.rig.get(f"/tokencache/v1/sessions/{name}")
+
+
+async def test_create_prints_what_a_harness_needs(shell):
+    made = json.loads(
+        (await shell("create", "r1", "--group", "task", "--tag", "a", "--tag", "b", "--metadata", '{"seed": 1}', "--json")).stdout
+    )
+    assert (made["session"], made["base_url"]) == ("r1", f"{shell.rig.url}/s/r1/v1")
+    assert made["key"].startswith("tck-")
+    found = await state(shell, "r1")
+    assert (found["group"], found["tags"], found["metadata"], found["state"]) == ("task", ["a", "b"], {"seed": 1}, "open")
+    printed = (await shell("create", "--harness", "claude-code")).stdout
+    assert "session   claude-code-" in printed
+    assert "key       tck-" in printed
+
+
+async def test_create_for_a_harness_with_files(shell, tmp_path):
+    assert "--config-dir" in (await shell("create", "r1", "--harness", "codex", code=1)).stderr
+    await shell("create", "r1", "--harness", "codex", "--config-dir", str(tmp_path / "r1"))
+    assert "/s/r1/h/codex/v1" in (tmp_path / "r1" / "config.toml").read_text()
+
+
+async def test_a_session_is_not_created_twice(shell):
+    await shell("create", "r1", "--sampling", '{"temperature": 0.5}')
+    assert "r1" in (await shell("create", "r1", code=1)).stderr
+    await shell("create", "r1", "--exist-ok")
+    assert "sampling" in (await shell("create", "r1", "--exist-ok", "--sampling", '{"temperature": 1}', code=1)).stderr
+
+
+@pytest.mark.parametrize("option", ["--metadata", "--sampling"])
+async def test_an_option_that_is_no_object(shell, option):
+    assert f"{option}: expected a JSON object" in (await shell("create", "r1", option, "[1]", code=2)).stderr
+
+
+async def test_the_life_of_a_session(shell):
+    await record(shell.rig, "a")
+    assert "finish" in (await shell("seal", "a", code=1)).stderr, "the error says what to do"
+    assert (await shell("finish", "a", "--reward", "0.5")).stdout == "a finished\n"
+    assert (await shell("finish", "a")).stdout == "a finished\n", "again, which changes nothing"
+    assert (await shell("seal", "a")).stdout == "a sealed\n"
+    assert (await shell("reward", "a", "0.75")).stdout == "a rewarded\n"
+    await shell("label", "a", "--group", "g", "--tag", "t", "--metadata", '{"n": 1}')
+    found = await state(shell, "a")
+    assert (found["state"], found["reward"], found["group"], found["tags"], found["metadata"]) == ("sealed", 0.75, "g", ["t"], {"n": 1})
+    await shell("label", "a", "--group", "", "--tag", "")
+    found = await state(shell, "a")
+    assert (found["group"], found["tags"], found["metadata"]) == ("", [], {"n": 1})
+
+
+async def test_force_seals_a_session_that_runs_and_says_so(shell):
+    await record(shell.rig, "a")
+    await shell("seal", "a", "--force")
+    found = await state(shell, "a")
+    assert (found["state"], found["complete"]) == ("sealed", False)
+
+
+async def test_several_sessions_one_of_which_does_not_exist(shell):
+    for name in ("a", "b"):
+        await record(shell.rig, name, 1)
+    result = await shell("finish", "a", "nope", "b", "--json", code=1)
+    assert json.loads(result.stdout)[0] == {"session": "a", "done": "finished"}
+    assert "there is no session 'nope'" in json.loads(result.stdout)[1]["error"]
+    assert json.loads(result.stdout)[2] == {"session": "b", "done": "finished"}
+    assert "there is no session 'nope'" in result.stderr
+
+
+async def test_nothing_is_deleted_without_a_yes(shell):
+    await record(shell.rig, "a", 1)
+    assert "add --yes" in (await shell("delete", "a", code=1)).stderr
+    assert (await state(shell, "a"))["turns"] == 2
+    assert (await shell("delete", "a", "--yes")).stdout == "a deleted\n"
+    assert "there is no session 'a'" in (await shell("show", "a", code=1)).stderr
+
+
+async def test_a_reward_of_a_turn_from_a_file(shell, tmp_path):
+    await record(shell.rig, "a")
+    turn = (await shell.rig.exported("a"))["sequences"][0]["turns"][0]["turn"]
+    path = tmp_path / "reward.json"
+    path.write_text(json.dumps({"reward": 1, "components": {"tests": 0.5}, "turns": {turn: 0.25}}))
+    await shell("reward", "a", "--reward-file", str(path))
+    found = await shell.rig.exported("a")
+    assert (found["reward"], found["reward_components"], found["sequences"][0]["turns"][0]["reward"]) == (1, {"tests": 0.5}, 0.25)
+    path.write_text('{"turns": {"nope": 1}}')
+    assert "nope" in (await shell("reward", "a", "--reward-file", str(path), code=1)).stderr
+    assert "NUMBER or --reward-file" in (await shell("reward", "a", code=2)).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("0.5", RewardValues(0.5)), ("1\n", RewardValues(1.0)), ('{"components": {"a": 1}}', RewardValues(components={"a": 1.0}))],
+)
+def test_reward_files(tmp_path, text, reward):
+    (tmp_path / "r").write_text(text)
+    assert read_reward(tmp_path / "r") == reward
+
+
+@pytest.mark.parametrize("text", ["", "NaN", "1e999", '"1"', '{"rewards": 1}', "[1]", '{"reward": true}'])
+def test_files_that_hold_no_reward(tmp_path, text):
+    (tmp_path / "r").write_text(text)
+    with pytest.raises(RewardFileError, match="expected a number"):
+        read_reward(tmp_path / "r")
+
+
+def test_a_reward_file_that_is_missing(tmp_path):
+    with pytest.raises(RewardFileError, match="No such file"):
+        read_reward(tmp_path / "r")

@@ -1,0 +1,59 @@
+"""`tokencache convert`: writes a file of native rollouts in another format, without a proxy."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from tokencache.commands import files
+from tokencache.commands.console import failed, plural
+from tokencache.commands.sink import FileError
+from tokencache.errors import HarnessError
+from tokencache.trajectories.formats.reading import has_text, read_native
+from tokencache.trajectories.formats.registry import FORMATS, Format, format_named, write
+
+
+def convert_file(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="Native export: .jsonl, .jsonl.gz, .parquet or .json.")],
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.")] = "-",
+    format_name: Annotated[str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.")] = "native",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Convert a native export to another format, without a proxy.
+
+    The result is what `tokencache export --format` would have written. The
+    formats that hold messages need an export with text: `tokencache export
+    --text`.
+
+    tokencache convert rollouts.jsonl --format verl --to verl.jsonl
+    """
+    try:
+        wanted = format_named(format_name)
+        sink = files.create(to, wanted, overwrite=overwrite)
+    except (FileError, HarnessError, OSError) as error:
+        raise failed(error) from None
+    rollouts = 0
+    try:
+        for place, value in files.read(source):
+            sink.write(_converted(value, wanted, f"{source}, number {place}"))
+            rollouts += 1
+        sink.finish()
+    except (FileError, OSError) as error:
+        partial = sink.leave()
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+        raise failed(error) from None
+    typer.echo(f"{plural(rollouts, 'rollout')}: {plural(sink.rows, 'row')} of format {wanted.name} in {to}", err=True)
+
+
+def _converted(value: Any, wanted: Format, where: str) -> bytes:
+    try:
+        rollout = read_native(value)
+    except ValueError as error:
+        raise FileError(f"{where}: not a native rollout: {error}") from None
+    if wanted.name == "native":
+        return msgspec.json.encode(value)
+    if wanted.reads_contexts and not has_text(value):
+        raise FileError(f"{where}: format {wanted.name} holds messages, and this export has none: write it with `tokencache export --text`")
+    return write(rollout, wanted)

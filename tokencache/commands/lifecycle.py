@@ -1,0 +1,232 @@
+"""The commands that make and change sessions: `tokencache create`, `finish`, `reward`, `label`, `seal` and `delete`.
+
+A command that takes several sessions continues after an error with the next one; its exit code is 1 if one of them failed.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from tokencache.adapters.load import AdapterError
+from tokencache.client import Client, ClientError, Session
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json
+from tokencache.commands.rewards import RewardFileError, RewardFileOption, RewardValues, read_reward
+
+_Name = Annotated[str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.")]
+_Names = Annotated[list[str], typer.Argument(metavar="SESSION", help="Names of sessions; `tokencache sessions` lists them.")]
+_Group = Annotated[
+    str | None, typer.Option("--group", metavar="NAME", help="Group: the rollouts of one prompt, as in GRPO.", show_default=False)
+]
+_Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="A tag. May be repeated.", show_default=False)]
+_Metadata = Annotated[str | None, typer.Option("--metadata", metavar="JSON", help="Metadata: a JSON object.", show_default=False)]
+
+
+def create_session(  # noqa: PLR0917 - one parameter per option
+    session: Annotated[
+        str | None, typer.Argument(metavar="SESSION", help="Name of the session. Default: a new, random one.", show_default=False)
+    ] = None,
+    harness: Annotated[
+        str, typer.Option("--harness", metavar="NAME", help="Harness whose rules apply; `tokencache harnesses` lists all.")
+    ] = "",
+    config_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--config-dir", metavar="DIR", help="Where to write the configuration of the harness, if it has files.", show_default=False
+        ),
+    ] = None,
+    group: _Group = None,
+    tags: _Tags = None,
+    metadata: _Metadata = None,
+    sampling: Annotated[
+        str | None,
+        typer.Option(
+            "--sampling", metavar="JSON", help='Sampling parameters that override the harness\'s: {"temperature": 1}.', show_default=False
+        ),
+    ] = None,
+    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept a session that exists, if its settings are the same.")] = False,
+    as_json: JsonOption = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Create a session and an API key for it.
+
+    Prints the session, its base URL and its key. A harness that sends the key
+    needs no other name of the session.
+
+    tokencache create r17 --group task-4 --sampling '{"temperature": 1}'
+    """
+    pinned, noted = _json_object("--sampling", sampling) or {}, _json_object("--metadata", metadata) or {}
+    try:
+        with Client(proxy, admin_key) as client:
+            made = client.create(
+                session,
+                harness=harness,
+                config_dir=config_dir,
+                sampling=pinned,
+                group=group or "",
+                metadata=noted,
+                tags=tags or (),
+                exist_ok=exist_ok,
+            )
+    except (ClientError, AdapterError) as error:
+        raise failed(error) from None
+    access = {"session": made.id, "base_url": made.base_url, "key": made.key, "key_id": made.key_id}
+    if as_json:
+        print_json(access)
+    else:
+        typer.echo("\n".join(f"{name:<9} {value}" for name, value in access.items()))
+
+
+def finish_sessions(  # noqa: PLR0917 - one parameter per option
+    sessions: _Names,
+    reward: Annotated[float | None, typer.Option("--reward", metavar="NUMBER", help="Reward of each session.", show_default=False)] = None,
+    reward_file: RewardFileOption = None,
+    as_json: JsonOption = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Finish sessions: their rollouts are over.
+
+    A finished session accepts no new calls. Calls in flight end normally.
+    Finishing it again changes nothing.
+
+    tokencache finish r17 --reward 0.5
+    """
+    values = _reward_values(reward, reward_file)
+    act = (lambda session: session.finish()) if values is None else (lambda session: session.finish(**msgspec.structs.asdict(values)))
+    _each(sessions, act, "finished", as_json, proxy, admin_key)
+
+
+def set_reward(  # noqa: PLR0917 - one parameter per option
+    session: _Name,
+    reward: Annotated[float | None, typer.Argument(metavar="NUMBER", help="Reward of the session.", show_default=False)] = None,
+    reward_file: RewardFileOption = None,
+    as_json: JsonOption = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Set the reward of a session, in any state.
+
+    It replaces the reward as a whole. Earlier ones are kept as its history.
+
+    tokencache reward r17 0.5
+
+    tokencache reward r17 --reward-file reward.json
+    """
+    values = _reward_values(reward, reward_file)
+    if values is None:
+        raise typer.BadParameter("give a NUMBER or --reward-file")
+    _each([session], lambda one: one.set_reward(**msgspec.structs.asdict(values)), "rewarded", as_json, proxy, admin_key)
+
+
+def label_session(  # noqa: PLR0917 - one parameter per option
+    session: _Name,
+    group: _Group = None,
+    tags: _Tags = None,
+    metadata: _Metadata = None,
+    as_json: JsonOption = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Set the group, tags or metadata of a session, in any state.
+
+    What is given replaces the old value as a whole. --group '' and --tag ''
+    remove group and tags.
+
+    tokencache label r17 --group task-4 --tag train --metadata '{"seed": 1}'
+    """
+    changes: dict[str, Any] = {
+        "group": group,
+        "tags": tags and [tag for tag in tags if tag],
+        "metadata": _json_object("--metadata", metadata),
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if not changes:
+        raise typer.BadParameter("give --group, --tag or --metadata")
+    _each([session], lambda one: one.label(**changes), "labelled", as_json, proxy, admin_key)
+
+
+def seal_sessions(
+    sessions: _Names,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also seal sessions that are not finished or have calls in flight. They become incomplete.")
+    ] = False,
+    as_json: JsonOption = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Seal finished sessions: what is recorded does not change any more.
+
+    tokencache seal r17
+    """
+    _each(sessions, lambda session: session.seal(force=force), "sealed", as_json, proxy, admin_key)
+
+
+def delete_sessions(
+    sessions: _Names,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Delete sessions with all their tokens. Asks first.
+
+    Calls in flight are dropped when they end.
+
+    tokencache delete r17 r18
+    """
+    if not yes:
+        if not sys.stdin.isatty():
+            raise failed(f"this would delete {plural(len(sessions), 'session')}: add --yes if that is what you want")
+        typer.confirm(f"Delete {plural(len(sessions), 'session')}: {', '.join(sessions)}?", abort=True, err=True)
+    _each(sessions, lambda session: session.delete(), "deleted", as_json, proxy, admin_key)
+
+
+def _each(  # noqa: PLR0917 - as the commands pass them
+    names: Sequence[str], act: Callable[[Session], object], done: str, as_json: bool, proxy: str, admin_key: str | None
+) -> None:
+    """Do something with each session, and print a line or a JSON object for each."""
+    results: list[dict[str, Any]] = []
+    try:
+        with Client(proxy, admin_key) as client:
+            for name in names:
+                try:
+                    act(client.session(name))
+                    results.append({"session": name, "done": done})
+                except ClientError as error:
+                    results.append({"session": name, "error": str(error)})
+                    failed(error)
+    except ClientError as error:
+        raise failed(error) from None
+    if as_json:
+        print_json(results)
+    else:
+        for result in results:
+            if "done" in result:
+                typer.echo(f"{result['session']} {done}")
+    if any("error" in result for result in results):
+        raise typer.Exit(1)
+
+
+def _reward_values(reward: float | None, file: Path | None) -> RewardValues | None:
+    if reward is not None and file is not None:
+        raise typer.BadParameter("give a reward or --reward-file, not both")
+    if file is None:
+        return None if reward is None else RewardValues(reward)
+    try:
+        return read_reward(file)
+    except RewardFileError as error:
+        raise failed(error) from None
+
+
+def _json_object(option: str, text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: expected a JSON object: {error}") from None
