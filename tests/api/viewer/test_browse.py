@@ -85,7 +85,7 @@ async def test_a_transcript_places_each_message_at_its_tokens(rig):
         for message in window:
             start, end = message["tokens"]
             text = rig.engine.tokenizer.decode(sequence["token_ids"][start:end])
-            for part in message["parts"]:
+            for part in message["message"]["parts"]:
                 if part["kind"] != "call":
                     assert part["text"].strip() in text, message
         replies = {message["turn"]: tuple(message["tokens"]) for message in window if message["turn"]}
@@ -101,8 +101,9 @@ async def test_a_window_of_a_transcript(rig):
     path = f"{V1}/sessions/s/sequences/{turn.id}/messages"
     both = (await rig.get(path))["window"]
     (alone,) = (await rig.get(f"{path}?start=0&end=1"))["window"]
-    assert [len(both[0]["parts"][0]["text"]), both[0]["parts"][0]["length"]] == [4000, 9013]
-    assert len(alone["parts"][0]["text"]) == 9013
+    (cut,), (entire,) = both[0]["message"]["parts"], alone["message"]["parts"]
+    assert (len(cut["text"]), cut["length"], cut["cut"]) == (4000, 9013, True)
+    assert (len(entire["text"]), entire["length"], entire["cut"]) == (9013, 9013, False)
     assert (both[0]["asked"], both[1]["turn"]) == (turn.id, turn.id)
     async with rig.http.get(f"{rig.url}{path}?start=2&end=1") as answer:
         assert answer.status == 400

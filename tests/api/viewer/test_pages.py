@@ -3,14 +3,18 @@
 The fixture `look` also checks each page: no script error, no violation of its content policy, and no request to another host.
 """
 
+import json
 import re
 
+import msgspec
 import pytest
 
 from tests.api.viewer.conftest import UI
 from tests.api.viewer.scenes import EPISODES, HOSTILE, group, lively
 from tests.proxy.kit import proxied, user
+from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.session import LabelChanges, Reward
+from tokencache.store.base import Entry
 from tokencache.testing import SimulatedEngine
 
 expect = pytest.importorskip("playwright.async_api").expect
@@ -376,7 +380,7 @@ async def test_a_transcript_of_an_edited_context(rig, look):
     """Recognized replies are named with their turns; what the harness invented is not taken for the model's."""
     sequences = (await outline(rig))["sequences"]
     page = await look(f"#/session/rollout-7/sequence/{sequences[3]['id']}")
-    replies = page.locator(".message.r-assistant")
+    replies = page.locator(".message", has=page.get_by_role("button", name="assistant"))
     await expect(replies.locator("header a.turn")).to_have_text([f"turn {n}" for n in (0, 2, 3, 4, 7, 8)])
     await expect(replies.locator(".badge")).to_have_text(["anchor"] * 4)
     await page.goto(rig.url + UI + f"#/session/rollout-7/sequence/{sequences[4]['id']}")
@@ -399,10 +403,10 @@ async def test_a_long_transcript_is_folded_and_fetched_in_pieces(rig, look):
 
 async def test_a_cut_message_is_fetched_whole(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
-        await rig.say("s", [user("EPISODE:sub " + "x" * 5000 + "END")])
+        await rig.say("s", [user("EPISODE:sub " + "🙂" * 5000 + "END")])
         (one,) = (await outline(rig, "s"))["sequences"]
         page = await look(f"#/session/s/sequence/{one['id']}", url=rig.url)
-        message = page.locator(".message.r-user")
+        message = page.locator(".message").first
         await expect(message).not_to_contain_text("END")
         folded = (await message.bounding_box())["height"]
         await message.get_by_role("button", name="show all", exact=True).click()
@@ -488,6 +492,26 @@ async def test_hostile_text_is_shown_as_text(rig, look):
     assert not await number(page, "main img")
     assert not await number(page, "main script")
     assert await page.title() == "sequence 0 · tokencache"
+
+
+async def test_hostile_roles_and_names_are_shown_as_text(look):
+    """A message cannot make itself look like a reply of the model."""
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        await rig.say("s", [user("EPISODE:sub")])
+        (turn,) = await rig.store.turns("s")
+        begun = await rig.store.begin("odd", "c", ())
+        sent = [{"role": "user k-sampled open <b>", "name": "<i>\u202e", "content": "x"}, {"role": 7}, {"role": "user", "content": []}]
+        context = pack_context(Context([Raw(json.dumps(message).encode()) for message in sent]))
+        odd = msgspec.structs.replace(turn, messages=3)
+        await rig.store.commit("odd", begun.epoch, "c", [Entry(odd, (await rig.store.tokens("s", [turn.id]))[turn.id], (), context)])
+        page = await look(f"#/session/odd/sequence/{turn.id}", url=rig.url)
+        messages = page.locator(".message")
+        await expect(messages.locator(".role")).to_have_text(["user k-sampled open <b>", "unreadable", "user", "assistant"])
+        await expect(messages.first.locator("header b")).to_have_text("<i>⟨202e⟩")
+        assert [await messages.nth(n).get_attribute("class") for n in range(4)] == ["message k-prompt"] * 3 + ["message k-sampled"]
+        await expect(messages.nth(1)).to_contain_text("This message cannot be read.")
+        await expect(messages.nth(2)).to_contain_text("Nothing.")
+        await page.goto("about:blank")
 
 
 async def test_light_and_dark(rig, look):

@@ -122,31 +122,38 @@ def _read(raw: bytes) -> Message | None:
 
 
 def message_objects(places: Sequence[Place]) -> list[dict[str, Any]]:
-    """Write messages as JSON values. Several have the first `SHOWN` characters of each text, one has `MAX_SHOWN`."""
+    """Write messages as JSON values. Several have the first `SHOWN` characters of each text, one has `MAX_SHOWN`.
+
+    `message` is `None` if the message cannot be read.
+    """
     limit = MAX_SHOWN if len(places) == 1 else SHOWN
     return [
         {
             "at": place.at,
-            "role": place.message.role if place.message is not None else "unreadable",
-            "name": place.message.name if place.message is not None else None,
-            "answers": place.message.answers if place.message is not None else None,
-            "media": bool(place.message is not None and place.message.media),
             "turn": place.turn,
             "asked": place.asked,
             "tokens": place.tokens,
-            "parts": _parts(place.message, limit) if place.message is not None else [],
+            "message": _message(place.message, limit) if place.message is not None else None,
         }
         for place in places
     ]
 
 
+def _message(message: Message, limit: int) -> dict[str, Any]:
+    parts = _parts(message, limit)
+    return {"role": message.role, "name": message.name, "answers": message.answers, "media": bool(message.media), "parts": parts}
+
+
 def _parts(message: Message, limit: int) -> list[dict[str, Any]]:
-    """Write what a message says: `reasoning`, `text` and `call` parts. `length` is the number of characters of the whole text."""
+    """Write what a message says: `reasoning`, `text` and `call` parts. `length` is the number of characters of the whole text.
+
+    A part with `cut` has only the first ones.
+    """
     reply = message.role == "assistant"
     found = [("reasoning", message.thought if reply else "", "", ""), ("text", message.text if reply else message.content or "", "", "")]
     found += [("call", call.arguments, call.name, call.id) for call in message.calls]
     return [
-        {"kind": kind, "text": text[:limit], "length": len(text), "name": name, "id": id_}
+        {"kind": kind, "text": text[:limit], "length": len(text), "cut": len(text) > limit, "name": name, "id": id_}
         for kind, text, name, id_ in found
         if text or kind == "call"
     ]

@@ -36,7 +36,7 @@ export class Transcript {
     this.blocks = new Blocks(found.messages, {
       size: SIZE,
       fetch: async (start, end) => (start ? get(this.path, { start, end }, this.page.signal) : found),
-      draw: ({ window }) => window.map((message) => this.message(message)),
+      draw: ({ window }) => window.map((place) => this.message(place)),
       drawn: () => this.mark(),
       height: () => SIZE * HEIGHT[this.fold],
       scroll: (node, block) => this.scroll(node, block),
@@ -55,6 +55,7 @@ export class Transcript {
     this.open.clear();
     this.body.className = `messages fold-${fold}`;
     for (const node of this.body.querySelectorAll(".message.open")) node.classList.remove("open");
+    for (const node of this.body.querySelectorAll(".reasoning")) node.open = fold === "whole";
     this.folds.replaceChildren(...Object.entries(FOLDS).map(([name, text]) =>
       h("button", { type: "button", "aria-pressed": String(name === fold), onclick: () => this.setFold(name) }, text)));
     for (const block of this.blocks.blocks) if (block.classList.contains("away")) block.style.height = `${HEIGHT[fold] * SIZE}px`;
@@ -87,49 +88,47 @@ export class Transcript {
     else if (box.bottom > own.bottom) this.body.scrollTop += Math.min(box.bottom - own.bottom + 4, box.top - own.top - 4);
   }
 
-  message(message) {
+  /** Draw one message: {at, turn, asked, tokens, message: {role, name, media, parts} or null}. */
+  message(place) {
     const { page } = this;
-    const [start, end] = message.tokens;
+    const [start, end] = place.tokens;
+    const { role = "unreadable", name = null, media = false, parts = [] } = place.message ?? {};
     const run = page.found.runs[runAt(page.found.runs, start)];
-    const kind = message.turn ? run?.kind ?? "prompt" : "prompt";
-    const invented = message.role === "assistant" && !message.turn;
-    const preview = readable(message.parts.map((part) => (part.kind === "call" ? `${part.name}(${part.text})` : part.text)).at(-1) ?? "").slice(0, PREVIEW);
-    const node = h("article", { class: `message r-${message.role} k-${kind}${this.open.has(message.at) ? " open" : ""}`, data: { i: message.at } },
+    const kind = place.turn ? run?.kind ?? "prompt" : "prompt";
+    const preview = parts.map((part) => (part.kind === "call" ? `${part.name}(${part.text})` : part.text)).at(-1) ?? "";
+    const node = h("article", { class: `message k-${kind}${role === "tool" ? " result" : ""}${this.open.has(place.at) ? " open" : ""}`, data: { i: place.at } },
       h("header", {},
-        h("button", { type: "button", class: "role", "aria-label": `${message.role}: show or fold`, onclick: () => this.toggle(message, node) }, message.role),
-        message.name ? h("b", {}, readable(message.name)) : null,
-        message.turn ? page.turnLink(message.turn) : null,
-        message.turn && kind !== "sampled" ? badge(KINDS[kind][0], `k-${kind}`, KINDS[kind][1]) : null,
-        invented ? badge("not recognized", "plain", "the harness sent it as a reply, but it is not recognized as one of the model's") : null,
-        message.media ? badge("media", "mark", "parts that are not text are not shown") : null,
-        h("span", { class: "preview" }, preview),
+        h("button", { type: "button", class: "role", title: "show or fold", onclick: () => this.toggle(place, node) }, readable(role)),
+        name ? h("b", {}, readable(name)) : null,
+        place.turn ? page.turnLink(place.turn) : null,
+        place.turn && kind !== "sampled" ? badge(KINDS[kind][0], `k-${kind}`, KINDS[kind][1]) : null,
+        role === "assistant" && !place.turn ? badge("not recognized", "plain", "the harness sent it as a reply, but it is not recognized as one of the model's") : null,
+        media ? badge("media", "mark", "parts that are not text are not shown") : null,
+        h("span", { class: "preview" }, readable(preview.slice(0, PREVIEW))),
         end > start ? h("a", { class: "place", href: `${page.base}/sequence/${encodeURIComponent(page.target.id)}?token=${start}`, title: "show its tokens",
           onclick: (event) => (event.preventDefault(), this.jump(start)) }, `${count(start)}–${count(end - 1)}`) : null),
-      this.text(message),
-      message.parts.some(({ text }) => text.length > LONG || text.split("\n").length > LINES)
-        ? h("button", { type: "button", class: "unfold", onclick: () => this.toggle(message, node) }, "show all") : null);
+      h("div", { class: "words" },
+        place.message === null ? note("This message cannot be read.") : parts.length || media ? parts.map((part) => this.part(place, part)) : note("Nothing.")),
+      parts.some(({ text }) => text.length > LONG || text.split("\n").length > LINES)
+        ? h("button", { type: "button", class: "unfold", onclick: () => this.toggle(place, node) }, "show all") : null);
     return node;
   }
 
-  text(message) {
-    if (message.role === "unreadable") return h("div", { class: "words" }, note("This message cannot be read."));
-    if (!message.parts.length && !message.media) return h("div", { class: "words" }, note("Nothing."));
-    return h("div", { class: "words" }, message.parts.map((part) => {
-      const rest = part.length > part.text.length ? this.more(message, part) : null;
-      if (part.kind === "reasoning")
-        return h("details", { class: "reasoning", open: this.fold === "whole" || message.parts.length === 1 },
-          h("summary", {}, `reasoning · ${count(part.length)} characters`), h("div", { class: "said-text" }, readable(part.text)), rest);
-      if (part.kind === "call")
-        return h("div", { class: "call" }, h("b", {}, readable(part.name)), part.id ? copier(part.id, "the call's id") : null, this.given(part), rest);
-      return h("div", { class: "said-text" }, readable(part.text), rest);
-    }));
+  part(place, part) {
+    const rest = part.cut ? this.more(place, part) : null;
+    if (part.kind === "reasoning")
+      return h("details", { class: "reasoning", open: this.fold === "whole" || place.message.parts.length === 1 },
+        h("summary", {}, `reasoning · ${count(part.length)} characters`), h("div", { class: "said-text" }, readable(part.text)), rest);
+    if (part.kind === "call")
+      return h("div", { class: "call" }, h("b", {}, readable(part.name)), part.id ? copier(part.id, "the call's id") : null, this.given(part), rest);
+    return h("div", { class: "said-text" }, readable(part.text), rest);
   }
 
   /** The arguments of a call: one row for each, so that a command of many lines is readable. Others are shown as they were written. */
-  given({ text, length }) {
+  given({ text, cut }) {
     let value = null;
     try {
-      value = length === text.length && !/\d{16}/.test(text) ? JSON.parse(text) : null; // JavaScript rounds longer numbers
+      value = !cut && !/\d{16}/.test(text) ? JSON.parse(text) : null; // JavaScript rounds longer numbers
     } catch {
       // invalid JSON is shown as it was written
     }
@@ -141,17 +140,17 @@ export class Transcript {
     return rows.length ? h("dl", { class: "given" }, rows) : h("pre", {}, "{}");
   }
 
-  more(message, part) {
-    const button = h("button", { type: "button", class: "more", onclick: () => this.fetchWhole(message, button) }, `show all ${count(part.length)} characters`);
+  more(place, part) {
+    const button = h("button", { type: "button", class: "more", onclick: () => this.fetchWhole(place, button) }, `show all ${count(part.length)} characters`);
     return button;
   }
 
   /** Replace a cut message by the whole one. */
-  async fetchWhole(message, button) {
+  async fetchWhole(place, button) {
     button.disabled = true;
     try {
-      const { window: [whole] } = await get(this.path, { start: message.at, end: message.at + 1 }, this.page.signal);
-      this.open.add(message.at);
+      const { window: [whole] } = await get(this.path, { start: place.at, end: place.at + 1 }, this.page.signal);
+      this.open.add(place.at);
       button.closest(".message")?.replaceWith(this.message(whole));
     } catch (why) {
       if (why.name !== "AbortError") button.replaceChildren(`${why.message}: try again`);
@@ -159,9 +158,9 @@ export class Transcript {
     }
   }
 
-  toggle(message, node) {
+  toggle(place, node) {
     const open = node.classList.toggle("open");
-    if (open) this.open.add(message.at);
-    else this.open.delete(message.at);
+    if (open) this.open.add(place.at);
+    else this.open.delete(place.at);
   }
 }
