@@ -16,7 +16,7 @@ import { COLORS } from "./words.js";
 const main = document.getElementById("main");
 const KEYS = [
   ["/", "focus the filter, or the token number"],
-  ["j k or ↓ ↑", "next, previous row"],
+  ["j k or ↓ ↑", "next, previous row; in a sequence j, k: next, previous message"],
   ["Enter", "open"],
   ["u", "up: from a sequence to its session, from a session to the list"],
   ["← →", "in a sequence: previous, next token"],

@@ -8,6 +8,7 @@ import { badge, copier, h, note } from "./dom.js";
 import { driftOf } from "./drift.js";
 import { count, many, share } from "./format.js";
 import { Minimap } from "./minimap.js";
+import { walkRows } from "./poll.js";
 import { drawTokens, runAt } from "./tokens.js";
 import { Transcript } from "./transcript.js";
 import { KINDS, reasonText, STARTS } from "./words.js";
@@ -253,6 +254,7 @@ export class SequencePage {
     else if (event.key === "h") this.heat();
     else if (event.key === "/") this.goTo.focus();
     else if (event.key === "Escape") this.card.hide();
+    else if (event.key === "j" || event.key === "k") return walkRows(event, [...this.transcript.body.querySelectorAll(".role")]);
     else return false;
     return true;
   }
