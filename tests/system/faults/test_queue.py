@@ -1,0 +1,104 @@
+"""Consumers, proxies and Redis are killed while sessions finish and are consumed: each session is acknowledged exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.system.faults.dialects import DIALECTS
+from tests.system.faults.harness import Agent
+from tests.system.faults.processes import Process, ask, until
+from tokencache.client import AsyncClient, ClientError
+
+API = "/tokencache/v1"
+SESSIONS, GROUP = 24, 2
+LOGGED = ("--appendonly", "yes", "--appendfsync", "always")
+REPOSITORY = Path(__file__).parents[3]
+
+
+class Consumer(Process):
+    """`tests.system.faults.consumer`, and the steps that it noted."""
+
+    def __init__(self, name, folder, url):
+        self.file = folder / f"{name}.steps"
+        command = [sys.executable, "-m", "tests.system.faults.consumer", url, name, str(self.file), str(GROUP)]
+        super().__init__(name, command, folder, PYTHONPATH=str(REPOSITORY))
+
+    def steps(self):
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        return [(step, delivery, names.split(",")) for _, step, delivery, names in map(str.split, lines)]
+
+
+def problems(steps):
+    """What is wrong with the steps of all consumers: sessions that several deliveries acknowledged, and groups that were not whole."""
+    acknowledged = defaultdict(set)
+    found = []
+    for step, delivery, names in steps:
+        if len(names) != GROUP:
+            found.append(f"delivery {delivery} has {len(names)} sessions")
+        for name in names:
+            if step == "acknowledged":
+                acknowledged[name].add(delivery)
+    return found + [f"{name} was acknowledged by {len(ids)} deliveries" for name, ids in acknowledged.items() if len(ids) > 1]
+
+
+def test_the_checker_finds_what_is_wrong():
+    steps = [("taken", "d1", ["a", "b"]), ("acknowledged", "d1", ["a", "b"]), ("acknowledged", "d2", ["a", "c"]), ("taken", "d3", ["d"])]
+    assert problems(steps[:2]) == []
+    assert problems(steps) == ["delivery d3 has 1 sessions", "a was acknowledged by 2 deliveries"]
+
+
+async def finished(urls, name, chance):
+    """Finish a session, on any replica, as often as needed."""
+    while True:
+        async with AsyncClient(chance.choice(urls), timeout=5.0) as client:
+            try:
+                await client.session(name).finish(0.5, group=f"g{int(name.rpartition('-')[2]) // GROUP}")
+            except ClientError:
+                await asyncio.sleep(0.05)  # the replica or Redis is being started again
+            else:
+                return
+
+
+@pytest.mark.parametrize("seed", [1])
+async def test_each_session_is_consumed_exactly_once(started, http, tmp_path, seed):
+    stack = started(redis=LOGGED, replicas=2)
+    chance = random.Random(seed)
+    consumers = [Consumer(f"consumer-{n}", tmp_path, stack.urls[n % 2]).start() for n in range(3)]
+    try:
+        agents = [Agent(f"queue-{n}", DIALECTS[n % len(DIALECTS)], http, stack.urls) for n in range(SESSIONS)]
+        for n, agent in enumerate(agents):
+            assert await agent.turn()
+            finishing = asyncio.create_task(finished(stack.urls, agent.session, chance))
+            match n % 6:
+                case 1 | 4:
+                    one = chance.choice(consumers)
+                    one.kill()
+                    one.start()
+                case 3:
+                    proxy = chance.choice(stack.proxies)
+                    proxy.kill()
+                    await asyncio.to_thread(proxy.start().ready)
+                case 5:
+                    stack.redis.kill()
+                    await asyncio.to_thread(stack.redis.start)
+            await finishing
+        consumers[0].kill()  # for good: its deliveries go to the others when their leases end
+
+        def empty():
+            status, counts = ask(f"{stack.urls[1]}{API}/queue")
+            return status == 200 and counts["candidates"] == counts["taken"] == 0
+
+        await asyncio.to_thread(until, empty, "the queue does not become empty", 60)
+    finally:
+        for one in consumers:
+            one.kill()
+    steps = [step for one in consumers for step in one.steps()]
+    assert problems(steps) == []
+    assert {name for step, _, names in steps if step == "taken" for name in names} == {agent.session for agent in agents}
+    assert all(stack.info(agent.session) is None for agent in agents)  # deleted with the acknowledgement
