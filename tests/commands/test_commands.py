@@ -51,17 +51,24 @@ async def test_sessions_are_listed_filtered_and_counted(shell):
         await record(shell.rig, name, 1)
     await shell("finish", "other")
     await shell("seal", "other")
+    await shell("reward", "other", "0.25")
     result = (await shell("sessions")).stdout
     rows = [line.split() for line in result.splitlines()]
-    assert rows[0] == ["session", "turns", "open", "incidents", "complete", "sealed", "age"]
+    assert rows[0] == ["session", "state", "turns", "tokens", "calls", "incidents", "complete", "reward", "age"]
     assert [row[0] for row in rows[1:4]] == ["other", "run7-b", "run7-a"], "newest first"
-    assert rows[1][1:6] == ["2", "0", "0", "yes", "yes"]
-    assert rows[2][5] == "no"
+    assert (rows[1][1:3], rows[1][4:8]) == (["sealed", "2"], ["0", "0", "yes", "0.25"])
+    assert (rows[2][1], rows[2][7]) == ("open", "-")
     assert rows[4] == ["3", "sessions"]
     assert "\x1b" not in result
     assert "2 sessions" in (await shell("sessions", "run7-")).stdout
     assert [one["session"] for one in msgspec.json.decode((await shell("sessions", "--pattern", "*-a", "--json")).stdout)] == ["run7-a"]
     assert (await shell("sessions", "nothing")).stdout == "0 sessions\n"
+    assert (await shell("sessions", "--limit", "2")).stdout.splitlines()[-1] == "2 sessions of 3"
+    assert "1 session\n" in (await shell("sessions", "--state", "sealed")).stdout
+    await shell("label", "run7-a", "--group", "g", "--tag", "t")
+    for option in (("--group", "g"), ("--tag", "t")):
+        assert [one["session"] for one in msgspec.json.decode((await shell("sessions", *option, "--json")).stdout)] == ["run7-a"]
+    assert "open, finished, sealed" in (await shell("sessions", "--state", "closed", code=1)).stderr
 
 
 @pytest.mark.parametrize(
