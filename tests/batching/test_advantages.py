@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batching.made import rows_of, shape
+from tests.core.settings import SOME
 from tokencache.batching.advantages import EPSILON, group_advantages, leave_one_out, mean_std, row_advantages
 
 REWARDS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8).filter(lambda rewards: max(rewards) - min(rewards) > 1e-3)
 
 
+@SOME
 @given(REWARDS)
 def test_mean_and_standard_deviation(rewards):
     wanted = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards, ddof=1) + EPSILON)
@@ -20,6 +22,7 @@ def test_mean_and_standard_deviation(rewards):
     assert mean_std(rewards, scale=False) == pytest.approx((np.array(rewards) - np.mean(rewards)).tolist(), abs=1e-6)
 
 
+@SOME
 @given(REWARDS)
 def test_leave_one_out(rewards):
     wanted = [reward - np.mean(rewards[:n] + rewards[n + 1 :]) for n, reward in enumerate(rewards)]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.batching.made import as_trajectory, random_rows, row, rows_of, shape
 from tests.core.forest import grow
+from tests.core.settings import SOME
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
 from tokencache.batching.forest import FlatRow, Segment, build_forest
 from tokencache.batching.forest_check import check_forest, verify_forest
@@ -22,6 +23,7 @@ def flat(rows):
     ]
 
 
+@SOME
 @given(st.integers(0, 2**32), st.integers(1, 4))
 def test_a_forest_of_random_sessions_is_whole(seed, sessions):
     rows = random_rows(seed, sessions)
@@ -40,6 +42,7 @@ def tiny_rows(draw):
     return rows
 
 
+@SOME
 @given(tiny_rows())
 def test_a_forest_of_any_rows_is_whole(rows):
     forest = build_forest(rows)
@@ -47,6 +50,7 @@ def test_a_forest_of_any_rows_is_whole(rows):
     assert forest.rows() == flat(rows)
 
 
+@SOME
 @given(tiny_rows())
 def test_a_token_attends_to_exactly_the_tokens_before_it_in_a_row(rows):
     forest = build_forest(rows)
@@ -104,13 +108,16 @@ def test_context_follows_the_longest_of_several_equal_beginnings():
     assert len(build_forest([first, second, row([5, 1, 3, 9], sequence="c")]).token_ids) == 6
 
 
-def test_rows_with_images_share_no_tokens():
+def with_image(one):
+    turn = msgspec.structs.replace(one.sequence.turns[0], marks=["media"])
+    return one._replace(sequence=msgspec.structs.replace(one.sequence, turns=[turn]))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_rows_with_images_share_no_tokens(place):
     """Equal ids may stand for different images."""
-    plain = row([5, 6, 7], sequence="a")
-    image = row([5, 6, 7], sequence="b")
-    turn = msgspec.structs.replace(image.sequence.turns[0], marks=["media"])
-    image = image._replace(sequence=msgspec.structs.replace(image.sequence, turns=[turn]))
-    rows = [plain, image, row([5, 6, 7, 8], sequence="c")]
+    rows = [row([5, 6, 7], sequence="a"), row([5, 6, 7, 8], sequence="c")]
+    rows.insert(place, with_image(row([5, 6, 7], sequence="b")))
     forest = build_forest(rows)
     assert len(forest.token_ids) == 7
     assert check_forest(forest, flat(rows)) == []
@@ -153,6 +160,7 @@ def spoiled(forest, rng):
     return name, msgspec.structs.replace(forest, **{name: values})
 
 
+@SOME
 @given(st.integers(0, 2**32))
 def test_the_check_finds_any_changed_entry(seed):
     rng = random.Random(seed)

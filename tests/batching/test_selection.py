@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.batching.made import as_trajectory, shape
 from tests.core.forest import grow
+from tests.core.settings import SOME
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
 from tokencache.batching.selection import (
     at_least,
@@ -41,6 +42,7 @@ def test_without_rules_every_row_is_kept():
     assert selection.without_rows == [rollout.session for rollout in ROLLOUTS.values() if not rollout.sequences]
 
 
+@SOME
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(RULES), max_size=4))
 def test_every_row_is_either_kept_or_reported(seed, rules):
     rng = random.Random(seed)
@@ -90,6 +92,23 @@ def test_a_fork_with_an_edited_context_is_not_on_the_main_line():
     later = msgspec.structs.replace(first.turns[-1], created=edited.turns[-1].created + 1)
     first = msgspec.structs.replace(first, turns=[*first.turns[:-1], later])
     assert kept(msgspec.structs.replace(trajectory, sequences=[first, edited]), main_line) == ["t0"]
+
+
+def after_the_end(trajectory, **changes):
+    """The second sequence began after the first one had ended; also changes its labels."""
+    first, second = trajectory.sequences
+    turn = msgspec.structs.replace(second.turns[0], created=first.turns[-1].created + 1)
+    second = msgspec.structs.replace(second, turns=[turn, *second.turns[1:]], **changes)
+    return msgspec.structs.replace(trajectory, sequences=[first, second])
+
+
+def test_a_branch_after_the_end_is_not_on_the_main_line():
+    assert kept(after_the_end(shape("thrown-away")), main_line) == ["t0"]
+
+
+def test_a_side_call_after_the_end_is_not_on_the_main_line():
+    assert kept(after_the_end(shape("respliced")), main_line) == ["t0", "t2"]
+    assert kept(after_the_end(shape("respliced"), tools=0, continued=False), main_line) == ["t0"]
 
 
 def compacted():

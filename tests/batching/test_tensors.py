@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batching.made import random_rows, row
+from tests.core.settings import SOME
 from tokencache.batching.forest import build_forest
 from tokencache.batching.tensors import as_torch, flatten, pack, pad, tree_mask
 
@@ -29,6 +30,7 @@ def parts(arrays, place):
     return [getattr(arrays, name)[place].tolist() for name in names]
 
 
+@SOME
 @given(st.integers(0, 2**32), st.booleans())
 def test_padded_rows_hold_what_the_rows_hold(seed, left):
     rows = random_rows(seed)
@@ -43,6 +45,7 @@ def test_padded_rows_hold_what_the_rows_hold(seed, left):
         assert kept.tolist() == ([False] * (size - own) + [True] * own if left else [True] * own + [False] * (size - own))
 
 
+@SOME
 @given(st.integers(0, 2**32), st.integers(0, 40) | st.none())
 def test_packed_rows_hold_what_the_rows_hold(seed, room):
     rows = random_rows(seed)
@@ -59,6 +62,7 @@ def test_packed_rows_hold_what_the_rows_hold(seed, room):
             assert parts(one, slice(start, end)) == wanted(rows[n], advantages[n])
 
 
+@SOME
 @given(st.integers(0, 2**32))
 def test_a_flat_forest_holds_what_the_rows_hold(seed):
     rows = random_rows(seed)

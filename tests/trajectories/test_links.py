@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.settings import SOME
 from tests.trajectories.rollouts import TASK, TOOLS, Talk, result, system, user
 from tokencache.trajectories.links import SHORTEST, links
 from tokencache.trajectories.rollout import rollout
@@ -96,6 +97,24 @@ def test_an_answer_that_was_continued_is_not_linked():
     helper = talk.call([user("count")], ANSWER)
     talk.call([*talk.history(helper), user("Sure?")], "Yes.", after=helper)
     talk.call([*talk.history(main), result("c1", ANSWER)], "So twelve.", after=main, tools=TOOLS)
+    assert found(talk) == []
+
+
+@pytest.mark.parametrize("changes", [{"calls": [("c2", "bash", "{}")]}, {"marks": ("aborted",)}], ids=["tool calls", "aborted"])
+def test_an_answer_that_is_not_the_end_of_a_conversation_is_not_linked(changes):
+    talk = Talk()
+    main = talk.call(TASK, calls=[("c1", "agent", "{}")], tools=TOOLS)
+    talk.call([user("count")], ANSWER, **changes)
+    talk.call([*talk.history(main), result("c1", ANSWER)], "So twelve, then.", after=main, tools=TOOLS)
+    assert found(talk) == []
+
+
+def test_a_message_that_is_older_than_the_answer_is_not_linked():
+    """A later call sends it again, in a context of its own."""
+    talk = Talk()
+    main = talk.call([*TASK, user(ANSWER)], "Yes.", tools=TOOLS)
+    talk.call([user("count")], ANSWER)
+    talk.call([system("Another prompt."), *talk.history(main)[1:], user("Go on.")], "No.", tools=TOOLS)
     assert found(talk) == []
 
 
@@ -193,6 +212,7 @@ def unproven(talk, links_found):
     return wrong
 
 
+@SOME
 @given(st.integers(0, 2**32))
 def test_every_link_of_a_random_session_is_proven(seed):
     talk = random_talk(random.Random(seed))
