@@ -74,17 +74,20 @@ def resolves(dotted):
 
 def in_an_integration(dotted):
     """Whether a dotted name is an integration, or defined in one: they import only where their framework is installed."""
-    _, _, path = dotted.partition("tokencache.integrations.")
-    module, _, attribute = path.partition(".")
-    source = ROOT / "tokencache" / "integrations" / f"{module}.py"
-    if not source.is_file():
+    path = dotted.replace(".", "/")
+    if not path.startswith("tokencache/integrations/"):
         return False
-    return not attribute or attribute in {getattr(node, "name", "") for node in ast.parse(source.read_text()).body}
+    if (ROOT / f"{path}.py").is_file():
+        return True
+    module, _, attribute = path.rpartition("/")
+    source = ROOT / f"{module}.py"
+    return source.is_file() and attribute in {getattr(node, "name", "") for node in ast.parse(source.read_text()).body}
 
 
 def test_names_in_integrations_are_looked_up():
     assert in_an_integration("tokencache.integrations.verl.TokencacheAgentLoop")
     assert not in_an_integration("tokencache.integrations.verl.Missing")
+    assert in_an_integration("tokencache.integrations.nemo_gym.results")
     assert not in_an_integration("tokencache.integrations.missing")
 
 

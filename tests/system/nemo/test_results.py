@@ -1,0 +1,38 @@
+"""Gym's results finish the sessions of its rollouts. Needs nemo-gym, whose own function makes the rollout ids."""
+
+import asyncio
+
+import pytest
+
+from tests.proxy.kit import proxied, user
+from tokencache.client import Client, NotFoundError
+
+finish = pytest.importorskip("tokencache.integrations.nemo_gym.results", exc_type=ImportError).finish
+
+RESULTS = [
+    {"_ng_task_index": 5, "_ng_rollout_index": 0, "reward": 1.0},
+    {"_ng_task_index": 5, "_ng_rollout_index": 1, "reward": 0.0, "_ng_attempt_index": 0},
+    {"_ng_rollout_id": "mine", "_ng_task_index": 6, "reward": 0.5},
+]
+
+
+async def test_results_finish_their_sessions_with_the_verifiers_rewards():
+    async with proxied() as rig:
+        for name in ("5-0", "5-1", "mine"):
+            await rig.say(name, [user("EPISODE:demo")])
+        with Client(rig.url) as client:
+            await asyncio.to_thread(finish, client, RESULTS)
+        infos = [await rig.info(name) for name in ("5-0", "5-1", "mine")]
+        assert [(info["state"], info["reward"], info["group"]) for info in infos] == [
+            ("finished", 1.0, "5"),
+            ("finished", 0.0, "5"),
+            ("finished", 0.5, "6"),
+        ]
+
+
+async def test_a_result_without_a_session_is_named_after_all_others_are_finished():
+    async with proxied() as rig:
+        await rig.say("mine", [user("EPISODE:demo")])
+        with Client(rig.url) as client, pytest.raises(NotFoundError, match="rollout 5-0, 5-1; all others are finished"):
+            await asyncio.to_thread(finish, client, RESULTS)
+        assert (await rig.info("mine"))["reward"] == 0.5
