@@ -14,7 +14,7 @@ PAGES = sorted(path for path in FILES if path.suffix == ".md" and path.name != "
 SOURCES = [path for path in FILES if path.suffix in {".py", ".yaml", ".yml", ".toml"} and ROOT / "tests/docs" not in path.parents]
 
 
-NOT_PYTHON = {"tokencache.toml", "tokencache.rollouts"}
+NOT_PYTHON = {"tokencache.toml", "tokencache.rollouts", "tokencache.digest"}
 """A configuration file, and a key in the metadata of Parquet files."""
 
 
