@@ -2,17 +2,14 @@
 
 import fnmatch
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tokencache.client import Client, ClientError, SessionState
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, output, plural
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural
 
 
 def list_sessions(  # noqa: PLR0917 - one parameter per option
@@ -49,37 +46,54 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
     if as_json:
         typer.echo(msgspec.json.encode(shown))
     else:
-        _print_table(output(), shown, len(states))
+        for line in _table(shown, len(states)):
+            typer.echo(line)
 
 
-def _print_table(console: Console, states: Sequence[SessionState], found: int) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("session", overflow="fold")
+def _table(states: Sequence[SessionState], found: int) -> Iterator[str]:
+    """Yield the lines of the table. Rich's tables take a minute for 100,000 rows."""
     groups = any(state.group for state in states)
-    if groups:
-        table.add_column("group", overflow="fold")
-    for name in ("state", "turns", "tokens", "calls", "incidents", "complete", "reward", "age"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ["session", *(["group"] if groups else []), "state", "turns", "tokens", "calls", "incidents", "complete", "reward", "age"]
+    left = 1 + groups
     now = time.time()
-    for state in states:
-        missing = any(incident.hole for incident in state.incidents)
-        table.add_row(
-            Text(state.session),
-            *([Text(state.group)] if groups else []),
-            state.state,
-            f"{state.turns:,}",
-            f"{state.tokens:,}",
-            Text(str(len(state.open_calls)), style="yellow" if state.open_calls else ""),
-            Text(str(len(state.incidents)), style="red" if missing else "yellow" if state.incidents else ""),
-            Text("yes", style="green") if state.complete else Text("no", style="red"),
-            "-" if state.reward is None else f"{state.reward:.4g}",
-            _age(now - state.created) if state.created else "-",
-        )
-    if states:
-        console.print(table)
+    rows = [[state.session, *([state.group] if groups else []), *_cells(state, now)] for state in states]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    for state, cells in zip((None, *states), ([*names], *rows), strict=True):
+        padded = [cell.ljust(width) if n < left else cell.rjust(width) for n, (cell, width) in enumerate(zip(cells, widths, strict=True))]
+        if state is None:
+            padded = [typer.style(cell, bold=True) for cell in padded]
+        else:
+            for column, color in _colors(state).items():
+                at = names.index(column)
+                padded[at] = typer.style(padded[at], fg=color)
+        if states:
+            yield "  ".join(padded)
     incomplete = sum(not state.complete for state in states)
     older = f" of {found:,}" if found > len(states) else ""
-    console.print(plural(len(states), "session") + older + (f", {incomplete} incomplete" if incomplete else ""), highlight=False)
+    yield plural(len(states), "session") + older + (f", {incomplete} incomplete" if incomplete else "")
+
+
+def _cells(state: SessionState, now: float) -> list[str]:
+    return [
+        state.state,
+        f"{state.turns:,}",
+        f"{state.tokens:,}",
+        str(len(state.open_calls)),
+        str(len(state.incidents)),
+        "yes" if state.complete else "no",
+        "-" if state.reward is None else f"{state.reward:.4g}",
+        _age(now - state.created) if state.created else "-",
+    ]
+
+
+def _colors(state: SessionState) -> dict[str, str]:
+    """Return the columns that have a color."""
+    colors = {"complete": "green" if state.complete else "red"}
+    if state.open_calls:
+        colors["calls"] = "yellow"
+    if state.incidents:
+        colors["incidents"] = "red" if any(incident.hole for incident in state.incidents) else "yellow"
+    return colors
 
 
 def _age(seconds: float) -> str:
