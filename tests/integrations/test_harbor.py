@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("harbor")
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # Harbor's LiteLLM fetches its prices otherwise
 
 from harbor.models.agent.rollout_detail import RolloutDetail
 from harbor.models.trajectories import Trajectory as AtifTrajectory
@@ -23,7 +24,7 @@ from harbor.models.trial.result import TrialResult
 from tests.integrations.kit import truth
 from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient
-from tokencache.integrations.harbor import TokencachePlugin, rollout_details
+from tokencache.integrations.harbor import TokencacheAgent, TokencachePlugin, rollout_details
 from tokencache.testing import SimulatedEngine
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,7 +74,7 @@ async def harbor(folder, url, *more):
         *("--ak", 'sampling={"temperature": 0.5}', "--ak", "record_terminal_session=false", "--ak", "max_turns=6"),
         *("--plugin", f"{integration}:TokencachePlugin", "--pk", f"url={url}", *more),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HARBOR_TELEMETRY": "0"}
     running = await asyncio.create_subprocess_exec(
         *command, cwd=folder, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -115,6 +116,34 @@ async def test_a_job(tmp_path):
             assert result.agent_result.n_output_tokens  # Terminus-2's own figures are still there
             assert json.loads((trial / "tokencache" / "session.json").read_text())["reward"] == 1.0
         assert set(map(tuple, ids)) <= set(truth(rig.engine))
+        async for delivery in client.follow("trainer", group_size=2, rewarded=True, timeout=10):
+            assert (delivery.group, [one.reward for one in delivery.trajectories]) == ("local/answer", [1.0, 1.0])
+            break
+
+
+ROOT, V1 = "http://proxy:8100/s/abc", "http://proxy:8100/s/abc/v1"
+
+
+@pytest.mark.parametrize(
+    ("agent", "model", "variables"),
+    [
+        ("claude-code", "anthropic/sim", {"ANTHROPIC_BASE_URL": ROOT, "ANTHROPIC_API_KEY": "tck-1"}),
+        ("codex", "openai/sim", {"OPENAI_BASE_URL": V1, "OPENAI_API_KEY": "tck-1"}),
+        ("gemini-cli", "gemini/sim", {"GOOGLE_GEMINI_BASE_URL": ROOT, "GEMINI_API_KEY": "tck-1"}),
+        ("hermes", "openai/sim", {"OPENAI_BASE_URL": V1, "OPENAI_API_KEY": "tck-1"}),
+        ("mini-swe-agent", "openai/sim", {"OPENAI_BASE_URL": V1, "OPENAI_API_KEY": "tck-1"}),
+    ],
+)
+def test_agents_get_the_url_and_the_key_of_their_session(tmp_path, agent, model, variables):
+    """The client of each API appends another path to the base URL."""
+    wrapper = TokencacheAgent(tmp_path, model, agent=agent, url="http://127.0.0.1:1", agent_url="http://proxy:8100")
+    env = wrapper._create(SimpleNamespace(id="abc", key="tck-1")).model_connection.env
+    assert {name: env[name] for name in variables} == variables
+
+
+def test_an_agent_without_a_base_url_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not support"):
+        TokencacheAgent(tmp_path, "openai/sim", agent="cline-cli", url="http://127.0.0.1:1")._create(SimpleNamespace(id="abc", key="tck-1"))
 
 
 def ended(folder, **result):
