@@ -96,5 +96,6 @@ async def test_sessions_of_failed_rollouts_stay_and_others_are_deleted_on_reques
         assert (failed.turns, failed.state, failed.reward) == (3, "finished", None)
         await TokencacheGenerator(rig.url, play, delete=True).generate(batch_of(2))
         assert [state.session for state in await client.sessions()] == [failed.session]
+        assert (await client.queue()).candidates == 1  # the failed one: deleted sessions do not count for --max-ready
         await TokencacheGenerator(rig.url, play).generate(batch_of(2))
         assert len(await client.sessions()) == 2
