@@ -31,6 +31,7 @@ def load_play(play: Play | str) -> Play:
 
     Raises:
         ValueError: there is no such function.
+        TypeError: the name is not that of a function.
     """
     if not isinstance(play, str):
         return play
@@ -39,7 +40,7 @@ def load_play(play: Play | str) -> Play:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"play: cannot import {play!r}: {error}. Write package.module:function") from error
     if not callable(found):
-        raise TypeError(f"play: {play!r} is no function")
+        raise TypeError(f"play: {play!r} is not a function. Write package.module:function")
     chosen: Play = found
     return chosen
 
