@@ -17,12 +17,13 @@ import pytest
 pytest.importorskip("harbor")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # Harbor's LiteLLM fetches its prices otherwise
 
+from harbor.models.agent.context import AgentContext
 from harbor.models.agent.rollout_detail import RolloutDetail
 from harbor.models.trajectories import Trajectory as AtifTrajectory
 from harbor.models.trial.result import TrialResult
 
 from tests.integrations.kit import truth
-from tests.proxy.kit import proxied
+from tests.proxy.kit import proxied, user
 from tokencache.client import AsyncClient
 from tokencache.integrations.harbor import TokencacheAgent, TokencachePlugin, rollout_details
 from tokencache.testing import SimulatedEngine
@@ -144,6 +145,41 @@ def test_agents_get_the_url_and_the_key_of_their_session(tmp_path, agent, model,
 def test_an_agent_without_a_base_url_is_refused(tmp_path):
     with pytest.raises(ValueError, match="does not support"):
         TokencacheAgent(tmp_path, "openai/sim", agent="cline-cli", url="http://127.0.0.1:1")._create(SimpleNamespace(id="abc", key="tck-1"))
+
+
+class Hanging:
+    """An agent that never returns, and fills the context only afterwards."""
+
+    async def run(self, *_):
+        await asyncio.Event().wait()
+
+    def populate_context_post_run(self, context):
+        context.n_output_tokens = 3
+
+
+async def test_an_agent_that_is_cancelled_still_has_its_token_ids(tmp_path):
+    context = AgentContext()
+    async with proxied() as rig:
+        wrapper = TokencacheAgent(tmp_path, "openai/sim", agent="terminus-2", url=rig.url)
+        wrapper.context_id, wrapper._agent = "t1", Hanging()
+        await rig.say("t1", [user("EPISODE:demo")])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(wrapper.run("task", None, context), 0.05)
+        assert context.is_empty()  # or Harbor would not call what follows
+        wrapper.populate_context_post_run(context)
+        (turn,) = rig.ground_truth("t1")
+    (detail,) = context.rollout_details
+    assert (detail["prompt_token_ids"], detail["completion_token_ids"]) == ([turn.prompt_ids], [turn.completion_ids])
+    assert (context.n_output_tokens, context.metadata["tokencache"]) == (3, {"session": "t1", "complete": True})
+
+
+async def test_token_ids_that_cannot_be_fetched_are_reported_in_the_result(tmp_path, caplog):
+    context = AgentContext(n_output_tokens=1)
+    wrapper = TokencacheAgent(tmp_path, "openai/sim", agent="terminus-2", url="http://127.0.0.1:9")
+    wrapper.context_id = "t1"
+    await wrapper._recorded(asyncio.sleep(0), context)
+    assert "no answer" in context.metadata["tokencache"]["error"]
+    assert "result.json gets no token ids" in caplog.text
 
 
 def ended(folder, **result):
