@@ -156,6 +156,10 @@ async def test_convert_says_what_is_missing(shell, tmp_path):
     assert not list(tmp_path.glob("b.jsonl*")), "no half a file is left"
     await shell("convert", plain, "--format", "verl", "--to", str(target), far=False)
     assert "exists already" in (await shell("convert", plain, "--format", "verl", "--to", str(target), far=False, code=1)).stderr
+    changed = tmp_path / "changed.jsonl"
+    changed.write_bytes((tmp_path / "a.jsonl").read_bytes().replace(b'"sim"', b'"sin"', 1))
+    refused = await shell("convert", str(changed), "--format", "trl", "--to", str(tmp_path / "c.jsonl"), far=False, code=1)
+    assert "(session a) was changed after it was exported" in refused.stderr
     again = await shell("convert", str(target), "--format", "trl", "--to", str(tmp_path / "c.jsonl"), far=False, code=1)
     assert "not a native rollout" in again.stderr
 
@@ -169,6 +173,35 @@ async def test_verify_reads_every_format(shell, tmp_path, wanted):
     path.write_bytes(path.read_bytes().replace(b'"sim"', b'"sin"', 1))
     result = await shell("verify", str(path), far=False, code=1)
     assert "number 1 was changed" in result.stdout
+
+
+@pytest.mark.parametrize(("wanted", "column"), [("native", "model"), ("native", "session"), ("trl", "prompt_ids"), ("verl", "num_turns")])
+async def test_a_changed_parquet_file_is_found(shell, tmp_path, wanted, column):
+    await record(shell.rig, "a")
+    path = tmp_path / "a.parquet"
+    await shell("export", "a", "--format", wanted, "--to", str(path))
+    assert "all checks passed" in (await shell("verify", str(path), far=False)).stdout
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[0][column] = {"model": "other", "session": "b", "prompt_ids": [1], "num_turns": 1}[column]
+    kept = {name: value for name, value in pq.read_metadata(path).metadata.items() if name.startswith(b"tokencache")}
+    changed = table.from_pylist(rows, schema=table.schema.remove_metadata())
+    pq.write_table(changed, path)
+    rewritten = (await shell("verify", str(path), far=False)).stdout
+    assert ("2 without a digest" in rewritten) == (wanted != "native"), "another tool wrote the file; native rollouts have their own"
+    pq.write_table(changed.replace_schema_metadata(kept), path)
+    result = await shell("verify", str(path), far=False, code=1)
+    assert "the rows of the file are not those that were written" in result.stdout
+
+
+async def test_a_digest_that_was_removed_is_missed(shell, tmp_path):
+    await record(shell.rig, "a")
+    path = tmp_path / "a.jsonl"
+    await shell("export", "a", "--to", str(path))
+    value = msgspec.json.decode(path.read_bytes())
+    del value["digest"]
+    path.write_bytes(msgspec.json.encode(value))
+    assert "its digest is missing" in (await shell("verify", str(path), far=False, code=1)).stdout
 
 
 def _swap_first_two(logprobs):

@@ -10,6 +10,7 @@ from tokencache.commands import files
 from tokencache.commands.console import failed, plural
 from tokencache.commands.sink import FileError
 from tokencache.errors import HarnessError
+from tokencache.trajectories.digest import digest_of, recorded_digest
 from tokencache.trajectories.formats.reading import has_text, read_native
 from tokencache.trajectories.formats.registry import FORMATS, Format, format_named, write
 
@@ -52,6 +53,9 @@ def _converted(value: Any, wanted: Format, where: str) -> bytes:
         rollout = read_native(value)
     except ValueError as error:
         raise FileError(f"{where}: not a native rollout: {error}") from None
+    recorded = recorded_digest(value)
+    if recorded is not None and recorded != digest_of(value):
+        raise FileError(f"{where} (session {rollout.session}) was changed after it was exported; see `tokencache verify`")
     if wanted.name == "native":
         return msgspec.json.encode(value)
     if wanted.reads_contexts and not has_text(value):

@@ -10,13 +10,16 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from tokencache.commands.sink import PART, FileError, PartFile, Sink, rows_of
 from tokencache.errors import extra_missing
 from tokencache.trajectories.formats.registry import Format
+
+if TYPE_CHECKING:
+    from tokencache.commands.parquet import Inspection
 
 JSONL, GZIP, PARQUET, JSON = ".jsonl", ".jsonl.gz", ".parquet", ".json"
 EXPORTS = (JSONL, GZIP, PARQUET, JSON)
@@ -48,8 +51,17 @@ def create(path: str, wanted: Format, *, overwrite: bool) -> Sink:
     return JsonLines(file.part.open("wb"), wanted, file)
 
 
+def inspect(path: Path) -> "Inspection | None":
+    """Read a Parquet file as a whole and compare it with its digest; `None` if it is a file of another kind.
+
+    Raises:
+        FileError: the file cannot be read.
+    """
+    return _parquet().inspect(path) if path.name.removesuffix(PART).endswith(PARQUET) else None
+
+
 def read(path: Path) -> Iterator[tuple[int, Any]]:
-    """Read the native rollouts of a file as JSON values, each with its number (line, or place in a Parquet file, from 1).
+    """Read the rollouts or rows of a file as JSON values, each with its number (line, or place in a Parquet file, from 1).
 
     Raises:
         FileError: the file cannot be read, or a line is not JSON.

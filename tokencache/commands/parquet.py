@@ -7,26 +7,30 @@ sequences has no row; it is in the metadata of the file under `tokencache.rollou
 For other formats the columns are the members of their rows. Their types are known only at the end, so rows are first written to a
 temporary file. Lists of integers become int32 and lists of floats float32 if no value changes. If a column contains an object, all its
 values become JSON text. A format in which every member is an object is refused.
+
+The metadata of each file has a digest of all rows under `tokencache.digest`.
 """
 
+import hashlib
 import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
 
 from tokencache.commands.sink import FileError, PartFile, Sink, rows_of
+from tokencache.trajectories.digest import canonical
 from tokencache.trajectories.formats.registry import Format
 
 GROUP_TOKENS, GROUP_ROWS = 1 << 20, 8192
 """A row group ends when it has at least this many tokens or rows."""
 
-_WITHOUT_ROWS = b"tokencache.rollouts"
+_WITHOUT_ROWS, _DIGEST = b"tokencache.rollouts", b"tokencache.digest"
 _JSON = msgspec.json.Encoder()
 _TYPES = {
     "null": pa.null(),
@@ -98,23 +102,39 @@ class _Groups:
         self._writer = pq.ParquetWriter(file.part, schema, compression="zstd")
         self._rows: list[dict[str, Any]] = []
         self._tokens = 0
+        self._digest = _RowsDigest(schema.names)
 
     def add(self, row: dict[str, Any], tokens: int) -> None:
         self._rows.append(row)
+        self._digest.add(row)
         self._tokens += tokens
         if self._tokens >= GROUP_TOKENS or len(self._rows) >= GROUP_ROWS:
             self._flush()
 
     def close(self, metadata: Mapping[bytes, bytes] | None = None) -> None:
         self._flush()
-        if metadata:
-            self._writer.add_key_value_metadata(metadata)
+        self._writer.add_key_value_metadata({**(metadata or {}), _DIGEST: self._digest.text.encode()})
         self._writer.close()
 
     def _flush(self) -> None:
         if self._rows:
             self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
         self._rows, self._tokens = [], 0
+
+
+class _RowsDigest:
+    """The digest of all rows of a file: the SHA-256 of their canonical JSON, one row a line, with every column in order of the schema."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._columns = columns
+        self._hash = hashlib.sha256()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self._hash.update(canonical({name: row.get(name) for name in self._columns}) + b"\n")
+
+    @property
+    def text(self) -> str:
+        return f"sha256:{self._hash.hexdigest()}"
 
 
 class _Native:
@@ -183,6 +203,38 @@ def read(path: Path) -> Iterator[Any]:
             without_rows = (file.metadata.metadata or {}).get(_WITHOUT_ROWS, b"[]")
             yield from ({**rollout, "sequences": []} for rollout in msgspec.json.decode(without_rows))
     except pa.ArrowInvalid as why:
+        raise FileError(f"{path} cannot be read as Parquet: {why}") from None
+
+
+class Inspection(NamedTuple):
+    """What a Parquet file holds.
+
+    Attributes:
+        native: whether its rows are sequences of native rollouts.
+        rows: number of rows.
+        genuine: whether they are as they were written; `None` if the file has no digest.
+    """
+
+    native: bool
+    rows: int
+    genuine: bool | None
+
+
+def inspect(path: Path) -> Inspection:
+    """Read all rows of a file and compare them with its digest.
+
+    Raises:
+        FileError: the file is not Parquet.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            digest = _RowsDigest(names)
+            for row in (row for batch in file.iter_batches(batch_size=64) for row in batch.to_pylist()):
+                digest.add(row)
+            recorded = (file.metadata.metadata or {}).get(_DIGEST)
+            return Inspection(names == SCHEMA.names, file.metadata.num_rows, None if recorded is None else recorded == digest.text.encode())
+    except (pa.ArrowException, OSError) as why:
         raise FileError(f"{path} cannot be read as Parquet: {why}") from None
 
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -17,6 +17,9 @@ from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, Prox
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, holes
 from tokencache.trajectories.verify_rows import verify_row
+
+if TYPE_CHECKING:
+    from tokencache.commands.parquet import Inspection
 
 _SHOWN = 5
 _OF_ROW = frozenset({"readable", "digest"})
@@ -84,8 +87,20 @@ def check(target: str, connect: Callable[[], Client]) -> Checked:
         ClientError: there is no such session, or the proxy does not answer.
     """
     if target.endswith(files.ENDINGS) or Path(target).is_file():
-        return _check_all(target, files.read(Path(target)))
+        table = files.inspect(Path(target))
+        return _check_all(target, files.read(Path(target))) if table is None else _check_table(target, table)
     return _check_all(target, [(1, msgspec.json.decode(connect().session(target).fetch_json(drift="off")))])
+
+
+def _check_table(target: str, table: "Inspection") -> Checked:
+    """Check a Parquet file. The rows of formats other than `native` are checked by their digest alone."""
+    if table.native:
+        checked = _check_all(target, files.read(Path(target)))
+    else:
+        checked = Checked(target=target, rows=table.rows, without_digest=table.rows if table.genuine is None else 0)
+    if table.genuine is False:
+        checked.breaks.append(CheckFailure(session="", check="digest", words="the rows of the file are not those that were written"))
+    return checked
 
 
 def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
@@ -134,6 +149,9 @@ def _print_report(console: Console, checked: Sequence[Checked], *, most: int | N
             print_line(f"  {failure}".replace("\n", "\n  "))
         if most is not None and len(one.breaks) > most:
             print_line(f"  and {len(one.breaks) - most} more: --all prints them")
+        if one.without_digest:
+            words = "without a digest, from an older version or another tool: a change of their words would not be found"
+            print_line(f"  {one.without_digest} {words}", "yellow")
         for session, kinds in one.incomplete.items():
             print_line(f"  incomplete: {session} ({', '.join(kinds)})", "yellow")
     print_line("not checked, because an export cannot show it:")

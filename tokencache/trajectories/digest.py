@@ -1,19 +1,23 @@
-"""Computes the digest of an export: one hash over everything in it, which finds any change of the file.
+r"""Computes the digest of an export: one hash over everything in it, which finds any change of the file.
 
-The digest is the SHA-256, in hexadecimal digits, of the canonical JSON of the object without the digest itself:
+The digest is the SHA-256, in hexadecimal digits, of the canonical JSON of the object without the digest itself. The canonical form depends
+on the values only, so other tools may read and write the file: the order of members, white space, escapes and the notation of numbers do
+not count.
 
-    json.dumps(value, sort_keys=True, separators=(",", ":"))      # Python; a number without a fraction is written as an integer
+Canonical JSON (UTF-8): members sorted by name, no white space, only `"`, `\\` and control characters escaped, numbers as msgspec writes
+them (floats in the shortest notation that reads back as the same double), and floats that are whole numbers of at most 2**53 without
+a fraction (`0.0` is `0`, as JavaScript writes it). `canonical` returns these bytes.
 
-So the order of members, white space and the spelling of numbers (`1.0` and `1`) may change, and nothing else. A native rollout has its
-digest in the member `digest`. A row of another format has it in our labels (`tokencache`): a trainer may refuse members in its own object.
-
-The digest finds accidents: damaged, merged or edited files. It is no signature, because whoever changes a file can compute it again.
+A native rollout has its digest in the member `digest`. A row of another format has it in our labels (`tokencache`), because a trainer may
+refuse members in its own object. The digest finds accidents: damaged, merged or edited files. It is no signature, because whoever changes
+a file can compute it again.
 """
 
 import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 _LABELS: tuple[tuple[str, ...], ...] = (
     (),
@@ -25,20 +29,37 @@ _LABELS: tuple[tuple[str, ...], ...] = (
 )
 """Where the formats have what is ours: the object with the name of the session."""
 
-_WHOLE = 2**53
-"""Above this, not every integer is a float, so that a float and an integer that look alike may differ."""
+_NEWER = ("state", "session_reward")
+"""Members that only versions write that write a digest, too."""
+
+_EXACT = 2.0**53
+"""The largest float up to which every whole number is a float."""
+
+_SORTED = msgspec.json.Encoder(order="sorted")
+_WITHOUT_FLOATS = frozenset({int, str, bool, type(None)})
+
+
+def canonical(value: Any) -> bytes:
+    """Return the canonical JSON of a JSON value."""
+    return _SORTED.encode(_whole_numbers(value))
 
 
 def digest_of(value: Mapping[str, Any]) -> str:
     """Compute the digest of a rollout or row, given as decoded JSON. A digest that it holds already is left out."""
-    canonical = json.dumps(_canonical(_without(value, _path(value) or ())), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return hashlib.sha256(canonical(_without(value, _path(value) or ()))).hexdigest()
 
 
 def recorded_digest(value: Mapping[str, Any]) -> str | None:
     """Return the digest that a rollout or row holds; `None` if it has none: an older version wrote it, or it has no place for it."""
     path = _path(value)
     return None if path is None else _at(value, path).get("digest")
+
+
+def has_lost_digest(value: Mapping[str, Any]) -> bool:
+    """Whether a rollout or row has no digest although the version that wrote it wrote one."""
+    path = _path(value)
+    found = _at(value, path) if path is not None else {}
+    return "digest" not in found and any(name in found for name in _NEWER)
 
 
 def add_digest(value: dict[str, Any]) -> None:
@@ -66,12 +87,28 @@ def _without(value: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return {**value, path[0]: _without(value[path[0]], path[1:])}
 
 
-def _canonical(value: Any) -> Any:
-    """Write numbers without a fraction as integers, wherever they are."""
-    if isinstance(value, dict):
-        return {name: _canonical(member) for name, member in value.items()}
-    if isinstance(value, list):
-        return [_canonical(member) for member in value]
-    if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE:
-        return int(value)
-    return value
+def _whole_numbers(value: Any) -> Any:
+    """Return a copy in which floats that are whole numbers are integers. It keeps its own stack, so no nesting is too deep for it."""
+    root = [value]
+    todo: list[dict[str, Any] | list[Any]] = [root]
+    while todo:
+        holder = todo.pop()
+        places: Iterable[tuple[Any, Any]] = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        for place, own in places:
+            if isinstance(own, float):
+                holder[place] = _whole(own)
+            elif isinstance(own, dict):
+                holder[place] = own.copy()
+                todo.append(holder[place])
+            elif isinstance(own, list | tuple):
+                types = set(map(type, own))
+                if types == {float}:  # log probabilities and, below, ids and masks are the bulk of an export
+                    holder[place] = [_whole(one) if one.is_integer() else one for one in own]
+                elif not types <= _WITHOUT_FLOATS:
+                    holder[place] = [*own]
+                    todo.append(holder[place])
+    return root[0]
+
+
+def _whole(value: float) -> float:
+    return int(value) if value.is_integer() and -_EXACT <= value <= _EXACT else value

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokencache.trajectories.digest import digest_of, recorded_digest
+from tokencache.trajectories.digest import digest_of, has_lost_digest, recorded_digest
 from tokencache.trajectories.values import Sequence, Trajectory
 from tokencache.trajectories.verify import CheckFailure, verify, verify_sequence
 
@@ -52,8 +52,8 @@ def verify_row(value: Any) -> CheckedRow:
         session = str(value.get("session", ""))
         return CheckedRow(session, [CheckFailure(session=session, check="readable", words=f"cannot be read: {why}")])
     recorded = recorded_digest(value)
-    if recorded is not None and recorded != digest_of(value):
-        words = "was changed after it was exported: its digest is another one"
+    if has_lost_digest(value) or (recorded is not None and recorded != digest_of(value)):
+        words = "was changed after it was exported: its digest is missing or another one"
         found.failures.append(CheckFailure(session=found.session, check="digest", words=words))
     return found._replace(has_digest=recorded is not None)
 

@@ -25,6 +25,9 @@ from tokencache.core.turn import Turn
 from tokencache.trajectories.links import links
 from tokencache.trajectories.rollout import Rollout
 
+_NESTING = 100
+"""Depth to spare: a message may be so deeply nested that it can be read by itself, but not inside an export."""
+
 
 def native(rollout: Rollout) -> dict[str, Any]:
     """Write a rollout in the native format, without the text of its requests."""
@@ -76,7 +79,7 @@ def _readable(messages: Sequence[msgspec.Raw]) -> list[msgspec.Raw | None]:
 
 def _is_json(raw: msgspec.Raw) -> bool:
     try:
-        msgspec.json.decode(raw)
+        msgspec.json.decode(_NESTING * b"[" + bytes(raw) + _NESTING * b"]")
     except (ValueError, RecursionError):
         return False
     return True
