@@ -29,7 +29,7 @@ _BLOCK = 2**20
 _NPY = b"\x93NUMPY"
 
 
-class FileStore(Protocol):
+class ExpertFiles(Protocol):
     """Writes and removes files. All methods block, and raise the errors of the medium. Paths are relative, with `/`."""
 
     def put(self, path: str, data: bytearray) -> None:
@@ -50,7 +50,7 @@ class LocalFiles:
         probe.unlink()
 
     def put(self, path: str, data: bytearray) -> None:
-        """See `FileStore.put`."""
+        """See `ExpertFiles.put`."""
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -62,7 +62,7 @@ class LocalFiles:
             raise
 
     def remove(self, path: str) -> None:
-        """See `FileStore.remove`."""
+        """See `ExpertFiles.remove`."""
         target = self._root / path
         with contextlib.suppress(FileNotFoundError):
             if target.is_dir():
@@ -82,16 +82,16 @@ class ObjectFiles:
         self._files, self._root = url_to_fs(url)
 
     def put(self, path: str, data: bytearray) -> None:
-        """See `FileStore.put`."""
+        """See `ExpertFiles.put`."""
         self._files.pipe_file(f"{self._root}/{path}", bytes(data))
 
     def remove(self, path: str) -> None:
-        """See `FileStore.remove`."""
+        """See `ExpertFiles.remove`."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(f"{self._root}/{path}", recursive=True)
 
 
-def open_files(where: str) -> FileStore:
+def open_files(where: str) -> ExpertFiles:
     """Open the value of `--experts`: a directory, or a URL for fsspec.
 
     Raises:
@@ -117,7 +117,7 @@ def as_file(experts: bytes) -> tuple[bytearray, str]:
 class RoutedExperts:
     """Writes and removes the files of routed experts."""
 
-    def __init__(self, files: FileStore) -> None:
+    def __init__(self, files: ExpertFiles) -> None:
         self._files = files
 
     async def keep(self, outcome: Outcome) -> None:

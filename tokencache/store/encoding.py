@@ -42,7 +42,7 @@ _DICTIONARY = (
 )
 
 
-class Served(msgspec.Struct, frozen=True):
+class LatestTurn(msgspec.Struct, frozen=True):
     """As much of a turn's record as the state of its session shows. Decoding skips the rest."""
 
     model: str = ""

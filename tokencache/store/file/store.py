@@ -35,7 +35,7 @@ from tokencache.store.base import (
     StoreError,
     StoreFullError,
 )
-from tokencache.store.encoding import Served, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
+from tokencache.store.encoding import LatestTurn, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.file import schema
 from tokencache.store.file.operations import reads, writes
 from tokencache.store.file.queue import FileQueue
@@ -524,7 +524,7 @@ def _info(db: sqlite3.Connection, held: sqlite3.Row) -> SessionInfo:
         turn = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
         reward = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
         incidents = db.execute("SELECT record FROM incidents WHERE session = ? ORDER BY n", (number,))
-        settings, latest = _settings(held), unpack(turn["record"], Served) if turn else Served()
+        settings, latest = _settings(held), unpack(turn["record"], LatestTurn) if turn else LatestTurn()
         return SessionInfo(
             id=name,
             created=held["created"],

@@ -14,7 +14,7 @@ from tokencache.core.match import Hit
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Turn
 from tokencache.store.base import BeginResult, Entry, OpenCall, QueueEntry, SessionInfo, StoreError
-from tokencache.store.encoding import Served, pack, pack_tokens, text, unpack, untext
+from tokencache.store.encoding import LatestTurn, pack, pack_tokens, text, unpack, untext
 
 _GLOB = re.compile(rb"[*?\[\]\\]")
 _CALL_HEAD = 33
@@ -133,7 +133,7 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
     settings, noted = unpack_settings(packed), Labels()
     for member in filter(None, labels):
         noted = noted.changed(unpack(member, LabelChanges))
-    latest = unpack(turn[1:], Served) if turn else Served()
+    latest = unpack(turn[1:], LatestTurn) if turn else LatestTurn()
     return SessionInfo(
         id=session,
         created=float(created),
