@@ -12,7 +12,7 @@ import pytest
 
 from tests.core.forest import Forest, grow
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
-from tokencache.client import NotFoundError
+from tokencache.client import NotFoundError, UnfinishedError
 from tokencache.client.errors import ClientError
 from tokencache.commands import files, parquet
 from tokencache.commands.export import Export
@@ -229,6 +229,7 @@ class Proxy:
         self.rollouts = {name: ROLLOUTS[name] for name in names}
         self.deeds = []
         self.open = set()
+        self.sealed = set()
         self.fetching = self.most = 0
         self.failing = ""
 
@@ -246,8 +247,11 @@ class _Session:
             raise NotFoundError(f"there is no session {self.name!r}", status=404)
         self.proxy.deeds.append((deed, self.name))
 
-    async def seal(self):
+    async def seal(self, *, force):
         await self._do("seal")
+        if self.name in self.proxy.open and not force:
+            raise UnfinishedError("it has a call in flight")
+        self.proxy.sealed.add(self.name)
 
     async def delete(self):
         await self._do("delete")
@@ -255,7 +259,8 @@ class _Session:
     async def state(self):
         await self._do("state")
         made = self.proxy.rollouts[self.name]
-        return msgspec.defstruct("State", ["complete", "open_calls"])(made.complete, ["c"] if self.name in self.proxy.open else [])
+        state = msgspec.defstruct("State", ["complete", "open_calls", "sealed"])
+        return state(made.complete, ["c"] if self.name in self.proxy.open else [], self.name in self.proxy.sealed)
 
     async def fetch_json(self, form, *, drift):
         self.proxy.fetching += 1
