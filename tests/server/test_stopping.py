@@ -131,6 +131,26 @@ class Away(MemoryStore):
             raise StoreError("no connection")
 
 
+async def test_a_consumer_that_waits_gets_its_answer_at_the_end():
+    async with Rack(drain=5) as rack:  # after that it would be cancelled
+        waiting = asyncio.create_task(rack.http.post("/tokencache/v1/queue/take", json={"consumer": "c", "wait": 60}))
+
+        async def looked():
+            return rack.looks
+
+        rack.looks, queue = 0, rack.store.queue
+
+        async def counted():
+            rack.looks += 1
+            return await queue()
+
+        rack.store.queue = counted
+        await until(looked, SECONDS)
+        await rack.ended()
+        async with await waiting as answer:
+            assert (answer.status, await answer.json()) == (200, {"deliveries": []})
+
+
 async def test_unsaved_incidents_are_written_if_the_store_is_back_in_time():
     store = Away()
     async with Rack(store) as rack:

@@ -145,13 +145,13 @@ class SessionQueue:
         }
 
     async def _until(self, seconds: float, look: Callable[[], Awaitable[list[T]]]) -> list[T]:
-        """Look until something is found or the time is up."""
+        """Look until something is found, the time is up, or the proxy stops."""
         deadline = time.monotonic() + seconds
         for pause in delays(FIRST_PAUSE, LONGEST_PAUSE):
             change = self._ledger.changed.next
             found = await look()
             left = deadline - time.monotonic()
-            if found or left <= 0:
+            if found or left <= 0 or self._ledger.changed.closed:
                 return found
             await wait_for(change, min(pause, left))
         raise AssertionError("delays never end")
