@@ -12,6 +12,7 @@ MINISWE_VENV ?= .venv-miniswe
 NEMO_GYM_VENV ?= .venv-nemo-gym
 TRAINERS_VENV ?= .venv-trainers
 AGENTS_VENV ?= .venv-agents
+TRL_VENV ?= .venv-trl
 HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
@@ -21,7 +22,8 @@ JOBS ?= auto
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
 FAST_TESTS := tests/core tests/dialects tests/docs tests/testing tests/trajectories/formats
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
-	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV))
+	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV)) \
+	TOKENCACHE_E2E_TRL=$(abspath $(TRL_VENV))
 E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
 PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
 # the frameworks' own warnings are not errors here
@@ -117,6 +119,7 @@ e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
+	tests/system/e2e/rig/install_trl.sh $(TRL_VENV) $(VLLM_VENV) $(VENV)
 
 chaos: $(STAMP) ## run 2,000 turns while proxies, Redis and engines are killed, frozen and cut off: some minutes. ARGS="--turns N --seed S"
 	$(BIN)/python -m tests.system.faults.chaos $(ARGS)

@@ -18,6 +18,7 @@ START_SECONDS = 240
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # routes that load weights and clear the prefix cache
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -25,8 +26,12 @@ _ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def vllm_server(folder: Path) -> Iterator[str]:
+def vllm_server(folder: Path, *options: str) -> Iterator[str]:
     """Serves a model folder while the context is open; yields the server's URL. Its log is `vllm.log` in the folder.
+
+    Args:
+        folder: the model folder.
+        options: further options of the server.
 
     Raises:
         RuntimeError: It did not start; the message has the end of the log.
@@ -37,6 +42,7 @@ def vllm_server(folder: Path) -> Iterator[str]:
     # Not `vllm serve`: that command looks for a distribution named vllm, and this one is vllm-cpu (seen with 0.32.0).
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", str(folder), "--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+    command += options
     log = folder / "vllm.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -9,6 +9,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SHOWN = {
     "README": "guessing.py",
+    "trl": "trl_grpo.py",
     "verl": "verl_agent_loop.yaml",
     "skyrl": "skyrl_experiment.py",
     "verifiers": "guessing_verifiers.py",

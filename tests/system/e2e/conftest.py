@@ -120,6 +120,25 @@ def vllm_server(servers, tokenizer):
 
 
 @pytest.fixture
+def idle_machine(servers):
+    """One vLLM at a time: an example starts its own."""
+    servers.stop()
+
+
+@pytest.fixture
+def trainer_python(tmp_path):
+    """An interpreter with what the examples need: vLLM's packages, then this environment's."""
+    venv = tmp_path / "venv"
+    subprocess.run([str(default_venv() / "bin/python"), "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (theirs,) = default_venv().absolute().glob("lib/python*/site-packages")
+    if theirs.parent.name != f"python{sys.version_info.major}.{sys.version_info.minor}":
+        pytest.skip("vLLM is installed for another version of Python")
+    (packages / "both.pth").write_text("\n".join([str(theirs), *site.getsitepackages(), str(REPOSITORY)]) + "\n")
+    return venv / "bin/python"
+
+
+@pytest.fixture
 def vllm(vllm_server):
     """URL of a real vLLM without a trailing slash or `/v1`."""
     return vllm_server.url

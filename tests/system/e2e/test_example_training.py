@@ -1,40 +1,15 @@
 """Runs the example that trains a tiny Qwen3, as a reader would, and checks the figures that it writes."""
 
 import json
-import signal
-import subprocess
-from pathlib import Path
 
 import pytest
-from rig.server import REPOSITORY
-
-SCRIPT = REPOSITORY / "examples" / "train_tiny_qwen3" / "train.py"
-TIMEOUT_S = 300
+from rig.examples import run_example
 
 
-@pytest.fixture
-def machine(servers):
-    """One vLLM at a time: the example starts its own."""
-    servers.stop()
-
-
-def run(python, *arguments):
-    """Runs the script; on timeout sends SIGINT, so that it stops its engine itself."""
-    command = [str(python), str(SCRIPT), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            output = child.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGINT)
-            output = child.communicate()
-    assert child.returncode == 0, output
-    return output[0]
-
-
-def test_only_exact_tokens_have_the_recorded_log_probabilities(machine, python, tmp_path, figures):
+def test_only_exact_tokens_have_the_recorded_log_probabilities(idle_machine, trainer_python, tmp_path, figures):
     file = tmp_path / "figures.json"
-    output = run(python, "--json", str(file))
-    found = json.loads(Path(file).read_text())
+    output = run_example(trainer_python, "examples/train_tiny_qwen3/train.py", "--json", file)
+    found = json.loads(file.read_text())
     assert found["complete"]
     assert found["rollouts"] == found["sequences"] == 12
 

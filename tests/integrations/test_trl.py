@@ -1,0 +1,108 @@
+"""The `rollout_func` for TRL, with a stand-in for the trainer. `tests/system/e2e/test_trl.py` runs TRL itself."""
+
+import logging
+from types import SimpleNamespace
+
+import msgspec
+import openai
+import pytest
+
+from tests.trajectories.rollouts import ROLLOUTS
+from tokencache.client import AsyncClient
+from tokencache.config import Settings
+from tokencache.integrations.rows import RowsError
+from tokencache.integrations.trl import TrlRollouts, connect, recorded_reward, row_of
+from tokencache.server.serve import serving
+from tokencache.testing import SimulatedEngine
+from tokencache.trajectories.formats.native import native
+from tokencache.trajectories.values import Trajectory
+
+
+def trajectory_of(shape, **changes):
+    return msgspec.structs.replace(msgspec.convert(native(ROLLOUTS[shape]), Trajectory), **changes)
+
+
+def trainer_of(**changes):
+    """What `TrlRollouts` reads from a `GRPOTrainer`."""
+    fields = {"num_generations": 2, "num_generations_eval": 1, "temperature": 1.0, "top_p": 0.9, "top_k": 0, "min_p": None}
+    fields |= {"repetition_penalty": 1.0, "use_vllm": False, "model": SimpleNamespace(training=True)}
+    fields |= {"accelerator": SimpleNamespace(process_index=1), "state": SimpleNamespace(global_step=7)}
+    return SimpleNamespace(**fields | changes)
+
+
+@pytest.mark.parametrize("shape", ["linear", "thrown-away", "respliced"])
+def test_a_row_is_a_sequence_split_at_its_first_sampled_token(shape):
+    trajectory = trajectory_of(shape, reward=0.5)
+    row = row_of(trajectory, "longest")
+    (sequence,) = [one for one in trajectory.sequences if one.token_ids == row["prompt_ids"] + row["completion_ids"]]
+    assert row["env_mask"][0] == 1
+    assert sum(row["env_mask"]) == sum(sequence.loss_mask)
+    assert [0.0] * len(row["prompt_ids"]) + row["logprobs"] == sequence.logprobs
+    assert len(row["completion_ids"]) == len(row["logprobs"]) == len(row["env_mask"])
+    assert row["reward"] == 0.5
+    assert row["tokens_left_out"] + sum(row["env_mask"]) == sum(sum(one.loss_mask) for one in trajectory.sequences)
+
+
+def test_two_lines_are_refused_unless_one_is_asked_for():
+    with pytest.raises(RowsError):
+        row_of(trajectory_of("respliced"), "main")
+    assert row_of(trajectory_of("respliced"), "longest")["tokens_left_out"] > 0
+
+
+@pytest.mark.parametrize("shape", ["speechless", "empty"])
+def test_a_rollout_without_a_sampled_token_trains_nothing_and_has_no_reward(shape, caplog):
+    with caplog.at_level(logging.WARNING):
+        row = row_of(trajectory_of(shape, reward=1.0), "main")
+    assert (row["env_mask"], row["logprobs"], len(row["completion_ids"]), row["reward"]) == ([0], [0.0], 1, None)
+    assert row["prompt_ids"]
+    assert "nothing to train on" in caplog.text
+
+
+def test_a_policy_with_several_rows_is_refused():
+    with pytest.raises(ValueError, match="one row for each prompt"):
+        TrlRollouts("http://127.0.0.1:1", None, rows="all")
+
+
+def test_weights_are_not_transferred_twice():
+    with pytest.raises(ValueError, match="leave out `connect`"):
+        connect(trainer_of(use_vllm=True), None, [])
+
+
+@pytest.mark.parametrize("delete", [False, True])
+async def test_each_prompt_is_played_in_a_session_of_its_group(delete):
+    """Prompts of one group share it. What the harness asks for does not change the trainer's sampling."""
+
+    async def play(session, prompt):
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+            messages = [{"role": "user", "content": prompt}]
+            await model.chat.completions.create(model="sim", messages=messages, temperature=0.1)
+        return float(len(prompt))
+
+    engine = SimulatedEngine()
+    async with engine.serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _), AsyncClient(url) as client:
+        function = TrlRollouts(url, play, delete=delete, sampling={"max_tokens": 64})
+        found = await function.play_all(["a", "a", "bb", "bb"], trainer_of())
+        states = {state.session: state for state in await client.sessions()}
+    assert recorded_reward([], **found) == [1.0, 1.0, 2.0, 2.0]
+    assert all(found["complete"])
+    assert len(set(found["session"])) == 4
+    assert {tuple(ids) for ids in found["completion_ids"]} <= {tuple(one.completion_ids) for one in engine.ground_truth}
+    asked = {
+        (body["temperature"], body["top_p"], body["max_tokens"]) for body in engine.requests if body["messages"][0]["content"] in "abb"
+    }
+    assert asked == {(1.0, 0.9, 64)}
+    if delete:
+        assert not states
+    else:
+        assert [states[name].group for name in found["session"]] == ["trl-7-0-2", "trl-7-0-2", "trl-7-0-3", "trl-7-0-3"]
+        assert all(state.state == "finished" for state in states.values())
+
+
+async def test_a_harness_that_fails_ends_the_step():
+    async def play(session, prompt):
+        raise RuntimeError("no such program")
+
+    async with SimulatedEngine().serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _):
+        with pytest.raises(ExceptionGroup) as caught:
+            await TrlRollouts(url, play).play_all(["a"], trainer_of())
+    assert caught.group_contains(RuntimeError, match="no such program")

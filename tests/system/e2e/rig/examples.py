@@ -1,0 +1,19 @@
+"""Runs programs of `examples/`, as a reader would."""
+
+import signal
+import subprocess
+
+from rig.server import REPOSITORY
+
+
+def run_example(python, *arguments, timeout=300, env=None):
+    """Run Python in the repository; returns its output. On timeout it gets SIGINT, so that it stops its engine itself."""
+    command = [str(python), *map(str, arguments)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as child:
+        try:
+            output = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGINT)
+            output = child.communicate()
+    assert child.returncode == 0, "\n".join(output)[-6000:]
+    return output[0]

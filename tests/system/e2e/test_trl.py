@@ -1,0 +1,66 @@
+"""Runs the program of docs/integrations/trl.md: TRL's own trainer, a real vLLM, and new weights at each step."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import proxying
+from rig.examples import run_example
+from rig.server import REPOSITORY, VllmServer, default_venv
+
+from tokencache.client import AsyncClient
+from tokencache.store.memory import MemoryStore
+
+STEPS = 4
+MAKE_MODEL = "import pathlib, sys; from examples.train_tiny_qwen3.model import make_model; make_model(pathlib.Path(sys.argv[1]))"
+
+
+@pytest.fixture
+def trl_python():
+    """An interpreter with TRL."""
+    venv = Path(os.environ.get("TOKENCACHE_E2E_TRL") or REPOSITORY / ".venv-trl").absolute()
+    if not (venv / "bin/python").exists():
+        pytest.skip(f"no TRL in {venv}: run tests/system/e2e/rig/install_trl.sh {venv} {default_venv()} {sys.prefix}")
+    return venv / "bin/python"
+
+
+@pytest.fixture
+def server(servers, trl_python, tmp_path_factory):
+    """A vLLM in development mode, which serves real weights as `policy`."""
+
+    def start():
+        model = tmp_path_factory.mktemp("model")
+        subprocess.run([trl_python, "-c", MAKE_MODEL, model], check=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+        options = ["--served-model-name", "policy", "--logprobs-mode", "processed_logprobs"]
+        made = VllmServer(model, max_model_len=4096, scripted=False, workdir=tmp_path_factory.mktemp("vllm"), options=options)
+        environment, command = made.environment, made.command
+        made.environment = lambda: environment() | {"VLLM_SERVER_DEV_MODE": "1"}
+        # a random model never ends its thinking, so the parser would leave no text to reward
+        made.command = lambda: [word for word in command() if word not in {"--reasoning-parser", "qwen3"}]
+        return made
+
+    return servers.keep("policy", start)
+
+
+async def test_trl_trains_on_exact_tokens_and_the_engine_has_its_weights(server, trl_python, tmp_path, figures):
+    """TRL itself compares each recorded log probability with its own: they agree under the weights of each step."""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    options = ["--model", server.model_dir, "--engine", server.url, "--weights", tmp_path / "weights", "--output", tmp_path / "output"]
+    async with proxying(server.url, MemoryStore()) as proxied:
+        program = ["examples/integrations/trl_grpo.py", *options, "--proxy", proxied.url, "--steps", STEPS, "--cpu"]
+        output = await asyncio.to_thread(run_example, trl_python, *program, env=environment)
+        async with AsyncClient(proxied.url) as client:
+            left = await client.sessions()
+    steps = [entry for entry in json.loads(output.splitlines()[-1]) if "reward" in entry]
+    assert len(steps) == STEPS
+    differences = [step["sampling/sampling_logp_difference/max"] for step in steps]
+    figures.append(f"TRL: max |difference| of recorded log probabilities in {STEPS} steps: {max(differences):.1e}")
+    assert max(differences) < 1e-3
+    assert all(step["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3) for step in steps)
+    assert all(step["grad_norm"] > 0 for step in steps), json.dumps(steps)
+    assert all(0 < step["rewards/recorded_reward/mean"] < 1 for step in steps)
+    assert not left  # delete=True
