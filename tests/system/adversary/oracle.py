@@ -239,11 +239,16 @@ class Oracle:
         ]
 
     def _unchanged(self, said: SampledTurn, now: Sequence[Entry]) -> bool:
-        """Whether these messages are those that a turn answered: its client's as written, and replies by the turns that its prompt has."""
+        """Whether these messages are those that a turn answered: its client's as written, and replies by the turns that its prompt has.
+
+        Replies must have the same call ids: they show which call a result answers.
+        """
         supplied = {span.place: span.turn for span in said.spans}
 
         def same(place: int, was: Entry, one: Entry) -> bool:
-            return was is one or was.exact == one.exact or (place in supplied and supplied[place] == self.truth(one))
+            if was is one or was.exact == one.exact:
+                return True
+            return place in supplied and supplied[place] == self.truth(one) and call_ids(was.message) == call_ids(one.message)
 
         return len(said.entries) == len(now) and all(map(same, range(len(now)), said.entries, now))
 
