@@ -15,7 +15,7 @@ from tokencache.client.errors import DeliveryExpiredError, NotFoundError, WaitTi
 from tokencache.client.operations import ProxyAddress, sessions
 from tokencache.client.protocol import BASE, Item, ItemSteps, Request, Steps, call
 from tokencache.client.session_operations import is_over, written
-from tokencache.trajectories.lengths import LengthOptions
+from tokencache.trajectories.lengths import ExportOptions
 from tokencache.trajectories.values import DeliveryState, QueueState, SessionState
 
 LONGEST_POLL = 20.0
@@ -60,7 +60,7 @@ def iterate(
     delete: bool = False,
     force: bool = False,
     timeout: float = 60.0,
-    **lengths: Unpack[LengthOptions],
+    **lengths: Unpack[ExportOptions],
 ) -> ItemSteps[Any]:
     """Return the trajectories of sessions in the given order, each as soon as the session is finished and has no call in flight.
 
@@ -91,7 +91,7 @@ def _iterate(
     proxy: ProxyAddress,
     names: Iterable[str] | None,
     form: str,
-    lengths: LengthOptions,
+    lengths: ExportOptions,
     *,
     seal: bool,
     delete: bool,
@@ -145,7 +145,7 @@ def as_completed(
     *,
     format: str = "native",  # noqa: A002 - the name of the query parameter
     timeout: float | None = None,
-    **lengths: Unpack[LengthOptions],
+    **lengths: Unpack[ExportOptions],
 ) -> ItemSteps[Any]:
     """Return the trajectories of sessions as they finish, each when it is finished and has no call in flight.
 
@@ -167,7 +167,7 @@ def as_completed(
     return _as_completed(proxy, names, format, timeout, lengths)
 
 
-def _as_completed(proxy: ProxyAddress, names: Iterable[str], form: str, timeout: float | None, lengths: LengthOptions) -> ItemSteps[Any]:
+def _as_completed(proxy: ProxyAddress, names: Iterable[str], form: str, timeout: float | None, lengths: ExportOptions) -> ItemSteps[Any]:
     left, absent = dict.fromkeys(names), list[str]()
     deadline = None if timeout is None else time.monotonic() + timeout
     while left:
@@ -190,7 +190,7 @@ def _as_completed(proxy: ProxyAddress, names: Iterable[str], form: str, timeout:
         raise _missing(absent)
 
 
-class FollowOptions(LengthOptions, total=False):
+class FollowOptions(ExportOptions, total=False):
     """The options of `Client.follow` and `AsyncClient.follow`, besides `consumer`."""
 
     group_size: int
@@ -210,7 +210,7 @@ def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions])
         if (value := options.get(name)) is not None:
             asked[name] = value
     form, timeout = options.get("format", "native"), options.get("timeout")
-    lengths = cast("LengthOptions", {name: options[name] for name in LengthOptions.__annotations__ if name in options})  # type: ignore[literal-required]
+    lengths = cast("ExportOptions", {name: options[name] for name in ExportOptions.__annotations__ if name in options})  # type: ignore[literal-required]
     held: set[str] = set()
     last = time.monotonic()
     while True:
@@ -226,7 +226,7 @@ def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions])
             return
 
 
-def _fetched(proxy: ProxyAddress, delivery: DeliveryState, form: str, lengths: LengthOptions, held: set[str]) -> Steps[DeliveryData]:
+def _fetched(proxy: ProxyAddress, delivery: DeliveryState, form: str, lengths: ExportOptions, held: set[str]) -> Steps[DeliveryData]:
     trajectories: list[Any] = []
     for state in delivery.sessions:
         trajectory = yield from session_operations.fetch(access_to(proxy.url, state.session), form, drift="off", **lengths)

@@ -13,7 +13,7 @@ from tokencache.backoff import delays
 from tokencache.client.access import Access
 from tokencache.client.errors import NotFoundError, SealedError, WaitTimeoutError
 from tokencache.client.protocol import BASE, Pause, Request, Steps, call, send_delete
-from tokencache.trajectories.lengths import LengthOptions, parameters_of
+from tokencache.trajectories.lengths import ExportOptions, parameters_of
 from tokencache.trajectories.values import RewardState, SessionState, Trajectory
 
 _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
@@ -144,12 +144,12 @@ def seal(session: Access, *, force: bool = False) -> Steps[SessionState]:
     return (yield from call(Request("POST", f"{path_of(session.id)}/seal", parameters), SessionState))
 
 
-def trajectory(session: Access, *, drift: str = "", **lengths: Unpack[LengthOptions]) -> Steps[Trajectory]:
+def trajectory(session: Access, *, drift: str = "", **lengths: Unpack[ExportOptions]) -> Steps[Trajectory]:
     """Fetch the current trajectory of the session. `fetch` documents the arguments."""
     return (yield from call(_trajectory(session.id, "native", drift, lengths), Trajectory))
 
 
-def fetch(session: Access, format: str = "native", *, drift: str = "", **lengths: Unpack[LengthOptions]) -> Steps[Any]:  # noqa: A002 - the name of the query parameter
+def fetch(session: Access, format: str = "native", *, drift: str = "", **lengths: Unpack[ExportOptions]) -> Steps[Any]:  # noqa: A002 - the name of the query parameter
     """Fetch the current trajectory: a `Trajectory` if the format is `native`, else the JSON object of the format.
 
     `drift` selects the turns whose drift is measured first (docs/drift.md): `off`, `sequences` or `turns`. `""` uses the default of
@@ -166,7 +166,7 @@ def fetch(session: Access, format: str = "native", *, drift: str = "", **lengths
     return (yield from call(_trajectory(session.id, format, drift, lengths), Trajectory if format == "native" else dict))
 
 
-def fetch_json(session: Access, format: str = "native", *, drift: str = "", **lengths: Unpack[LengthOptions]) -> Steps[bytes]:  # noqa: A002 - the name of the query parameter
+def fetch_json(session: Access, format: str = "native", *, drift: str = "", **lengths: Unpack[ExportOptions]) -> Steps[bytes]:  # noqa: A002 - the name of the query parameter
     """Fetch the current trajectory as the JSON text that the proxy wrote, with every digit and member.
 
     `fetch` documents the arguments.
@@ -210,7 +210,7 @@ def _conditions(turns: int, *, finished: bool, sealed: bool) -> str:
     return " and ".join(["no open call", *(name for name, wanted in given.items() if wanted)])
 
 
-def _trajectory(name: str, form: str, drift: str, lengths: LengthOptions) -> Request:
+def _trajectory(name: str, form: str, drift: str, lengths: ExportOptions) -> Request:
     parameters = {"format": form} | ({"drift": drift} if drift else {}) | parameters_of(lengths)
     return Request("GET", f"{path_of(name)}/trajectories", parameters)
 

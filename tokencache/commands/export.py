@@ -24,7 +24,7 @@ from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, Patt
 from tokencache.commands.sink import FileError, Sink
 from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.registry import FORMATS, format_named
-from tokencache.trajectories.lengths import LIMITS, LengthOptions, lengths_of, parameters_of
+from tokencache.trajectories.lengths import LIMITS, ExportOptions, lengths_of, parameters_of
 from tokencache.trajectories.values import OverlongFigures
 
 CONCURRENCY = 4
@@ -68,7 +68,7 @@ class Export(msgspec.Struct, kw_only=True):
     names: Sequence[str]
     format: str
     drift: str = ""
-    lengths: LengthOptions = {}
+    lengths: ExportOptions = {}
     exact: bool = False
     seal: bool = False
     delete: bool = False
@@ -253,7 +253,7 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         raise typer.BadParameter("standard output may be lost: --delete needs a file", param_hint="--delete")
     try:
         wanted = format_named(format_name)
-        lengths = LengthOptions(
+        lengths = ExportOptions(
             max_length=max_length, max_prompt_length=max_prompt_length, max_response_length=max_response_length, overlong=overlong
         )
         if text:

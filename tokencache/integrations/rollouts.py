@@ -20,7 +20,7 @@ import msgspec
 from tokencache.batching.selection import Selection
 from tokencache.client import AsyncClient, AsyncSession, Trajectory
 from tokencache.integrations.rows import RowPolicy, choose_rows
-from tokencache.trajectories.lengths import LengthOptions
+from tokencache.trajectories.lengths import ExportOptions
 
 Play: TypeAlias = Callable[[AsyncSession, Mapping[str, Any]], Awaitable[float | None]]
 """Runs the harness for one sample of the data set. Returns the reward."""
@@ -100,7 +100,7 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
         *,
         sampling: Mapping[str, Any],
         group: str = "",
-        lengths: LengthOptions | None = None,
+        lengths: ExportOptions | None = None,
     ) -> FinishedRollout:
         """Create a session, run the harness, finish and seal the session, and return the rollout.
 
@@ -120,7 +120,7 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
         await session.finish(reward)
         await session.wait(timeout=self.timeout)
         await session.seal()
-        limits = lengths or LengthOptions()
+        limits = lengths or ExportOptions()
         trajectory = await session.trajectory(drift="off", **limits)
         finished = FinishedRollout(
             trajectory,

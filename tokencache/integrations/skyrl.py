@@ -16,7 +16,7 @@ from typing import Any
 from tokencache.client import AsyncClient
 from tokencache.integrations.rollouts import Play, Rollouts, load_play
 from tokencache.integrations.rows import RowPolicy, check_policy
-from tokencache.trajectories.lengths import LengthOptions
+from tokencache.trajectories.lengths import ExportOptions
 
 try:
     from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
@@ -58,7 +58,7 @@ class TokencacheGenerator(GeneratorInterface):
         rows: RowPolicy = "main",
         step_wise: bool = False,
         concurrency: int = 64,
-        lengths: LengthOptions | None = None,
+        lengths: ExportOptions | None = None,
         harness: str = "",
         timeout: float = 60.0,
         delete: bool = False,

@@ -17,7 +17,7 @@ from typing import Any
 from tokencache.client import AsyncClient
 from tokencache.integrations.rollouts import FinishedRollout, Play, Rollouts, load_play
 from tokencache.integrations.rows import RowPolicy, check_policy
-from tokencache.trajectories.lengths import LengthOptions
+from tokencache.trajectories.lengths import ExportOptions
 
 try:
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
@@ -70,7 +70,7 @@ class TokencacheAgentLoop(AgentLoopBase):
         if overlong not in {"cut", "drop"}:
             raise ValueError(f"overlong: {overlong!r} is neither 'cut' nor 'drop'")
         self._url, self._admin_key = url, admin_key or os.environ.get("TOKENCACHE_ADMIN_KEY")
-        self._lengths = LengthOptions(
+        self._lengths = ExportOptions(
             max_prompt_length=self.rollout_config.prompt_length,
             max_response_length=self.rollout_config.response_length,
             overlong=overlong,

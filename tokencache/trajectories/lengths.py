@@ -33,7 +33,7 @@ MOST = 2**31
 """The largest limit, in tokens."""
 
 
-class LengthOptions(TypedDict, total=False):
+class ExportOptions(TypedDict, total=False):
     """How a trajectory is written: limits for the length of its sequences, and whether the native format holds the requests (`text`).
 
     A limit that is `None` does not apply. With a limit, `overlong` is required.
@@ -77,7 +77,7 @@ def lengths_of(given: Mapping[str, str]) -> Lengths | None:
     return Lengths(policy, **limits)
 
 
-def parameters_of(options: LengthOptions) -> dict[str, str]:
+def parameters_of(options: ExportOptions) -> dict[str, str]:
     """Return the query parameters for options."""
     return {name: str(value).lower() for name, value in options.items() if value is not None}
 
