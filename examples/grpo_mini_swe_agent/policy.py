@@ -36,8 +36,8 @@ TOOL = {
 """The tool of mini-swe-agent (`minisweagent/models/utils/actions_toolcall.py`)."""
 
 
-def make_policy(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
-    """Write a model folder that vLLM can serve, with weights that were trained on demonstrations. Returns the model and its tokenizer."""
+def make_policy(folder: Path) -> Qwen3ForCausalLM:
+    """Write a model folder that vLLM can serve, with weights that were trained on demonstrations. Returns the model."""
     build_tokenizer().save(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = Qwen3Config(
@@ -56,7 +56,7 @@ def make_policy(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase
     policy = Qwen3ForCausalLM(config)
     warm_up(policy, tokenizer)
     policy.save_pretrained(folder)
-    return policy, tokenizer
+    return policy
 
 
 def warm_up(policy: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -193,7 +193,7 @@ def main() -> None:
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="grpo-") as name:
         folder = Path(name)
-        policy, _ = make_policy(folder / "model")
+        policy = make_policy(folder / "model")
         with vllm_server(folder / "model", *ENGINE_OPTIONS) as engine:
             print("step   reward  complete   tokens   max |difference|")
             steps = asyncio.run(run(options.agents_python, engine, policy, folder))
