@@ -33,7 +33,7 @@ from tokencache.client import AsyncClient, Trajectory
 from tokencache.config import Settings
 from tokencache.server.serve import serving
 
-STEPS, GROUPS, ROLLOUTS = 12, 4, 8
+STEPS, GROUPS, ROLLOUTS = 16, 4, 8
 EPOCHS, LEARNING_RATE, CLIP = 2, 3e-4, 0.2
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 80}
 ENGINE_OPTIONS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
