@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: install.sh VENV_VLLM VENV_TRAINERS VENV_AGENTS
-# Installs the packages that the tests of the integrations import: half a minute and 500 MB the first time; does nothing
+# Installs the packages that the tests of the integrations import: a minute and 1.2 GB the first time; does nothing
 # if these versions are already installed.
 #
 # VENV_TRAINERS: verl and SkyRL, on the torch of VENV_VLLM. Without their dependencies, which include CUDA builds: only

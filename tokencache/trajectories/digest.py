@@ -6,7 +6,7 @@ not count.
 
 Canonical JSON (UTF-8): members sorted by name, no white space, only `"`, `\\` and control characters escaped, numbers as msgspec writes
 them (floats in the shortest notation that reads back as the same double), and floats that are whole numbers of at most 2**53 without
-a fraction (`0.0` is `0`, as JavaScript writes it). `canonical` returns these bytes.
+a fraction (`0.0` and `-0.0` are `0`, as JavaScript writes them). `canonical` returns these bytes.
 
 A native rollout has its digest in the member `digest`. A row of another format has it in our labels (`tokencache`), because a trainer may
 refuse members in its own object. The digest finds accidents: damaged, merged or edited files. It is no signature, because whoever changes
