@@ -159,7 +159,7 @@ def seal_sessions(
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
 ) -> None:
-    """Seal finished sessions: what is recorded does not change any more.
+    """Seal finished sessions: their records do not change any more.
 
     tokencache seal r17
     """
