@@ -3,7 +3,16 @@
 import pytest
 
 from tokencache.errors import EngineError, HarnessError, TokencacheError, passing_cause
-from tokencache.store.base import SessionDeletedError, SessionSealedError, StoreError, StoreFullError
+from tokencache.store.base import (
+    CursorError,
+    SessionDeletedError,
+    SessionExistsError,
+    SessionFinishedError,
+    SessionSealedError,
+    SettingsConflictError,
+    StoreError,
+    StoreFullError,
+)
 
 ANSWERS = [
     (HarnessError("no", status=404, kind="not_found_error", param="model"), 404, "not_found_error", "no"),
@@ -11,6 +20,10 @@ ANSWERS = [
     (EngineError("gone"), 502, "upstream_error", "gone"),
     (StoreError("redis: slow"), 503, "store_error", "the store failed: redis: slow"),
     (SessionSealedError("r1"), 409, "session_sealed", "session r1 is sealed"),
+    (SessionFinishedError("r1"), 409, "session_finished", "session r1 is finished"),
+    (SessionExistsError("r1"), 409, "session_exists", "session r1 exists already"),
+    (SettingsConflictError("r1", ["sampling"]), 409, "settings_conflict", "session r1 exists with other settings (sampling)"),
+    (CursorError("another store"), 422, "invalid_cursor", "the cursor cannot be used (another store)"),
     (SessionDeletedError("r1"), 409, "session_deleted", "session r1 was deleted"),
     (StoreFullError("9 sessions"), 503, "store_full", "accepts no new sessions: 9 sessions"),
 ]
