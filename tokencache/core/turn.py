@@ -29,6 +29,10 @@ class TurnMark(Described):
     MEDIA = "media", "the request contains images or other media"
     SECOND_SAMPLE = "second-sample", "the same call had been made and answered before"
     UNANSWERED = "unanswered", "the harness disconnected before the reply was complete"
+    CONTINUED = "continued", "the engine broke the reply off, and it was continued from its last token; `pieces` lists its parts"
+    MIXED_WEIGHTS = "mixed-weights", "the weights changed, or may have changed, during the reply, and which token has which is not certain"
+    HYBRID_KV = "hybrid-kv", "the prompt was computed with older weights than those that sampled the reply, as `--kv session` permits"
+    STALE_KV = "stale-kv", "the weights changed during the reply and the engine kept the keys and values of the older ones"
 
 
 class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -41,6 +45,23 @@ class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
     start: int
     end: int
     place: int = -1
+
+
+class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A part of a reply that one request to an engine sampled.
+
+    Attributes:
+        call: the id of the request (`X-Request-Id`).
+        engine: base URL of the engine.
+        start, end: half-open range of the completion's tokens.
+        ended: how it ended: `abort` (the engine ended it), `error` (an error in its stream), `lost` (the connection), or the finish reason.
+    """
+
+    call: str
+    engine: str
+    start: int
+    end: int
+    ended: str = ""
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename={"applied_rules": "forgiven", "position_key": "place"}):
@@ -75,7 +96,12 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
             `context_base`'s request.
         marks: properties that a trainer must know (`TurnMark`).
         created: when the call began, Unix time in seconds; `seconds` is how long it took.
-        versions: spans of weight versions as the engine reports them (vLLM 0.33 `weight_versions`).
+        versions: spans of the completion with the policy version that sampled each: `{"version", "start", "end"}` (`core.weights`).
+        version_source: who reported them (`weights.VersionSource`); `""` if nothing is known.
+        prompt_version: the policy version that computed the prompt's keys and values; `mixed` if that is not certain, `""` if not known.
+        kv: how the prefix cache was kept apart by version: `exact`, `session` or `off`; `""` if no version was known.
+        pieces: the parts of a reply that was continued; empty for any other.
+        again: why a reply that the engine broke off was not continued; `""` if it was, or if none was broken off.
     """
 
     id: str
@@ -120,6 +146,11 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     created: float = 0.0
     seconds: float = 0.0
     versions: list[Any] = []
+    version_source: str = ""
+    prompt_version: str = ""
+    kv: Literal["exact", "session", "off", ""] = ""
+    pieces: tuple[Piece, ...] = ()
+    again: str = ""
 
 
 class Tokens(msgspec.Struct, frozen=True):

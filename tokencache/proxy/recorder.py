@@ -7,6 +7,7 @@ The recorded prompt is the prompt that the engine reports. If that differs from 
 import secrets
 import time
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
@@ -226,7 +227,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         tokens = Tokens(ids.tail(prompt.ids, shared), completion, logprobs)
         return Entry(turn, tokens, keys, self._context(plan, turn.context_shared)), prefix
 
-    def _evidence(self, plan: Plan) -> dict[str, bytes]:
+    def _evidence(self, plan: Plan) -> dict[str, Any]:
         """Hash the history, for comparison with later ones (`core.evidence`)."""
         conversation = self.call.conversation
         if conversation is None or self.call.plain:

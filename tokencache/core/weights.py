@@ -1,0 +1,290 @@
+"""Policy versions: which weights sampled a token, and what the trainer announced about the weights of each engine.
+
+A *policy version* is the trainer's name for a state of the weights. An *update* is an ordinal that increases with every announcement, so
+that a version which is set back to an earlier name is still told apart from it: nothing says that the weights are the same again.
+
+Where the version of a token is not certain, its span has the version `MIXED`. A version is never guessed: without any source, a reply has
+no spans.
+
+`WeightsState` is a value. Its methods are the legal transitions; each returns the next state, with the next revision, for a store that
+replaces a state only if nobody else did (`Store.replace_weights`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+MIXED = "mixed"
+"""The version of a span that is not certain: the weights changed, or may have changed, while it was sampled."""
+RESERVED = frozenset({"", MIXED, "default"})
+"""Names that no version may have. `default` is what vLLM's `/weight_info` answers before anything was set (0.27 to 0.33)."""
+HISTORY_KEPT = 100
+"""Number of announced versions that are kept."""
+MAX_NAME = 200
+"""Maximum number of characters of a version, and of an owner."""
+
+
+class WeightsPhase(StrEnum):
+    """What an engine's weights are."""
+
+    READY = "ready"
+    """One version, which the trainer announced."""
+    UPDATING = "updating"
+    """They are being replaced: new calls wait."""
+    UNKNOWN = "unknown"
+    """Nothing was announced, or an update ended without a version."""
+
+
+class VersionSource(StrEnum):
+    """Who reported the version of a turn's tokens, the first that speaks."""
+
+    REPLY = "reply"
+    """The engine's own report in the reply."""
+    TRAINER = "trainer"
+    """The trainer announced it."""
+    ENGINE = "engine"
+    """The engine's `/weight_info` before and after the call."""
+    ADAPTER = "adapter"
+    """The name and path of the LoRA adapter."""
+
+
+class UpdateConflictError(Exception):
+    """Another owner is updating the weights, or the update that a caller names is not under way.
+
+    Attributes:
+        update: the update that is under way; `None` if there is none.
+    """
+
+    def __init__(self, update: "Update | None" = None) -> None:
+        super().__init__(update)
+        self.update = update
+
+
+class WeightSpan(msgspec.Struct, frozen=True):
+    """A half-open range of a completion's tokens that one version sampled."""
+
+    version: str
+    start: int
+    end: int
+
+
+class EngineWeights(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is announced of one engine, or of all that have no entry of their own.
+
+    Attributes:
+        version: the version; `""` if it is not known.
+        update: the ordinal of the announcement; 0 if there was none.
+        updating: whether its weights are being replaced.
+    """
+
+    version: str = ""
+    update: int = 0
+    updating: bool = False
+
+    @property
+    def phase(self) -> WeightsPhase:
+        """The phase."""
+        if self.updating:
+            return WeightsPhase.UPDATING
+        return WeightsPhase.READY if self.version else WeightsPhase.UNKNOWN
+
+
+class Update(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An update that is under way.
+
+    Attributes:
+        id: names it in requests.
+        owner: the trainer that began it.
+        since, until: when it began, and when it ends by itself, Unix time in seconds.
+        engines: base URLs of its engines; empty for all.
+        paused: whether the proxy paused the engines, and must resume them at its end.
+    """
+
+    id: str
+    owner: str
+    since: float
+    until: float
+    engines: tuple[str, ...] = ()
+    paused: bool = False
+
+    def covers(self, url: str) -> bool:
+        """Whether the weights of this engine are being replaced."""
+        return not self.engines or url in self.engines
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """A version that was announced: its update, and when, Unix time in seconds."""
+
+    version: str
+    update: int
+    at: float
+
+
+class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What the trainers announced about the weights.
+
+    Attributes:
+        revision: number of changes of this value; 0 if nothing was ever announced.
+        all: what holds for engines without an entry of their own.
+        engines: base URL → what holds for this engine.
+        update: the update under way; `None` if there is none.
+        last: the newest update's ordinal.
+        history: announced versions, the newest last.
+    """
+
+    revision: int = 0
+    all: EngineWeights = EngineWeights()
+    engines: Mapping[str, EngineWeights] = {}
+    update: Update | None = None
+    last: int = 0
+    history: tuple[Announced, ...] = ()
+
+    def of(self, url: str) -> EngineWeights:
+        """Return what is announced of an engine."""
+        known = self.engines.get(url, self.all)
+        updating = self.update is not None and self.update.covers(url)
+        return msgspec.structs.replace(known, updating=True) if updating else known
+
+    @property
+    def current(self) -> str:
+        """The version that was announced last; `""` if none was, or if an update ended without one."""
+        return self.history[-1].version if self.history and self.history[-1].update == self.last else ""
+
+    def announce(self, version: str, at: float, *, engines: Sequence[str] = (), owner: str = "") -> "WeightsState":
+        """Set the version of some engines, or of all, and end the update that is under way if it is `owner`'s.
+
+        Returns:
+            The next state; this one if the same version was announced for the same engines and no update is under way.
+
+        Raises:
+            ValueError: the version cannot be used.
+            UpdateConflictError: another owner's update is under way.
+        """
+        check_version(version)
+        self._check_owner(owner, at)
+        state = self.expire(at)
+        if state.update is None and self._same(version, engines):
+            return self
+        return _with_version(state, version, at, engines or (state.update.engines if state.update is not None else ()))
+
+    def begin_update(self, update: Update) -> "WeightsState":
+        """Begin an update; the same owner may begin again, which replaces its update.
+
+        Raises:
+            UpdateConflictError: another owner's update is under way.
+        """
+        self._check_owner(update.owner, update.since)
+        state = self.expire(update.since)
+        return msgspec.structs.replace(state, revision=self.revision + 1, update=update)
+
+    def end_update(self, name: str, version: str, at: float) -> "WeightsState":
+        """End an update with the version of the new weights, or with `""` if they are not known.
+
+        Raises:
+            ValueError: the version cannot be used.
+            UpdateConflictError: the update is not under way.
+        """
+        if version:
+            check_version(version)
+        if self.update is None or self.update.id != name or self.update.until <= at:
+            raise UpdateConflictError
+        return _with_version(self, version, at, self.update.engines)
+
+    def expire(self, at: float) -> "WeightsState":
+        """End the update whose timeout has passed: the weights of its engines are not known. Returns this state if there is none."""
+        if self.update is None or self.update.until > at:
+            return self
+        return _with_version(self, "", at, self.update.engines)
+
+    def _check_owner(self, owner: str, at: float) -> None:
+        if self.update is not None and self.update.until > at and self.update.owner != owner:
+            raise UpdateConflictError(self.update)
+
+    def _same(self, version: str, engines: Sequence[str]) -> bool:
+        if engines:
+            return all(self.of(url).version == version for url in engines)
+        return self.all.version == version and all(known.version == version for known in self.engines.values())
+
+
+def _with_version(state: WeightsState, version: str, at: float, engines: Sequence[str]) -> WeightsState:
+    """Set a version by a new update, which ends the one that is under way."""
+    number = state.last + 1
+    known = EngineWeights(version, number)
+    announced = (Announced(version, number, at),) if version else ()
+    return msgspec.structs.replace(
+        state,
+        revision=state.revision + 1,
+        all=state.all if engines else known,
+        engines={**state.engines, **dict.fromkeys(engines, known)} if engines else {},
+        update=None,
+        last=number,
+        history=(*state.history, *announced)[-HISTORY_KEPT:],
+    )
+
+
+def check_version(version: str) -> None:
+    """Check the name of a version.
+
+    Raises:
+        ValueError: it is reserved, too long, or has other characters than printable ones.
+    """
+    if version in RESERVED:
+        raise ValueError(f"{version!r} cannot name a version of the weights")
+    if len(version) > MAX_NAME or not version.isprintable() or version.strip() != version:
+        raise ValueError(f"a version has at most {MAX_NAME} printable characters, without blanks at its ends")
+
+
+def read_spans(reported: Iterable[Any], tokens: int) -> list[WeightSpan]:
+    """Read the spans that an engine reports for a completion.
+
+    Args:
+        reported: objects with `version`, `start` and `end` (vLLM 0.33, SGLang).
+        tokens: number of tokens of the completion.
+
+    Returns:
+        Spans that cover the completion in order. A gap, or a span without a usable version, is `MIXED`. Empty if nothing is readable, or
+        if the only version is one that names nothing (`default`).
+    """
+    spans: list[WeightSpan] = []
+    covered = 0
+    for item in reported:
+        if not isinstance(item, Mapping) or not isinstance(item.get("start"), int) or not isinstance(item.get("end"), int):
+            return []
+        version = str(item.get("version", ""))
+        start, end = max(item["start"], covered), min(item["end"], tokens)
+        if start < end:
+            spans += [WeightSpan(MIXED, covered, start), WeightSpan(MIXED if version in RESERVED else version, start, end)]
+            covered = end
+    spans.append(WeightSpan(MIXED, covered, tokens))
+    return merged(spans) if any(span.version != MIXED for span in spans) else []
+
+
+def merged(spans: Iterable[WeightSpan]) -> list[WeightSpan]:
+    """Merge spans of the same version that follow one another, and leave empty ones out."""
+    found: list[WeightSpan] = []
+    for span in spans:
+        if span.start == span.end:
+            continue
+        if found and found[-1].version == span.version and found[-1].end == span.start:
+            found[-1] = WeightSpan(span.version, found[-1].start, span.end)
+        else:
+            found.append(span)
+    return found
+
+
+def lag(version: str, current: str, history: Sequence[Announced] = ()) -> int | None:
+    """Return how many versions older than the current one a version is; `None` if that is not known.
+
+    If both are whole numbers, it is their difference. Otherwise it is the number of announcements since the version was announced last.
+    """
+    if version in RESERVED or current in RESERVED:
+        return None
+    if version.isdecimal() and current.isdecimal():
+        return int(current) - int(version)
+    names = [one.version for one in history]
+    if version not in names or current not in names:
+        return None
+    last = {name: place for place, name in enumerate(names)}
+    return last[current] - last[version]
