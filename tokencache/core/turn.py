@@ -47,7 +47,7 @@ class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
     place: int = -1
 
 
-class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReplyPiece(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of a reply that one request to an engine sampled.
 
     Attributes:
@@ -149,7 +149,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     version_source: str = ""
     prompt_version: str = ""
     kv: Literal["exact", "session", "off", ""] = ""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ReplyPiece, ...] = ()
     again: str = ""
 
 
