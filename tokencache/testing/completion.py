@@ -8,6 +8,7 @@ visible text. `echo`, `suffix`, beam search and embeddings are refused.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -22,10 +23,12 @@ from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
+    from tokencache.testing.dev_mode import DevMode
     from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
     from tokencache.testing.metadata import ReplyMetadata
     from tokencache.testing.replies import ReplyGenerator
     from tokencache.testing.tokenizer import SimTokenizer
+    from tokencache.testing.weights import KeysAndValues, SimulatedWeights
 
 _DEFAULT_TOKENS = 16
 """vLLM's default of `max_tokens` for text completions."""
@@ -37,6 +40,8 @@ class CompletionSettings:
     """Settings of the engine that all its completions share.
 
     Attributes:
+        weights: the weights, and the prefix cache.
+        dev_mode: pauses the engine.
         chunk_tokens: tokens in each chunk of a stream.
         token_delay: seconds for each token.
         log: file that receives every token before it is sent.
@@ -45,6 +50,8 @@ class CompletionSettings:
     tokenizer: SimTokenizer
     replies: ReplyGenerator
     metadata: ReplyMetadata
+    weights: SimulatedWeights
+    dev_mode: DevMode
     chunk_tokens: int
     token_delay: float
     logprobs_mode: LogprobsMode
@@ -64,8 +71,9 @@ class Completion:
         call: number of this completion among all of the engine.
         settings: settings of the engine.
         halted: receives the number of tokens so far; returns whether the engine aborts the reply there.
+        queued: whether it arrived while the engine was paused, and waits since.
         created: Unix time in seconds.
-        versions: for each choice, the weight version that sampled each token.
+        versions: for each choice, the label of the weights that sampled each token.
     """
 
     request: ChatRequest
@@ -74,7 +82,8 @@ class Completion:
     entries: list[GroundTruthEntry]
     call: int
     settings: CompletionSettings
-    halted: Callable[[int], bool] | None = None
+    halted: Callable[[int], bool] = lambda _tokens: False
+    queued: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     versions: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
 
@@ -109,28 +118,52 @@ class Completion:
         """Generate choice number `index`. Each token is in the ground truth before it is sent."""
         request, settings, entry = self.request, self.settings, self.entries[index]
         ids = settings.replies.reply(request, self._prompt(index), self.call, index)
-        seed = f"{settings.replies.seed}:{self.call}:{index}"
+        kv = self._keys_and_values(index)
+        rng = random.Random(f"{settings.replies.seed}:{self.call}:{index}")
+        chance = kv.chance if kv is not None else lambda _token: rng.random()
         chunk = max(settings.chunk_tokens, request.stream_interval)
         limit, mode = self.limits[index // request.n], settings.logprobs_mode
-        for step in generate(ids, request, settings.tokenizer, max_tokens=limit, seed=seed, chunk=chunk, mode=mode):
-            if self.halted is not None and self.halted(len(entry.completion_ids)):
+        for step in generate(ids, request, settings.tokenizer, max_tokens=limit, chance=chance, chunk=chunk, mode=mode):
+            if self.halted(len(entry.completion_ids)):
                 yield GenerationStep(finish_reason="abort")
                 return
             self.versions[index].extend([settings.metadata.version] * len(step.ids))
             entry.completion_ids.extend(step.ids)
             entry.logprobs.extend(token.logprob for token in step.tokens)
+            if kv is not None:
+                entry.versions = kv.sampled[: len(entry.completion_ids)]
             entry.stop_reason = step.stop_reason
             self._log(entry)
             yield step
+
+    def _keys_and_values(self, index: int) -> KeysAndValues | None:
+        """Compute the prompt of a choice; `None` if the engine's weights have no name."""
+        weights, prompt = self.settings.weights, self._prompt(index)
+        if not weights.of(self.request.model):
+            return None
+        kv = weights.begin(self.request.model, str(self.request.body.get("cache_salt") or ""), prompt)
+        self.entries[index].prompt_versions, self.entries[index].cached = kv.versions, kv.cached
+        return kv
+
+    async def _next(self, index: int, steps: Iterator[GenerationStep]) -> GenerationStep | None:
+        """Return the next step of a choice, when the engine is not paused; `None` after the last."""
+        dev_mode = self.settings.dev_mode
+        while dev_mode.holds(queued=self.queued) and not self.halted(len(self.entries[index].completion_ids)):
+            await dev_mode.change()
+        self.queued = False
+        step = next(steps, None)
+        if step is not None:
+            await asyncio.sleep(self.settings.token_delay * len(step.tokens))
+        return step
 
     async def _all_steps(self, index: int) -> tuple[str, list[Token], GenerationStep]:
         """Generate a whole choice: its text, its tokens and its last step."""
         tokens: list[Token] = []
         text, last = "", GenerationStep()
-        for step in self._steps(index):
+        steps = self._steps(index)
+        while (step := await self._next(index, steps)) is not None:
             tokens.extend(step.tokens)
             text, last = text + step.text, step
-            await asyncio.sleep(self.settings.token_delay * len(step.tokens))
         return text, tokens, last
 
     async def _interleaved_steps(self) -> AsyncIterator[tuple[int, GenerationStep]]:
@@ -138,8 +171,8 @@ class Completion:
         running = [(index, self._steps(index)) for index in range(len(self.entries))]
         while running:
             for index, steps in list(running):
-                step = next(steps)
-                await asyncio.sleep(self.settings.token_delay * len(step.tokens))
+                step = await self._next(index, steps)
+                assert step is not None  # noqa: S101 - a choice that has ended is no longer running
                 yield index, step
                 if step.finish_reason is not None:
                     running.remove((index, steps))

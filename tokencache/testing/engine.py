@@ -30,6 +30,7 @@ from tokencache.testing import wire
 from tokencache.testing.chat_request import check_types, read_chat_request, read_json
 from tokencache.testing.completion import ChatCompletion, Completion, CompletionSettings, TextCompletion, read_text_request
 from tokencache.testing.derender import derendered, rendered
+from tokencache.testing.dev_mode import DevMode
 from tokencache.testing.errors import RefusalResponse, room_for_reply, schema_refusal, senseless, unknown_model
 from tokencache.testing.faults import Fault, FaultKind, FaultOrders
 from tokencache.testing.generation import LogprobsMode
@@ -39,6 +40,7 @@ from tokencache.testing.prompt import has_media, prompt_ids
 from tokencache.testing.replies import ReplyGenerator
 from tokencache.testing.responses import empty_response, fail_request, json_response, refuse, stream_refusal, stream_reply
 from tokencache.testing.tokenizer import build_tokenizer
+from tokencache.testing.weights import SimulatedWeights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -68,6 +70,7 @@ class SimulatedEngine:
         version: the version of vLLM that it reports.
         logprobs_mode: vLLM's option of that name.
         weight_versions: how it reports weight versions; see `metadata`.
+        dev_mode: whether it has the routes with which a trainer replaces weights; see `dev_mode`.
         routed_experts: number of layers, and of experts chosen in each. If set, it reports routed experts.
         choose_fault: receives the route and body of each request and returns a fault. It is used before the queue `faults`.
         journal: file that receives every token before it is sent; see `ground_truth`.
@@ -75,6 +78,8 @@ class SimulatedEngine:
 
     Attributes:
         ground_truth: one entry for each generation.
+        weights: the weights, LoRA adapters and prefix cache.
+        dev_mode: how it is paused, and what its trainer called.
         requests, headers: bodies and headers of the chat completion requests received, including refused ones.
         completions, derendered, tokenizations: bodies of the text completion, `derender` and `/tokenize` requests received.
         faults: queue of faults. Each happens to one request; `None` lets one request pass.
@@ -97,6 +102,7 @@ class SimulatedEngine:
         version: str = "0.32.0",
         logprobs_mode: LogprobsMode = "raw_logprobs",
         weight_versions: VersionStyle = "",
+        dev_mode: bool = False,
         routed_experts: tuple[int, int] | None = None,
         choose_fault: Callable[[str, dict[str, Any]], Fault | None] | None = None,
         journal: Path | None = None,
@@ -123,6 +129,10 @@ class SimulatedEngine:
         self.tokenizations: list[dict[str, Any]] = []
         self._paused = False
         self._pauses = 0
+        self._running: list[Completion] = []
+        self.weights = SimulatedWeights()
+        self._has_dev_mode = dev_mode
+        self.dev_mode = DevMode(self.weights, self.metadata, self._abort_all, self._count_running)
         self._calls = itertools.count()
         self._changed = asyncio.Event()
         self._started = int(time.time())
@@ -166,8 +176,15 @@ class SimulatedEngine:
         """Accept requests again."""
         self._paused = False
 
+    def _abort_all(self) -> None:
+        self._pauses += 1
+
+    def _count_running(self) -> int:
+        return sum(not completion.queued for completion in self._running)
+
     def _notify(self) -> None:
         """Wake up every `until`."""
+        self.dev_mode.notify()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -180,6 +197,8 @@ class SimulatedEngine:
             web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
             web.post(_CHAT, self._chat), web.post(_TEXT, self._complete),
         ])  # fmt: skip
+        if self._has_dev_mode:
+            app.add_routes(self.dev_mode.routes())
         if self._orders is not None:
             app.add_routes(self._orders.routes())
         if self.derenders:
@@ -190,7 +209,7 @@ class SimulatedEngine:
         return json_response({"version": self.version})
 
     async def _models(self, _: web.Request) -> web.Response:
-        return json_response(wire.model_list(self.model, self._started, self.max_model_len))
+        return json_response(wire.model_list(self.model, self._started, self.max_model_len, self.weights.adapters))
 
     async def _books(self, _: web.Request) -> web.Response:
         return json_response(self.ground_truth)
@@ -247,8 +266,13 @@ class SimulatedEngine:
         return json_response(rendered(request, self._render(body, request.template_arguments), self.max_model_len))
 
     def _check_model(self, body: Mapping[str, Any]) -> None:
-        if body.get("model") not in (None, self.model):
+        if body.get("model") not in (None, self._served(body)):
             raise unknown_model(body["model"], self.model)
+
+    def _served(self, body: Mapping[str, Any]) -> str:
+        """The name of the served model that a request names: an adapter's, or the model's own."""
+        named = body.get("model")
+        return named if isinstance(named, str) and named in self.weights.adapters else self.model
 
     def _render(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[int]:
         return prompt_ids(self.tokenizer, body, arguments, model=self.model, strict_arguments=self.strict_arguments)
@@ -300,8 +324,9 @@ class SimulatedEngine:
             if refusal.by_engine and body.get("stream"):
                 return await stream_refusal(http, refusal)
             raise
-        if isinstance(completion, ChatCompletion):
-            completion.halted = self._halting(fault)
+        completion.halted = self._halting(fault)
+        completion.queued = bool(self.dev_mode.paused)
+        self._running.append(completion)
         try:
             if completion.request.stream:
                 return await stream_reply(http, completion, fault)
@@ -310,6 +335,7 @@ class SimulatedEngine:
             completion.abort()
             raise
         finally:
+            self._running.remove(completion)
             self._notify()
         if fault is not None and fault.kind is FaultKind.TRUNCATED:
             raw = raw[: len(raw) // 2]
@@ -325,6 +351,8 @@ class SimulatedEngine:
             tokenizer=self.tokenizer,
             replies=self.replies,
             metadata=self.metadata,
+            weights=self.weights,
+            dev_mode=self.dev_mode,
             chunk_tokens=self.chunk_tokens,
             token_delay=self.token_delay,
             logprobs_mode=self.logprobs_mode,
@@ -333,13 +361,13 @@ class SimulatedEngine:
         )
 
     def _begin_text(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
-        request, prompts = read_text_request(body, headers, self.tokenizer, served=self.model)
+        request, prompts = read_text_request(body, headers, self.tokenizer, served=self._served(body))
         limits = [room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=True) for ids in prompts]
         entries = self._new_entries(request, prompts, supplied=True)
         return TextCompletion(request, prompts, limits, entries, next(self._calls), self._settings())
 
     def _begin_chat(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
-        request = read_chat_request(body, headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
+        request = read_chat_request(body, headers, served=self._served(body), vocabulary=self.tokenizer.vocabulary_size)
         supplied = self._supplied_ids(request.body)
         ids = self._render(request.body, request.template_arguments) if supplied is None else supplied
         limit = room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=supplied is None)
@@ -372,6 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ignore-ids", action="store_true", help="ignore supplied prompt ids, as vLLM before 0.27 does")
     parser.add_argument("--logprobs-mode", default="raw_logprobs", choices=get_args(LogprobsMode), help="as vLLM's option")
     parser.add_argument("--journal", type=Path, help="file that receives every token before it is sent")
+    parser.add_argument("--dev-mode", action="store_true", help="have the routes with which a trainer replaces weights")
     parser.add_argument("--control", action="store_true", help="accept faults over HTTP: POST /control/faults")
     options = parser.parse_args(arguments)
     engine = SimulatedEngine(
@@ -384,6 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chunk_tokens=options.chunk_tokens,
         honours_ids=not options.ignore_ids,
         logprobs_mode=options.logprobs_mode,
+        dev_mode=options.dev_mode,
         journal=options.journal,
         orders=FaultOrders() if options.control else None,
     )

@@ -8,13 +8,12 @@ text.
 from __future__ import annotations
 
 import codecs
-import random
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tokencache.testing.chat_request import ChatRequest
     from tokencache.testing.tokenizer import SimTokenizer
@@ -68,7 +67,7 @@ def generate(
     tokenizer: SimTokenizer,
     *,
     max_tokens: int,
-    seed: str,
+    chance: Callable[[int], float],
     chunk: int = 1,
     mode: LogprobsMode = "raw_logprobs",
 ) -> Iterator[GenerationStep]:
@@ -79,17 +78,16 @@ def generate(
         request: the request.
         tokenizer: decodes the ids.
         max_tokens: largest number of tokens, at least 1.
-        seed: seed of the log probabilities.
+        chance: receives each sampled id; returns the number (0 to 1) that decides its log probability.
         chunk: tokens in each step. As with vLLM's `stream_interval`, the first step has one token.
         mode: which values are returned as log probabilities.
     """
     text = _VisibleText(request)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    rng = random.Random(seed)
     step, target = GenerationStep(), 1
     for count, token_id in enumerate(ids, 1):
         decoded = decoder.decode(tokenizer.token_bytes(token_id))
-        step.tokens.append(_weighed(token_id, decoded, request, rng.random(), mode))
+        step.tokens.append(_weighed(token_id, decoded, request, chance(token_id), mode))
         ended_by_id = (token_id == tokenizer.stop_id and not request.ignore_eos) or token_id in request.stop_token_ids
         if not ended_by_id or request.include_stop_str_in_output:
             step.stop_reason = text.add(decoded)

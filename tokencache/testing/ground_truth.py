@@ -34,6 +34,9 @@ class GroundTruthEntry:
         logprobs: natural logarithms (float32 values), one for each completion id.
         finish_reason: `stop`, `length`, `tool_calls` or `abort`; `None` while the generation runs.
         stop_reason: the stop id or stop string that ended it, if any.
+        versions: the weights that sampled each id, if the engine's weights have a name; see `weights`.
+        prompt_versions: the weights that computed the keys and values of each id of the prompt, in the same case.
+        cached: number of the prompt's ids that were found in the prefix cache, in the same case.
         aborted: whether the client disconnected, or a fault cut the connection, before the last id was sent.
     """
 
@@ -49,10 +52,13 @@ class GroundTruthEntry:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     aborted: bool = False
+    versions: list[str] = field(default_factory=list)
+    prompt_versions: list[str] = field(default_factory=list)
+    cached: int = 0
 
 
 _HEAD = ("request_id", "index", "session", "model", "stream", "ids_supplied", "prompt_ids")
-_STATE = ("finish_reason", "stop_reason", "aborted")
+_STATE = ("finish_reason", "stop_reason", "aborted", "versions", "prompt_versions", "cached")
 
 
 class GroundTruthLog:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokencache.testing.chat_request import ChatRequest
 
 VersionStyle = Literal["", "spans", "metadata", "header"]
+PauseMode = Literal["", "abort", "keep", "wait"]
 
 
 class ReplyMetadata:
@@ -23,7 +24,7 @@ class ReplyMetadata:
 
     Attributes:
         style: form of the weight versions; empty for none.
-        version: version of the weights that it samples with now.
+        version: label of the weights that it samples with now, which it reports; `default` until one is set.
         experts: number of layers, and of experts chosen in each; `None` for a dense model.
     """
 

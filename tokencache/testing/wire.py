@@ -14,7 +14,7 @@ import msgspec
 from tokencache.testing.parser import new_call_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tokencache.testing.chat_request import ChatRequest
     from tokencache.testing.generation import GenerationStep, Token
@@ -167,12 +167,14 @@ def usage_chunk(request: ChatRequest, created: int, counts: dict[str, Any]) -> d
     return _chunk(request, created, []) | {"usage": counts, "system_fingerprint": FINGERPRINT}
 
 
-def model_list(model: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """Return the body of `GET /v1/models`; `max_model_len` in tokens."""
+def model_list(model: str, created: int, max_model_len: int, adapters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the body of `GET /v1/models`; `max_model_len` in tokens; `adapters` maps names to paths."""
     permission = {
         "id": "modelperm-0000000000000000", "object": "model_permission", "created": created, "allow_create_engine": False,
         "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False,
         "organization": "*", "group": None, "is_blocking": False,
     }  # fmt: skip
     card = {"id": model, "object": "model", "created": created, "owned_by": "vllm", "root": model, "parent": None}
-    return {"object": "list", "data": [card | {"max_model_len": max_model_len, "permission": [permission]}]}
+    base = card | {"max_model_len": max_model_len, "permission": [permission]}
+    own = [base | {"id": name, "root": path, "parent": model, "max_model_len": None} for name, path in adapters.items()]
+    return {"object": "list", "data": [base, *own]}
