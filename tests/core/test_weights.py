@@ -134,3 +134,22 @@ def test_lag_of_names_counts_announcements():
     assert lag("a", state.current, state.history) == 2
     assert lag("z", state.current, state.history) is None
     assert lag(MIXED, "7") is None
+
+
+HARMLESS = [("abort", False, True), ("wait", False, True), ("keep", True, True), ("keep", False, False), ("", True, False)]
+
+
+@pytest.mark.parametrize(("mode", "clears_cache", "harmless"), HARMLESS)
+def test_an_update_is_harmless_if_no_reply_keeps_the_keys_and_values_of_older_weights(mode, clears_cache, harmless):
+    state = WeightsState().announce("7", 0.0)
+    begun = state.begin_update(Update("u1", "trainer", 1.0, 9.0, mode=mode, clears_cache=clears_cache))
+    assert begun.harmless_since(1) is harmless
+    ended = begun.end_update("u1", "8", 2.0)
+    assert ended.harmless_since(1) is harmless
+    assert ended.harmless_since(2)
+    assert not ended.announce("9", 3.0).harmless_since(1)
+
+
+def test_an_update_that_ended_without_a_version_is_not_harmless():
+    begun = WeightsState().announce("7", 0.0).begin_update(Update("u1", "trainer", 1.0, 9.0, mode="abort"))
+    assert not begun.expire(9.0).harmless_since(1)

@@ -100,6 +100,8 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
         since, until: when it began, and when it ends by itself, Unix time in seconds.
         engines: base URLs of its engines; empty for all.
         paused: whether the proxy paused the engines, and must resume them at its end.
+        mode: how the engines are paused before any weight changes: `abort`, `keep` or `wait` (`/pause?mode=`); `""` if that is not known.
+        clears_cache: whether the pause empties the prefix cache, and computes the keys and values of frozen requests again.
     """
 
     id: str
@@ -108,18 +110,26 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     until: float
     engines: tuple[str, ...] = ()
     paused: bool = False
+    mode: str = ""
+    clears_cache: bool = False
+
+    @property
+    def harmless(self) -> bool:
+        """Whether no reply is sampled on keys and values of the weights before: none is under way, or all are computed again."""
+        return self.mode in {"abort", "wait"} or (self.mode == "keep" and self.clears_cache)
 
     def covers(self, url: str) -> bool:
         """Whether the weights of this engine are being replaced."""
         return not self.engines or url in self.engines
 
 
-class Announced(msgspec.Struct, frozen=True):
-    """A version that was announced: its update, and when, Unix time in seconds."""
+class Announced(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A version that was announced: its update, and when, Unix time in seconds; `harmless` as in the `Update` that it ended."""
 
     version: str
     update: int
     at: float
+    harmless: bool = False
 
 
 class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -198,6 +208,12 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
             return self
         return _with_version(self, "", at, self.update.engines)
 
+    def harmless_since(self, update: int) -> bool:
+        """Whether all updates after this ordinal, and one that is under way, are known to be harmless (`Update.harmless`)."""
+        later = [one for one in self.history if one.update > update]
+        ended = len(later) == self.last - update and all(one.harmless for one in later)  # one that ended without a version is not listed
+        return ended and (self.update is None or self.update.harmless)
+
     def _check_owner(self, owner: str, at: float) -> None:
         if self.update is not None and self.update.until > at and self.update.owner != owner:
             raise UpdateConflictError(self.update)
@@ -212,7 +228,8 @@ def _with_version(state: WeightsState, version: str, at: float, engines: Sequenc
     """Set a version by a new update, which ends the one that is under way."""
     number = state.last + 1
     known = EngineWeights(version, number)
-    announced = (Announced(version, number, at),) if version else ()
+    harmless = state.update is not None and state.update.harmless
+    announced = (Announced(version, number, at, harmless),) if version else ()
     return msgspec.structs.replace(
         state,
         revision=state.revision + 1,
