@@ -14,8 +14,8 @@ from tokencache.testing import build_tokenizer
 PHASES = ((60, 3e-3), (20, 5e-4))
 """The warm-up: steps and learning rate."""
 
-FILES = (ANSWER, "result.txt", "output.txt")
-"""Files to which demonstrations write the word: only one of three solves the task."""
+FILES = (ANSWER, "result.txt", "output.txt", "word.txt", "copy.txt")
+"""Files to which demonstrations write the word: only one of five solves the task."""
 
 BATCH, EMPHASIS = 8, 20.0
 """Demonstrations in a step, and how much more the note and the word count than the other tokens of a reply, of which there are many."""
