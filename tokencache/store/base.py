@@ -28,6 +28,7 @@ from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.core.turn import Prefix, Tokens, Turn
+from tokencache.core.weights import WeightsState
 from tokencache.errors import TokencacheError
 
 
@@ -589,6 +590,16 @@ class Store(Protocol):
 
     async def engines(self) -> list[EngineEntry]:
         """Read all entries, in no particular order. One round trip."""
+
+    async def weights(self) -> WeightsState:
+        """Read what the trainers announced about the weights; a state with revision 0 if nothing was ever announced. One round trip."""
+
+    async def replace_weights(self, state: WeightsState) -> bool:
+        """Replace what was announced, if the stored revision is the one before `state.revision`. Repeating a replacement changes nothing.
+
+        Returns:
+            Whether `state` is stored now. False if another state was stored meanwhile.
+        """
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         """Put a session into the queue.

@@ -18,6 +18,7 @@ from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
+from tokencache.core.weights import WeightsState
 from tokencache.store import pruning
 from tokencache.store.base import (
     BeginResult,
@@ -146,6 +147,7 @@ class MemoryStore(MemoryQueue):
         self._bindings: TTLCache[str, Binding] = TTLCache(math.inf, ttl_seconds, timer=time.monotonic)
         self._alive_until: dict[str, float] = {}
         self._engines: dict[tuple[str, str], EngineEntry] = {}
+        self._weights = WeightsState()
 
     async def open(self) -> None:
         pass
@@ -400,6 +402,14 @@ class MemoryStore(MemoryQueue):
 
     async def engines(self) -> list[EngineEntry]:
         return list(self._engines.values())
+
+    async def weights(self) -> WeightsState:
+        return self._weights
+
+    async def replace_weights(self, state: WeightsState) -> bool:
+        if state.revision == self._weights.revision + 1:
+            self._weights = state
+        return self._weights == state
 
     def _check_capacity(self) -> None:
         if self._max_sessions and len(self._sessions) >= self._max_sessions:

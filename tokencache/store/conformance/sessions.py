@@ -1,6 +1,8 @@
-"""Checks of calls, incidents, documents, session names, API keys and engine entries."""
+"""Checks of calls, incidents, documents, session names, API keys and engine entries and announced weights."""
 
 import secrets
+
+import msgspec
 
 from tokencache.core.incidents import Incident
 from tokencache.store.base import Binding, EngineEntry, OpenCall, Store
@@ -174,6 +176,26 @@ async def check_engines(store: Store) -> None:
     await store.drop_engine(url)
     await store.drop_engine(url, "r2")
     same(await _engines(store, url, other), set(), "after all are dropped")
+
+
+async def check_weights(store: Store) -> None:
+    """What is announced about weights is replaced only by a writer that has read the last state. What the store holds is kept."""
+    before = await store.weights()
+    following = msgspec.structs.replace(before, revision=before.revision + 1)
+    true(await store.replace_weights(following), "the next state replaces the one before")
+    same(await store.weights(), following, "the state read back")
+    true(await store.replace_weights(following), "a repeated replacement")
+    late = msgspec.structs.replace(following, last=following.last + 1)
+    true(not await store.replace_weights(late), "a state of a writer that was late is refused")
+    ahead = msgspec.structs.replace(following, revision=following.revision + 2)
+    true(not await store.replace_weights(ahead), "a state that skips a revision is refused")
+    same(await store.weights(), following, "the state after refused writes")
+    number = following.last + 1
+    announced = following.announce(f"v{number}", 1.5)
+    true(await store.replace_weights(announced), "an announcement is stored")
+    same(await store.weights(), announced, "an announcement read back")
+    restored = msgspec.structs.replace(before, revision=announced.revision + 1)
+    true(await store.replace_weights(restored), "the former state is stored again")
 
 
 async def _engines(store: Store, *urls: str) -> set[EngineEntry]:

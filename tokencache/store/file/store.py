@@ -14,6 +14,7 @@ from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
+from tokencache.core.weights import WeightsState
 from tokencache.store.base import (
     BeginResult,
     Binding,
@@ -432,6 +433,22 @@ class FileStore(FileQueue):
     def engines(self, db: sqlite3.Connection) -> list[EngineEntry]:
         with decoding("engines"):
             return [unpack(record, EngineEntry) for (record,) in db.execute("SELECT record FROM engines")]
+
+    @reads
+    def weights(self, db: sqlite3.Connection) -> WeightsState:
+        row = db.execute("SELECT value FROM meta WHERE name = 'weights'").fetchone()
+        with decoding("weights"):
+            return unpack(row["value"], WeightsState) if row else WeightsState()
+
+    @writes
+    def replace_weights(self, db: sqlite3.Connection, state: WeightsState) -> bool:
+        row = db.execute("SELECT value FROM meta WHERE name = 'weights'").fetchone()
+        with decoding("weights"):
+            stored = unpack(row["value"], WeightsState) if row else WeightsState()
+        if state.revision == stored.revision + 1:
+            db.execute("INSERT OR REPLACE INTO meta VALUES ('weights', ?)", (pack(state),))
+            stored = state
+        return stored == state
 
     def _check_capacity(self, db: sqlite3.Connection) -> None:
         self._delete_expired(db)

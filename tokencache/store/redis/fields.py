@@ -31,6 +31,7 @@ class Keys:
         self.schema = self._prefix + b":schema"
         self.secret = self._prefix + b":secret"
         self.engines = self._prefix + b":engines"
+        self.weights = self._prefix + b":weights"
         queue = self._prefix + b":queue:{queue}"
         self.queue = [queue, queue + b":deliveries", queue + b":removed"]
 

@@ -383,6 +383,16 @@ redis.call('SET', KEYS[1], ARGV[1])
 return ARGV[1]
 """
 
+REPLACE_WEIGHTS = """
+-- ARGV: revision, state. Stores the state if the stored revision is the one before. Returns whether it is stored now.
+local stored = redis.call('HMGET', KEYS[1], 'revision', 'state')
+if tonumber(ARGV[1]) == tonumber(stored[1] or 0) + 1 then
+  redis.call('HSET', KEYS[1], 'revision', ARGV[1], 'state', ARGV[2])
+  return 1
+end
+return stored[2] == ARGV[2] and 1 or 0
+"""
+
 CHECK_SCHEMA = """
 -- ARGV: version for a database that has none. Writes the present value again: a server that refuses writes must be noticed.
 local value = redis.call('GET', KEYS[1]) or ARGV[1]

@@ -16,6 +16,7 @@ from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
+from tokencache.core.weights import WeightsState
 from tokencache.store import pruning
 from tokencache.store.base import (
     REMEMBER_SECONDS,
@@ -415,6 +416,14 @@ class RedisStore:
         held = await self._command("engines", "HVALS", self._keys.engines)
         with decoding("engines"):
             return [unpack(entry, EngineEntry) for entry in held]
+
+    async def weights(self) -> WeightsState:
+        held = await self._command("weights", "HGET", self._keys.weights, "state")
+        with decoding("weights"):
+            return WeightsState() if held is None else unpack(held, WeightsState)
+
+    async def replace_weights(self, state: WeightsState) -> bool:
+        return bool(await self._script("replace_weights", scripts.REPLACE_WEIGHTS, [self._keys.weights], state.revision, pack(state)))
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         await self._script("offer", queue_scripts.OFFER, self._keys.queue, text(session), text(epoch), f"{at:017.6f}")
