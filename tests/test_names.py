@@ -1,30 +1,20 @@
 """Names of classes in the package: each public one is defined once."""
 
 import ast
-import gc
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 import tokencache
+from tests.support.syntax import parse
 
 PACKAGE = Path(tokencache.__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _no_garbage_collection():
-    """CPython 3.11 raises `SystemError` if a garbage collection runs finalizers of other tests' objects while `ast.parse` runs."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def public_classes(modules):
     """The modules that define each public class at their top level."""
     found = defaultdict(list)
     for name, source in modules:
-        for node in ast.parse(source).body:
+        for node in parse(source).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(name)
     return found

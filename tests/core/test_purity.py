@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import tokencache.core
+from tests.support.syntax import parse
 
 FORBIDDEN = {"asyncio", "aiohttp", "redis", "transformers", "tokenizers", "socket", "torch", "threading", "subprocess", "uvloop"}
 FILES = sorted(Path(tokencache.core.__file__).parent.rglob("*.py"))
@@ -13,7 +14,7 @@ FILES = sorted(Path(tokencache.core.__file__).parent.rglob("*.py"))
 
 def imported(source: str) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

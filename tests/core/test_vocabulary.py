@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import tokencache
+from tests.support.syntax import parse
 from tokencache.core.incidents import FOUND_ON_READING, Incident, IncidentKind
 from tokencache.core.reasons import NO_TAIL, Reason
 from tokencache.core.turn import TurnMark
@@ -18,7 +19,7 @@ NAMES = {str(name) for table in (IncidentKind, Reason, TurnMark) for name in tab
 
 def literals(source):
     """Names of the tables that a module spells itself."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parse(source)))
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     found = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings)
     return sorted({node.value for node in found if isinstance(node.value, str) and node.value in NAMES})

@@ -1,11 +1,12 @@
 """Links and paths in documents lead to something. `make docs` checks the links within `docs`; these tests check the others."""
 
-import ast
 import pkgutil
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.support.syntax import parse
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "tokencache", "tests", "bench", "deploy", "examples", "harness_adapters")
@@ -81,7 +82,7 @@ def in_an_integration(dotted):
         return True
     module, _, attribute = path.rpartition("/")
     source = ROOT / f"{module}.py"
-    return source.is_file() and attribute in {getattr(node, "name", "") for node in ast.parse(source.read_text()).body}
+    return source.is_file() and attribute in {getattr(node, "name", "") for node in parse(source.read_text()).body}
 
 
 def test_names_in_integrations_are_looked_up():

@@ -23,6 +23,7 @@ import numpy as np
 import pydantic
 import pytest
 
+from tests.support.syntax import parse
 from tests.trajectories.rollouts import ROLLOUTS
 from tokencache.trajectories.formats.skyrl import skyrl
 from tokencache.trajectories.formats.trl import trl
@@ -39,7 +40,7 @@ def source(package, path):
 
 def cut_out(package, path, *names, **needs):
     """Extract classes and functions from a module by name."""
-    tree = ast.parse(source(package, path))
+    tree = parse(source(package, path))
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     assert [node.name for node in tree.body] == list(names)
     space = {name: getattr(typing, name) for name in typing.__all__} | {"__name__": package, **needs}
@@ -85,7 +86,7 @@ def test_skyrl_does_not_train_without_rewards():
 def test_trl():
     """`_generate` cannot run without a trainer, so the names that it reads are taken from its source."""
     text = source("trl", "trl/trainer/grpo_trainer.py")
-    method = next(node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == "_generate")
+    method = next(node for node in ast.walk(parse(text)) if getattr(node, "name", None) == "_generate")
     asked = textwrap.dedent(ast.get_source_segment(text, method))
     required = next(
         ast.literal_eval(node.value)
