@@ -14,12 +14,24 @@ from tokencache import __version__
 from tokencache.api.auth import AdminAuth, Handler
 from tokencache.api.http import refuse_misspelled
 from tokencache.api.listing import MAX_LIMIT, STAGES
-from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Finish, NewReward, NewSession, Take
+from tokencache.api.requests import (
+    Acknowledge,
+    Await,
+    Deliveries,
+    Extend,
+    Finish,
+    FinishedUpdate,
+    NewReward,
+    NewSession,
+    NewUpdate,
+    NewVersion,
+    Take,
+)
 from tokencache.core.session import LabelChanges
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import LIMITS, POLICIES
-from tokencache.trajectories.values import DeliveryState, EngineState, QueueState, RewardState, SessionState, Trajectory
+from tokencache.trajectories.values import DeliveryState, EngineState, QueueState, RewardState, SessionState, Trajectory, WeightsInfo
 
 BASE = "/tokencache/v1"
 _SESSION = BASE + "/sessions/{session}"
@@ -93,6 +105,7 @@ _EXISTS = {
 }
 _OTHER_STORE = {422: "A delivery is another store's, or a member is invalid."}
 _EXPIRED = {**_OTHER_STORE, 409: "The lease of a delivery ended, and its sessions were released or given to another consumer."}
+_WEIGHTS_ERRORS = {404: "There is no such engine.", 409: "Another owner is updating the weights (`weights_conflict`)."}
 _DRIFT = Parameter(
     "drift",
     "Whether prompts are compared with plain renderings: not at all, those of the last turn of each sequence, or those of all turns.",
@@ -365,6 +378,55 @@ OPERATIONS = (
             404: "There is no such engine.",
             409: "It is not drained (`engine_in_use`), or `--upstream` names it (`engine_configured`).",
         },
+    ),
+    Operation(
+        "getWeights",
+        "GET",
+        BASE + "/weights",
+        "Return what trainers announced about the weights of the engines.",
+        WeightsInfo,
+    ),
+    Operation(
+        "setWeights",
+        "PUT",
+        BASE + "/weights",
+        "Announce the version of the weights, or that they are being replaced.",
+        WeightsInfo,
+        description="All replicas use it. While the phase is `updating`, new calls wait. The same version again changes nothing.",
+        body=NewVersion,
+        errors=_WEIGHTS_ERRORS,
+    ),
+    Operation(
+        "beginWeightUpdate",
+        "POST",
+        BASE + "/weights/update",
+        "Begin an update of the weights: new calls wait, and the engines are paused.",
+        WeightsInfo,
+        description="The answer has the `id` of the update. If an engine cannot be paused, the others are resumed and nothing is held.",
+        body=NewUpdate,
+        statuses=(201,),
+        errors={
+            404: _WEIGHTS_ERRORS[404],
+            409: "Another owner is updating (`weights_conflict`), or an engine cannot pause (`engine_not_paused`).",
+        },
+    ),
+    Operation(
+        "finishWeightUpdate",
+        "POST",
+        BASE + "/weights/update/{update}/finish",
+        "End an update: set the version of the new weights, and resume the engines.",
+        WeightsInfo,
+        description="Finishing again with the same version resumes the engines again.",
+        body=FinishedUpdate,
+        errors={409: "The update is not under way (`weights_conflict`).", 502: "An engine could not be resumed; repeat the request."},
+    ),
+    Operation(
+        "cancelWeightUpdate",
+        "DELETE",
+        BASE + "/weights/update/{update}",
+        "End an update whose result is not known: the version becomes unknown, and the engines are resumed.",
+        WeightsInfo,
+        errors={409: "The update is not under way (`weights_conflict`).", 502: "An engine could not be resumed; repeat the request."},
     ),
     Operation(
         "listSummaries",

@@ -1,12 +1,13 @@
 """Defines the bodies of the requests that create, end, label and reward sessions, and that use the queue."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokencache.core.budget import Budget
 from tokencache.core.session import LabelChanges, Labels, Number, Reward, SessionSettings
+from tokencache.engine.weight_updates import PauseMode
 
 MOST_NAMED = 10_000
 """Sessions that one request may name."""
@@ -16,6 +17,7 @@ LONGEST_LEASE = 7 * 86400.0
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Wait = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT)]
+_UpdateSeconds = Annotated[float, msgspec.Meta(gt=0, le=86400.0)]
 _Lease = Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE)]
 
 
@@ -131,6 +133,48 @@ class Take(msgspec.Struct, frozen=True):
     tag: str = ""
     harness: str = ""
     holding: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMED)] = []
+
+
+class NewVersion(msgspec.Struct, frozen=True):
+    """What a trainer announces about the weights.
+
+    Attributes:
+        version: the version, a number or a name. Required with `ready`.
+        engines: base URLs of the engines that have it; empty for all.
+        phase: `ready`: they have it now. `updating`: they are being replaced, so new calls wait until `ready`.
+        owner: who announces it. While an owner is updating, others are refused.
+        timeout: with `updating`: seconds after which the update ends by itself.
+    """
+
+    version: int | str = ""
+    engines: list[str] = []
+    phase: Literal["ready", "updating"] = "ready"
+    owner: str = ""
+    timeout: _UpdateSeconds = 600.0
+
+
+class NewUpdate(msgspec.Struct, frozen=True):
+    """An update of the weights that the proxy carries out.
+
+    Attributes:
+        mode: how the engines are paused: vLLM's `abort`, `keep` and `wait`; `none`: not at all.
+        clear_cache: whether the pause empties the prefix cache, and computes frozen requests again.
+        engines: base URLs of its engines; empty for all.
+        owner: who updates the weights. While an owner is updating, others are refused.
+        timeout: seconds after which the update ends by itself: the engines are resumed, and the version is unknown.
+    """
+
+    mode: PauseMode = "abort"
+    clear_cache: bool = True
+    engines: list[str] = []
+    owner: str = ""
+    timeout: _UpdateSeconds = 600.0
+
+
+class FinishedUpdate(msgspec.Struct, frozen=True):
+    """The version of the weights that the engines have now, a number or a name."""
+
+    version: int | str
 
 
 class Deliveries(msgspec.Struct, frozen=True):

@@ -124,12 +124,16 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Announced(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A version that was announced: its update, and when, Unix time in seconds; `harmless` as in the `Update` that it ended."""
+    """A version that was announced: its update, and when, Unix time in seconds.
+
+    `harmless` is as in the `Update` that it ended, and `id` is that of this `Update`; `""` if it ended none.
+    """
 
     version: str
     update: int
     at: float
     harmless: bool = False
+    id: str = ""
 
 
 class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -202,6 +206,20 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
             raise UpdateConflictError
         return _with_version(self, version, at, self.update.engines)
 
+    def cancel_update(self, name: str) -> "WeightsState":
+        """End an update before any weight was changed: what was announced before holds on.
+
+        Raises:
+            UpdateConflictError: the update is not under way.
+        """
+        if self.update is None or self.update.id != name:
+            raise UpdateConflictError
+        return msgspec.structs.replace(self, revision=self.revision + 1, update=None)
+
+    def ended_with(self, name: str) -> str:
+        """Return the version with which an update ended; `""` if that is not known."""
+        return next((one.version for one in self.history if one.id == name), "")
+
     def expire(self, at: float) -> "WeightsState":
         """End the update whose timeout has passed: the weights of its engines are not known. Returns this state if there is none."""
         if self.update is None or self.update.until > at:
@@ -229,7 +247,8 @@ def _with_version(state: WeightsState, version: str, at: float, engines: Sequenc
     number = state.last + 1
     known = EngineWeights(version, number)
     harmless = state.update is not None and state.update.harmless
-    announced = (Announced(version, number, at, harmless),) if version else ()
+    ended = state.update.id if state.update is not None else ""
+    announced = (Announced(version, number, at, harmless, ended),) if version else ()
     return msgspec.structs.replace(
         state,
         revision=state.revision + 1,

@@ -14,8 +14,10 @@ from tokencache.api.auth import AdminAuth
 from tokencache.api.engines import add_engine_routes, engine_object
 from tokencache.api.routes import add_refusals, add_trainer_routes
 from tokencache.api.viewer.routes import add_viewer_routes
+from tokencache.api.weights import add_weight_routes
 from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.drivers.registry import DriverOptions, drivers
 from tokencache.engine.membership import EngineMembership
 from tokencache.engine.model import Engine
@@ -69,6 +71,7 @@ class Proxy:
         experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
         self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
         self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
+        self.weights = AnnouncedWeights(self.pool, self.store)
         own_adapters = (settings.adapters,) if settings.adapters is not None else ()
         self.profiles = HarnessProfiles(load_all(own_adapters), names_in(settings.rules_off))
         sources = SessionSources.read(names_in(settings.session_from))
@@ -127,6 +130,7 @@ class Proxy:
         app.router.add_get("/metrics", self._auth(self._metrics))
         add_viewer_routes(app, self._auth, self.ledger, self.pool)
         add_engine_routes(app, self._auth, self.membership, self.pool)
+        add_weight_routes(app, self._auth, self.weights, self.pool)
         add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool, max_ready=self.settings.max_ready)
         add_refusals(app, self._auth)
         app.router.add_route("*", "/{path:.*}", self._router.route)
@@ -142,6 +146,7 @@ class Proxy:
                 await self._parser.open()
             await opened.enter_async_context(self.pool.open())
             await opened.enter_async_context(self.membership.following())
+            await opened.enter_async_context(self.weights.following())
             await opened.enter_async_context(self._calls.heartbeats())
             opened.push_async_callback(self.ledger.close)
             opened.push_async_callback(self._calls.close)

@@ -12,14 +12,17 @@ from tokencache.core.drift import Drift
 from tokencache.core.incidents import Incident
 from tokencache.core.messages import ToolCall
 from tokencache.core.turn import Anchor
+from tokencache.core.weights import Announced
 from tokencache.store.base import OpenCall
 
 __all__ = [
     "Anchor",
+    "Announced",
     "DeliveryState",
     "Drift",
     "DriftFigures",
     "EngineState",
+    "EngineWeightsInfo",
     "Figures",
     "Incident",
     "Link",
@@ -35,6 +38,7 @@ __all__ = [
     "Trajectory",
     "TurnRequest",
     "TurnSpan",
+    "WeightsInfo",
 ]
 
 
@@ -221,6 +225,36 @@ class Figures(msgspec.Struct, frozen=True):
     incidents: dict[str, int]
     drift: DriftFigures | None = None
     overlong: OverlongFigures | None = None
+
+
+class EngineWeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the weights of one engine: `phase` is `ready`, `updating` or `unknown`, `version` is `""` if it is not known."""
+
+    url: str
+    version: str
+    phase: str
+
+
+class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What trainers announced about the weights of the engines.
+
+    Attributes:
+        version: the version that was announced last; `""` if none was, or if an update ended without one.
+        phase: `updating` while an update is under way, otherwise `ready`, or `unknown` if no version is known.
+        update: the number of changes so far. `id`: the id of the update under way; `""` if there is none.
+        engines: what holds for each engine.
+        owner, until: who is updating the weights, and when that update ends by itself (Unix time in seconds); `""` and `None` if nobody is.
+        history: the versions that were announced, at most 100, the newest last.
+    """
+
+    version: str
+    phase: str
+    update: int
+    engines: list[EngineWeightsInfo]
+    id: str = ""
+    owner: str = ""
+    until: float | None = None
+    history: list[Announced] = []
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,125 @@
+"""Handlers for the weights of the engines: what trainers announce, and updates that the proxy carries out (`engine.weight_updates`)."""
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from tokencache.api.auth import AdminAuth
+from tokencache.api.http import json_response, read_body
+from tokencache.api.openapi import register
+from tokencache.api.requests import FinishedUpdate, NewUpdate, NewVersion
+from tokencache.core.weights import Update, UpdateConflictError, WeightsPhase, WeightsState
+from tokencache.engine.announced_weights import AnnouncedWeights
+from tokencache.engine.pool import Pool
+from tokencache.engine.weight_updates import WeightUpdates
+from tokencache.errors import HarnessError
+from tokencache.trajectories.values import EngineWeightsInfo, WeightsInfo
+
+_CONFLICT, _NOT_FOUND, _UNPROCESSABLE, _CREATED = 409, 404, 422, 201
+_ANNOUNCEMENT = '{"version": "7"} or {"phase": "updating"}'
+
+
+def add_weight_routes(app: web.Application, auth: AdminAuth, announced: AnnouncedWeights, pool: Pool) -> None:
+    """Add the routes of weights to an application."""
+    api = _WeightsApi(announced, pool)
+    handlers = {
+        "getWeights": api.show,
+        "setWeights": api.announce,
+        "beginWeightUpdate": api.begin,
+        "finishWeightUpdate": api.finish,
+        "cancelWeightUpdate": api.cancel,
+    }
+    register(app, auth, handlers)
+
+
+class _WeightsApi:
+    def __init__(self, announced: AnnouncedWeights, pool: Pool) -> None:
+        self._announced, self._pool = announced, pool
+        self._updates = WeightUpdates(announced)
+
+    async def show(self, _request: web.Request) -> web.StreamResponse:
+        return json_response(self._info(await self._announced.read()))
+
+    async def announce(self, request: web.Request) -> web.StreamResponse:
+        given = await read_body(request, NewVersion, _ANNOUNCEMENT)
+        engines, now = self._known(given.engines), time.time()
+        if given.phase == "updating":
+            update = Update(secrets.token_hex(8), given.owner, now, now + given.timeout, engines)
+
+            def transition(state: WeightsState) -> WeightsState:
+                return state.begin_update(update)
+        else:
+
+            def transition(state: WeightsState) -> WeightsState:
+                return state.announce(str(given.version), now, engines=engines, owner=given.owner)
+
+        with _refusals():
+            return json_response(self._info(await self._announced.change(transition)))
+
+    async def begin(self, request: web.Request) -> web.StreamResponse:
+        given = await read_body(request, NewUpdate, '{"mode": "abort"}')
+        engines = self._known(given.engines)
+        with _refusals():
+            _, state = await self._updates.begin(
+                owner=given.owner, engines=engines, seconds=given.timeout, mode=given.mode, clear_cache=given.clear_cache
+            )
+        return json_response(self._info(state), _CREATED)
+
+    async def finish(self, request: web.Request) -> web.StreamResponse:
+        given = await read_body(request, FinishedUpdate, '{"version": "7"}')
+        with _refusals():
+            return json_response(self._info(await self._updates.end(request.match_info["update"], str(given.version))))
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        with _refusals():
+            return json_response(self._info(await self._updates.end(request.match_info["update"], "")))
+
+    def _known(self, engines: Sequence[str]) -> tuple[str, ...]:
+        found = tuple(url.rstrip("/").removesuffix("/v1") for url in engines)
+        for url in found:
+            if self._pool.find(url) is None:
+                message = f"engines: there is no engine {url}; GET /tokencache/v1/engines lists them"
+                raise HarnessError(message, status=_NOT_FOUND, param="engines", kind="not_found_error")
+        return found
+
+    def _info(self, state: WeightsState) -> WeightsInfo:
+        update = state.update
+        engines = [
+            EngineWeightsInfo(url=monitor.url, version=known.version, phase=known.phase)
+            for monitor in self._pool.monitors
+            for known in [state.of(monitor.url)]
+        ]
+        ready = WeightsPhase.READY if state.current else WeightsPhase.UNKNOWN
+        return WeightsInfo(
+            version=state.current,
+            phase=WeightsPhase.UPDATING if update is not None else ready,
+            update=state.last,
+            engines=engines,
+            id=update.id if update is not None else "",
+            owner=update.owner if update is not None else "",
+            until=update.until if update is not None else None,
+            history=list(state.history),
+        )
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Answer a transition that is not legal with a refusal that says what to do."""
+    try:
+        yield
+    except UpdateConflictError as why:
+        raise HarnessError(_conflict(why.update), status=_CONFLICT, kind="weights_conflict") from None
+    except ValueError as why:
+        raise HarnessError(f"version: {why}", status=_UNPROCESSABLE, param="version") from None
+
+
+def _conflict(update: Update | None) -> str:
+    if update is None:
+        return "no such update of the weights is under way: it was finished or cancelled, or its timeout has passed; begin another one"
+    return (
+        f"{update.owner or 'another trainer'!r} is updating the weights; its update ends by itself in "
+        f"{max(0.0, update.until - time.time()):.0f} s. Wait for it, or send the same owner to take part in it"
+    )
