@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokencache.errors import EngineError, HarnessError, TokencacheError, passing_cause
+from tokencache.errors import EngineError, HarnessError, TokencacheError, WeightsUpdatingError, passing_cause
 from tokencache.store.base import (
     CursorError,
     SessionDeletedError,
@@ -18,6 +18,7 @@ ANSWERS = [
     (HarnessError("no", status=404, kind="not_found_error", param="model"), 404, "not_found_error", "no"),
     (HarnessError("no"), 400, "invalid_request_error", "no"),
     (EngineError("gone"), 502, "upstream_error", "gone"),
+    (WeightsUpdatingError("http://e:1", "t"), 503, "upstream_error", "the weights of the engine at http://e:1 are being updated by 't'"),
     (StoreError("redis: slow"), 503, "store_error", "the store failed: redis: slow"),
     (SessionSealedError("r1"), 409, "session_sealed", "session r1 is sealed"),
     (SessionFinishedError("r1"), 409, "session_finished", "session r1 is finished"),

@@ -18,6 +18,7 @@ from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
 from tokencache.engine.probe import Level
 from tokencache.proxy.dedup.fingerprint import Policy
+from tokencache.proxy.kv_salt import KvPolicy
 from tokencache.proxy.sessions import SessionSources
 
 PREFIX = "TOKENCACHE_"
@@ -150,6 +151,12 @@ class Settings(BaseSettings):
         120.0,
         ge=0,
         description="How long a call waits while no engine accepts it, as during restarts and weight updates. 0 fails it at once.",
+    )
+    kv: KvPolicy = Field(
+        "exact",
+        description="How the engine's prefix cache is kept apart by policy version, once a version is known: by that of each call (exact), "
+        "by that of the session's first call, which saves computing a prompt again after an update (session), or not (off) "
+        "(docs/weights.md).",
     )
     repeats: Policy = Field(
         "join",

@@ -84,6 +84,16 @@ class EngineError(TokencacheError):
         return not self.reached or self.status in NOT_NOW
 
 
+class WeightsUpdatingError(EngineError):
+    """A trainer replaces the weights of an engine, so that no call is sent to it now."""
+
+    def __init__(self, url: str, owner: str) -> None:
+        by = f" by {owner!r}" if owner else ""
+        super().__init__(
+            f"the weights of the engine at {url} are being updated{by}: calls wait until the new version is announced", status=503
+        )
+
+
 def passing_cause(error: BaseException) -> EngineError | None:
     """Return the engine's error that caused this one (`raise … from`), if the engine may accept the request later."""
     cause: BaseException | None = error

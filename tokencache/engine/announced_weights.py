@@ -46,6 +46,11 @@ class AnnouncedWeights:
         """Whether anything was ever announced, as far as this replica knows."""
         return self._known.revision > 0
 
+    @property
+    def known(self) -> WeightsState:
+        """What was announced when this replica read it last."""
+        return self._known
+
     async def current(self) -> WeightsState:
         """Return what is announced now. Costs nothing before the first announcement.
 

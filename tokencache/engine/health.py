@@ -7,6 +7,8 @@ prefix cache would be cold elsewhere. When an engine answers again it is probed 
 The check is `GET /health`, which vLLM, its router and SGLang have. vLLM answers 503 when the engine process is dead. A server without that
 route (404: NeMo RL's worker, which has only `/v1/chat/completions` and `/tokenize`) gets that request only once. Later checks open a
 connection and close it, which no server logs as an error. After the server was down, it gets the request again.
+
+An engine that has `GET /weight_info` (vLLM with `VLLM_SERVER_DEV_MODE=1`) is asked for the label of its weights with each check.
 """
 
 import asyncio
@@ -69,6 +71,7 @@ class EngineMonitor:
         alone: whether there is no other engine to compare it with (`gain_peers`).
         draining: whether it takes no new calls; calls under way run to their end.
         has_health: whether it has `GET /health`, as far as is known.
+        has_label: whether it has `GET /weight_info`, as far as is known.
         identity: the result of the last probe, kept while the engine is down; `None` if not known.
         mismatched: whether it differs from the engines that serve. Such an engine is probed again from time to time, because the last probe
             may have come at a bad moment.
@@ -77,7 +80,7 @@ class EngineMonitor:
     def __init__(self, engine: Engine, on_change: Callable[[], None], *, alone: bool) -> None:
         self.engine = engine
         self.draining = False
-        self.has_health = True
+        self.has_health = self.has_label = True
         self.identity: EngineIdentity | None = None
         self.mismatched = False
         self.alone = alone
@@ -124,6 +127,7 @@ class EngineMonitor:
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 problem = await self._problem()
+                await self._read_label()
         except TimeoutError:
             self._strike(f"no answer to /health within {TIMEOUT_SECONDS:g} s")
         except EngineError as why:
@@ -148,10 +152,22 @@ class EngineMonitor:
         self.has_health = status not in _NO_ROUTE
         return f"/health answered {status}" if status >= _SERVER_ERROR and self.has_health else ""
 
+    async def _read_label(self) -> None:
+        """Ask for the label of the engine's weights.
+
+        Raises:
+            EngineError: the engine cannot be reached, or closed the connection.
+        """
+        if self.has_label:
+            answer = await self.engine.upstream.get("/weight_info")
+            found = answer.json()
+            self.has_label = answer.status not in _NO_ROUTE
+            self.engine.weight_label = str(found.get("weight_version", "")) if isinstance(found, dict) else ""
+
     def mark_down(self, why: str) -> None:
         """Send no calls to the engine until it answers a check."""
         self.engine.forget(why)
-        self.has_health = True  # another server may run there later
+        self.has_health = self.has_label = True  # another server may run there later
         self._log(f"down: {why}")
         metrics.ENGINE_UP.labels(self.url).set(0)
         self._on_change()

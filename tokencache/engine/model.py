@@ -164,6 +164,8 @@ class Engine:
         self._unreachable: EngineError | None = None
         self._doubted = -math.inf
         self._logged = ""
+        self.weight_label = ""
+        """Its own label of its weights (`/weight_info`) when it was checked last; `""` if it has none."""
         self.error = "not probed yet"
 
     @property

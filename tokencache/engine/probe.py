@@ -76,6 +76,7 @@ class Capability(msgspec.Struct, frozen=True):
         driver: the name of the driver that is used; `how` describes how it supplies ids.
         honours_ids: whether the engine uses supplied ids.
         tokenizes: whether `/tokenize` renders conversations.
+        adapter: whether the model is a LoRA adapter (`/v1/models` lists its `parent`).
         lists_models: whether `/v1/models` names the model (NeMo RL's worker has no such route).
         later_system: whether the template accepts a system message after the first message (Qwen3.5's does not).
         max_model_len: the limit of prompt and completion together, in tokens; 0 if unknown.
@@ -94,6 +95,7 @@ class Capability(msgspec.Struct, frozen=True):
     how: str = ""
     honours_ids: bool = False
     tokenizes: bool = False
+    adapter: bool = False
     lists_models: bool = True
     later_system: bool = True
     max_model_len: int = 0
@@ -183,9 +185,10 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         driver=driver.name,
         honours_ids=supply.honoured,
         tokenizes=not why_unrendered,
+        adapter=model in listed and listed[model].adapter,
         lists_models=bool(listed),
         later_system=rendering.later_system,
-        max_model_len=listed.get(model, 0) or renderer.max_model_len,
+        max_model_len=(listed[model].max_model_len if model in listed else 0) or renderer.max_model_len,
         logprobs=kind,
         logprobs_seen=kind_seen,
     )
@@ -324,13 +327,21 @@ async def _takes_later_system(renderer: EngineRenderer, model: str) -> bool:
     return True
 
 
-async def _models(requests: ProbeRequests) -> dict[str, int]:
+class _Listed(NamedTuple):
+    """A model that the engine lists: its longest context in tokens (0 if unknown), and whether it is a LoRA adapter."""
+
+    max_model_len: int
+    adapter: bool
+
+
+async def _models(requests: ProbeRequests) -> dict[str, _Listed]:
     listed = (await requests.get("/v1/models")).json()
     data = listed.get("data") if isinstance(listed, dict) else None
     found = {}
     for entry in data if isinstance(data, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("id"), str):
-            found[entry["id"]] = entry["max_model_len"] if isinstance(entry.get("max_model_len"), int) else 0
+            longest = entry["max_model_len"] if isinstance(entry.get("max_model_len"), int) else 0
+            found[entry["id"]] = _Listed(longest, isinstance(entry.get("parent"), str))
     return found
 
 

@@ -40,8 +40,10 @@ from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANS
 from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
+from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, keys_wanted
+from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
 from tokencache.proxy.response import CLIENT_LEFT, ReplyForwarder, Response, whole_response
 from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
@@ -80,12 +82,14 @@ class Services(NamedTuple):
         pool: the engines.
         ledger: begins and ends calls in the store.
         plan: plans a call for an engine (`planner`).
+        versions: reads the policy version of each request's engine.
         hold: seconds for which a call may wait for an engine.
     """
 
     pool: Pool
     ledger: Ledger
     plan: Callable[[Engine, str, ChatCall, Sequence[bytes], BeginResult | None], Awaitable[tuple[Plan, Model | None]]]
+    versions: PolicyVersions
     hold: float
 
 
@@ -282,6 +286,7 @@ class CallAttempt:
 
     async def _write_turns(self) -> None:
         outcome, ended = self._outcome, time.time()
+        await outcome.weights.end()
         await self._ledger.keep_experts(outcome)
         try:
             recorded = outcome.record(self._ledger.prefixes)
@@ -289,7 +294,7 @@ class CallAttempt:
             log.exception("session %s call %s: no turn could be made of the reply", self._session, self.id)
             recorded = Recorded([], [], [outcome.incident(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}")])
         self._doubt_engine({incident.kind for incident in recorded.incidents})
-        documents = self._exchange.encoder.documents() if outcome.whole else {}
+        documents = {**outcome.weights.salt.documents, **(self._exchange.encoder.documents() if outcome.whole else {})}
         if outcome.whole and outcome.unanswered:
             documents |= {undelivered(self.id): b"1"}
         await self._ledger.end(self._begun, outcome, recorded, documents)
@@ -377,7 +382,7 @@ class CallAttempt:
         try:
             return await self._ask_each_engine(self._started)
         except NotTakenError as refused:
-            taken = await until_taken(self._ask_each_engine, refused, self._services.hold)
+            taken = await until_taken(self._ask_each_engine, refused, self._services.hold, self._services.versions.changed)
         if taken.waited:
             self._outcome.noted.append(self._outcome.incident(IncidentKind.HELD, f"{taken.waited:.1f} s: {taken.why}"))
         return taken.answer
@@ -425,6 +430,8 @@ class CallAttempt:
         metrics.BEFORE.observe(time.time() - started)
         if self._chat.required_prefix:
             require_prefix(self._session, self._chat, outcome.plan.prompt, outcome.plan.reason)
+        salted = SaltedRequest(self._session, outcome.epoch, self._chat.model, bytes(self._chat.fields.get(MEMBER, b"null")))
+        outcome.weights = await self._services.versions.begin(engine, outcome.model, salted)
         self._advance(Event.SEND)
         try:
             return await self._send(engine)
@@ -463,9 +470,11 @@ class CallAttempt:
         return answer
 
     async def _write_request(self, exact: ExactPrompt | None, target: Target) -> EngineRequest:
+        salt = self._outcome.weights.salt
         if self._exchange.body is not None:
-            return EngineRequest(self._exchange.path, self._exchange.body)
-        return await self._driver.request(self._chat, exact, target)
+            return EngineRequest(self._exchange.path, salt.written_in(self._exchange.body))
+        chat = msgspec.structs.replace(self._chat, fields=salt.written(self._chat.fields)) if salt.text else self._chat
+        return await self._driver.request(chat, exact, target)
 
     async def _post(self, engine: Engine) -> aiohttp.ClientResponse:
         self._posts += 1

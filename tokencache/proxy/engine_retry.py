@@ -3,8 +3,9 @@
 During a training run, engines are restarted, or paused while their weights are replaced. The whole state of a session is in the proxy's
 store, so a call can wait, or use another engine. There are two cases:
 
-- *not taken*: no connection, or a refusal (503, 429) before any answer began. Nothing was sampled. `call.CallAttempt` tries each engine in
-  the session's order. If all refuse, `until_taken` waits with growing pauses and tries them again. Each attempt plans the call again.
+- *not taken*: no connection, a refusal (503, 429) before any answer began, or a trainer updates the weights. Nothing was sampled.
+  `call.CallAttempt` tries each engine in the session's order. If all refuse, `until_taken` waits with growing pauses and tries them
+  again. Each attempt plans the call again.
 - *aborted*: the engine ended the reply itself (`finish_reason: "abort"`), and the client received nothing of it. The sampled tokens are
   recorded as a turn that is never continued, and `dedup.in_flight` makes the call again: a new sample for the same prompt. If the client
   received the beginning, the call is not made again: a stream cannot be undone, and no parser is known to resume within a message.
@@ -21,7 +22,8 @@ import aiohttp
 
 from tokencache import metrics
 from tokencache.backoff import delays
-from tokencache.errors import EngineError
+from tokencache.errors import EngineError, WeightsUpdatingError
+from tokencache.wakeup import Wakeup, wait_for
 
 MAX_RESAMPLES = 4
 """Maximum number of times that an aborted call is made again: weights may change faster than a reply is sampled."""
@@ -36,6 +38,13 @@ class NotTakenError(Exception):
         super().__init__(message)
         self.answer = answer
         self.error = error
+
+    @property
+    def kind(self) -> str:
+        """The reason, as a label of metrics."""
+        if isinstance(self.error, WeightsUpdatingError):
+            return "updating"
+        return "busy" if self.answer is not None else "down"
 
     @property
     def retry_after(self) -> float:
@@ -57,24 +66,32 @@ class Taken(NamedTuple):
     why: str
 
 
-async def until_taken(ask: Callable[[], Awaitable[aiohttp.ClientResponse]], refused: NotTakenError, seconds: float) -> Taken:
+async def until_taken(
+    ask: Callable[[], Awaitable[aiohttp.ClientResponse]], refused: NotTakenError, seconds: float, announced: Wakeup
+) -> Taken:
     """Try the engines again, with growing pauses, until one takes the call.
 
     Args:
         ask: tries each engine once; raises `NotTakenError` if none takes the call.
         refused: the failure of the first round.
         seconds: how long the call may wait. After that, an answer that refuses the call is returned like any other.
+        announced: wakes a call that waits for an update of the weights to end.
 
     Raises:
         EngineError: the time is over and no engine answered, or an engine failed after it may have begun to sample.
     """
     started, why = time.monotonic(), ""
-    pauses = delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)
+    pauses, change = delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5), announced.next
     while (left := seconds - (time.monotonic() - started)) > 0:
         why = str(refused)
-        metrics.QUEUED_CALLS.labels("busy" if refused.answer is not None else "down").inc()
+        metrics.QUEUED_CALLS.labels(refused.kind).inc()
         refused.close()
-        await asyncio.sleep(min(left, max(refused.retry_after, next(pauses))))
+        pause = min(left, max(refused.retry_after, next(pauses)))
+        if refused.kind == "updating":
+            await wait_for(change, pause)
+        else:
+            await asyncio.sleep(pause)
+        change = announced.next
         try:
             return Taken(await ask(), time.monotonic() - started, why)
         except NotTakenError as again:

@@ -25,6 +25,7 @@ from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice, Reply
 from tokencache.proxy.planner import Plan
+from tokencache.proxy.policy_version import UNREAD, PieceVersions, VersionReading
 from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Entry
 
@@ -68,6 +69,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         asked: the request fingerprint; `b""` if retries are not deduplicated.
         second: the id of an answered call with the same fingerprint, if this is a second sample of it; otherwise `""`.
         unanswered: whether the client had left before the reply was complete.
+        weights: the readings of the engine's policy version.
     """
 
     session: str
@@ -85,6 +87,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     asked: bytes = b""
     second: str = ""
     unanswered: bool = False
+    weights: VersionReading = UNREAD
 
     @property
     def whole(self) -> bool:
@@ -172,6 +175,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         base, shared = self._base(prompt, prefixes)
         context_base, context_shared = self._context_base(plan, prefixes)
         served = choice.message(with_reasoning=call.shows_reasoning)
+        versions = self.weights.versions(self.reply.versions(index), len(choice.ids))
         turn = Turn(
             id=secrets.token_hex(8),
             call=self.call_id,
@@ -209,10 +213,13 @@ class Outcome(msgspec.Struct, kw_only=True):
             harness=call.harness,
             context_base=context_base,
             context_shared=context_shared,
-            marks=self._marks(prompt, choice),
+            marks=self._marks(prompt, choice, versions),
             created=self.started,
             seconds=round(time.time() - self.started, 6),
-            versions=self.reply.versions(index),
+            versions=[msgspec.structs.asdict(span) for span in versions.spans],
+            version_source=versions.source,
+            prompt_version=versions.prompt,
+            kv=versions.kv,
         )
         keys: tuple[bytes, ...] = ()
         if call.conversation is not None and not call.plain:
@@ -269,7 +276,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         """Whether the client left during a text, so that it may send back the part that it received."""
         return self.broke == ABORTED and not self.reply.error and not self.reply.unreadable and bool(choice.steps) and not choice.calls
 
-    def _marks(self, prompt: "_Prompt", choice: Choice) -> tuple[str, ...]:
+    def _marks(self, prompt: "_Prompt", choice: Choice, versions: PieceVersions) -> tuple[str, ...]:
         marks = {
             self.broke: bool(self.broke),
             DROPPED: choice.finish_reason == "abort",
@@ -279,7 +286,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             TurnMark.SECOND_SAMPLE: bool(self.second),
             TurnMark.UNANSWERED: self.unanswered and self.whole,
         }
-        return (*prompt.marks, *(name for name, there in marks.items() if there))
+        return (*prompt.marks, *(name for name, there in marks.items() if there), *versions.marks())
 
     def _base(self, prompt: "_Prompt", prefixes: PrefixCache) -> tuple[str | None, int]:
         """Find a turn with a prefix that begins like the prompt; return its id and the number of common tokens."""

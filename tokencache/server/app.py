@@ -31,8 +31,10 @@ from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
 from tokencache.proxy.endpoints import EndpointOptions, Endpoints
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
+from tokencache.proxy.kv_salt import KvSalts
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Planner
+from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.response import keep_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
@@ -87,7 +89,9 @@ class Proxy:
         )
         self._bodies = IncrementalParser()
         planner = Planner(self.pool, self.store, prefixes)
-        services = Services(self.pool, self.ledger, planner.plan, settings.hold)
+        salts = KvSalts(settings.kv, self.store, lambda: self._bodies.secret)
+        self.versions = PolicyVersions(self.weights, salts)
+        services = Services(self.pool, self.ledger, planner.plan, self.versions, settings.hold)
         self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
         aliases = ModelAliases(settings.model_aliases)
         endpoints = Endpoints(
