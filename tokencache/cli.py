@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from tokencache import __version__, logs
+from tokencache.commands.audit import audit_exports
 from tokencache.commands.convert import convert_file
 from tokencache.commands.drift import report_drift
 from tokencache.commands.export import export_sessions
@@ -25,6 +26,7 @@ from tokencache.commands.lifecycle import (
     seal_sessions,
     set_reward,
 )
+from tokencache.commands.score import score_rollouts
 from tokencache.commands.sessions import list_sessions
 from tokencache.commands.show import show_session
 from tokencache.commands.verify import verify_exports
@@ -168,6 +170,8 @@ app.command("show")(show_session)
 app.command("export")(export_sessions)
 app.command("convert")(convert_file)
 app.command("verify")(verify_exports)
+app.command("score")(score_rollouts)
+app.command("audit")(audit_exports)
 app.command("drift")(report_drift)
 
 

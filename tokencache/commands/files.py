@@ -51,6 +51,15 @@ def create(path: str, wanted: Format, *, overwrite: bool) -> Sink:
     return JsonLines(file.part.open("wb"), wanted, file)
 
 
+def require_parquet() -> None:
+    """Check that Parquet files can be written.
+
+    Raises:
+        FileError: they cannot; the message says what is missing.
+    """
+    _parquet()
+
+
 def inspect(path: Path) -> "Inspection | None":
     """Read a Parquet file as a whole and compare it with its digest; `None` if it is a file of another kind.
 

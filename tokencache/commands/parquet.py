@@ -46,6 +46,11 @@ _TYPES = {
     "[int64]": pa.list_(pa.int64()),
     "[float32]": pa.list_(pa.float32()),
     "[float64]": pa.list_(pa.float64()),
+    "[[]]": pa.list_(pa.list_(pa.int32())),
+    "[[int32]]": pa.list_(pa.list_(pa.int32())),
+    "[[int64]]": pa.list_(pa.list_(pa.int64())),
+    "[[float32]]": pa.list_(pa.list_(pa.float32())),
+    "[[float64]]": pa.list_(pa.list_(pa.float64())),
 }
 _WIDER = {
     "null": set(_TYPES),
@@ -53,6 +58,9 @@ _WIDER = {
     "int": {"float"},
     "[int32]": {"[int64]", "[float64]"},
     "[float32]": {"[float64]"},
+    "[[]]": {"[[int32]]", "[[int64]]", "[[float32]]", "[[float64]]"},
+    "[[int32]]": {"[[int64]]"},
+    "[[float32]]": {"[[float64]]"},
 }
 """The other kinds that can hold all values of a kind."""
 
@@ -188,13 +196,16 @@ def _is_single(values: Sequence[float | None]) -> bool:
 
 
 def read(path: Path) -> Iterator[Any]:
-    """Read native rollouts, as the JSON values that were written.
+    """Read native rollouts, as the JSON values that were written. Rows of scores (`tokencache score`) are returned as they are.
 
     Raises:
-        FileError: the file is not Parquet, or does not hold native rollouts.
+        FileError: the file is not Parquet, or holds neither.
     """
     try:
         with pq.ParquetFile(path) as file:
+            if any(name == "score" or name.startswith("score_") for name in file.schema_arrow.names):
+                yield from (row for batch in file.iter_batches(batch_size=64) for row in batch.to_pylist())
+                return
             if file.schema_arrow.names != SCHEMA.names:
                 raise FileError(f"{path} does not hold native rollouts: its columns are {', '.join(file.schema_arrow.names)}")
             rows = (row for batch in file.iter_batches(batch_size=64) for row in batch.to_pylist())
@@ -307,6 +318,13 @@ def _kind(value: Any) -> str:
         return "null"
     if not isinstance(value, list):
         return {bool: "bool", int: "int", float: "float", str: "str"}.get(type(value), "object")
+    if {type(one) for one in value} == {list}:
+        inner = f"[{_kind_of_list([one for part in value for one in part])}]"
+        return inner if inner in _TYPES else "object"
+    return _kind_of_list(value)
+
+
+def _kind_of_list(value: list[Any]) -> str:
     types = {type(one) for one in value if one is not None}
     if not types:
         return "[]"

@@ -29,7 +29,7 @@ _FIELDS = {
     "n": "int", "seed": "int", "stream": "bool", "stream_options": "dict", "temperature": "float", "top_p": "float", "tools": "list",
     "include_reasoning": "bool", "stop_token_ids": "list", "allowed_token_ids": "list", "return_token_ids": "bool", "ignore_eos": "bool",
     "kv_transfer_params": "dict", "chat_template_kwargs": "dict", "add_generation_prompt": "bool", "continue_final_message": "bool",
-    "parallel_tool_calls": "bool", "stream_interval": "int", "include_stop_str_in_output": "bool",
+    "parallel_tool_calls": "bool", "prompt_logprobs": "int", "stream_interval": "int", "include_stop_str_in_output": "bool",
 }  # fmt: skip
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MAX_LOGPROBS = 20
@@ -212,11 +212,23 @@ def _check_sampling(body: Mapping[str, Any], vocabulary: int) -> None:
     if (top := body.get("top_logprobs") or 0) > _MAX_LOGPROBS:
         message = f"Requested sample logprobs of {top}, which is greater than max allowed: {_MAX_LOGPROBS}"
         raise senseless(message, "logprobs", top, by_engine=True)
+    if (wanted := body.get("prompt_logprobs")) is not None:
+        _check_prompt_logprobs(wanted, vocabulary, stream=bool(body.get("stream")))
     allowed = body.get("allowed_token_ids")
     if allowed == []:
         raise senseless("allowed_token_ids is not None and empty!", "allowed_token_ids", allowed, by_engine=True)
     if allowed is not None and not all(isinstance(token, int) and 0 <= token < vocabulary for token in allowed):
         raise senseless("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids", allowed, by_engine=True)
+
+
+def _check_prompt_logprobs(wanted: int, vocabulary: int, *, stream: bool) -> None:
+    if stream and (wanted > 0 or wanted == -1):
+        raise senseless("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+    if wanted < -1:
+        raise senseless("`prompt_logprobs` must be a positive value or -1.", "prompt_logprobs", wanted)
+    if (number := vocabulary if wanted == -1 else wanted) > _MAX_LOGPROBS:
+        message = f"Requested prompt logprobs of {number}, which is greater than max allowed: {_MAX_LOGPROBS}"
+        raise senseless(message, "prompt_logprobs", number, by_engine=True)
 
 
 def _check_tool_choice(choice: Any, tools: Any) -> None:

@@ -2,7 +2,8 @@
 
 A text completion (`/v1/completions`) has one or several prompts, as text or ids. It has no template and no parsers: the reply is the text.
 As in vLLM 0.32 (`completion/protocol.py`) each choice contains its ids and those of its prompt, and every step is a chunk, even without
-visible text. `echo`, `suffix`, beam search and embeddings are refused.
+visible text. `prompt_logprobs` has the values of the model's own distribution under the present weights. `echo`, `suffix`, beam search and
+embeddings are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tokencache.testing import wire
 from tokencache.testing.chat_request import ChatRequest, read_chat_request
 from tokencache.testing.errors import senseless
-from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate
+from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate, prompt_token
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ class Completion:
         weights, prompt = self.settings.weights, self._prompt(index)
         if not weights.of(self.request.model):
             return None
-        kv = weights.begin(self.request.model, str(self.request.body.get("cache_salt") or ""), prompt)
+        reads_cache = self.request.body.get("prompt_logprobs") is None
+        kv = weights.begin(self.request.model, str(self.request.body.get("cache_salt") or ""), prompt, reads_cache=reads_cache)
         self.entries[index].prompt_versions, self.entries[index].cached = kv.versions, kv.cached
         return kv
 
@@ -284,9 +286,28 @@ class TextCompletion(Completion):
         return {
             "index": index, "text": text, "logprobs": self._logprobs(tokens, 0), "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason, "token_ids": [token.id for token in tokens] if shows else None,
-            "prompt_logprobs": None, "prompt_token_ids": prompt if shows else None,
+            "prompt_logprobs": self._prompt_logprobs(prompt), "prompt_token_ids": prompt if shows else None,
             "routed_experts": self.settings.metadata.routed(len(prompt) + len(tokens)),
         }  # fmt: skip
+
+    def _prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None] | None:
+        """Return the log probability of each token of the prompt, with `prompt_logprobs` made-up neighbours; the first token has none.
+
+        They are those of the engine's present weights: the prefix cache is not read.
+        """
+        wanted, settings = self.request.body.get("prompt_logprobs"), self.settings
+        if wanted is None:
+            return None
+        found: list[dict[str, Any] | None] = [None]
+        kv = settings.weights.begin(self.request.model, str(self.request.body.get("cache_salt") or ""), prompt, reads_cache=False)
+        for token_id, chance in zip(prompt[1:], kv.prompt_chances(), strict=True):
+            token = prompt_token(token_id, settings.tokenizer.token(token_id), chance, settings.logprobs_mode)
+            entries = {str(token_id): {"logprob": token.logprob, "rank": 1, "decoded_token": token.text}}
+            for i in range(1, wanted):
+                other = (token_id + i) % settings.tokenizer.vocabulary_size
+                entries[str(other)] = {"logprob": token.neighbour(i), "rank": i + 1, "decoded_token": settings.tokenizer.token(other)}
+            found.append(entries)
+        return found
 
     def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
         """Return the `logprobs` of a choice or chunk. `offset` is the number of characters of the tokens before."""

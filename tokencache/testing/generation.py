@@ -8,6 +8,7 @@ text.
 from __future__ import annotations
 
 import codecs
+import math
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +24,9 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "proc
 """vLLM's `--logprobs-mode`: which values are returned as log probabilities."""
 MASKED = -9999.0
 """The value that vLLM writes for minus infinity."""
+_LOGIT = 9.0
+"""What the modes that return logits add."""
+_NEIGHBOURS, _VOCABULARY = 20, 2**18
 
 
 @dataclass(slots=True)
@@ -106,18 +110,34 @@ def generate(
             step, target = GenerationStep(), chunk
 
 
+def prompt_token(token_id: int, text: str, chance: float, mode: LogprobsMode) -> Token:
+    """Make a token of a prompt. Masks and temperature have no effect on its log probability, in any mode."""
+    return Token(token_id, text, _float32(_raw(chance) + (_LOGIT if mode.endswith("logits") else 0.0)))
+
+
+def _raw(chance: float) -> float:
+    return -0.001 - 4.998 * chance
+
+
 def _weighed(token_id: int, text: str, request: ChatRequest, chance: float, mode: LogprobsMode) -> Token:
     """Make a token with a log probability, which `chance` (0 to 1) decides.
 
-    With a mask the raw values are those of unlikely tokens: the allowed ids are seldom those that the model prefers.
+    With a mask the raw values are those of unlikely tokens: the allowed ids are seldom those that the model prefers. A temperature changes
+    processed values, as if the token and its made-up neighbours were the likeliest, and the rest were spread over a large vocabulary.
     """
     masked = request.allowed_token_ids is not None
     alone = masked and len(set(request.allowed_token_ids or ())) == 1 and mode.startswith("processed")
-    value = -6.0 - chance if masked else -0.001 - 4.998 * chance
+    value = -6.0 - chance if masked else _raw(chance)
+    temperature = request.body.get("temperature") or 1.0
     if mode == "processed_logprobs" and alone:
         value = 0.0
+    elif mode == "processed_logprobs" and temperature != 1.0:
+        likeliest = [math.exp(value - 0.5 * i) for i in range(_NEIGHBOURS)]
+        rest = max(1.0 - sum(likeliest), 0.0) / _VOCABULARY
+        total = sum(p ** (1 / temperature) for p in likeliest) + _VOCABULARY * rest ** (1 / temperature)
+        value = value / temperature - math.log(total)
     elif mode.endswith("logits"):
-        value += 9.0
+        value += _LOGIT
     return Token(token_id, text, _float32(value), alone)
 
 

@@ -50,9 +50,9 @@ class SimulatedWeights:
         self.cache.clear()
         self.recomputed += running
 
-    def begin(self, model: str, salt: str, prompt: Sequence[int]) -> KeysAndValues:
+    def begin(self, model: str, salt: str, prompt: Sequence[int], *, reads_cache: bool = True) -> KeysAndValues:
         """Compute a prompt, as far as it is not cached; its last token is never taken from the cache."""
-        return KeysAndValues(self, model, salt, prompt)
+        return KeysAndValues(self, model, salt, prompt, reads_cache=reads_cache)
 
 
 class KeysAndValues:
@@ -63,14 +63,14 @@ class KeysAndValues:
         sampled: the name of the weights that sampled each token.
     """
 
-    def __init__(self, weights: SimulatedWeights, model: str, salt: str, prompt: Sequence[int]) -> None:
+    def __init__(self, weights: SimulatedWeights, model: str, salt: str, prompt: Sequence[int], *, reads_cache: bool = True) -> None:
         self._weights, self._model = weights, model
         self._salt = f"{salt}\0{weights.adapters.get(model, '')}"
         self._ids: list[int] = list(prompt)
         self._links: list[bytes] = []
         self.sampled: list[str] = []
         self._recomputed = weights.recomputed
-        whole = (len(prompt) - 1) // BLOCK
+        whole = (len(prompt) - 1) // BLOCK if reads_cache else 0
         self.cached = 0
         for block in range(whole):
             found = weights.cache.get(self._key(block))
@@ -85,6 +85,11 @@ class KeysAndValues:
         """The names of the weights that computed the keys and values so far, one for each token."""
         return [self._weights.computed_by[link] for link in self._links]
 
+    def prompt_chances(self) -> list[float]:
+        """Return for each token of the prompt but the first the number that `chance` would return if it were sampled there."""
+        version = self._weights.of(self._model)
+        return [_number(_digest(self._links[place - 1], version, self._ids[place])) for place in range(1, len(self._ids))]
+
     def chance(self, token: int) -> float:
         """Return a number from 0 to 1 for the next token, which depends on the weights and on all keys and values; then append it."""
         if self._recomputed != self._weights.recomputed:
@@ -93,7 +98,7 @@ class KeysAndValues:
         self.sampled.append(self._weights.of(self._model))
         drawn = _digest(self._links[-1] if self._links else b"", self.sampled[-1], token)
         self._ids.append(token)
-        return int.from_bytes(drawn[:6], "little") / 2**48
+        return _number(drawn)
 
     def _compute(self) -> None:
         version = self._weights.of(self._model)
@@ -107,6 +112,10 @@ class KeysAndValues:
 
     def _key(self, block: int) -> _Key:
         return self._salt, tuple(self._ids[: (block + 1) * BLOCK])
+
+
+def _number(drawn: bytes) -> float:
+    return int.from_bytes(drawn[:6], "little") / 2**48
 
 
 def _digest(before: bytes, version: str, token: int) -> bytes:

@@ -81,6 +81,9 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
         sampling: the parameters that were sent to the engine. `replaced`: the harness's own values for those that were overridden.
         logprob_kind: `raw` (of the model's own distribution), `processed` (after temperature, top-p and masks), or `""` (unknown).
         weight_versions: spans of the completion with the weight version that sampled each, as the engine reports them.
+        version_source: who reported them (`core.weights.VersionSource`); `""` if nothing is known.
+        prompt_version: the version that computed the prompt's keys and values; `mixed` if that is not certain, `""` if not known.
+        kv: how the prefix cache was kept apart by version: `exact`, `session` or `off`; `""` if no version was known.
         marks: facts to know before training on the turn: `aborted`, `no-logprobs`, `engine-disagrees`, ...
         created: start of the call as Unix time in seconds. `seconds`: its duration.
         drift: how a plain rendering of its messages differs; `None` if that was not measured.
@@ -108,6 +111,9 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     harness: str = ""
     weight_versions: list[Any] = []
+    version_source: str = ""
+    prompt_version: str = ""
+    kv: str = ""
     sampling: dict[str, Any] = {}
     replaced: dict[str, Any] = {}
     logprob_kind: str = ""

@@ -1,0 +1,74 @@
+"""Reads rollouts for a command: from files of native exports, and from sessions of a proxy."""
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from tokencache.client import Client
+from tokencache.commands import files
+from tokencache.commands.console import TIMEOUT
+
+TargetsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.", show_default=False)
+]
+EngineOption = Annotated[str, typer.Option("--engine", metavar="URL", help="The engine's own URL, not the proxy's.", show_default=False)]
+EngineKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine-key", envvar="TOKENCACHE_ENGINE_KEY", metavar="KEY", help="API key of the engine, if it has one.", show_default=False
+    ),
+]
+AtOnceOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens-at-once",
+        min=1,
+        metavar="N",
+        help="Tokens in progress, and the longest sequence. [default: 65536; with --top K that / (K + 1)]",
+        show_default=False,
+    ),
+]
+
+
+class Target:
+    """Where rollouts are read: `where` names the place in messages; `value` is decoded JSON."""
+
+    __slots__ = ("value", "where")
+
+    def __init__(self, where: str, value: Any) -> None:
+        self.where = where
+        self.value = value
+
+
+def check_targets(targets: Sequence[str], *, everything: bool, pattern: str) -> None:
+    """Check that exactly one way of naming rollouts is used.
+
+    Raises:
+        typer.BadParameter: none is, or several are.
+    """
+    if sum((bool(targets), everything, bool(pattern))) != 1:
+        raise typer.BadParameter("give sessions or files, or --all, or --pattern 'run7-*'", param_hint="SESSION|FILE")
+
+
+def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: str | None) -> Iterator[Target]:
+    """Read rollouts one after the other. Without `targets`, the sessions whose names match `pattern` are read, oldest first.
+
+    Raises:
+        ClientError: there is no such session, or the proxy does not answer.
+        FileError: a file cannot be read.
+    """
+    with Client(proxy, admin_key, timeout=TIMEOUT) as client:  # connects only when it is used
+        names = targets
+        if not targets:
+            chosen = [state for state in client.sessions() if fnmatch.fnmatchcase(state.session, pattern)]
+            names = [state.session for state in sorted(chosen, key=lambda state: (state.created, state.session))]
+        for name in names:
+            if targets and (name.endswith(files.ENDINGS) or Path(name).is_file()):
+                for place, value in files.read(Path(name)):
+                    yield Target(f"{name}, number {place}", value)
+            else:
+                yield Target(f"session {name}", msgspec.json.decode(client.session(name).fetch_json(drift="off")))

@@ -1,0 +1,162 @@
+"""`tokencache score`: the log probabilities of recorded sequences by any engine."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from tokencache.client import ClientError
+from tokencache.commands import files
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
+from tokencache.commands.rollouts import (
+    AtOnceOption,
+    EngineKeyOption,
+    EngineOption,
+    Target,
+    TargetsArgument,
+    check_targets,
+    read_targets,
+)
+from tokencache.commands.sink import FileError
+from tokencache.scoring.engine import EngineLostError, ScoringEngine, default_tokens_at_once
+from tokencache.scoring.journal import ENDING, Journal, JournalError
+from tokencache.scoring.request import MOST_TOP
+from tokencache.scoring.rows import Row, Wanted, rows_of_value
+from tokencache.scoring.score import ScoreRun, score_rows
+from tokencache.trajectories.formats.registry import Format
+
+_SHOWN = 5
+
+
+_ROWS = Format("scores", "one row for each sequence", lambda _: {}, "")
+
+
+class _Files(NamedTuple):
+    to: Path
+    journal: Path
+    resume: bool
+
+
+def score_rollouts(
+    targets: TargetsArgument = None,
+    *,
+    engine: EngineOption,
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet.", show_default=False)],
+    everything: Annotated[bool, typer.Option("--all", help="Score every session of the proxy.")] = False,
+    pattern: PatternOption = "",
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the scores: column score_NAME.", show_default=False)] = "",
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Model at the engine. The default is its only one.", show_default=False)
+    ] = "",
+    top: Annotated[int, typer.Option("--top", min=0, max=MOST_TOP, metavar="K", help="Also the K likeliest tokens at each place.")] = 0,
+    at_once: AtOnceOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, and try refused sequences again.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    engine_key: EngineKeyOption = None,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Score recorded sequences with any engine.
+
+    The engine returns the log probability of each recorded token id: a
+    reference or teacher model for KL and distillation, the current policy
+    for importance ratios. The file has a row for each sequence, in the order
+    of the input: token_ids, loss_mask, the recorded logprobs, and score. A
+    file of scores can be scored again, with another --name.
+
+    A sequence that the engine refuses has no score; the others do, and the
+    exit code is 1. FILE.scored holds what is done until all is: --resume.
+
+    tokencache score rollouts.jsonl --engine http://gpu2:8000 --to kl.parquet
+    """
+    chosen = targets or []
+    check_targets(chosen, everything=everything, pattern=pattern)
+    journal = to.with_name(to.name + ENDING)
+    wanted = Wanted(name=name, model=model, top=top)
+    console = Console(stderr=True)
+    try:
+        _check_files(to, journal, resume=resume, overwrite=overwrite)
+        rows = _rows(read_targets(chosen, pattern or "*", proxy, admin_key))
+        scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(top))
+        run, refused = asyncio.run(_run(scoring, rows, _Files(to, journal, resume), wanted, console))
+    except (ClientError, FileError, JournalError, EngineLostError, OSError) as error:
+        raise failed(f"{error}{_advice(journal, resume=resume)}") from None
+    except KeyboardInterrupt:
+        raise failed(f"interrupted{_advice(journal, resume=resume)}") from None
+    done = f"{plural(len(run.keys) - len(refused), 'sequence')} in {to}, {run.tokens:,} tokens scored, {size(run.size)} received"
+    console.print(f"{done}{f', {run.kept} kept from an earlier run' if run.kept else ''}", highlight=False, markup=False, soft_wrap=True)
+    if refused:
+        for key, why in list(refused.items())[:_SHOWN]:
+            console.print(f"  {key.rpartition('/')[0]}: {why}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        raise failed(f"{plural(len(refused), 'sequence')} without a score (null in the file); {journal} is kept: --resume tries them again")
+    journal.unlink()
+
+
+def _check_files(to: Path, journal: Path, *, resume: bool, overwrite: bool) -> None:
+    """Check that the result can be written, before anything is scored.
+
+    Raises:
+        FileError: it cannot; the message says what to do.
+    """
+    if not to.name.endswith((files.JSONL, files.GZIP, files.PARQUET)):
+        raise FileError(f"{to}: the name must end with {files.JSONL}, {files.GZIP} or {files.PARQUET}")
+    if not to.parent.is_dir():
+        raise FileError(f"{to}: there is no directory {to.parent}")
+    if to.suffix == files.PARQUET:
+        files.require_parquet()
+    if journal.exists() and not resume:
+        raise FileError(f"{journal} is there: a run was not finished; --resume continues it (or remove the file)")
+    if to.exists() and not overwrite and not journal.exists():
+        raise FileError(f"{to} exists already: choose another name, or use --overwrite")
+
+
+def _advice(journal: Path, *, resume: bool) -> str:
+    return "" if resume or not journal.exists() else f"; {journal} holds what is done: --resume continues"
+
+
+def _rows(targets: Iterator[Target]) -> Iterator[Row]:
+    for target in targets:
+        try:
+            yield from rows_of_value(target.value)
+        except ValueError as error:
+            raise FileError(f"{target.where}: neither a native rollout nor a row of scores: {error}") from None
+
+
+async def _run(
+    engine: ScoringEngine, rows: Iterator[Row], paths: _Files, wanted: Wanted, console: Console
+) -> tuple[ScoreRun, dict[str, str]]:
+    """Score, and write the result. Returns the figures, and why the refused rows have no score."""
+    columns = (TextColumn("scoring"), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=None, amount="")
+
+        def step(run: ScoreRun) -> None:
+            progress.update(bar, amount=f"{plural(len(run.keys), 'sequence')} read, {run.tokens:,} tokens scored, {size(run.size)}")
+
+        async with engine:
+            named = wanted._replace(model=engine.model(wanted.model or None), version=await engine.weight_version())
+            with Journal(paths.journal, {"engine": engine.url, **named._asdict()}, resume=paths.resume) as journal:
+                run = await score_rows(rows, engine, journal, named, step)
+                if (now := await engine.weight_version()) != named.version:
+                    changed = f"the engine's weights changed from version {named.version!r} to {now!r} meanwhile"
+                    raise EngineLostError(f"{changed}: remove {paths.journal}, and score again while they stay the same")
+                _write(paths.to, run, journal)
+                return run, dict(journal.failed)
+
+
+def _write(to: Path, run: ScoreRun, journal: Journal) -> None:
+    """Write the rows in the order of the input. The file gets its name when it is complete."""
+    sink = files.create(str(to), _ROWS, overwrite=True)
+    try:
+        for key in run.keys:
+            sink.write(journal.row(key))
+        sink.finish()
+    except BaseException:
+        partial = sink.leave()
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,89 @@
+"""The rows of a file of scores: one for each sequence, with what was recorded and what was recomputed side by side.
+
+`session`, `sequence`  which sequence of which rollout
+`token_ids`            its tokens
+`loss_mask`            1 for each token that the policy sampled in this sequence
+`logprobs`             the recorded log probabilities: of the tokens with mask 1; 0.0 for all others
+`score`                the recomputed ones, of all tokens but the first, which has 0.0; null if the engine refused the sequence
+`score_model`          the model that recomputed them
+`score_version`        the engine's label of its weights (`/weight_info`), if it has one
+`score_top_ids`,       with `--top`: for each token the likeliest tokens at its place, and their log probabilities
+`score_top_logprobs`
+`score_error`          why `score` is null
+
+With `--name N` the last six are called `score_N`, `score_N_model`, and so on, so that one file holds the scores of several engines.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import xxhash
+
+from tokencache.core import ids
+from tokencache.scoring.request import Scores
+from tokencache.trajectories.values import Trajectory
+
+Row = dict[str, Any]
+
+_PLAIN = ("session", "sequence", "token_ids", "loss_mask", "logprobs")
+_PARTS = ("model", "version", "top_ids", "top_logprobs", "error")
+
+
+class Wanted(NamedTuple):
+    """What is to be computed.
+
+    Attributes:
+        name: the name of the scores; `""` for the unnamed ones.
+        model: the model at the engine. `version`: the engine's label of its weights; `""` if it has none.
+        top: number of the likeliest tokens that are wanted at each place.
+    """
+
+    name: str
+    model: str
+    top: int
+    version: str = ""
+
+
+def rows_of_value(value: Any) -> Iterator[Row]:
+    """Return the rows of a native rollout, or the row of a file of scores itself, given as decoded JSON.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, Mapping) and "sequences" not in value and all(name in value for name in _PLAIN):
+        yield dict(value)
+        return
+    rollout = msgspec.convert(value, Trajectory)
+    for sequence in rollout.sequences:
+        own = (rollout.session, sequence.id, sequence.token_ids, sequence.loss_mask, sequence.logprobs)
+        yield dict(zip(_PLAIN, own, strict=True))
+
+
+def key_of(row: Row) -> str:
+    """Return what identifies a row: its session, its sequence, and a hash of its tokens."""
+    return f"{row['session']}/{row['sequence']}/{xxhash.xxh3_128_hexdigest(ids.pack(row['token_ids']))}"
+
+
+def column(name: str) -> str:
+    """Return the column of scores with a name; `""` is the unnamed one."""
+    return f"score_{name}" if name else "score"
+
+
+def scored(row: Row, wanted: Wanted, scores: Scores) -> Row:
+    """Return a row with its scores."""
+    at = column(wanted.name)
+    version = {f"{at}_version": wanted.version} if wanted.version else {}
+    more = {f"{at}_top_ids": scores.top_ids, f"{at}_top_logprobs": scores.top_logprobs} if scores.top_ids else {}
+    return {**_without(row, at), at: scores.logprobs, f"{at}_model": wanted.model, **version, **more}
+
+
+def unscored(row: Row, wanted: Wanted, error: str) -> Row:
+    """Return a row that the engine refused."""
+    at = column(wanted.name)
+    return {**_without(row, at), at: None, f"{at}_model": wanted.model, f"{at}_error": error}
+
+
+def _without(row: Row, at: str) -> Row:
+    columns = {at, *(f"{at}_{part}" for part in _PARTS)}
+    return {name: value for name, value in row.items() if name not in columns}
