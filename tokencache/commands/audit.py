@@ -27,7 +27,7 @@ from tokencache.commands.rollouts import (
     AtOnceOption,
     EngineKeyOption,
     EngineOption,
-    Target,
+    RolloutSource,
     TargetsArgument,
     check_targets,
     read_targets,
@@ -95,7 +95,7 @@ def audit_exports(
         raise typer.Exit(1)
 
 
-def _rollouts(targets: Iterator[Target]) -> Iterator[Trajectory]:
+def _rollouts(targets: Iterator[RolloutSource]) -> Iterator[Trajectory]:
     for target in targets:
         try:
             yield msgspec.convert(target.value, Trajectory)

@@ -34,7 +34,7 @@ AtOnceOption = Annotated[
 ]
 
 
-class Target:
+class RolloutSource:
     """Where rollouts are read: `where` names the place in messages; `value` is decoded JSON."""
 
     __slots__ = ("value", "where")
@@ -54,7 +54,7 @@ def check_targets(targets: Sequence[str], *, everything: bool, pattern: str) -> 
         raise typer.BadParameter("give sessions or files, or --all, or --pattern 'run7-*'", param_hint="SESSION|FILE")
 
 
-def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: str | None) -> Iterator[Target]:
+def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: str | None) -> Iterator[RolloutSource]:
     """Read rollouts one after the other. Without `targets`, the sessions whose names match `pattern` are read, oldest first.
 
     Raises:
@@ -69,6 +69,6 @@ def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: st
         for name in names:
             if targets and (name.endswith(files.ENDINGS) or Path(name).is_file()):
                 for place, value in files.read(Path(name)):
-                    yield Target(f"{name}, number {place}", value)
+                    yield RolloutSource(f"{name}, number {place}", value)
             else:
-                yield Target(f"session {name}", msgspec.json.decode(client.session(name).fetch_json(drift="off")))
+                yield RolloutSource(f"session {name}", msgspec.json.decode(client.session(name).fetch_json(drift="off")))

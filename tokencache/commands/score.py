@@ -16,7 +16,7 @@ from tokencache.commands.rollouts import (
     AtOnceOption,
     EngineKeyOption,
     EngineOption,
-    Target,
+    RolloutSource,
     TargetsArgument,
     check_targets,
     read_targets,
@@ -118,7 +118,7 @@ def _advice(journal: Path, *, resume: bool) -> str:
     return "" if resume or not journal.exists() else f"; {journal} holds what is done: --resume continues"
 
 
-def _rows(targets: Iterator[Target]) -> Iterator[Row]:
+def _rows(targets: Iterator[RolloutSource]) -> Iterator[Row]:
     for target in targets:
         try:
             yield from rows_of_value(target.value)

@@ -29,7 +29,7 @@ class EngineLostError(Exception):
     """The engine cannot be used at all: it does not answer, or it is not an engine. The message says what to do."""
 
 
-class ServedModel(NamedTuple):
+class ScoringModel(NamedTuple):
     """A model that the engine serves. `root` is its path; `parent` the base model of a LoRA adapter, `None` for others."""
 
     name: str
@@ -37,7 +37,7 @@ class ServedModel(NamedTuple):
     parent: str | None
 
 
-class Reply(NamedTuple):
+class SampledReply(NamedTuple):
     """A reply that the engine sampled: its ids, and their log probabilities."""
 
     ids: list[int]
@@ -70,7 +70,7 @@ class ScoringEngine:
         self._at_once = tokens_at_once
         self._room = tokens_at_once
         self._freed = asyncio.Condition()
-        self.models: dict[str, ServedModel] = {}
+        self.models: dict[str, ScoringModel] = {}
         self.salt = secrets.token_hex(16)
 
     async def __aenter__(self) -> Self:
@@ -96,7 +96,7 @@ class ScoringEngine:
         if reply.status_code != HTTPStatus.OK:
             raise EngineLostError(f"{self.url}/v1/models: {_words(reply)}")
         for model in reply.json()["data"]:
-            self.models[model["id"]] = ServedModel(model["id"], str(model.get("root") or ""), model.get("parent"))
+            self.models[model["id"]] = ScoringModel(model["id"], str(model.get("root") or ""), model.get("parent"))
 
     def model(self, wanted: str | None) -> str:
         """Return the name of the model to use: the wanted one, or the engine's only base model.
@@ -131,7 +131,7 @@ class ScoringEngine:
             raise ScoringError(_words(reply))
         return read_scores(reply.content, ids, top=top)
 
-    async def sample(self, ids: list[int], model: str, tokens: int) -> Reply:
+    async def sample(self, ids: list[int], model: str, tokens: int) -> SampledReply:
         """Sample a reply of so many tokens from the unchanged distribution: temperature 1, without top-p and masks.
 
         Raises:
@@ -147,7 +147,7 @@ class ScoringEngine:
         (choice,) = reply.json()["choices"]
         if not choice.get("token_ids") or not choice.get("logprobs"):
             raise ScoringError("the engine returned no token ids or no log probabilities for a reply of its own")
-        return Reply(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        return SampledReply(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     @contextlib.asynccontextmanager
     async def _taken(self, tokens: int) -> AsyncIterator[None]:

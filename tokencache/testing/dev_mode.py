@@ -15,7 +15,6 @@ from aiohttp import web
 
 from tokencache.testing.chat_request import read_json
 from tokencache.testing.metadata import PauseMode
-from tokencache.testing.responses import json_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +68,7 @@ class DevMode:
     async def _pause(self, http: web.Request) -> web.Response:
         mode = http.query.get("mode", "abort")
         if mode not in get_args(PauseMode) or not mode:
-            return json_response({"error": f"mode: {mode}"}, status=422)
+            return web.json_response({"error": f"mode: {mode}"}, status=422)
         self.calls.append(f"pause {mode}")
         self.paused = mode  # type: ignore[assignment]  # tested above
         if mode == "abort":
@@ -79,42 +78,42 @@ class DevMode:
             await self._changed.wait()
         if http.query.get("clear_cache", "true") == "true":
             self._weights.clear(running=True)
-        return json_response({"status": "paused"})
+        return web.json_response({"status": "paused"})
 
     async def _resume(self, _: web.Request) -> web.Response:
         self.calls.append("resume")
         self.paused = ""
         self.notify()
-        return json_response({"status": "resumed"})
+        return web.json_response({"status": "resumed"})
 
     async def _is_paused(self, _: web.Request) -> web.Response:
-        return json_response({"is_paused": bool(self.paused)})
+        return web.json_response({"is_paused": bool(self.paused)})
 
     async def _abort_requests(self, _: web.Request) -> web.Response:
         self.calls.append("abort_requests")
         ended = self._running()
         self._abort()
         self.notify()
-        return json_response({"status": "aborted", "aborted": ended})
+        return web.json_response({"status": "aborted", "aborted": ended})
 
     async def _reset(self, http: web.Request) -> web.Response:
         running = http.query.get("reset_running_requests") == "true"
         if self._running() and not running:
-            return json_response({"success": False})
+            return web.json_response({"success": False})
         self._weights.clear(running=running)
-        return json_response({"success": True})
+        return web.json_response({"success": True})
 
     async def _info(self, _: web.Request) -> web.Response:
-        return json_response({"weight_version": self._metadata.version})
+        return web.json_response({"weight_version": self._metadata.version})
 
     async def _label(self, http: web.Request) -> web.Response:
         version = read_json(await http.read(), http.content_type)["new_version"]
         self.calls.append(f"update_weight_version {version}")
         self._metadata.version = version
-        return json_response({"success": True, "new_version": version})
+        return web.json_response({"success": True, "new_version": version})
 
     async def _collective(self, http: web.Request) -> web.Response:
         body = read_json(await http.read(), http.content_type)
         self.calls.append(f"{body['method']} {body['kwargs']['weights_path']}")
         self._weights.loaded = body["kwargs"]["weights_path"]
-        return json_response({"results": [None]})
+        return web.json_response({"results": [None]})
