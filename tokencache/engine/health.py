@@ -8,7 +8,7 @@ The check is `GET /health`, which vLLM, its router and SGLang have. vLLM answers
 route (404: NeMo RL's worker, which has only `/v1/chat/completions` and `/tokenize`) gets that request only once. Later checks open a
 connection and close it, which no server logs as an error. After the server was down, it gets the request again.
 
-An engine that has `GET /weight_info` (vLLM with `VLLM_SERVER_DEV_MODE=1`) is asked for the label of its weights with each check.
+An engine that has `GET /weight_info`, too (vLLM with `VLLM_SERVER_DEV_MODE=1`), is asked for the label of its weights with each check.
 """
 
 import asyncio
@@ -158,7 +158,7 @@ class EngineMonitor:
         Raises:
             EngineError: the engine cannot be reached, or closed the connection.
         """
-        if self.has_label:
+        if self.has_health and self.has_label:
             answer = await self.engine.upstream.get("/weight_info")
             found = answer.json()
             self.has_label = answer.status not in _NO_ROUTE
