@@ -312,8 +312,11 @@ async def test_a_file_of_another_version_is_refused(url):
     with pytest.raises(StoreError, match="this version of tokencache reads"):
         await store.ping()
     await store.close()
+    refused = FileStore(url)
     with pytest.raises(StoreError, match="Use another file"):
-        await FileStore(url).open()
+        await refused.open()
+    with pytest.raises(StoreError, match="closed"):  # it keeps no connection
+        await refused.ping()
 
 
 async def test_damaged_data_is_reported(store):
@@ -331,6 +334,18 @@ async def test_a_closed_store_says_so(url):
     await store.close()
     with pytest.raises(StoreError, match="closed"):
         await store.session("s")
+
+
+async def test_what_comes_while_a_store_closes_is_refused(url):
+    store = FileStore(url)
+    await store.open()
+    await record(store, "s", build("a"))
+    closing = asyncio.create_task(store.writer.close())
+    await asyncio.sleep(0)  # it waits for the thread
+    with pytest.raises(StoreError, match="closed"):
+        await asyncio.wait_for(store.begin("s", "k", []), 60)
+    await closing
+    await store.close()
 
 
 async def test_times_to_live(url, monkeypatch):

@@ -98,10 +98,14 @@ class FileStore(FileQueue):
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains conversations; SQLite would let all users read it
         except OSError as why:
             raise StoreError(f"file: {self._path} cannot be opened: {why.strerror}; its directory must exist and be writable") from None
-        await self.writer.open()
-        await self._create_tables()
-        await self.ping()
-        await self.reader.open()
+        try:
+            await self.writer.open()
+            await self._create_tables()
+            await self.ping()
+            await self.reader.open()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         await self.reader.close()

@@ -55,11 +55,11 @@ class Worker:
         await asyncio.wrap_future(connected)
 
     async def close(self) -> None:
-        """Finish the operations that wait, and disconnect."""
-        if self._thread is not None:
+        """Finish the operations that wait, and disconnect. Operations that come later are refused."""
+        thread, self._thread = self._thread, None  # at once: nothing would ever run an operation that is queued behind the end
+        if thread is not None:
             self._jobs.put(None)
-            await asyncio.to_thread(self._thread.join)
-            self._thread = None
+            await asyncio.to_thread(thread.join)
 
     async def run(self, name: str, work: Callable[[sqlite3.Connection], R]) -> R:
         """Run an operation, and wait until what it wrote is on the disk.
