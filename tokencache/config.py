@@ -195,6 +195,11 @@ class Settings(BaseSettings):
     max_seconds: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="End a session's episode this long after its first call. 0 sets no limit."
     )
+    history: Literal["supply", "follow"] = Field(
+        "supply",
+        description="Keep the thinking of earlier replies in the prompt (supply), or omit it where the chat template does (follow). "
+        "A session may choose for itself (docs/templates.md).",
+    )
     store_timeout: float = Field(5.0, gt=0, description="How long to wait for the store.")
     on_store_error: Literal["relay", "fail"] = Field(
         "relay", description="When the store fails: relay the call and mark the session incomplete (relay), or return 503 (fail)."

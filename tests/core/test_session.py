@@ -8,7 +8,7 @@ import pytest
 from tokencache.core.budget import Budget
 from tokencache.core.session import MAX_METADATA, LabelChanges, Labels, Reward, SessionSettings
 
-FULL = SessionSettings("codex", {"gpt-*": "ü"}, {"temperature": 1.0, "top_p": None}, Budget(calls=3), "me")
+FULL = SessionSettings("codex", {"gpt-*": "ü"}, {"temperature": 1.0, "top_p": None}, Budget(calls=3), "me", "follow")
 
 
 @pytest.mark.parametrize("codec", [msgspec.json, msgspec.msgpack])
@@ -22,7 +22,7 @@ def test_a_digest_survives_every_encoding(codec, settings):
 
 def test_digests_differ_where_settings_differ():
     others = [msgspec.structs.replace(FULL, **{name: getattr(SessionSettings(), name)}) for name in FULL.__struct_fields__]
-    assert len({one.digest for one in (FULL, *others)}) == 6
+    assert len({one.digest for one in (FULL, *others)}) == 7
     assert [FULL.differences(other) for other in others] == [(name,) for name in FULL.__struct_fields__]
     assert (SessionSettings().digest, bool(SessionSettings()), bool(FULL)) == (b"", False, True)
 

@@ -22,7 +22,7 @@ from tokencache.proxy.sessions import hash_key
 from tokencache.session_url import REGISTERED_KEY, check_name
 from tokencache.store.base import Binding, SealOutcome, SessionInfo
 
-_SETTINGS_FORM = '"harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>"'
+_SETTINGS_FORM = '"harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>", "history"?: "<mode>"'
 _LABELS_FORM = '"group"?: "<name>", "metadata"?: {…}, "tags"?: […]'
 _REWARD_FORM = '"components"?: {name: number}, "turns"?: {id: number}, "sequences"?: {id: number}'
 _INVALID, _CONFLICT, _TOO_MANY = 422, 409, 429

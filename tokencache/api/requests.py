@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokencache.core.budget import Budget
-from tokencache.core.session import LabelChanges, Labels, Number, Reward, SessionSettings
+from tokencache.core.session import History, LabelChanges, Labels, Number, Reward, SessionSettings
 from tokencache.engine.weight_updates import PauseMode
 
 MOST_NAMED = 10_000
@@ -26,7 +26,7 @@ class NewSession(msgspec.Struct, frozen=True):
 
     Attributes:
         session: its name; without one it gets a random one.
-        harness, models, sampling, budget, tenant: its settings (`SessionSettings`).
+        harness, models, sampling, budget, tenant, history: its settings (`SessionSettings`).
         group, metadata, tags: its labels (`Labels`).
         exist_ok: whether it may exist already, with the same settings or if none are given here.
     """
@@ -37,6 +37,7 @@ class NewSession(msgspec.Struct, frozen=True):
     sampling: dict[str, Any] = {}
     budget: Budget = Budget()
     tenant: str = ""
+    history: History | Literal[""] = ""
     group: str = ""
     metadata: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
@@ -45,7 +46,7 @@ class NewSession(msgspec.Struct, frozen=True):
     @property
     def settings(self) -> SessionSettings:
         """Its settings."""
-        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant)
+        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant, self.history)
 
     @property
     def labels(self) -> Labels:

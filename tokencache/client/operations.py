@@ -17,6 +17,7 @@ from tokencache.client.errors import ClientError, InvalidUrlError, TooManyReadyE
 from tokencache.client.protocol import BASE, Pause, Request, Steps, call, send_delete
 from tokencache.client.session_operations import written
 from tokencache.core.budget import Budget
+from tokencache.core.session import History
 from tokencache.session_url import check_proxy_url
 from tokencache.trajectories.values import EngineState, SessionState
 
@@ -33,6 +34,7 @@ class SessionOptions(TypedDict, total=False):
     models: Mapping[str, str]
     sampling: Mapping[str, Any]
     tenant: str
+    history: History | None
     budget: Budget | None
     config_dir: Path | None
     group: str
@@ -95,7 +97,7 @@ def create(proxy: ProxyAddress, name: str | None = None, **options: Unpack[Sessi
         check_directory(adapter, config_dir)
     session = name if name is not None else f"{harness or 'rollout'}-{secrets.token_hex(8)}"
     members: dict[str, Any] = {"session": session}
-    for member in ("harness", "models", "sampling", "tenant", "group", "metadata", "tags", "exist_ok"):
+    for member in ("harness", "models", "sampling", "tenant", "history", "group", "metadata", "tags", "exist_ok"):
         if value := options.get(member):
             members[member] = list(value) if member == "tags" else value  # type: ignore[call-overload]
     if budget := options.get("budget"):

@@ -88,6 +88,8 @@ class Client(ProxyAddress):
             models: maps names (shell patterns) that the harness may use to the model that is served.
             sampling: sampling parameters that override those of the harness.
             tenant: the owner of the rollout. Tenants do not share the engine's prefix cache (docs/threat-model.md).
+            history: `follow` omits the thinking of earlier replies where the chat template does; `supply` keeps it (docs/templates.md).
+                Default: that of the proxy.
             budget: limits after which the session ends (docs/budgets.md). For limits that it does not set, those of the proxy apply.
             config_dir: where to write the configuration of the harness: a new directory, or one from an earlier call. Without it,
                 variables that name it are left out.

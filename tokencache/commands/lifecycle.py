@@ -15,6 +15,7 @@ from tokencache.adapters.load import AdapterError
 from tokencache.client import Client, ClientError, Session
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json
 from tokencache.commands.rewards import RewardFileError, RewardFileOption, RewardValues, read_reward
+from tokencache.core.session import History
 
 _Name = Annotated[str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.")]
 _Names = Annotated[list[str], typer.Argument(metavar="SESSION", help="Names of sessions; `tokencache sessions` lists them.")]
@@ -47,6 +48,14 @@ def create_session(  # noqa: PLR0917 - one parameter per option
             "--sampling", metavar="JSON", help='Sampling parameters that override the harness\'s: {"temperature": 1}.', show_default=False
         ),
     ] = None,
+    history: Annotated[
+        History | None,
+        typer.Option(
+            "--history",
+            help="Keep the thinking of earlier replies (supply), or omit it where the chat template does (follow). Default: the proxy's.",
+            show_default=False,
+        ),
+    ] = None,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept a session that exists, if its settings are the same.")] = False,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
@@ -71,6 +80,7 @@ def create_session(  # noqa: PLR0917 - one parameter per option
                 metadata=noted,
                 tags=tags or (),
                 exist_ok=exist_ok,
+                history=history,
             )
     except (ClientError, AdapterError) as error:
         raise failed(error) from None

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from tokencache.core import ids
 from tokencache.core.chain import Conversation, keyed_hash
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import Leniency
@@ -26,17 +27,25 @@ from tokencache.core.turn import Anchor, Turn
 
 
 class PlacedReply(msgspec.Struct, frozen=True):
-    """A reply inside a prompt: its place among the messages, its turn, and its half-open range of tokens."""
+    """A reply inside a prompt: its place among the messages, its turn, and its half-open range of tokens.
+
+    `offset` is the number of tokens that its turn sampled before those of the range.
+    """
 
     place: int
     turn: Turn
     start: int
     end: int
+    offset: int = 0
 
     @property
     def anchor(self) -> Anchor:
         """The stored form."""
-        return Anchor(self.turn.id, self.start, self.end, self.place)
+        return Anchor(self.turn.id, self.start, self.end, self.place, self.offset)
+
+    def tokens_in(self, completion: bytes) -> bytes:
+        """Cut the range out of its turn's completion (packed ids)."""
+        return ids.head(ids.tail(completion, self.offset), self.end - self.start)
 
 
 def whole_reply(place: int, turn: Turn) -> PlacedReply:
@@ -126,7 +135,7 @@ def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, 
         return None
     if any(anchor.place < 0 or anchor.turn not in turns for anchor in at.anchors):
         return None
-    first = [PlacedReply(anchor.place, turns[anchor.turn], anchor.start, anchor.end) for anchor in at.anchors]
+    first = [PlacedReply(anchor.place, turns[anchor.turn], anchor.start, anchor.end, anchor.offset) for anchor in at.anchors]
     return (*first, *reversed(line))
 
 

@@ -7,6 +7,7 @@
 `trained_once`    each sampled token has loss mask 1 once, after its own prompt, with its own log probability
 `aligned`         a sequence's ids, mask and log probabilities have one length, which its turns cover without a gap
 `linear`          a turn that extends another stores only what it adds
+`anchored`        the replies that a turn's prompt names as anchors are there, with the ids that their turns sampled
 `audit`           all of these that need only a session's records
 ================  ====================================================================================================
 
@@ -223,13 +224,37 @@ def linear(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str 
     return _of(session, found)
 
 
+def anchored(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
+    """Check that each anchor of a prompt has the ids that its turn sampled, from its offset on, and that anchors do not overlap."""
+    prompts, found = _prompts(turns, tokens)
+    for turn in turns:
+        end = 0
+        for anchor in turn.anchors if turn.id in prompts else ():
+            where = f"turn {turn.id}: the anchor of turn {anchor.turn}, tokens {anchor.start} to {anchor.end},"
+            source = tokens.get(anchor.turn)
+            if not end <= anchor.start <= anchor.end <= turn.prompt_tokens or anchor.offset < 0:
+                found.append(f"{where} is not between the one before and the end of the prompt")
+            elif source is None or anchor.turn not in prompts:
+                found.append(f"{where} names a turn that is not recorded")
+            else:
+                here = ids.head(ids.tail(prompts[turn.id], anchor.start), anchor.end - anchor.start)
+                if here != ids.head(ids.tail(source.completion, anchor.offset), anchor.end - anchor.start):
+                    found.append(f"{where} is not what that turn sampled from token {anchor.offset} on")
+            end = max(end, anchor.end)
+    return _of(session, found)
+
+
 def audit(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
     """Check all invariants that need only a session's records."""
     found = extension(turns, tokens, session=session)
     if found:
         return found
     built = sequences(turns, tokens)
-    found += linear(turns, tokens, session=session) + trained_once(built, turns, tokens, session=session)
+    found += (
+        linear(turns, tokens, session=session)
+        + anchored(turns, tokens, session=session)
+        + trained_once(built, turns, tokens, session=session)
+    )
     for sequence in built:
         found += aligned(sequence, session=session)
     return found

@@ -64,6 +64,20 @@ class Reason(Described):
         "past-changes",
         "(`resplice`) the template now renders the history differently, so it was rendered again ([templates](templates.md))",
     )
+    THINKING_DROPPED = (
+        "thinking-dropped",
+        (
+            "(`resplice`) the session follows the template, which no longer shows the thinking of earlier replies; what it still shows "
+            "keeps its exact ids ([thinking](templates.md#thinking-as-the-template-wants-it))"
+        ),
+    )
+    VISIBLE_PART_UNKNOWN = (
+        "visible-part-unknown",
+        (
+            "the session follows the template, and of some or all recognized replies the part that the template still shows does not "
+            "begin at a token, or could not be proven; they are rendered as text"
+        ),
+    )
     NEW_MESSAGES_REACH_BACK = "new-messages-reach-back", "the template puts new messages before the last reply ([templates](templates.md))"
     OTHER_STOP = "other-stop", "(`resplice`) the model stopped at another stop id than the template writes there"
     OPENER_UNKNOWN = (

@@ -6,7 +6,7 @@ Every value is checked when it is made, so a request that is decoded into one of
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -41,6 +41,10 @@ class SessionStage(StrEnum):
     SEALED = "sealed"
 
 
+History = Literal["supply", "follow"]
+"""Whether earlier replies keep their thinking in the prompt, or only what the chat template shows of them."""
+
+
 class SessionSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What holds for every call of a session, however the call names the session.
 
@@ -50,6 +54,7 @@ class SessionSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
         sampling: sampling parameters that replace what the harness requests.
         budget: limits of the session.
         tenant: owner of the session. Tenants do not share entries of the engine's prefix cache.
+        history: `follow` omits thinking from earlier replies where the chat template does, `supply` keeps it. `""` is the proxy's default.
     """
 
     harness: str = ""
@@ -57,6 +62,7 @@ class SessionSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     sampling: dict[str, Any] = {}
     budget: Budget = Budget()
     tenant: str = ""
+    history: History | Literal[""] = ""
 
     def __bool__(self) -> bool:
         """Whether anything is set."""

@@ -38,13 +38,15 @@ class TurnMark(Described):
 class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
     """A recognized reply that keeps its exact ids inside a respliced prompt: its turn, and its half-open range of tokens.
 
-    `place` is the index of its message in the request; -1 in records of versions before 0.2, which did not store it.
+    `place` is the index of its message in the request; -1 in records of versions before 0.2, which did not store it. `offset` is the
+    number of tokens of the reply before the range: its thinking, where the template shows the rest only (`history: follow`).
     """
 
     turn: str
     start: int
     end: int
     place: int = -1
+    offset: int = 0
 
 
 class ReplyPiece(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -38,6 +38,7 @@ from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.template.renderer import Renderer
 from tokencache.engine.template.tails import Tails
+from tokencache.engine.template.visible import VisibleReplies
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError
 
@@ -62,6 +63,7 @@ class Model:
         template = LearnedTemplate(self.renderer, self.stop_ids, small)
         self.tails = Tails(template)
         self.edited_histories = EditedHistories(template)
+        self.visible_replies = VisibleReplies(template)
         self._prompt_ids = partial(chat_prompt_ids, partial(driver.ask, upstream))
         self._agreed: dict[bytes, bool] = {}
         self._lock = asyncio.Lock()

@@ -21,7 +21,7 @@ from tokencache.core.budget import Budget
 from tokencache.core.chain import keyed_hash
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.rules import Leniency
-from tokencache.core.session import SessionSettings
+from tokencache.core.session import History, SessionSettings
 from tokencache.dialects import gym_request, text_completions
 from tokencache.dialects.base import (
     DialectRequest,
@@ -83,6 +83,7 @@ class EndpointOptions(NamedTuple):
         retries: which requests are treated as retries.
         dropped_headers: headers that are not sent to the engine, in lower case.
         affinity_headers: headers that are set to the session's name, so that routers send a session to one engine.
+        history: whether prompts keep the thinking of earlier replies, in sessions that do not choose.
     """
 
     keep_alive: float
@@ -92,6 +93,7 @@ class EndpointOptions(NamedTuple):
     retries: Policy
     dropped_headers: frozenset[str]
     affinity_headers: Sequence[str]
+    history: History
 
 
 class SessionRequest(NamedTuple):
@@ -200,7 +202,7 @@ class Endpoints:
     async def _chat(self, asked: SessionRequest) -> web.StreamResponse:
         body = await body_of(asked.request)
         call = read_chat(body, self._bodies, asked.session, served=self._served(asked), rewrite=self._rewrite_chat)
-        call.harness, call.leniency = asked.harness, asked.leniency
+        self._apply(asked, call)
         call.replaced = self._pin(asked, call.fields)
         options = self._options
         exchange = Exchange(asked.origin.path, asked.headers, ChatReplyEncoder(call), options.keep_alive, token_ids=options.token_ids)
@@ -268,7 +270,7 @@ class Endpoints:
         if any(message.role == "system" for message in call.messages[1:]) and not await self._takes_later_system(asked, call):
             known_as = known_as and f"{known_as}\0reminders"
             call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
-        call.harness, call.leniency = asked.harness, asked.leniency
+        self._apply(asked, call)
         return call
 
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
@@ -284,7 +286,7 @@ class Endpoints:
         body = await body_of(asked.request)
         call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=self._rewrite_chat)
         if call is not None:
-            call.harness, call.leniency = asked.harness, asked.leniency
+            self._apply(asked, call)
             if (found := await self._planner.next_prompt(asked.session, call)) is not None:
                 require_prefix(asked.session, call, found[0])
                 return web.Response(body=_tokenize_answer(*found), content_type="application/json")
@@ -351,6 +353,11 @@ class Endpoints:
             raise
         incident = IncidentKind.UNRECORDED_ROUTE.incident(f"{what} is relayed, not recorded", at=time.time())
         await self._ledger.add_incidents(asked.session, [incident])
+
+    def _apply(self, asked: SessionRequest, call: ChatCall) -> None:
+        """Set what the session and its harness decide about a call's history."""
+        call.harness, call.leniency = asked.harness, asked.leniency
+        call.history = asked.settings.history or self._options.history
 
     def _pin(self, asked: SessionRequest, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
         """Write the pinned parameters into a request's members, and return the values that they replaced.

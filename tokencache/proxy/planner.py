@@ -7,6 +7,7 @@ or its store, the plan is also `plain`: the client gets its reply, and the train
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +18,7 @@ from tokencache.core.match import Hit, Match, match
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.splice import REPLACED, Junction, fill, join, junction
-from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
+from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn, TurnMark
 from tokencache.core.verdict import DeliveredPrefix, is_unique
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
@@ -27,6 +28,7 @@ from tokencache.engine.template.edited import HistoryFrame
 from tokencache.engine.template.learned import TailRefusedError
 from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
 from tokencache.engine.template.shapes import TailRequest
+from tokencache.engine.template.visible import SampledReply, as_served
 from tokencache.errors import EngineError, HarnessError, passing_cause
 from tokencache.proxy import partial_reply
 from tokencache.proxy.client_ids import ReturnedIds, prove
@@ -39,6 +41,8 @@ FIRST_REPLIES = 2
 """Number of last replies that are looked up when a call begins; the others are looked up only if none of these is known."""
 _EDITED = frozenset({Reason.PAST_CHANGES, Reason.NEW_MESSAGES_REACH_BACK, Reason.TAIL_NOT_PROVEN})
 """Reasons for refusing a tail that mean that the template now writes the unchanged history differently, as if it had been edited."""
+_NOT_PLACED = frozenset({Reason.OPENER_UNKNOWN, Reason.VISIBLE_PART_UNKNOWN})
+"""Reasons for which a recognized reply is rendered as text."""
 _FAILURES: dict[type[Exception], str] = {StoreError: Reason.STORE_ERROR, KeyError: Reason.TORN_RECORD, ValueError: Reason.TORN_RECORD}
 
 _Known = Mapping[bytes, Sequence[Hit]]
@@ -199,6 +203,11 @@ class _Planning:
         self._returned = ReturnedIds(call) if call.echoes or call.required_prefix else None
 
     @property
+    def _follows_template(self) -> bool:
+        """Whether the prompt omits the thinking of earlier replies where the template does."""
+        return self._call.history == "follow"
+
+    @property
     def last_returned(self) -> int:
         """The place of the last echo with token ids; -1 if there is none."""
         return self._returned.last if self._returned is not None else -1
@@ -255,7 +264,7 @@ class _Planning:
             TailRefusedError: the ids are not proven, and no recorded reply is certain.
             RenderError: the engine cannot answer now.
         """
-        if self._returned is None or await self._recorded(found, self._returned):
+        if self._returned is None or self._follows_template or await self._recorded(found, self._returned):
             return None
         try:
             proven = await prove(self._session, self._call, self._returned, self._model)
@@ -304,7 +313,9 @@ class _Planning:
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
         renders = self._model.capability.tokenizes
-        if found.parent is not None and not found.anchors and not (renders and self._may_change(found.parent, found.at)):
+        if found.parent is not None and not (
+            found.anchors or self._follows_template or (renders and self._may_change(found.parent, found.at))
+        ):
             try:
                 return await self._continue(found.parent, found, cut)
             except TailRefusedError as why:
@@ -441,29 +452,20 @@ class _Planning:
             last = last if cut is None else msgspec.structs.replace(last, end=ids.count(cut))
             replies = [*await self._placed_replies(found.parent), last, *replies]
         stored = await self._store.tokens(self._session, [reply.turn.id for reply in replies])
-        while replies:
-            request, places = self._request(replies[-1].place + 1), [reply.place for reply in replies]
-            frame = await self._model.edited_histories.frame(request, places)
-            prompts = [await self._generation_prompt(frame, n, reply, stored) for n, reply in enumerate(replies)]
-            known = [prompt for prompt in prompts if prompt is not None]
-            if len(known) == len(prompts):
-                break
-            replies = [reply for reply, prompt in zip(replies, prompts, strict=True) if prompt is not None]
-            found = found._replace(reason=Reason.OPENER_UNKNOWN)
-        else:
-            raise TailRefusedError(Reason.OPENER_UNKNOWN)
-        completions = [ids.head(stored[reply.turn.id].completion, reply.end - reply.start) for reply in replies]
-        prompt, spans = fill(frame.pieces, known, completions, self._model.stop_ids)
-        replies = [msgspec.structs.replace(reply, start=start, end=end) for reply, (start, end) in zip(replies, spans, strict=True)]
+        laid = await (self._lay_out_visible(replies, stored) if self._follows_template else self._lay_out(replies, stored))
+        found = found._replace(reason=laid.reason or found.reason or laid.default_reason)
+        completions = [reply.tokens_in(stored[reply.turn.id].completion) for reply in laid.replies]
+        prompt, spans = fill(laid.pieces, laid.openers, completions, self._model.stop_ids)
+        replies = [msgspec.structs.replace(reply, start=start, end=end) for reply, (start, end) in zip(laid.replies, spans, strict=True)]
         last = replies[-1]
         parent = await self._same_prefix(prompt, last)
         near = parent or found.parent or last.turn
         plan = Plan(
             match="resplice",
-            reason=found.reason or Reason.PAST_CHANGES,
+            reason=found.reason,
             prompt=prompt,
             fragment=ids.extended((), prompt),
-            last_reply=LastReply(last.place, last.start, last.end, stored[last.turn.id].logprobs),
+            last_reply=LastReply(last.place, last.start, last.end, _logprobs_from(last.offset, stored[last.turn.id].logprobs)),
             origin=near.id,
             anchors=tuple(reply.anchor for reply in replies),
             applied_rules=found.applied_rules,
@@ -471,15 +473,85 @@ class _Planning:
         )
         if parent is None:
             return plan
-        reason = found.reason if found.reason == Reason.OPENER_UNKNOWN else Reason.RENDERED_ALIKE
+        reason = found.reason if found.reason in _NOT_PLACED else Reason.RENDERED_ALIKE
         follows = msgspec.structs.replace(plan, match="continue", reason=reason, parent=parent.id, origin=None, shared=last.end)
         if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited after all
-            await self._model.edited_histories.settle(parent, request, places, frame)
+            if not self._follows_template:
+                await self._model.edited_histories.settle(parent, laid.request, [reply.place for reply in replies], laid.frame)
             return msgspec.structs.replace(
                 follows, match=found.kind, reason="", anchors=(), parent_messages=found.at - 1, served=parent.served, foreign=parent.foreign
             )
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
         return msgspec.structs.replace(follows, match="branch") if continued else follows
+
+    async def _lay_out(self, replies: Sequence[PlacedReply], stored: Mapping[str, Tokens]) -> "_Layout":
+        """Lay out replies as they were sampled, after their generation prompts. A reply whose generation prompt is unknown is left out.
+
+        Raises:
+            TailRefusedError: the frame of the replies, or all generation prompts, cannot be proven.
+        """
+        reason = ""
+        while replies:
+            request = self._request(replies[-1].place + 1)
+            frame = await self._model.edited_histories.frame(request, [reply.place for reply in replies])
+            prompts = [await self._generation_prompt(frame, n, reply, stored) for n, reply in enumerate(replies)]
+            known = [prompt for prompt in prompts if prompt is not None]
+            if len(known) == len(prompts):
+                return _Layout(request, frame, frame.pieces, known, replies, reason, Reason.PAST_CHANGES)
+            replies = [reply for reply, prompt in zip(replies, prompts, strict=True) if prompt is not None]
+            reason = Reason.OPENER_UNKNOWN
+        raise TailRefusedError(Reason.OPENER_UNKNOWN)
+
+    async def _lay_out_visible(self, replies: Sequence[PlacedReply], stored: Mapping[str, Tokens]) -> "_Layout":
+        """Lay out the parts of replies that the template shows. A reply whose visible part is not proven is left out.
+
+        Raises:
+            TailRefusedError: the frame of the replies, or all visible parts, cannot be proven.
+        """
+        reason = ""
+        while replies:
+            places = [reply.place for reply in replies]
+            raw = list(self._call.safe_messages())
+            for reply in replies:
+                raw[reply.place] = as_served(raw[reply.place], self._received(reply))
+            request = msgspec.structs.replace(self._request(places[-1] + 1), raw=raw)
+            frame = await self._visible_frame(request, places)
+            sampled = [
+                SampledReply(_received_tokens(reply, stored), self._received(reply), await self._generation_prompt(frame, n, reply, stored))
+                for n, reply in enumerate(replies)
+            ]
+            parts = await self._model.visible_replies.parts(request, frame, places, sampled)
+            shown = [(n, part) for n, part in enumerate(parts) if part is not None and part.tokens]
+            if len(shown) == len(replies):
+                pieces = [frame.pieces[n] if part.whole else frame.fronts[n] for n, part in shown]
+                openers = [sampled[n].generation_prompt or b"" if part.whole else b"" for n, part in shown]
+                kept = [msgspec.structs.replace(replies[n], start=0, end=part.tokens, offset=part.offset) for n, part in shown]
+                default = Reason.PAST_CHANGES if all(part.whole for _, part in shown) else Reason.THINKING_DROPPED
+                return _Layout(request, frame, [*pieces, frame.pieces[-1]], openers, kept, reason, default)
+            reason = Reason.VISIBLE_PART_UNKNOWN if None in parts else reason
+            replies = [replies[n] for n, _ in shown]
+        raise TailRefusedError(reason or Reason.THINKING_DROPPED)
+
+    async def _visible_frame(self, request: TailRequest, places: Sequence[int]) -> HistoryFrame:
+        """Find a frame with the sentinels in the texts of the replies; in their calls, if the template writes later calls in another form.
+
+        Raises:
+            TailRefusedError: neither frame can be proven.
+        """
+        frames = self._model.edited_histories
+        try:
+            return await frames.frame(request, places, in_text=True)
+        except TailRefusedError:
+            if not any(request.conversation.messages[place].calls for place in places):
+                raise
+            return await frames.frame(request, places)
+
+    def _received(self, reply: PlacedReply) -> Message:
+        """Return a reply as the client received it, with its thinking. Of an interrupted reply, only the echo shows how much that is."""
+        served, echoed = reply.turn.served, self._conversation.messages[reply.place]
+        if TurnMark.ABORTED not in reply.turn.marks:
+            return served
+        return msgspec.structs.replace(served, content=echoed.content, reasoning=served.reasoning if echoed.text else echoed.reasoning)
 
     async def _generation_prompt(self, frame: HistoryFrame, n: int, reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes | None:
         """Find the generation prompt after which reply `n` was sampled; `None` if it cannot be identified."""
@@ -500,6 +572,39 @@ class _Planning:
     def _request(self, at: int, reply_prompt: bytes | None = None) -> TailRequest:
         call = self._call
         return TailRequest(call.model, call.args, self._conversation, call.safe_messages(), at, reply_prompt, self._session)
+
+
+class _Layout(NamedTuple):
+    """Replies and what the template writes around them.
+
+    Attributes:
+        request: the request whose rendering it is.
+        frame: the frame of the replies.
+        pieces: the ids before each reply, since the preceding one, and the ids after the last (packed).
+        openers: the ids that follow each piece and precede the reply.
+        replies: the replies that are placed; their ranges show which tokens of each, and how many.
+        reason: why other replies are not placed; `""` if all are.
+        default_reason: why the history is rendered again, if nothing else was found.
+    """
+
+    request: TailRequest
+    frame: HistoryFrame
+    pieces: Sequence[bytes]
+    openers: Sequence[bytes]
+    replies: Sequence[PlacedReply]
+    reason: str
+    default_reason: str
+
+
+def _received_tokens(reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes:
+    """Return the packed ids of a whole reply, as far as the client received it."""
+    completion = stored[reply.turn.id].completion
+    return ids.head(completion, reply.offset + reply.end - reply.start) if TurnMark.ABORTED in reply.turn.marks else completion
+
+
+def _logprobs_from(offset: int, packed: bytes) -> bytes:
+    """Return packed log probabilities without those of the first `offset` tokens."""
+    return ids.pack_logprobs(ids.unpack_logprobs(packed)[offset:]) if offset else packed
 
 
 def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:

@@ -86,6 +86,7 @@ class Proxy:
             retries=settings.repeats,
             dropped_headers=frozenset(name.lower() for name in own_headers),
             affinity_headers=names_in(settings.affinity_headers),
+            history=settings.history,
         )
         self._bodies = IncrementalParser()
         planner = Planner(self.pool, self.store, prefixes)

@@ -26,7 +26,7 @@ import msgspec
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
-from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings, SessionStage
+from tokencache.core.session import History, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
 from tokencache.errors import TokencacheError
@@ -170,8 +170,8 @@ class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         session: name of the session.
-        harness, models, sampling, budget, tenant: as in `SessionSettings`. The session's own settings have priority. These apply if the
-            key was registered by an older version, or if the store lost the session.
+        harness, models, sampling, budget, tenant, history: as in `SessionSettings`. The session's own settings have priority. These apply
+            if the key was registered by an older version, or if the store lost the session.
     """
 
     session: str
@@ -180,11 +180,12 @@ class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling: dict[str, Any] = {}
     budget: Budget = Budget()
     tenant: str = ""
+    history: History | Literal[""] = ""
 
     @property
     def settings(self) -> SessionSettings:
         """The settings that define the session if it has none."""
-        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant)
+        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant, self.history)
 
 
 class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):

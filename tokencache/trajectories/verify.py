@@ -278,7 +278,7 @@ def _anchors(located: dict[str, _Located], sound: Collection[Sequence], left_out
                     yield _failure("anchors", f"the anchor of turn {anchor.turn} ends after the prompt", s, turn)
                 elif source.sequence in sound:
                     here = s.token_ids[anchor.start : anchor.end]
-                    sampled = source.sequence.token_ids[slice(*source.turn.completion)]
+                    sampled = source.sequence.token_ids[slice(*source.turn.completion)][anchor.offset :]
                     if here != sampled[: len(here)]:
                         at = anchor.start + _first_difference(here, sampled)
                         yield _failure("anchors", f"is not what turn {anchor.turn} sampled", s, turn, at)

@@ -41,6 +41,7 @@ from tokencache.engine.template.edited import EditedHistories
 from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.renderer import TemplateRefusedError
 from tokencache.engine.template.tails import Tails
+from tokencache.engine.template.visible import VisibleReplies
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, Planner, keys_wanted
 from tokencache.proxy.prefix_cache import PrefixCache
@@ -50,6 +51,7 @@ from tokencache.store.memory import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tokencache.core.session import History
     from tokencache.core.turn import Turn
     from tokencache.dialects.chat.rendering import RenderArgs
 
@@ -244,6 +246,7 @@ class Stack:
         self._planner = Planner(SimpleNamespace(), self.store, self.ledger.prefixes)  # no call here needs the pool
         self._model: Any = None
         self._calls = 0
+        self.history: History = "supply"
 
     async def model(self, name: str = "") -> Any:
         """The model as `Engine.model` returns it, with the stop ids that the product's own probe finds."""
@@ -266,6 +269,7 @@ class Stack:
                 stop_ids=stop_ids,
                 tails=Tails(template := LearnedTemplate(self.renderer, stop_ids)),
                 edited_histories=EditedHistories(template),
+                visible_replies=VisibleReplies(template),
                 renders_alike=alike,
                 observe=lambda _: None,
             )
@@ -282,7 +286,7 @@ class Stack:
         self._calls += 1
         model = await self.model()
         call, encoder, handle = await self._read(session, body, dialect, handle)
-        call.leniency = leniency
+        call.leniency, call.history = leniency, self.history
         name, keys = f"call-{self._calls}", keys_wanted(call)
         begun = await self.ledger.begin(session, name, keys)
         plan, _ = await self._planner.plan(self, session, call, keys, begun)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from tokencache.core.chain import Conversation, build_conversation, extend
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import Leniency
+from tokencache.core.session import History
 from tokencache.dialects import gym, gym_request
 from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistory, SplitBody, split_whole
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
@@ -51,6 +52,7 @@ class ChatCall(msgspec.Struct):
         replaced: the client's values of parameters that a sampling policy replaced (`vocabulary.pin`).
         harness: name of the adapter that applies in this session, `""` if none.
         leniency: the rules of that adapter.
+        history: whether earlier replies keep their thinking (`supply`), or only what the template shows of them (`follow`).
     """
 
     fields: dict[str, Raw]
@@ -75,6 +77,7 @@ class ChatCall(msgspec.Struct):
     replaced: Mapping[str, Any] = {}
     harness: str = ""
     leniency: Leniency = Leniency()
+    history: History = "supply"
 
     @property
     def sampling(self) -> dict[str, Any]:

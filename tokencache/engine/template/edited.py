@@ -45,6 +45,9 @@ class HistoryFrame(NamedTuple):
         openings: the ids that open each reply in a history; `None` if they cannot be separated.
         generation_prompts: the known generation prompts.
         unprompted: for each reply, whether the template writes no generation prompt after a message with the role of the preceding one.
+        rendered: the rendering with the sentinels, and `real` the one with the real replies.
+        closings: what follows the sentinel of each reply up to the reply's end.
+        in_calls: for each reply, whether its sentinel is in the arguments of a call.
     """
 
     fronts: list[bytes]
@@ -52,6 +55,10 @@ class HistoryFrame(NamedTuple):
     openings: list[bytes | None]
     generation_prompts: tuple[bytes, ...]
     unprompted: list[bool]
+    rendered: bytes
+    real: bytes
+    closings: list[bytes]
+    in_calls: list[bool]
 
     @property
     def longest(self) -> int:
@@ -113,14 +120,16 @@ class EditedHistories:
         self._ends: LRUCache[bytes, _ContextEnd] = LRUCache(MOST_CONTEXTS)
         self._settled: LRUCache[tuple[str, str], _Settled] = LRUCache(MOST_SETTLED)
 
-    async def frame(self, request: TailRequest, places: Sequence[int]) -> HistoryFrame:
+    async def frame(self, request: TailRequest, places: Sequence[int], *, in_text: bool = False) -> HistoryFrame:
         """Render a whole conversation and return the frame of the replies at `places`; the last of them is the reply of `request`.
+
+        With `in_text`, the sentinels are in the texts of the replies, also of those with calls, wherever the template shows their texts.
 
         Raises:
             TailRefusedError: the frame cannot be proven.
         """
         with tail_refusals():
-            return await self._frame(request, places)
+            return await self._frame(request, places, in_text=in_text)
 
     def is_settled(self, session: str, turn: Turn) -> bool:
         """Whether a turn is settled: further questions and tool results do not change how its prompt is rendered.
@@ -154,8 +163,9 @@ class EditedHistories:
         else:
             self._settled.pop((request.session, turn.id), None)
 
-    async def _frame(self, request: TailRequest, places: Sequence[int]) -> HistoryFrame:
-        boundaries = {place: await self._template.boundary(request, request.conversation.messages[place]) for place in places}
+    async def _frame(self, request: TailRequest, places: Sequence[int], *, in_text: bool) -> HistoryFrame:
+        replies = {place: request.conversation.messages[place] for place in places}
+        boundaries = {place: await self._template.boundary(request, reply, in_text=in_text) for place, reply in replies.items()}
         rendered = rest = await self._template.full(request, boundaries)
         real = await self._template.real(request, places)
         await self._learn_generation_prompts(request, rendered, real)
@@ -174,7 +184,17 @@ class EditedHistories:
         pieces.append(rest)
         if None not in openings:
             _check_pieces(pieces, real)
-        return HistoryFrame(fronts, pieces, openings, tuple(self._template.generation_prompts), unprompted)
+        return HistoryFrame(
+            fronts,
+            pieces,
+            openings,
+            tuple(self._template.generation_prompts),
+            unprompted,
+            rendered,
+            real,
+            closings=[boundary.closing for boundary in boundaries.values()],
+            in_calls=[boundary.place is not SentinelPlace.TEXT for boundary in boundaries.values()],
+        )
 
     async def _split_opening(
         self, request: TailRequest, front: bytes, place: int, last: int | None, boundaries: Mapping[int, Boundary]

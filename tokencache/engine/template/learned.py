@@ -55,8 +55,10 @@ class LearnedTemplate:
 
     # boundaries
 
-    async def boundary(self, request: TailRequest, reply: Message | None = None) -> Boundary:
+    async def boundary(self, request: TailRequest, reply: Message | None = None, *, in_text: bool = False) -> Boundary:
         """Return the boundary of a reply, by default the reply before the requested tail; learn it if it is not known.
+
+        With `in_text`, its sentinel is in the text, also of a reply with calls, if the template shows the text.
 
         Raises:
             BoundaryUnknownError: the template does not show where such a reply ends.
@@ -65,19 +67,22 @@ class LearnedTemplate:
         if not self.stop_ids:
             raise BoundaryUnknownError(Reason.STOP_IDS_UNKNOWN)
         reply = reply or request.reply
-        kind = (request.model, request.args.digest, min(len(reply.calls), MANY), bool(reply.text), len(self.stop_ids))
+        in_text = in_text and bool(reply.calls)
+        kind = (request.model, request.args.digest, min(len(reply.calls), MANY), bool(reply.text), len(self.stop_ids), in_text)
         # A template may write the names of the calls after the text, and their ids after the arguments.
         named = (*kind, *(call.name for call in reply.calls))
         identified = (*named, *(call.id for call in reply.calls))
         async with self._learning:
             known = self._boundaries.get(kind) or self._boundaries.get(named) or self._boundaries.get(identified)
             if known is None:
-                known = await self._learn(request, reply)
+                known = await self._learn(request, reply, in_text=in_text)
                 key: tuple[object, ...] = kind
-                if reply.calls and known.place is SentinelPlace.TEXT:
+                if reply.calls and known.place is SentinelPlace.TEXT and not in_text:
                     key = named
                 elif reply.calls and await self._writes_call_ids(request, reply, known):
                     key = identified
+                elif in_text:
+                    key = named  # the names follow the text
                 self._boundaries[key] = known
         return known
 
@@ -85,9 +90,11 @@ class LearnedTemplate:
         """Forget all boundaries, because the template has changed."""
         self._boundaries.clear()
 
-    async def _learn(self, request: TailRequest, reply: Message) -> Boundary:
+    async def _learn(self, request: TailRequest, reply: Message, *, in_text: bool) -> Boundary:
         # A template may show only the last call, only the first, or only the text.
         *places, last = SentinelPlace if reply.calls else [SentinelPlace.TEXT]
+        if in_text:
+            places, last = [last, *places[:-1]], places[-1]
         for place in places:
             with suppress(BoundaryUnknownError):
                 return await self._learn_at(place, request, reply)
