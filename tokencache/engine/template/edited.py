@@ -46,7 +46,7 @@ class HistoryFrame(NamedTuple):
         generation_prompts: the known generation prompts.
         unprompted: for each reply, whether the template writes no generation prompt after a message with the role of the preceding one.
         rendered: the rendering with the sentinels, and `real` the one with the real replies.
-        closings: what follows the sentinel of each reply up to the reply's end.
+        sentinels: the ids of the sentinel in each reply, and what follows it up to the reply's end.
         in_calls: for each reply, whether its sentinel is in the arguments of a call.
     """
 
@@ -57,7 +57,7 @@ class HistoryFrame(NamedTuple):
     unprompted: list[bool]
     rendered: bytes
     real: bytes
-    closings: list[bytes]
+    sentinels: list[bytes]
     in_calls: list[bool]
 
     @property
@@ -192,7 +192,7 @@ class EditedHistories:
             unprompted,
             rendered,
             real,
-            closings=[boundary.closing for boundary in boundaries.values()],
+            sentinels=[boundary.mark + boundary.closing for boundary in boundaries.values()],
             in_calls=[boundary.place is not SentinelPlace.TEXT for boundary in boundaries.values()],
         )
 

@@ -165,9 +165,9 @@ class VisibleReplies:
         """Return the text before each reply, since the preceding one, and the text after the last."""
         rest = await self._read(request, frame.rendered)
         fronts = []
-        for closing in frame.closings:
-            front, mark, rest = rest.partition(SENTINEL + await self._short(request, closing))
-            if not mark:
+        for sentinel in frame.sentinels:
+            front, found, rest = rest.partition(await self._short(request, sentinel))
+            if not found:
                 raise BoundaryUnknownError(Reason.SENTINEL_LOST)
             fronts.append(front)
         return fronts, rest

@@ -1,0 +1,301 @@
+"""Sessions that follow the template: each prompt is the plain rendering as text, and what it shows of replies has the sampled ids."""
+
+import json
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from tests.engine.template.matrix import SYSTEMS, TALKS, KindStack, says, user, with_system
+from tests.engine.template.more_kinds import ALL_KINDS
+from tests.engine.template.shapes import TOOLS, result
+from tests.engine.template.template_lab import UNASKED
+from tests.system.adversary.stack import Engine, RefusedError
+from tokencache.core import invariants
+from tokencache.engine.template import visible
+from tokencache.engine.template.visible import ShownPart, VisibleReplies
+from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.planner import Planner
+from tokencache.proxy.prefix_cache import PrefixCache
+
+THINKING = ("Qwen3", "Qwen3.5 think", "Qwen3.5 nothink", "GLM-4.5", "Nemotron-3", "Kimi-K2-Thinking", "Nemotron Super 1.5", "EXAONE 4.0")
+"""Templates that show the thinking of replies, if at all, only after the last question, and their texts everywhere."""
+HIDES = {"Llama-3", "SmolLM3", "Granite 3.3", "Llama-3.1", "gpt-oss", "Command R7B", "Mistral-7B v0.3", "Mistral Small 3.1", "DeepSeek-V3"}
+HIDES |= {"Nemotron Nano v2", "Gemma 3", "OLMo 3", "MiniMax-M2"}
+"""Templates that hide calls, or the text beside them, change what they wrote before, or write newlines that merge into one token with those
+after the thinking: some of the replies are rendered as text."""
+
+
+MARK = "Zwölf"
+
+
+class Faithful(Engine):
+    """An engine whose model writes each reply as the template writes it in a history; thinking that the template omits precedes it."""
+
+    _written = None
+    tokenizes = False
+    """Whether the model samples the ids that the tokenizer would choose, instead of others."""
+
+    def generate(self, session, body, exact, reply):
+        """See `Engine.generate`."""
+        tools, kwargs = body.get("tools"), body.get("chat_template_kwargs") or {}
+        prompt = self.renderer.prompt(body["messages"], tools, kwargs)
+        if prompt[-20:].rstrip().endswith("</think>"):
+            reply = {name: value for name, value in reply.items() if name != "reasoning"}
+        said = {name: value for name, value in reply.items() if name != "finish_reason"}
+
+        def shown(*messages):
+            return self.renderer.prompt([*body["messages"], *messages], tools, kwargs, generation=False)
+
+        try:
+            self._written = self._as_last(prompt, shown(said), said) or self._in_history(prompt, shown, said)
+        except RefusedError:
+            self._written = None
+        return super().generate(session, body, exact, reply)
+
+    def _as_last(self, prompt, whole, said):
+        """What a template writes of a reply after its generation prompt, with its thinking."""
+        if not whole.startswith(prompt):
+            return None
+        return self._thinking(prompt, said, self._until_end(whole[len(prompt) :]))
+
+    def _in_history(self, prompt, shown, said):
+        """What a template shows of a reply before a question, after its thinking."""
+        base, without = shown(), {name: value for name, value in said.items() if name != "reasoning"}
+        opening = shown({"role": "assistant", "content": MARK}, user("?")).removeprefix(base).partition(MARK)[0]
+        text = shown(without, user("?"))
+        if not text.startswith(base + opening):
+            return None
+        return self._thinking(prompt, said, self._until_end(text[len(base + opening) :]))
+
+    def _until_end(self, text):
+        ends = (*self.kind.ends, *self.kind.stops)
+        return text[: min((at for end in ends if (at := text.find(end)) >= 0), default=len(text))]
+
+    def _thinking(self, prompt, said, text):
+        """Add thinking that the template omits, and that the generation prompt or the test asks for."""
+        thought, opened = said.get("reasoning"), prompt.endswith(("<think>\n", "<think>"))
+        if (thought and thought in text) or not (thought or opened):
+            return text
+        return ("" if opened else "<think>\n") + f"{thought or UNASKED}\n</think>\n\n{text}"
+
+    def _sample(self, prompt, reply):
+        if self._written is None:
+            return super()._sample(prompt, reply)
+        stop = super()._sample(prompt, reply)[-1:]
+        words = self.renderer.words
+        return (words.encode(self._written) if self.tokenizes else words.sampled(self._written, self._rng)) + stop
+
+
+def stack_for(name, *, history="follow", faithful=True):
+    stack = KindStack(ALL_KINDS[name])
+    stack.history = history
+    if faithful:
+        stack.engine = Faithful(stack.kind, stack.renderer, stack.rng)
+    return stack
+
+
+async def play(stack, session, talk, counts):
+    """Play a conversation; count the prompts that are exact and the kept replies, and return what is wrong."""
+    messages, wrong = [], []
+    for at in range(len(talk.messages) + 1):
+        message = talk.messages[at] if at < len(talk.messages) else says("That is all.")
+        if message["role"] != "assistant" or at in talk.own:
+            messages.append(message)
+            continue
+        if messages[-1]["role"] == "assistant":
+            break
+        if talk.later[0] and sum(m["role"] == "assistant" for m in messages) >= talk.later[0] and messages[0]["role"] == "system":
+            messages[0] = {**messages[0], "content": talk.later[1]}
+        body = {"model": "m", "messages": messages} | ({"tools": TOOLS} if talk.tools else {})
+        called = await stack.call(session, json.dumps(body).encode(), message)
+        if called.refused:
+            break
+        counts[called.plan.match, called.plan.reason] += 1
+        counts["exact"] += called.plan.prompt is not None
+        wrong += judged(stack, session, at, called)
+        served = json.loads(called.answer)["choices"][0]["message"]
+        messages.append({name: value for name, value in served.items() if value is not None})
+    turns = await stack.store.turns(session)
+    tokens = await stack.store.tokens(session, [turn.id for turn in turns])
+    wrong += invariants.audit(turns, tokens, session=session)
+    return wrong
+
+
+def judged(stack, session, at, called):
+    """Say where the text of a prompt is not that of the plain rendering."""
+    text, plain = stack.renderer.words.decode(called.prompt).replace("\\u00e9", "é"), called.text()
+    if text == plain:
+        return []
+    same = next((i for i, (a, b) in enumerate(zip(text, plain, strict=False)) if a != b), 0)
+    return [
+        f"{session}, message {at} ({called.plan.match} {called.plan.reason}): {text[same - 40 : same + 60]!r} {plain[same - 40 : same + 60]!r}"
+    ]
+
+
+async def matrix(name, systems=("plain", "/no_think"), talks=TALKS):
+    stack, counts, wrong = stack_for(name), Counter(), []
+    mixed = list(talks.items())
+    random.Random(1).shuffle(mixed)
+    for shape, talk in mixed:
+        if any(isinstance(message.get("content"), list) for message in talk.messages):
+            continue  # a template may write parts and their joined text in two ways
+        for system in systems:
+            wrong += await play(stack, f"{shape} | {system}", with_system(talk, SYSTEMS[system]), counts)
+    return counts, wrong
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_KINDS if name != "gpt-oss"])  # one reply of gpt-oss is several messages
+async def test_each_prompt_is_the_plain_rendering_as_text(name):
+    counts, wrong = await matrix(name)
+    assert wrong == []
+    unknown = sum(n for key, n in counts.items() if "visible-part-unknown" in key)
+    assert unknown == 0 or name in HIDES, counts
+    if name in THINKING:
+        assert counts["resplice", "thinking-dropped"] > 10
+
+
+# --- the judges can convict --------------------------------------------------------------------------------------------------
+
+FEW = {name: TALKS[name] for name in ("thinking everywhere", "long work, then talk")}
+
+
+async def test_a_prompt_that_keeps_thinking_is_found(monkeypatch):
+    async def everything(_, request, frame, places, replies):
+        return [visible._whole(reply) for reply in replies]
+
+    monkeypatch.setattr(VisibleReplies, "parts", everything)
+    _, wrong = await matrix("Qwen3", talks=FEW)
+    assert any("thinking" in why or "<think>" in why for why in wrong)
+
+
+async def test_a_part_that_begins_a_token_late_is_found(monkeypatch):
+    found = VisibleReplies._part
+
+    async def late(self, request, reply, shown):
+        part = await found(self, request, reply, shown)
+        return part and ShownPart(part.offset + 1, max(part.tokens - 1, 0), whole=False)
+
+    monkeypatch.setattr(VisibleReplies, "_part", late)
+    _, wrong = await matrix("Qwen3", talks=FEW)
+    assert wrong
+
+
+# --- single cases ------------------------------------------------------------------------------------------------------------
+
+
+class Talk:
+    """A conversation in one session that follows the template; replies are sent back as they were served."""
+
+    def __init__(self, stack, *messages):
+        self.stack, self.messages = stack, list(messages)
+
+    async def ask(self, reply, *, keeps_reasoning=True):
+        body = {"model": "m", "messages": self.messages, "tools": TOOLS}
+        called = await self.stack.call("s", json.dumps(body).encode(), reply)
+        served = json.loads(called.answer)["choices"][0]["message"]
+        dropped = set() if keeps_reasoning else {"reasoning"}
+        self.messages.append({name: value for name, value in served.items() if value is not None and name not in dropped})
+        return called
+
+    def text(self, called):
+        return self.stack.renderer.words.decode(called.prompt)
+
+
+def sampled_in(called, by_id):
+    """The ids of each anchor in a prompt, and those that its turn sampled from the anchor's offset on."""
+    for anchor in called.plan.anchors:
+        completion = by_id[anchor.turn].completion
+        yield called.prompt[anchor.start : anchor.end], completion[anchor.offset : anchor.offset + anchor.end - anchor.start]
+
+
+@pytest.mark.parametrize("keeps_reasoning", [True, False])
+@pytest.mark.parametrize("name", THINKING)
+async def test_thinking_stays_within_a_tool_loop_and_goes_with_the_next_question(name, keeps_reasoning):
+    talk = Talk(stack_for(name, faithful=False), user("Look."))
+    work = says("", "bash", think="A look first.")
+    turns = {}
+    for reply in (work, says("Two files.", think="So it is.")):
+        called = await talk.ask(reply, keeps_reasoning=keeps_reasoning)
+        turns[called.turn.id] = called
+        if reply is work:
+            talk.messages.append({**result(), "tool_call_id": talk.messages[-1]["tool_calls"][0]["id"]})
+    talk.messages.append(user("Why?"))
+    called = await talk.ask(says("Because."), keeps_reasoning=keeps_reasoning)
+    assert called.plan.match == "resplice"
+    assert "A look first." not in talk.text(called)
+    pairs = list(sampled_in(called, turns))
+    assert len(pairs) == 2
+    assert all(here == sampled and here for here, sampled in pairs)
+    assert all(anchor.offset > 0 for anchor in called.plan.anchors) or name in {"Qwen3.5 nothink", "EXAONE 4.0"}
+    assert "Two files." in talk.text(called)
+
+
+async def test_within_a_tool_loop_the_prompt_is_that_of_supply():
+    prompts = {}
+    for history in ("supply", "follow"):
+        talk = Talk(stack_for("Qwen3", history=history), user("Look."))
+        for _ in range(4):
+            called = await talk.ask(says("", "bash", think="Once more."))
+            talk.messages.append({**result(), "tool_call_id": talk.messages[-1]["tool_calls"][0]["id"]})
+        called = await talk.ask(says("Done."))
+        assert (called.plan.match, called.plan.reason) == ("continue", "")
+        prompts[history] = called.prompt
+    assert prompts["follow"] == prompts["supply"]
+
+
+async def test_calls_in_the_models_own_form_keep_their_ids():
+    """The model writes `\\u00e9`, the template `é`: the part after the thinking is kept as it was sampled."""
+    talk = Talk(stack_for("Qwen3", faithful=False), user("Look."))
+    first = await talk.ask(says("I look.", "bash", think="Hm."))
+    talk.messages += [{**result(), "tool_call_id": talk.messages[-1]["tool_calls"][0]["id"]}, user("And?")]
+    called = await talk.ask(says("Done."))
+    ((here, sampled),) = sampled_in(called, {first.turn.id: first})
+    assert here == sampled
+    assert "\\u00e9" in talk.text(called)
+    assert "Hm." not in talk.text(called)
+
+
+async def test_a_part_that_begins_inside_a_token_is_rendered_as_text():
+    """The newline before MiniMax's calls is one token with those after the thinking."""
+    talk = Talk(stack_for("MiniMax-M2"), user("Look."))
+    talk.stack.engine.tokenizes = True
+    await talk.ask(says("", "bash", think="Hm."))
+    talk.messages += [{**result(), "tool_call_id": talk.messages[-1]["tool_calls"][0]["id"]}]
+    await talk.ask(says("Done.", think="So."))
+    talk.messages.append(user("And?"))
+    called = await talk.ask(says("More."))
+    assert (called.plan.match, called.plan.reason) == ("resplice", "visible-part-unknown")
+    assert [anchor.place for anchor in called.plan.anchors] == [3]
+    assert talk.text(called) == called.text()
+
+
+async def test_reasoning_that_was_changed_is_not_the_models():
+    talk = Talk(stack_for("Qwen3"), user("Look."))
+    await talk.ask(says("Done.", think="Hm."))
+    talk.messages[-1] = {**talk.messages[-1], "reasoning": "Other thoughts."}
+    talk.messages.append(user("And?"))
+    called = await talk.ask(says("More."))
+    assert (called.plan.match, called.plan.reason) == ("plain", "rewritten-reply")
+
+
+def replica_of(stack):
+    """Another process with the same store, which has learned nothing yet."""
+    other = stack_for(stack.kind.name)
+    other.store = stack.store
+    other.ledger = Ledger(other.store, PrefixCache(other.store, max_bytes=2**20))
+    other._planner = Planner(SimpleNamespace(), other.store, other.ledger.prefixes)
+    return other
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "GLM-4.5"])
+async def test_another_process_writes_the_same_prompt(name):
+    talk = Talk(stack_for(name), user("Look."))
+    for n in range(3):
+        await talk.ask(says(f"Answer {n}.", think="Hm."))
+        talk.messages.append(user("And?"))
+    body = json.dumps({"model": "m", "messages": talk.messages, "tools": TOOLS}).encode()
+    here, there = [await stack.call("s", body, says("More.")) for stack in (talk.stack, replica_of(talk.stack))]
+    assert (here.prompt, here.plan.anchors) == (there.prompt, there.plan.anchors)
+    assert len(here.plan.anchors) == 3
