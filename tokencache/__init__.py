@@ -35,7 +35,7 @@ incident        an event in a session that a trainer must know about
 hole            an incident by which something that the model sampled is missing from the record
 finished        declared over by its owner (of a session): it accepts no new calls
 sealed          finished and fixed (of a session): what is recorded does not change any more
-settings        what holds for all calls of a session: harness, model aliases, sampling, budget, tenant
+settings        what holds for all calls of a session: harness, model aliases, sampling, budget, tenant, history
 labels          what a trainer stores with a session: group, metadata, tags
 group           the rollouts of one prompt
 delivery        finished sessions that a consumer took from the queue, until it acknowledges them

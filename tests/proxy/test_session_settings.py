@@ -7,9 +7,11 @@ import itertools
 import pytest
 
 from tests.proxy.kit import CHAT, HEADER, proxied, user
+from tokencache.core import ids
 from tokencache.proxy.sessions import hash_key
 from tokencache.store.base import Binding
 from tokencache.store.memory import MemoryStore
+from tokencache.testing.engine import SimulatedEngine
 
 API = "/tokencache/v1"
 MESSAGES = "/v1/messages"
@@ -79,6 +81,32 @@ async def test_the_budget_and_the_tenant_hold_too(replicas, way):
     assert [incident.kind for incident in (await replicas[0].store.session("s")).incidents] == ["budget-spent"]
     status, found = await send(replicas[1], "POST", "/s/s/pause")
     assert (status, found["error"]["type"]) == (403, "permission_error")
+
+
+THINKS = "<think>\nA greeting.\n</think>\n\nHello."
+
+
+@pytest.mark.parametrize(("default", "chosen", "thinks"), [("supply", "", True), ("supply", "follow", False), ("follow", "supply", True)])
+async def test_a_session_may_follow_the_template(default, chosen, thinks):
+    """The template shows thinking only after the last question."""
+    async with proxied(SimulatedEngine(episodes={"think": [THINKS, THINKS]}), history=default) as rig:
+        await create(rig, **({"history": chosen} if chosen else {}))
+        messages = [user("EPISODE:think")]
+        _, found = await say(rig, messages=messages)
+        messages += [found["choices"][0]["message"], user("And?")]
+        await say(rig, messages=messages)
+        first, second = await rig.store.turns("s")
+        prompt = (await rig.store.prefix("s", second.id)).prompt
+        assert ("A greeting." in rig.engine.tokenizer.decode(ids.unpack(prompt))) is thinks
+        assert second.match == ("continue" if thinks else "resplice")
+        assert [anchor.turn for anchor in second.anchors] == ([] if thinks else [first.id])
+        assert (await send(rig, "GET", f"{API}/sessions/s/trajectories"))[1]["sequences"][-1]["start"] == ("root" if thinks else "resplice")
+
+
+async def test_an_unknown_way_of_writing_the_history_is_refused(rig):
+    status, found = await send(rig, "POST", f"{API}/keys", {"session": "s", "history": "forget"})
+    assert status == 400
+    assert "history" in found["error"]["message"]
 
 
 async def test_the_harness_of_a_session_has_priority_over_the_one_that_a_call_names(rig):

@@ -129,9 +129,8 @@ def judged(stack, session, at, called):
     if text == plain:
         return []
     same = next((i for i, (a, b) in enumerate(zip(text, plain, strict=False)) if a != b), 0)
-    return [
-        f"{session}, message {at} ({called.plan.match} {called.plan.reason}): {text[same - 40 : same + 60]!r} {plain[same - 40 : same + 60]!r}"
-    ]
+    both = " is not ".join(repr(one[max(same - 40, 0) : same + 60]) for one in (text, plain))
+    return [f"{session}, message {at} ({called.plan.match} {called.plan.reason}): {both}"]
 
 
 async def matrix(name, systems=("plain", "/no_think"), talks=TALKS):
