@@ -4,13 +4,18 @@ import asyncio
 import contextlib
 import json
 
+import msgspec
 import pytest
 
-from tests.proxy.kit import EPISODES, HEADER, proxied, user
+from tests.proxy.kit import EPISODES, HEADER, echo, proxied, user
+from tokencache.batching import load_experts
+from tokencache.core.experts import read_npy
 from tokencache.dialects.chat.reply import HiddenMembers
 from tokencache.engine.reply import Reply
 from tokencache.proxy.routed_experts import LocalFiles, ObjectFiles, as_file, open_files
 from tokencache.testing import SimulatedEngine
+from tokencache.testing.metadata import experts_file
+from tokencache.trajectories.values import Trajectory
 
 SESSION = "r1:a@b+c=.."  # as odd as a session's name may be
 ASK = [user("EPISODE:talk")]
@@ -66,6 +71,109 @@ async def test_the_client_receives_what_an_engine_without_the_flag_sends(kept, s
         assert sorted(files(tmp_path)) == sorted(turn["experts"] for turn in turns if kept)
         assert [bool(turn["experts"]) for turn in turns] == [kept, kept]
         await rig.check("s")
+
+
+async def conversation(rig, turns, *, streamed=(), **more):
+    """A session of several turns, each continuing the one before."""
+    messages = [user("EPISODE:talk")]
+    for number in range(turns):
+        said = await rig.say("s", messages, **({"stream": True} if number in streamed else {}), **more)
+        messages += [echo(said), user(f"go on with {number}")]
+    return messages
+
+
+async def sequences(rig):
+    return msgspec.convert(await rig.exported(), Trajectory).sequences
+
+
+def unequal(sequence, root):
+    """The rows of a sequence that differ from those that the engine would report for all of it."""
+    found, whole = load_experts(sequence, root), read_npy(experts_file(sequence.token_ids[:-1], LAYERS, CHOSEN))
+    width = whole.width
+    assert len(found) == len(whole)
+    return [n for n in range(len(whole)) if found[n].tobytes() != whole.data[n * width : (n + 1) * width]]
+
+
+@pytest.mark.parametrize("skips", [True, False], ids=["knows-the-start", "ignores-the-start"])
+async def test_files_of_a_session_grow_with_its_tokens_and_join_to_the_whole(skips, tmp_path):
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        rig.engine.metadata.skips_experts = skips
+        messages = await conversation(rig, 6)
+        await rig.say("s", [*messages[:5], user("another way")])  # a branch
+        await rig.check()
+        main, branch = await sequences(rig)
+        assert len(main.turns) == 6
+        assert main.turns[-1].match == "continue"
+        stored = {turn["turn"]: rows(files(tmp_path)[turn["experts"]]) for turn in await rig.turns()}
+        own = {turn.turn: turn.prompt_tokens + turn.completion_tokens - 1 - turn.experts_start for turn in (*main.turns, *branch.turns)}
+        assert stored == own
+        assert sum(stored[turn.turn] for turn in main.turns) == main.tokens - 1  # each token's row is stored once
+        assert stored[branch.turns[0].turn] < branch.tokens / 2
+        assert unequal(main, tmp_path) == unequal(branch, str(tmp_path)) == []
+
+
+async def test_wrong_rows_are_found(tmp_path):
+    """The comparison above can fail: rows of another turn in a file's place."""
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        await conversation(rig, 2)
+        (sequence,) = await sequences(rig)
+        first, second = sequence.experts
+        other = read_npy((tmp_path / first.path).read_bytes()).between(0, second.end - second.start)
+        (tmp_path / second.path).write_bytes(other.as_npy())
+        assert unequal(sequence, tmp_path)
+
+
+async def test_after_a_streamed_turn_the_missing_rows_are_requested_too(tmp_path):
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        messages = await conversation(rig, 2, streamed={1})
+        (sequence,) = await sequences(rig)
+        with pytest.raises(ValueError, match="only for its tokens from 0 to"):
+            load_experts(sequence, tmp_path)
+        await rig.say("s", messages)
+        (sequence,) = await sequences(rig)
+        assert [turn.experts != "" for turn in sequence.turns] == [True, False, True]
+        assert sequence.experts[1].start == sequence.experts[0].end == sequence.turns[1].experts_start
+        assert unequal(sequence, tmp_path) == []
+
+
+async def test_an_edited_history_is_reported_from_its_first_token(tmp_path):
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        messages = await conversation(rig, 2)
+        await rig.say("s", [{"role": "system", "content": "Be brief."}, *messages])
+        main, edited = await sequences(rig)
+        assert edited.start == "resplice"
+        assert edited.turns[0].experts_start == 0
+        assert unequal(main, tmp_path) == unequal(edited, tmp_path) == []
+
+
+async def test_a_harness_cannot_shorten_the_files(tmp_path):
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        await conversation(rig, 2, routed_experts_prompt_start=1)
+        (sequence,) = await sequences(rig)
+        assert unequal(sequence, tmp_path) == []
+        assert [request.get("routed_experts_prompt_start") for request in rig.engine.requests if "kv_transfer_params" in request][-1:] == [
+            sequence.turns[1].experts_start
+        ]
+
+
+async def test_without_files_the_request_stays_as_it_is():
+    async with proxied(engine()) as rig:
+        await conversation(rig, 2)
+        await rig.say("s", ASK, routed_experts_prompt_start=1)
+        asked = [request.get("routed_experts_prompt_start") for request in rig.engine.requests]
+        assert [one for one in asked if one is not None] == [1]
+
+
+async def test_rows_that_cannot_be_placed_are_stored_as_they_are(tmp_path):
+    """Text completions send the harness's own body: nothing says where these rows begin, and no sequence uses them."""
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        await rig.post("s", "/v1/completions", model="sim", prompt="hello you", max_tokens=8, routed_experts_prompt_start=2)
+        (turn,), (sequence,) = await rig.turns(), await sequences(rig)
+        assert (rows(files(tmp_path)[turn["experts"]]), turn["experts_start"]) == (
+            turn["prompt_tokens"] + turn["completion_tokens"] - 3,
+            -1,
+        )
+        assert sequence.experts == []
 
 
 async def test_a_stream_has_no_routed_experts(tmp_path):

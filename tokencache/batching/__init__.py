@@ -1,10 +1,11 @@
 """Turns trajectories into training batches, with plain functions.
 
-All functions compute from `Trajectory` values alone: none opens a socket or calls an engine.
+All functions compute from `Trajectory` values alone: none opens a socket or calls an engine. Only `load_experts` reads files.
 
 `selection`   chooses the rows to train on, and reports every row that it drops
 `advantages`  compares the rewards of the sessions of a group
 `forest`      joins rows to a prefix forest: a shared prefix occurs once, and each sampled token has one owner
+`experts`     loads the routed experts of a row as a numpy array (needs numpy)
 `tensors`     pads or packs rows, or a forest, to numpy arrays or torch tensors (needs numpy)
 
     selection = select(trajectories, complete_only, no_side_calls, at_least(16))
@@ -13,6 +14,7 @@ All functions compute from `Trajectory` values alone: none opens a socket or cal
 """
 
 from tokencache.batching.advantages import group_advantages, leave_one_out, mean_std, row_advantages
+from tokencache.batching.experts import load_experts
 from tokencache.batching.selection import (
     DroppedRow,
     Rule,
@@ -36,6 +38,7 @@ __all__ = [
     "complete_only",
     "group_advantages",
     "leave_one_out",
+    "load_experts",
     "main_line",
     "mean_std",
     "no_discarded_retries",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tokencache.core import ids
+from tokencache.core.experts import ExpertPart, file_parts
 from tokencache.core.turn import Tokens, Turn, TurnMark, extend_prefix, rebuild_prefix
 
 
@@ -39,6 +40,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
         tools: the number of tools that its first call offered.
         root: the id of the sequence that is reached by following `parent`. If several rollouts share a session, each has its own root.
         overlong: `cut` or `masked` if it was longer than the limit of an export (`trajectories.lengths`), otherwise `""`.
+        experts: the files with the routed experts of its tokens (`core.experts`).
     """
 
     id: str
@@ -53,6 +55,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
     tools: int = 0
     root: str = ""
     overlong: str = ""
+    experts: list[ExpertPart] = []
 
     @property
     def response_start(self) -> int:
@@ -102,6 +105,7 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
         ValueError: the records are torn: a turn does not extend its parent, or lengths differ.
     """
     lookup = {turn.id: (turn, tokens[turn.id]) for turn in turns}
+    by_id = {turn.id: turn for turn in turns}
     name_of: dict[str, str] = {}
     root_of: dict[str | None, str] = {}
     parents = {turn.parent for turn in turns}
@@ -111,7 +115,8 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
         continued = any(turn.id in parents for turn in line)
         parent = name_of.get(first.parent or first.origin or "")
         root_of[first.id] = root_of.get(parent, first.id)
-        built.append(_sequence(line, lookup, parent, root_of[first.id], continued=continued))
+        sequence = _sequence(line, lookup, parent, root_of[first.id], continued=continued)
+        built.append(msgspec.structs.replace(sequence, experts=file_parts(line[-1], by_id)))
         name_of.update(dict.fromkeys((turn.id for turn in line), built[-1].id))
     return built
 

@@ -93,6 +93,8 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         logprob_kind: `raw` if the log probabilities are those of the model's own distribution, `processed` if they are those of the
             distribution after temperature, top-p and masks, `""` if that is unknown.
         experts: the path of the file of routed experts; `""` if there is none.
+        experts_start: the number of the prompt's tokens whose experts are in the files of other turns (`base`, and its bases); its own file
+            begins there. -1 if the rows of its file could not be placed (`core.experts`).
         harness: the adapter whose rules applied; `""` if none.
         context_base, context_shared: for message storage: the first `context_shared` messages of its request are those of
             `context_base`'s request.
@@ -141,6 +143,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     replaced: dict[str, Any] = {}
     logprob_kind: Literal["raw", "processed", ""] = ""
     experts: str = ""
+    experts_start: int = 0
     harness: str = ""
     context_base: str | None = None
     context_shared: int = 0

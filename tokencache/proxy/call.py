@@ -46,6 +46,7 @@ from tokencache.proxy.planner import Plan, keys_wanted
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
 from tokencache.proxy.response import CLIENT_LEFT, ReplyForwarder, Response, whole_response
+from tokencache.proxy.routed_experts import request_experts
 from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
@@ -474,6 +475,8 @@ class CallAttempt:
         if self._exchange.body is not None:
             return EngineRequest(self._exchange.path, salt.written_in(self._exchange.body))
         chat = msgspec.structs.replace(self._chat, fields=salt.written(self._chat.fields)) if salt.text else self._chat
+        if self._ledger.keeps_experts:
+            chat = request_experts(chat, self._outcome.plan.routed if exact is not None and self._driver.skips_experts else 0)
         return await self._driver.request(chat, exact, target)
 
     async def _post(self, engine: Engine) -> aiohttp.ClientResponse:

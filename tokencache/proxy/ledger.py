@@ -130,7 +130,7 @@ class Ledger:
             self.changed.notify()
         except SessionGoneError:
             if self._experts is not None:
-                await self._experts.drop(list(outcome.experts.values()))
+                await self._experts.drop([path for path, _ in outcome.experts.values()])
             await self._gone(outcome.session, outcome.call_id)
             return
         except StoreError as why:
@@ -214,6 +214,11 @@ class Ledger:
     def count_over_budget(self, session: str) -> int:
         """Count a call after the session's budget was used up; return its number if it needs an incident, otherwise 0."""
         return self._spent.count(session)
+
+    @property
+    def keeps_experts(self) -> bool:
+        """Whether routed experts are written."""
+        return self._experts is not None
 
     async def keep_experts(self, outcome: Outcome) -> None:
         """Write the routed experts of a reply, before its turns are made."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokencache.core import evidence, ids
+from tokencache.core import evidence, experts, ids
 from tokencache.core.chain import chain_key, lookup_keys
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
@@ -65,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         parent_messages: the number of the request's messages that are those of the parent's request.
         served: the parent's reply, which follows these messages.
         foreign: a hash of the client's own assistant messages among them (`core.evidence`).
+        routed: the number of tokens at the beginning of the prompt whose routed experts are stored with that turn (`core.experts`).
         client_places: the places of replies with unrecorded ids that the client sent back and the prompt uses (`client_ids`).
     """
 
@@ -83,6 +84,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     parent_messages: int = 0
     served: Message | None = None
     foreign: bytes = b""
+    routed: int = 0
     client_places: tuple[int, ...] = ()
 
     @property
@@ -398,6 +400,7 @@ class _Planning:
             applied_rules=found.applied_rules,
             near=parent.id,
             shared=last_reply.end,
+            routed=min(last_reply.end, experts.covered(parent)),
             parent_messages=found.at - 1,
             served=parent.served,
             foreign=parent.foreign,
@@ -418,6 +421,7 @@ class _Planning:
             applied_rules=found.applied_rules,
             near=parent.id,
             shared=kept,
+            routed=min(kept, experts.covered(parent)),
         )
 
     async def _last_reply(self, place: int, turn: Turn, base: bytes) -> LastReply:
@@ -474,7 +478,9 @@ class _Planning:
         if parent is None:
             return plan
         reason = found.reason if found.reason in _NOT_PLACED else Reason.RENDERED_ALIKE
-        follows = msgspec.structs.replace(plan, match="continue", reason=reason, parent=parent.id, origin=None, shared=last.end)
+        follows = msgspec.structs.replace(
+            plan, match="continue", reason=reason, parent=parent.id, origin=None, shared=last.end, routed=experts.covered(parent)
+        )
         if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited after all
             if not self._follows_template:
                 await self._model.edited_histories.settle(parent, laid.request, [reply.place for reply in replies], laid.frame)

@@ -64,7 +64,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         broke: why the reply is incomplete: `aborted` (the client left), `upstream-broke`, `engine-aborted` (the client received
             nothing of it), `internal-error`, or `""`.
         detail: the same in words.
-        experts: choice → path of the file of its routed experts.
+        experts: choice → the file of its routed experts, and its first token (`Turn.experts_start`).
         noted: incidents that were found before the turns are made.
         asked: the request fingerprint; `b""` if retries are not deduplicated.
         second: the id of an answered call with the same fingerprint, if this is a second sample of it; otherwise `""`.
@@ -82,7 +82,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     started: float
     broke: str = ""
     detail: str = ""
-    experts: dict[int, str] = {}
+    experts: dict[int, tuple[str, int]] = {}
     noted: list[Incident] = []
     asked: bytes = b""
     second: str = ""
@@ -111,11 +111,15 @@ class Outcome(msgspec.Struct, kw_only=True):
             incidents += self._incidents_of(index, choice)
             if self.broke == DROPPED and not choice.ids:
                 continue
-            own = self._prompt(choice.prompt) if choice.prompt and choice.prompt != self.reply.prompt.raw else None
-            entry, prefix = self._entry(own or prompt, index, choice, prefixes)
+            entry, prefix = self._entry(self._own_prompt(choice) or prompt, index, choice, prefixes)
             entries.append(entry)
             cached.append(prefix)
         return Recorded(entries, cached, incidents)
+
+    def expert_rows(self, choice: Choice) -> tuple[int, int]:
+        """Return the number of tokens of a choice and its prompt, and the first token whose routed experts were requested."""
+        prompt = self._own_prompt(choice) or self._prompt()
+        return (ids.count(prompt.ids) + len(choice.ids), prompt.plan.routed) if prompt is not None else (0, 0)
 
     def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None) -> Incident:
         """Make an incident of this call."""
@@ -154,6 +158,10 @@ class Outcome(msgspec.Struct, kw_only=True):
             return self.incident(IncidentKind.NOTHING_RECEIVED, "the call ended before the engine sent anything")
         return self.incident(IncidentKind.NO_TOKEN_IDS, "the engine did not report which ids it used")
 
+    def _own_prompt(self, choice: Choice) -> "_Prompt | None":
+        """Return the prompt of a choice, if the engine reports another one for it than for the call (text completions)."""
+        return self._prompt(choice.prompt) if choice.prompt and choice.prompt != self.reply.prompt.raw else None
+
     def _prompt(self, echo: bytes = b"") -> "_Prompt | None":
         """Return the prompt that the engine reports; `None` if it reports none."""
         plan, whole = self.plan, self.reply.prompt  # for all choices; `echo` is for a single choice
@@ -176,6 +184,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         context_base, context_shared = self._context_base(plan, prefixes)
         served = choice.message(with_reasoning=call.shows_reasoning)
         versions = self.weights.versions(self.reply.versions(index), len(choice.ids))
+        experts, experts_start = self.experts.get(index, ("", plan.routed))
         turn = Turn(
             id=secrets.token_hex(8),
             call=self.call_id,
@@ -209,7 +218,8 @@ class Outcome(msgspec.Struct, kw_only=True):
             sampling=call.sampling,
             replaced=dict(call.replaced),
             logprob_kind=self.model.capability.logprobs if self.model is not None and logprobs else "",
-            experts=self.experts.get(index, ""),
+            experts=experts,
+            experts_start=experts_start,
             harness=call.harness,
             context_base=context_base,
             context_shared=context_shared,

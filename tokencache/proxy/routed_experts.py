@@ -4,6 +4,9 @@ A turn's expert routing is much larger than its tokens, so it is written to the 
 relative to the root that the option `--experts` names: `<session>/<call>-<choice>.npy`. So a trainer may mount the root elsewhere. (If the
 engine's value is not a `.npy` file in base64, the suffix is `.json` and the file contains the value as JSON.)
 
+A prompt repeats the history. So a request names the first token whose experts are not stored yet (`routed_experts_prompt_start`), and a
+file contains only the rows from there on (`core.experts`). If an engine ignores the member and returns all rows, the others are cut off.
+
 A file is complete before its turn is recorded. If the file cannot be written, the turn has no path, the session gets an incident
 `experts-lost`, and the tokens are recorded as usual. Files are removed when their session is deleted. They stay when a session expires,
 because a store does not report expired sessions.
@@ -18,7 +21,11 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from tokencache.core import experts
 from tokencache.core.incidents import IncidentKind
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.errors import extra_missing
 from tokencache.proxy.recorder import Outcome
 
@@ -27,6 +34,8 @@ log = logging.getLogger(__name__)
 _BLOCK = 2**20
 """Number of characters that are decoded at once; a multiple of 4."""
 _NPY = b"\x93NUMPY"
+_FIRST = "routed_experts_prompt_start"
+"""The member of a request (vLLM 0.32, `chat_completion/protocol.py`); 400 if it is larger than the prompt's number of tokens."""
 
 
 class ExpertFiles(Protocol):
@@ -114,6 +123,29 @@ def as_file(experts: bytes) -> tuple[bytearray, str]:
     return bytearray(experts if experts[:1] in {b"[", b"{"} else b'"%s"' % experts), ".json"
 
 
+def request_experts(call: ChatCall, start: int) -> ChatCall:
+    """Request routed experts from a token of the prompt on. A harness's own wish does not count, because it receives none."""
+    fields = {name: value for name, value in call.fields.items() if name != _FIRST}
+    if start:
+        fields[_FIRST] = msgspec.Raw(b"%d" % start)
+    return msgspec.structs.replace(call, fields=fields)
+
+
+def _from_first_new(file: bytearray, tokens: int, asked: int) -> tuple[bytearray, int]:
+    """Cut the rows that other files have from a `.npy` file. Returns the file and its first token; a file that is not clear stays whole."""
+    try:
+        rows = experts.read_npy(file)
+    except ValueError as why:
+        log.warning("routed experts are stored as they are: %s", why)
+        return file, experts.UNPLACED
+    start = experts.placed(len(rows), tokens, asked)
+    if start == experts.UNPLACED:
+        log.warning("routed experts are stored as they are: %d rows for %d tokens, from token %d on", len(rows), tokens, asked)
+    elif start < asked:
+        return bytearray(rows.between(asked, len(rows)).as_npy()), asked
+    return file, start
+
+
 class RoutedExperts:
     """Writes and removes the files of routed experts."""
 
@@ -126,16 +158,22 @@ class RoutedExperts:
             if not choice.experts:
                 continue
             piece, choice.experts = choice.experts, b""
+            tokens, asked = outcome.expert_rows(choice)
+            name = f"{outcome.session}/{outcome.call_id}-{index}"
             try:
-                outcome.experts[index] = await asyncio.to_thread(self._put, f"{outcome.session}/{outcome.call_id}-{index}", piece)
+                outcome.experts[index] = await asyncio.to_thread(self._put, name, piece, tokens, asked)
             except Exception as why:  # the medium may raise anything; the tokens are recorded in any case
                 log.exception("session %s call %s: routed experts cannot be written", outcome.session, outcome.call_id)
                 outcome.noted.append(outcome.incident(IncidentKind.EXPERTS_LOST, f"choice {index}: {type(why).__name__}: {why}"))
 
-    def _put(self, name: str, piece: bytes) -> str:
+    def _put(self, name: str, piece: bytes, tokens: int, asked: int) -> tuple[str, int]:
+        """Write a file. Returns its path, and the first token that it has a row for (`Turn.experts_start`)."""
         data, suffix = as_file(piece)
+        start = experts.UNPLACED
+        if suffix == experts.SUFFIX:
+            data, start = _from_first_new(data, tokens, asked)
         self._files.put(name + suffix, data)
-        return name + suffix
+        return name + suffix, start
 
     async def drop(self, paths: list[str]) -> None:
         """Remove files, or a session's folder; a failure is logged."""

@@ -205,7 +205,7 @@ class ChatCompletion(Completion):
             parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self._thinking)
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
             self._finish(entry, choice["finish_reason"])
-            choice["routed_experts"] = metadata.routed(len(self.prompts[0]) + len(tokens))
+            choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
             choices.append(choice | metadata.of_choice(self.request, self.versions[index]))
         return wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0]) | metadata.of_reply()
 
@@ -287,7 +287,7 @@ class TextCompletion(Completion):
             "index": index, "text": text, "logprobs": self._logprobs(tokens, 0), "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason, "token_ids": [token.id for token in tokens] if shows else None,
             "prompt_logprobs": self._prompt_logprobs(prompt), "prompt_token_ids": prompt if shows else None,
-            "routed_experts": self.settings.metadata.routed(len(prompt) + len(tokens)),
+            "routed_experts": self.settings.metadata.routed(self.request, prompt, [token.id for token in tokens]),
         }  # fmt: skip
 
     def _prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None] | None:

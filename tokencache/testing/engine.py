@@ -375,7 +375,13 @@ class SimulatedEngine:
         return ChatCompletion(request, [ids], [limit], entries, next(self._calls), self._settings())
 
     def _new_entries(self, request: ChatRequest, prompts: Sequence[Sequence[int]], *, supplied: bool) -> list[GroundTruthEntry]:
-        """Add one entry to the ground truth for each choice of each prompt."""
+        """Add one entry to the ground truth for each choice of each prompt.
+
+        Raises:
+            RefusalResponse: the request asks for what the prompts do not have.
+        """
+        for prompt in prompts:
+            self.metadata.check(request, prompt)
         entries = [
             GroundTruthEntry(request.request_id, i, request.session, request.model, request.stream, supplied, list(prompts[i // request.n]))
             for i in range(len(prompts) * request.n)

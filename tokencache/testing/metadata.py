@@ -2,13 +2,17 @@
 
 Weight versions have one of three forms: `spans`, as vLLM 0.33 reports them on request (`return_weight_versions`, in the last chunk of a
 stream or in a whole reply); `metadata`, as SGLang reports one version with each whole reply; `header`, as a router might. Routed experts
-have the form of vLLM 0.32 with `--enable-return-routed-experts`: a `.npy` file in base64, only in whole replies.
+have the form of vLLM 0.32 with `--enable-return-routed-experts`: a `.npy` file in base64, only in whole replies, from the token of the
+prompt on that the request names (`routed_experts_prompt_start`).
 """
 
 from __future__ import annotations
 
 import base64
+import zlib
 from typing import TYPE_CHECKING, Any, Literal
+
+from tokencache.testing.errors import senseless
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
 VersionStyle = Literal["", "spans", "metadata", "header"]
 PauseMode = Literal["", "abort", "keep", "wait"]
+_START = "routed_experts_prompt_start"
 
 
 class ReplyMetadata:
@@ -26,12 +31,14 @@ class ReplyMetadata:
         style: form of the weight versions; empty for none.
         version: label of the weights that it samples with now, which it reports; `default` until one is set.
         experts: number of layers, and of experts chosen in each; `None` for a dense model.
+        skips_experts: whether it knows `routed_experts_prompt_start` (older engines ignore it).
     """
 
     def __init__(self, style: VersionStyle = "", experts: tuple[int, int] | None = None) -> None:
         self.style: VersionStyle = style
         self.version = "default"
         self.experts = experts
+        self.skips_experts = True
 
     @property
     def headers(self) -> dict[str, str]:
@@ -53,13 +60,36 @@ class ReplyMetadata:
             spans[-1]["end"] = at + 1
         return {"weight_versions": spans}
 
-    def routed(self, tokens: int) -> str | None:
-        """Experts for a prompt and completion of this many tokens. The last token has none: it was sampled but not forwarded."""
+    def check(self, request: ChatRequest, prompt: Sequence[int]) -> None:
+        """Refuse a request that wants experts from a token on that is not in the prompt.
+
+        Raises:
+            RefusalResponse: it does.
+        """
+        start = request.body.get(_START) or 0
+        if self.skips_experts and not 0 <= start <= len(prompt):
+            message = f"{_START} must be between 0 and the prompt length ({len(prompt)}), inclusive."
+            raise senseless(message, _START, start, by_engine=True)
+
+    def routed(self, request: ChatRequest, prompt: Sequence[int], completion: Sequence[int]) -> str | None:
+        """Return the experts of prompt and completion; `None` if nothing was sampled.
+
+        A row depends on its token and on all before it, as in a model. The last token has none: it was sampled but not forwarded.
+        """
         if self.experts is None:
             return None
-        layers, chosen = self.experts
-        shape = (tokens - 1, layers, chosen)
-        head = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".encode()
-        head += b" " * (-(10 + len(head) + 1) % 64) + b"\n"
-        rows = bytes(n % 251 for n in range(shape[0] * layers * chosen))
-        return base64.b64encode(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + rows).decode()
+        start = (request.body.get(_START) or 0) if self.skips_experts else 0
+        return base64.b64encode(experts_file([*prompt, *completion][:-1], *self.experts, start=start)).decode() if completion else None
+
+
+def experts_file(ids: Sequence[int], layers: int, chosen: int, *, start: int = 0) -> bytes:
+    """Return the experts of tokens as a `.npy` file, from token `start` on."""
+    rows, state = bytearray(), 0
+    for place, token in enumerate(ids):
+        state = zlib.crc32(token.to_bytes(4, "little"), state)
+        if place >= start:
+            rows += bytes((state * (2 * n + 1) >> 8) % 251 for n in range(layers * chosen))
+    shape = (len(ids) - start, layers, chosen)
+    head = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    head += b" " * (-(10 + len(head) + 1) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + rows

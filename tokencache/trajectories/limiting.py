@@ -56,4 +56,5 @@ def _limited(sequence: TokenSequence, lengths: Lengths) -> TokenSequence | None:
         logprobs=sequence.logprobs[:end],
         turns=turns,
         overlong="cut",
+        experts=[msgspec.structs.replace(part, end=min(part.end, end - 1)) for part in sequence.experts if part.start < end - 1],
     )

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core.drift import Drift
+from tokencache.core.experts import ExpertPart
 from tokencache.core.incidents import Incident
 from tokencache.core.messages import ToolCall
 from tokencache.core.turn import Anchor
@@ -23,6 +24,7 @@ __all__ = [
     "DriftFigures",
     "EngineState",
     "EngineWeightsInfo",
+    "ExpertPart",
     "Figures",
     "Incident",
     "Link",
@@ -84,6 +86,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
         version_source: who reported them (`core.weights.VersionSource`); `""` if nothing is known.
         prompt_version: the version that computed the prompt's keys and values; `mixed` if that is not certain, `""` if not known.
         kv: how the prefix cache was kept apart by version: `exact`, `session` or `off`; `""` if no version was known.
+        experts: the file of its routed experts, below the root of `--experts`; `""` if there is none. `experts_start`: the token of the
+            sequence with the file's first row; -1 if that is not known.
         marks: facts to know before training on the turn: `aborted`, `no-logprobs`, `engine-disagrees`, ...
         created: start of the call as Unix time in seconds. `seconds`: its duration.
         drift: how a plain rendering of its messages differs; `None` if that was not measured.
@@ -118,6 +122,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     replaced: dict[str, Any] = {}
     logprob_kind: str = ""
     experts: str = ""
+    experts_start: int = 0
     dialect: str = ""
     stream: bool = False
     choice: int = 0
@@ -147,6 +152,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
         tokens: the number of its tokens. `trainable_tokens`: the number of tokens with mask 1.
         overlong: `cut` (turns at its end were left out) or `masked` (nothing is trained) if it was longer than the requested limit.
         reward: the reward that the trainer gave to this sequence; `None` if it gave none.
+        experts: the files with the routed experts of its tokens, in order; `batching.load_experts` joins them. Empty if none are stored.
     """
 
     id: str
@@ -165,6 +171,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     trainable_tokens: int = 0
     overlong: str = ""
     reward: float | None = None
+    experts: list[ExpertPart] = []
 
 
 class DriftFigures(msgspec.Struct, frozen=True):

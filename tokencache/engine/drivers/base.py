@@ -104,6 +104,8 @@ class Driver(ABC):
         streams: whether it may request a stream. If not, a streaming harness receives the whole reply as a stream.
         adds_tail: whether the engine adds the tail after a history that is known up to its last reply.
         sends_logprobs: whether a request must contain the log probabilities of that reply.
+        skips_experts: whether a request may name the first token whose routed experts it wants (`routed_experts_prompt_start`). An engine
+            that ignores the member returns all, which the proxy recognizes.
         pinned: sampling parameters that the engine requires, whatever a harness requests. The trainer's own policy overrides them.
         refusal_hint: what to check if the engine refuses the driver's requests with a 500 without a message; `""` if there is no advice.
         overflow_words: texts by which a refusal (400) of a prompt that leaves no room for a reply is recognized. NeMo Gym's server (0.7.0)
@@ -117,6 +119,7 @@ class Driver(ABC):
     streams: bool = True
     adds_tail: ClassVar[bool] = False
     sends_logprobs: ClassVar[bool] = False
+    skips_experts: ClassVar[bool] = False
     pinned: Mapping[str, Any] = {}
     refusal_hint: ClassVar[str] = ""
     overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")

@@ -27,6 +27,7 @@ class Vllm(Driver):
     """The driver `vllm`."""
 
     name = "vllm"
+    skips_experts = True
     how = "kv_transfer_params.prompt_token_ids is the prompt"
 
     def __init__(self, *, streams: bool = True) -> None:

@@ -126,6 +126,7 @@ def outline_object(sequence: TokenSequence, weight: float, reward: Reward) -> di
         "trainable_tokens": sequence.trainable,
         "overlong": sequence.overlong,
         "reward": reward.sequences.get(sequence.id),
+        "experts": [msgspec.to_builtins(part) for part in sequence.experts],
     }
 
 
@@ -162,6 +163,7 @@ def turn_object(turn: Turn, reward: Reward, drift: Drift | None = None) -> dict[
         "replaced": turn.replaced,
         "logprob_kind": turn.logprob_kind,
         "experts": turn.experts,
+        "experts_start": turn.experts_start,
         "dialect": turn.dialect,
         "stream": turn.stream,
         "choice": turn.choice,
