@@ -62,7 +62,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         calls: the tool calls of an assistant message.
         answers: the id of the call that a tool result answers.
         name: the name of a participant; ignored for tools and assistants, because harnesses drop and add it.
-        media: the canonical JSON of parts that are not text.
+        media: for a message with parts that are not text, the canonical JSON of all its parts in order: texts, and the identities of the
+            others (`core.media`). A template may show where an image is between the texts.
         parts: whether the content was a list of parts.
     """
 

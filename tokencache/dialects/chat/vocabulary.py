@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 from cachetools import LRUCache
 
+from tokencache.core.media import media_identity
 from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_digest_of_json
 from tokencache.dialects.json_io import member, value_of
 
@@ -67,11 +68,12 @@ class MessageReader:
         known = self._known.get(key)
         if known is None:
             entry = msgspec.json.decode(raw)
-            known = self._known[key] = _slim(read_message(entry), entry)
+            known = self._known[key] = _slim(with_media_identities(entry))
         return known
 
 
-def _slim(message: Message, entry: dict[str, Any]) -> ReadMessage:
+def _slim(entry: Any) -> ReadMessage:
+    message = _read(entry)
     own, exact = digest(message), exact_digest_of_json(entry)
     if message.role == "assistant":
         malformed = any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
@@ -85,6 +87,31 @@ def read_message(entry: Any) -> Message:
     Raises:
         UnreadableError: the message is of an unknown kind.
     """
+    return _read(with_media_identities(entry))
+
+
+def with_media_identities(entry: Any) -> Any:
+    """Replace each content part of a decoded message that is not text by its identity (`core.media`).
+
+    A message with identities has the same digests for all ways to write its media.
+    """
+    content = entry.get("content") if isinstance(entry, dict) else None
+    if not isinstance(content, list) or all(isinstance(part, str) or _text_of(part) is not None for part in content):
+        return entry
+    parts = [media_identity(part) if isinstance(part, dict) and _text_of(part) is None else part for part in content]
+    return {**entry, "content": parts}
+
+
+def _text_of(part: Any) -> str | None:
+    """Return the text of a content part; `None` if it is not text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    text = part.get(name) if name is not None else None
+    return text if isinstance(text, str) else None
+
+
+def _read(entry: Any) -> Message:
+    """Convert one decoded message with media identities."""
     if not isinstance(entry, dict):
         raise UnreadableError("a message is not an object")
     role = entry.get("role")
@@ -109,20 +136,15 @@ def _content(content: Any) -> tuple[str | None, bytes]:
         return content, b""
     if not isinstance(content, list):
         raise UnreadableError("content is neither text nor a list of parts")
-    texts, media = [], []
+    parts: list[Any] = []
     for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, dict):
+        if not isinstance(part, str | dict):
             raise UnreadableError("a content part is not an object")
-        kind = part.get("type")
-        name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if name is not None and isinstance(part.get(name), str):
-            texts.append(part[name])
-        else:
-            media.append({key: value for key, value in part.items() if key != "cache_control"})
-    return ("\n".join(texts) if texts else None), (canonical_json(media) if media else b"")
+        text = part if isinstance(part, str) else _text_of(part)
+        parts.append(part if text is None else text)
+    texts = [part for part in parts if isinstance(part, str)]
+    media = canonical_json(parts) if len(texts) < len(parts) else b""
+    return ("\n".join(texts) if texts else None), media
 
 
 def _calls(entry: dict[str, Any]) -> tuple[ToolCall, ...]:

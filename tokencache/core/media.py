@@ -1,0 +1,78 @@
+"""Identifies images, video and audio in messages by their content, so that an image is the same however a harness writes it.
+
+An agent sends an image again with every call, and not always in the same bytes: a library may wrap base64 text, leave out the padding, or
+add a parameter to a data URI. A digest of the URL would then see another image, and the conversation would not continue. So a media part
+is identified by these values:
+
+==============  =====================================================================================================
+modality        `image`, `video` or `audio`
+content         the SHA-256 of the decoded bytes of a data URI or of inline audio; for any other URL the URL itself, because its content is
+                unknown until it is fetched
+media type      for video and audio only, whose decoders depend on it. vLLM 0.32 recognizes images by their bytes
+                (`vllm/multimodal/media/image.py`, `ImageMediaIO.load_base64`)
+other members   all others as they are written, such as `uuid`: vLLM 0.32 trusts it, and may use another image. `detail` too, except `auto`,
+                which is the default
+==============  =====================================================================================================
+
+An image that was encoded again, scaled, or requested with another detail is another image: the engine computes other embeddings for it.
+Parts of unknown kinds equal only parts that are written alike.
+"""
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+_KEY = "\x00media"
+"""The only member of an identity. No part that a harness can write becomes equal to an identity, because every part that is not text is
+replaced by one."""
+_SPACE = b" \t\n\f\r"
+"""White space that base64 text may contain (WHATWG, Infra Standard, "forgiving-base64 decode")."""
+_MODALITIES = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
+
+
+def media_identity(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON value that is equal for all ways to write one image, video or audio, and different for any other.
+
+    Args:
+        part: a decoded content part of a chat message that is not text.
+    """
+    written = {name: value for name, value in part.items() if name != "cache_control"}
+    found = _source(written)
+    return {_KEY: {"part": written} if found is None else found}
+
+
+def _source(part: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the identity of a part of a known kind; `None` for any other part."""
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        return None
+    rest = {name: value for name, value in part.items() if value is not None and name not in {"type", kind}}
+    named = part.get(kind)
+    match {"url": named} if isinstance(named, str) else named:
+        case {"url": str(url), **members} if kind in _MODALITIES:
+            inner = {name: value for name, value in members.items() if (name, value) != ("detail", "auto") and value is not None}
+            return {"modality": _MODALITIES[kind], "members": inner, "other": rest, **_content_of(url, _MODALITIES[kind])}
+        case {"data": str(data), **members} if kind == "input_audio" and (content := decode_base64(data)) is not None:
+            return {"modality": "audio", "members": members, "other": rest, "sha256": hashlib.sha256(content).hexdigest()}
+        case _:
+            return None
+
+
+def _content_of(url: str, modality: str) -> dict[str, str]:
+    head, comma, data = url.partition(",") if url[:5].lower() == "data:" else ("", "", "")
+    declared, _, encoding = head[5:].rpartition(";")
+    content = decode_base64(data) if comma and encoding.strip().lower() == "base64" else None
+    if content is None:
+        return {"url": url}
+    kind = {} if modality == "image" else {"media_type": declared.partition(";")[0].strip().lower()}
+    return {"sha256": hashlib.sha256(content).hexdigest(), **kind}
+
+
+def decode_base64(text: str) -> bytes | None:
+    """Decode standard base64 text; white space and missing padding are accepted. `None` if it is not base64."""
+    try:
+        plain = text.encode("ascii").translate(None, _SPACE)
+        return base64.b64decode(plain + b"=" * (-len(plain) % 4), validate=True)
+    except ValueError:  # also UnicodeEncodeError and binascii.Error
+        return None
