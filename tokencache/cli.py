@@ -30,6 +30,7 @@ from tokencache.commands.score import score_rollouts
 from tokencache.commands.sessions import list_sessions
 from tokencache.commands.show import show_session
 from tokencache.commands.verify import verify_exports
+from tokencache.commands.weights import weights_app
 from tokencache.config import NAMES, PREFIX, Settings, SettingsError, Shown, option_of
 from tokencache.engine.template.local import quieten
 from tokencache.errors import extra_missing
@@ -173,6 +174,7 @@ app.command("verify")(verify_exports)
 app.command("score")(score_rollouts)
 app.command("audit")(audit_exports)
 app.command("drift")(report_drift)
+app.add_typer(weights_app, name="weights")
 
 
 @app.command()

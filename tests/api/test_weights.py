@@ -90,7 +90,7 @@ async def test_an_update_pauses_the_engines_and_resumes_them():
         assert (await send("POST", finish, version=3))["version"] == "3"  # a repeated request
         assert engine.dev_mode.calls[:3] == ["pause keep", "update_weight_version 3", "resume"]
         assert not engine.dev_mode.paused
-        assert "begin another one" in (await send("POST", finish, status=409, version=4))["error"]["message"]
+        assert "announce their version" in (await send("POST", finish, status=409, version=4))["error"]["message"]
 
 
 async def test_a_cancelled_update_leaves_the_version_unknown_and_nothing_held():

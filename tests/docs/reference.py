@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -59,10 +60,18 @@ def adapters() -> str:
     return table(*rows)
 
 
+def _with_subcommands() -> Iterator[tuple[str, Any]]:
+    """The commands and their subcommands, by the words that name them."""
+    for name, command in COMMANDS.items():
+        yield name, command
+        for below, subcommand in getattr(command, "commands", {}).items():
+            yield f"{name} {below}", subcommand
+
+
 def command_line() -> str:
     """The help of every command but `serve`, as a terminal of 80 columns shows it."""
     parts = []
-    for name, command in COMMANDS.items():
+    for name, command in _with_subcommands():
         if name != "serve":
             with command.make_context(f"tokencache {name}", [], resilient_parsing=True, terminal_width=80) as context:
                 parts.append(f"## {name}\n\n```text\n{command.get_help(context)}\n```\n")

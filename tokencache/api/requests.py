@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from tokencache.core.budget import Budget
 from tokencache.core.session import History, LabelChanges, Labels, Number, Reward, SessionSettings
-from tokencache.engine.weight_updates import PauseMode
+from tokencache.core.weights import PauseMode
 
 MOST_NAMED = 10_000
 """Sessions that one request may name."""
@@ -163,6 +163,7 @@ class NewUpdate(msgspec.Struct, frozen=True):
         engines: base URLs of its engines; empty for all.
         owner: who updates the weights. While an owner is updating, others are refused.
         timeout: seconds after which the update ends by itself: the engines are resumed, and the version is unknown.
+        id: the id of the update. Without one it gets a random one. A request with the id of the update under way begins no other one.
     """
 
     mode: PauseMode = "abort"
@@ -170,6 +171,7 @@ class NewUpdate(msgspec.Struct, frozen=True):
     engines: list[str] = []
     owner: str = ""
     timeout: _UpdateSeconds = 600.0
+    id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{0,64}$")] = ""
 
 
 class FinishedUpdate(msgspec.Struct, frozen=True):

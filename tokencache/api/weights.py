@@ -46,27 +46,31 @@ class _WeightsApi:
     async def announce(self, request: web.Request) -> web.StreamResponse:
         given = await read_body(request, NewVersion, _ANNOUNCEMENT)
         engines, now = self._known(given.engines), time.time()
-        if given.phase == "updating":
-            update = Update(secrets.token_hex(8), given.owner, now, now + given.timeout, engines)
-
-            def transition(state: WeightsState) -> WeightsState:
-                return state.begin_update(update)
-        else:
-
-            def transition(state: WeightsState) -> WeightsState:
-                return state.announce(str(given.version), now, engines=engines, owner=given.owner)
-
         with _refusals():
-            return json_response(self._info(await self._announced.change(transition)))
+            if given.phase == "updating":
+                update = Update(secrets.token_hex(8), given.owner, now, now + given.timeout, engines)
+                return json_response(self._info(await self._updates.begin(update)))
+            version, lost = str(given.version), await self._announced.silent(engines)
+            state = await self._announced.change(
+                lambda latest: latest.announce(version, time.time(), engines=engines, owner=given.owner, lost=lost)
+            )
+            return json_response(self._info(state))
 
     async def begin(self, request: web.Request) -> web.StreamResponse:
         given = await read_body(request, NewUpdate, '{"mode": "abort"}')
-        engines = self._known(given.engines)
+        name, now, paused = given.id or secrets.token_hex(8), time.time(), given.mode != "none"
+        update = Update(
+            id=name,
+            owner=given.owner,
+            since=now,
+            until=now + given.timeout,
+            engines=self._known(given.engines),
+            paused=paused,
+            mode=given.mode if paused else "",
+            clears_cache=paused and given.clear_cache,
+        )
         with _refusals():
-            _, state = await self._updates.begin(
-                owner=given.owner, engines=engines, seconds=given.timeout, mode=given.mode, clear_cache=given.clear_cache
-            )
-        return json_response(self._info(state), _CREATED)
+            return json_response(self._info(await self._updates.begin(update)), _CREATED)
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
         given = await read_body(request, FinishedUpdate, '{"version": "7"}')
@@ -86,7 +90,7 @@ class _WeightsApi:
         return found
 
     def _info(self, state: WeightsState) -> WeightsInfo:
-        update = state.update
+        update = state.under_way
         engines = [
             EngineWeightsInfo(url=monitor.url, version=known.version, phase=known.phase)
             for monitor in self._pool.monitors
@@ -118,7 +122,12 @@ def _refusals() -> Iterator[None]:
 
 def _conflict(update: Update | None) -> str:
     if update is None:
-        return "no such update of the weights is under way: it was finished or cancelled, or its timeout has passed; begin another one"
+        return (
+            "no such update of the weights is under way: it was finished or cancelled, or its timeout has passed. If the engines have the "
+            "new weights, announce their version (PUT /tokencache/v1/weights)"
+        )
+    if update.ended:
+        return f"the engines of the last update, by {update.owner or 'another trainer'!r}, are being resumed; send this request again"
     return (
         f"{update.owner or 'another trainer'!r} is updating the weights; its update ends by itself in "
         f"{max(0.0, update.until - time.time()):.0f} s. Wait for it, or send the same owner to take part in it"

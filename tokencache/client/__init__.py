@@ -14,6 +14,7 @@
 `async_client`        `AsyncClient`, `AsyncSession` and `AsyncDelivery`
 `operations`          what both send to the proxy and how they read its responses; opens no socket
 `session_operations`  the same for one session
+`weight_operations`   the same for the versions of the engines' weights
 `collecting`          the same for several sessions: in order, as they finish, from the queue
 `protocol`            how operations yield their requests
 `transport`           runs operations over HTTP, and makes methods of them
@@ -30,6 +31,7 @@ from tokencache.client.errors import (
     ClientError,
     DeliveryExpiredError,
     EngineInUseError,
+    EnginePauseError,
     ExistsError,
     InvalidUrlError,
     NotFoundError,
@@ -41,6 +43,7 @@ from tokencache.client.errors import (
     UnfinishedError,
     UnreachableError,
     WaitTimeoutError,
+    WeightsConflictError,
     WrongServerError,
 )
 from tokencache.client.sync_client import Client, Delivery, Session
@@ -48,6 +51,7 @@ from tokencache.core.budget import Budget
 from tokencache.trajectories.values import (
     DeliveryState,
     EngineState,
+    EngineWeightsInfo,
     Figures,
     Incident,
     OpenCall,
@@ -60,6 +64,7 @@ from tokencache.trajectories.values import (
     ToolCall,
     Trajectory,
     TurnSpan,
+    WeightsInfo,
 )
 
 __all__ = [
@@ -74,7 +79,9 @@ __all__ = [
     "DeliveryExpiredError",
     "DeliveryState",
     "EngineInUseError",
+    "EnginePauseError",
     "EngineState",
+    "EngineWeightsInfo",
     "ExistsError",
     "Figures",
     "Incident",
@@ -99,5 +106,7 @@ __all__ = [
     "UnfinishedError",
     "UnreachableError",
     "WaitTimeoutError",
+    "WeightsConflictError",
+    "WeightsInfo",
     "WrongServerError",
 ]

@@ -1,15 +1,17 @@
 """The client for asyncio: `AsyncClient`, `AsyncSession` and `AsyncDelivery`. Their methods are those of `sync_client`, awaited."""
 
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Self, Unpack
 
-from tokencache.client import collecting, operations, session_operations
+from tokencache.client import collecting, operations, session_operations, weight_operations
 from tokencache.client.access import Access, access_to, members_of
 from tokencache.client.collecting import FollowOptions
 from tokencache.client.operations import ProxyAddress, SessionOptions
 from tokencache.client.transport import AwaitedTransport, awaited, awaited_iterator
+from tokencache.client.weight_operations import OwnUpdate, UpdateOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,20 @@ class AsyncClient(ProxyAddress):
         async for taken in self._transport.iterate(collecting.follow(self, consumer, **options)):
             yield AsyncDelivery(**members_of(taken), _transport=self._transport)
 
+    @contextlib.asynccontextmanager
+    async def update_weights(self, version: int | str, **options: Unpack[UpdateOptions]) -> AsyncIterator[OwnUpdate]:
+        """See `Client.update_weights`."""
+        update = weight_operations.planned(version, options)
+        try:
+            await self._transport.run(weight_operations.begin(self, update))
+            yield update
+        except BaseException as error:
+            await self._transport.run(weight_operations.cancel(self, update, error))
+            raise
+        await self._transport.run(weight_operations.finish(self, update))
+
+    weights = awaited(weight_operations.weights)
+    set_weights = awaited(weight_operations.set_weights)
     sessions = awaited(operations.sessions)
     page = awaited(operations.page)
     iterate = awaited_iterator(collecting.iterate)

@@ -15,7 +15,9 @@
         │   └── OtherSettingsError  409: and it has other settings
         ├── DeliveryExpiredError  409: the lease of a delivery ended, and another consumer took its sessions
         ├── TooManyReadyError 429: too many finished sessions are not consumed (`--max-ready`)
-        └── EngineInUseError  409: the engine is not drained, or `--upstream` names it
+        ├── EngineInUseError  409: the engine is not drained, or `--upstream` names it
+        ├── WeightsConflictError  409: another owner is updating the weights, or an update has ended
+        └── EnginePauseError  409: an engine cannot be paused
 
 Any other `AnswerError` is a failure of the proxy (5xx), or of a gateway before it.
 """
@@ -117,6 +119,18 @@ class EngineInUseError(AnswerError):
     status = 409
 
 
+class WeightsConflictError(AnswerError):
+    """Another owner is updating the weights, or the update has ended: by its timeout, or because it was cancelled."""
+
+    status = 409
+
+
+class EnginePauseError(AnswerError):
+    """An engine cannot be paused, so no weights were to be replaced. The message names it. All engines run."""
+
+    status = 409
+
+
 _BY_TYPE: dict[str, type[AnswerError]] = {
     "engine_in_use": EngineInUseError,
     "engine_configured": EngineInUseError,
@@ -126,6 +140,8 @@ _BY_TYPE: dict[str, type[AnswerError]] = {
     "settings_conflict": OtherSettingsError,
     "delivery_expired": DeliveryExpiredError,
     "too_many_ready": TooManyReadyError,
+    "weights_conflict": WeightsConflictError,
+    "engine_not_paused": EnginePauseError,
 }
 _BY_STATUS: dict[int, type[AnswerError]] = {
     400: RefusedError,

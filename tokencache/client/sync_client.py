@@ -1,15 +1,17 @@
 """The blocking client: `Client`, and the `Session` and `Delivery` that it returns."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self, Unpack
 
-from tokencache.client import collecting, operations, session_operations
+from tokencache.client import collecting, operations, session_operations, weight_operations
 from tokencache.client.access import Access, access_to, members_of
 from tokencache.client.collecting import FollowOptions
 from tokencache.client.operations import ProxyAddress, SessionOptions
 from tokencache.client.transport import BlockingTransport, blocking, blocking_iterator
+from tokencache.client.weight_operations import OwnUpdate, UpdateOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,44 @@ class Client(ProxyAddress):
         for taken in self._transport.iterate(collecting.follow(self, consumer, **options)):
             yield Delivery(**members_of(taken), _transport=self._transport)
 
+    @contextlib.contextmanager
+    def update_weights(self, version: int | str, **options: Unpack[UpdateOptions]) -> Iterator[OwnUpdate]:
+        """Replace the weights of the engines: new calls wait and the engines are paused while the context is open.
+
+        In the context, the trainer sends the weights as it always does. At its end the engines go on with the new version. If the
+        context raises, the engines go on too, and their version is unknown. If this process dies, the proxy does that when the timeout
+        has passed.
+
+            with client.update_weights(step):
+                sync_weights_to_the_engines()
+
+        Args:
+            version: the version of the new weights, a number or a name.
+            mode: what happens to replies under way (docs/weights.md). `abort`: they are cut, and continued with the new weights. `keep`:
+                they are frozen. `wait`: they end first. `none`: the engines are not paused; the trainer does that itself.
+            clear_cache: whether the pause empties the engines' prefix caches, and computes frozen replies' keys and values again.
+            engines: the base URLs of the engines; empty for all.
+            owner: who updates the weights. While an owner is updating, others are refused. An owner that begins again replaces its own
+                update, so give a name if a restarted trainer shall not wait for the timeout. Default: a new name for each update.
+            timeout: seconds after which the proxy ends the update by itself. The version is then unknown.
+
+        Raises:
+            ValueError: the version cannot be used.
+            WeightsConflictError: another owner is updating the weights; at the end: the timeout has passed.
+            EnginePauseError: an engine cannot be paused (it needs `VLLM_SERVER_DEV_MODE=1`). The others go on.
+            NotFoundError: there is no such engine.
+        """
+        update = weight_operations.planned(version, options)
+        try:
+            self._transport.run(weight_operations.begin(self, update))
+            yield update
+        except BaseException as error:
+            self._transport.run(weight_operations.cancel(self, update, error))
+            raise
+        self._transport.run(weight_operations.finish(self, update))
+
+    weights = blocking(weight_operations.weights)
+    set_weights = blocking(weight_operations.set_weights)
     sessions = blocking(operations.sessions)
     page = blocking(operations.page)
     iterate = blocking_iterator(collecting.iterate)

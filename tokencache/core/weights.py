@@ -12,16 +12,20 @@ replaces a state only if nobody else did (`Store.replace_weights`).
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+PauseMode = Literal["abort", "keep", "wait", "none"]
+"""How engines are paused while their weights are replaced: vLLM's modes (`/pause?mode=`), or not at all."""
 MIXED = "mixed"
 """The version of a span that is not certain: the weights changed, or may have changed, while it was sampled."""
 RESERVED = frozenset({"", MIXED, "default"})
 """Names that no version may have. `default` is what vLLM's `/weight_info` answers before anything was set (0.27 to 0.33)."""
 HISTORY_KEPT = 100
 """Number of announced versions that are kept."""
+RESUME_SECONDS = 30.0
+"""Seconds for which the replica that ends an update may be resuming engines. After that, another one tries it again."""
 MAX_NAME = 200
 """Maximum number of characters of a version, and of an owner."""
 
@@ -77,11 +81,13 @@ class EngineWeights(msgspec.Struct, frozen=True, omit_defaults=True):
         version: the version; `""` if it is not known.
         update: the ordinal of the announcement; 0 if there was none.
         updating: whether its weights are being replaced.
+        at: when it was announced, Unix time in seconds. An engine that was started later has other weights: those on its disk.
     """
 
     version: str = ""
     update: int = 0
     updating: bool = False
+    at: float = 0.0
 
     @property
     def phase(self) -> WeightsPhase:
@@ -102,6 +108,8 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
         paused: whether the proxy paused the engines, and must resume them at its end.
         mode: how the engines are paused before any weight changes: `abort`, `keep` or `wait` (`/pause?mode=`); `""` if that is not known.
         clears_cache: whether the pause empties the prefix cache, and computes the keys and values of frozen requests again.
+        ended: whether it has ended, except that the engines that the proxy paused are not all resumed yet. `until` is then when any
+            replica may try that again.
     """
 
     id: str
@@ -112,6 +120,7 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     paused: bool = False
     mode: str = ""
     clears_cache: bool = False
+    ended: bool = False
 
     @property
     def harmless(self) -> bool:
@@ -119,7 +128,7 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.mode in {"abort", "wait"} or (self.mode == "keep" and self.clears_cache)
 
     def covers(self, url: str) -> bool:
-        """Whether the weights of this engine are being replaced."""
+        """Whether this engine takes part in it."""
         return not self.engines or url in self.engines
 
 
@@ -144,7 +153,8 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
         all: what holds for engines without an entry of their own.
         engines: base URL → what holds for this engine.
         update: the update under way; `None` if there is none.
-        last: the newest update's ordinal.
+        last: the newest update's ordinal. The first one is the time of its announcement in milliseconds, so that a store that lost its
+            data does not use an ordinal again.
         history: announced versions, the newest last.
     """
 
@@ -158,7 +168,7 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     def of(self, url: str) -> EngineWeights:
         """Return what is announced of an engine."""
         known = self.engines.get(url, self.all)
-        updating = self.update is not None and self.update.covers(url)
+        updating = self.update is not None and not self.update.ended and self.update.covers(url)
         return msgspec.structs.replace(known, updating=True) if updating else known
 
     @property
@@ -166,8 +176,22 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
         """The version that was announced last; `""` if none was, or if an update ended without one."""
         return self.history[-1].version if self.history and self.history[-1].update == self.last else ""
 
-    def announce(self, version: str, at: float, *, engines: Sequence[str] = (), owner: str = "") -> "WeightsState":
+    @property
+    def under_way(self) -> Update | None:
+        """The update that has not ended."""
+        return None if self.update is None or self.update.ended else self.update
+
+    def announce(
+        self, version: str, at: float, *, engines: Sequence[str] = (), owner: str = "", lost: Iterable[str] = ()
+    ) -> "WeightsState":
         """Set the version of some engines, or of all, and end the update that is under way if it is `owner`'s.
+
+        Args:
+            version: the version.
+            at: now.
+            engines: base URLs; empty for all.
+            owner: who announces it.
+            lost: those of the engines that do not answer. Nothing shows which weights they have when they come back.
 
         Returns:
             The next state; this one if the same version was announced for the same engines and no update is under way.
@@ -179,22 +203,30 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
         check_version(version)
         self._check_owner(owner, at)
         state = self.expire(at)
-        if state.update is None and self._same(version, engines):
-            return self
-        return _with_version(state, version, at, engines or (state.update.engines if state.update is not None else ()))
+        if state.under_way is None and state._same(version, engines):  # noqa: SLF001 - a state of this class
+            return state
+        return _with_version(state, version, at, engines or (state.under_way.engines if state.under_way is not None else ()), lost)
 
     def begin_update(self, update: Update) -> "WeightsState":
-        """Begin an update; the same owner may begin again, which replaces its update.
+        """Begin an update. Returns this state if it is under way already.
+
+        An update of the same owner ends before, without a version: it may have replaced some weights.
 
         Raises:
-            UpdateConflictError: another owner's update is under way.
+            UpdateConflictError: another owner's update is under way, or engines that it paused are being resumed.
         """
+        if self.under_way is not None and self.under_way.id == update.id:
+            return self
         self._check_owner(update.owner, update.since)
-        state = self.expire(update.since)
-        return msgspec.structs.replace(state, revision=self.revision + 1, update=update)
+        if self.under_way is not None:
+            return _with_version(self, "", update.since, self.under_way.engines)._begin(update)  # noqa: SLF001 - a state of this class
+        return self._begin(update)
 
-    def end_update(self, name: str, version: str, at: float) -> "WeightsState":
-        """End an update with the version of the new weights, or with `""` if they are not known.
+    def _begin(self, update: Update) -> "WeightsState":
+        return msgspec.structs.replace(self, revision=self.revision + 1, update=update)
+
+    def end_update(self, name: str, version: str, at: float, *, lost: Iterable[str] = ()) -> "WeightsState":
+        """End an update with the version of the new weights, or with `""` if they are not known. `lost` as in `announce`.
 
         Raises:
             ValueError: the version cannot be used.
@@ -202,9 +234,29 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
         """
         if version:
             check_version(version)
-        if self.update is None or self.update.id != name or self.update.until <= at:
+        if self.under_way is None or self.under_way.id != name or self.under_way.until <= at:
             raise UpdateConflictError
-        return _with_version(self, version, at, self.update.engines)
+        return _with_version(self, version, at, self.under_way.engines, lost)
+
+    def resumed(self, name: str) -> "WeightsState":
+        """Note that the engines of an update that has ended are resumed."""
+        if self.update is None or not self.update.ended or self.update.id != name:
+            return self
+        return msgspec.structs.replace(self, revision=self.revision + 1, update=None)
+
+    def postponed(self, name: str, at: float) -> "WeightsState":
+        """Note that one replica tries again to resume the engines of an update that has ended."""
+        if self.update is None or not self.update.ended or self.update.id != name or self.update.until > at:
+            return self
+        update = msgspec.structs.replace(self.update, until=at + RESUME_SECONDS)
+        return msgspec.structs.replace(self, revision=self.revision + 1, update=update)
+
+    def restarted(self, engines: Iterable[str], at: float) -> "WeightsState":
+        """Forget the versions of engines that were started after these were announced. Returns this state if there are none."""
+        forgotten = {url: EngineWeights(at=at) for url in engines if self.of(url).version}
+        if not forgotten:
+            return self
+        return msgspec.structs.replace(self, revision=self.revision + 1, engines={**self.engines, **forgotten})
 
     def cancel_update(self, name: str) -> "WeightsState":
         """End an update before any weight was changed: what was announced before holds on.
@@ -212,7 +264,7 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
         Raises:
             UpdateConflictError: the update is not under way.
         """
-        if self.update is None or self.update.id != name:
+        if self.under_way is None or self.under_way.id != name:
             raise UpdateConflictError
         return msgspec.structs.replace(self, revision=self.revision + 1, update=None)
 
@@ -222,18 +274,18 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
 
     def expire(self, at: float) -> "WeightsState":
         """End the update whose timeout has passed: the weights of its engines are not known. Returns this state if there is none."""
-        if self.update is None or self.update.until > at:
+        if self.under_way is None or self.under_way.until > at:
             return self
-        return _with_version(self, "", at, self.update.engines)
+        return _with_version(self, "", at, self.under_way.engines)
 
     def harmless_since(self, update: int) -> bool:
         """Whether all updates after this ordinal, and one that is under way, are known to be harmless (`Update.harmless`)."""
         later = [one for one in self.history if one.update > update]
         ended = len(later) == self.last - update and all(one.harmless for one in later)  # one that ended without a version is not listed
-        return ended and (self.update is None or self.update.harmless)
+        return ended and (self.under_way is None or self.under_way.harmless)
 
     def _check_owner(self, owner: str, at: float) -> None:
-        if self.update is not None and self.update.until > at and self.update.owner != owner:
+        if self.update is not None and self.update.until > at and (self.update.owner != owner or self.update.ended):
             raise UpdateConflictError(self.update)
 
     def _same(self, version: str, engines: Sequence[str]) -> bool:
@@ -242,21 +294,24 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
         return self.all.version == version and all(known.version == version for known in self.engines.values())
 
 
-def _with_version(state: WeightsState, version: str, at: float, engines: Sequence[str]) -> WeightsState:
-    """Set a version by a new update, which ends the one that is under way."""
-    number = state.last + 1
-    known = EngineWeights(version, number)
-    harmless = state.update is not None and state.update.harmless
-    ended = state.update.id if state.update is not None else ""
-    announced = (Announced(version, number, at, harmless, ended),) if version else ()
+def _with_version(state: WeightsState, version: str, at: float, engines: Sequence[str], lost: Iterable[str] = ()) -> WeightsState:
+    """Set a version by a new update, which ends the one that is under way. If the proxy paused its engines, they are to be resumed."""
+    number = state.last + 1 if state.last else int(at * 1000) or 1
+    known = EngineWeights(version, number, at=at)
+    unknown = dict.fromkeys((url for url in lost if not engines or url in engines), EngineWeights("", number, at=at))
+    update = state.under_way
+    announced = (Announced(version, number, at, update is not None and update.harmless, update.id if update is not None else ""),)
+    ended = None
+    if update is not None and update.paused:
+        ended = msgspec.structs.replace(update, ended=True, until=at + RESUME_SECONDS)
     return msgspec.structs.replace(
         state,
         revision=state.revision + 1,
         all=state.all if engines else known,
-        engines={**state.engines, **dict.fromkeys(engines, known)} if engines else {},
-        update=None,
+        engines={**state.engines, **dict.fromkeys(engines, known), **unknown} if engines else unknown,
+        update=ended,
         last=number,
-        history=(*state.history, *announced)[-HISTORY_KEPT:],
+        history=(*state.history, *(announced if version else ()))[-HISTORY_KEPT:],
     )
 
 

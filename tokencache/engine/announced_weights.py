@@ -5,8 +5,13 @@ announced, each replica reads the value from the store whenever it must be certa
 replica looks every `POLL_SECONDS` seconds whether a first announcement was made elsewhere. So announce the first version before the first
 rollout.
 
-An update that nobody ends has a timeout. The first replica that notices that it has passed resumes the engines that the proxy had paused,
-and ends the update; the version is then unknown.
+An update that nobody ends has a timeout. The first replica that notices that it has passed ends the update; the version is then unknown.
+
+At the end of an update the engines that the proxy had paused are resumed. Until that is done the update stays in the state
+(`Update.ended`), so that another replica does it if this one dies.
+
+An engine that was down may be another process with other weights, those on its disk. So a version counts only if it was announced after
+the engine was seen down the last time, and while it answered.
 """
 
 import asyncio
@@ -14,6 +19,9 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
 
 from tokencache.core.weights import Update, WeightsState
 from tokencache.engine.membership import POLL_SECONDS
@@ -25,7 +33,16 @@ from tokencache.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
+ANSWER_SECONDS = 20.0
+"""Seconds to wait for an engine's answer, except to a pause."""
 _OK = 200
+
+
+class Failure(NamedTuple):
+    """Why an engine did not do what it was told; `reached` is false if there is no connection to it."""
+
+    reason: str
+    reached: bool
 
 
 class AnnouncedWeights:
@@ -60,23 +77,30 @@ class AnnouncedWeights:
         return await self.read() if self.active else self._known
 
     async def read(self) -> WeightsState:
-        """Read what is announced now, and end an update whose timeout has passed.
+        """Read what is announced now. Ends an update whose timeout has passed, and resumes engines that nobody else resumes.
 
         Raises:
             StoreError: the store does not answer.
         """
         state = await self._store.weights()
+        if self._started_later(state):
+            state, _ = await self._replace(lambda latest: latest)
         lost = self._known.update if state.revision < self._known.revision else None
         self._learn(state)
-        if lost is not None and lost.paused:  # the store lost its data: nobody could resume these engines any more
-            await self._give_up(lost, "the store has lost it")
-        if state.update is None or state.expire(time.time()) is state:
+        if lost is not None and lost.paused:  # the store lost its data: no replica could resume these engines any more
+            log.warning("the update of the weights by %r is over, because the store has lost it; its engines are resumed", lost.owner)
+            await self.resume(lost.engines)
+        if state.update is None or time.time() < state.update.until:
             return state
-        await self._give_up(state.update, "its timeout has passed")
+        if state.update.ended:
+            return await self._resume_again(state.update)
+        log.warning("the update of the weights by %r has passed its timeout: the version is unknown", state.update.owner)
         return await self.change(lambda latest: latest.expire(time.time()))
 
     async def change(self, transition: Callable[[WeightsState], WeightsState]) -> WeightsState:
-        """Apply a transition to the newest state, and store the result.
+        """Apply a transition to the newest state, and store the result. If it ends an update, resume the engines that the proxy paused.
+
+        If an engine cannot be resumed, the update stays in the state, as one that has ended; replicas try it again.
 
         Args:
             transition: makes the next state; returns the same one if nothing is to change. It may be called several times.
@@ -84,45 +108,81 @@ class AnnouncedWeights:
         Raises:
             StoreError: the store does not answer. It may or may not have stored the change.
         """
+        following, changed = await self._replace(transition)
+        if changed and following.update is not None and following.update.ended:
+            return await self._resume_ended(following.update)
+        return following
+
+    async def _replace(self, transition: Callable[[WeightsState], WeightsState]) -> tuple[WeightsState, bool]:
         while True:
-            state = await self._store.weights()
-            following = transition(state)
-            if following is state or await self._store.replace_weights(following):
+            stored = await self._store.weights()
+            restarted = self._started_later(stored)
+            following = transition(stored.restarted(restarted, time.time()))
+            changed = following is not stored
+            if changed:
+                following = msgspec.structs.replace(following, revision=stored.revision + 1)
+            if not changed or await self._store.replace_weights(following):
+                for url in restarted:
+                    log.warning("engine %s: it was down, so the version of its weights is unknown until it is announced again", url)
                 self._learn(following)
-                return following
+                return following, changed
+
+    async def _resume_again(self, update: Update) -> WeightsState:
+        """Resume the engines of an update that ended some time ago, unless another replica does so now."""
+        state, changed = await self._replace(lambda latest: latest.postponed(update.id, time.time()))
+        return await self._resume_ended(update) if changed else state
+
+    async def _resume_ended(self, update: Update) -> WeightsState:
+        problems = await self.resume(update.engines)
+        for url, failure in problems.items():
+            log.error("engine %s: it could not be resumed after the update of its weights: %s", url, failure.reason)
+        if any(failure.reached for failure in problems.values()):
+            return self._known
+        state, _ = await self._replace(lambda latest: latest.resumed(update.id))  # a process that is gone is not paused
+        return state
+
+    def _started_later(self, state: WeightsState) -> list[str]:
+        """Return the engines that were down since their version was announced: another process may run there now."""
+        known = [(monitor, state.of(monitor.url)) for monitor in self._pool.monitors]
+        return [monitor.url for monitor, weights in known if weights.version and weights.at < monitor.gone_at]
+
+    async def silent(self, engines: Sequence[str]) -> list[str]:
+        """Return the engines that do not answer now, of some or of all."""
+        asked = [monitor for monitor in self._pool.monitors if not engines or monitor.url in engines]
+        answers = await asyncio.gather(*(monitor.answers() for monitor in asked))
+        return [monitor.url for monitor, answered in zip(asked, answers, strict=True) if not answered]
 
     def _learn(self, state: WeightsState) -> None:
         if state != self._known:
             self._known = state
             self.changed.notify()
 
-    async def _give_up(self, update: Update, why: str) -> None:
-        log.warning("the update of the weights by %r ends, and their version is unknown: %s", update.owner, why)
-        if update.paused:
-            for url, problem in (await self.resume(update.engines)).items():
-                log.error("engine %s: it could not be resumed after the update of its weights: %s", url, problem)
-
     def upstreams(self, engines: Sequence[str]) -> list[Upstream]:
         """Return the connections to some engines, or to all if none are named. Engines that are gone are left out."""
         return [monitor.engine.upstream for monitor in self._pool.monitors if not engines or monitor.url in engines]
 
-    async def resume(self, engines: Sequence[str]) -> dict[str, str]:
+    async def resume(self, engines: Sequence[str]) -> dict[str, Failure]:
         """Let paused engines go on (`POST /resume`; vLLM answers 200 if it is not paused). Returns what failed, by URL."""
         return await self.tell(engines, "/resume")
 
-    async def tell(self, engines: Sequence[str], path: str, body: object = None) -> dict[str, str]:
+    async def tell(self, engines: Sequence[str], path: str, body: object = None, *, seconds: float = ANSWER_SECONDS) -> dict[str, Failure]:
         """Post to some engines at once, or to all if none are named. Returns what failed, by URL."""
 
-        async def post(upstream: Upstream) -> str:
+        async def post(upstream: Upstream) -> Failure | None:
             try:
-                answer = await upstream.post(path, {} if body is None else body)
+                async with asyncio.timeout(seconds):
+                    answer = await upstream.post(path, {} if body is None else body)
             except EngineError as why:
-                return str(why)
-            return "" if answer.status == _OK else f"{path} answered {answer.status}: {answer.body[:200].decode(errors='replace')}"
+                return Failure(str(why), why.reached)
+            except TimeoutError:
+                return Failure(f"{path} was not answered within {seconds:.0f} s", reached=True)
+            if answer.status == _OK:
+                return None
+            return Failure(f"{path} answered {answer.status}: {answer.body[:200].decode(errors='replace')}", reached=True)
 
         asked = self.upstreams(engines)
         problems = await asyncio.gather(*map(post, asked))
-        return {upstream.url: problem for upstream, problem in zip(asked, problems, strict=True) if problem}
+        return {upstream.url: problem for upstream, problem in zip(asked, problems, strict=True) if problem is not None}
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:

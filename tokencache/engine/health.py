@@ -72,6 +72,7 @@ class EngineMonitor:
         draining: whether it takes no new calls; calls under way run to their end.
         has_health: whether it has `GET /health`, as far as is known.
         has_label: whether it has `GET /weight_info`, as far as is known.
+        gone_at: when the engine was seen down the last time, or when it was added, Unix time in seconds. Its process may be younger.
         identity: the result of the last probe, kept while the engine is down; `None` if not known.
         mismatched: whether it differs from the engines that serve. Such an engine is probed again from time to time, because the last probe
             may have come at a bad moment.
@@ -81,6 +82,7 @@ class EngineMonitor:
         self.engine = engine
         self.draining = False
         self.has_health = self.has_label = True
+        self.gone_at = 0.0
         self.identity: EngineIdentity | None = None
         self.mismatched = False
         self.alone = alone
@@ -139,6 +141,14 @@ class EngineMonitor:
                 self._strikes = 0
                 await self._identify()
 
+    async def answers(self) -> bool:
+        """Whether the engine answers a check now."""
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                return not await self._problem()
+        except (TimeoutError, EngineError):
+            return False
+
     async def _problem(self) -> str:
         """Return what is wrong with the answer to a check; `""` if nothing is wrong.
 
@@ -167,6 +177,7 @@ class EngineMonitor:
     def mark_down(self, why: str) -> None:
         """Send no calls to the engine until it answers a check."""
         self.engine.forget(why)
+        self.gone_at = time.time()
         self.has_health = self.has_label = True  # another server may run there later
         self._log(f"down: {why}")
         metrics.ENGINE_UP.labels(self.url).set(0)

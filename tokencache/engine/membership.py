@@ -144,7 +144,7 @@ class EngineMembership:
 
     async def _apply(self, entry: EngineEntry) -> None:
         if entry.state == "serving":
-            await self._pool.add(entry.url)
+            await self._pool.add(entry.url, entry.at)
         elif entry.state == "draining" or entry.url in self._configured:
             self._pool.drain(entry.url)
         else:

@@ -75,8 +75,11 @@ class Pool:
         """Return the engine with that base URL."""
         return next((monitor for monitor in self.monitors if monitor.url == url), None)
 
-    async def add(self, url: str) -> None:
-        """Add an engine, which takes calls after its first probe; or let a drained engine take calls again."""
+    async def add(self, url: str, at: float) -> None:
+        """Add an engine, which takes calls after its first probe; or let a drained engine take calls again.
+
+        `at` is when that was requested, Unix time in seconds.
+        """
         if (known := self.find(url)) is not None:
             if known.draining:
                 known.draining = False
@@ -87,6 +90,7 @@ class Pool:
             if monitor.alone:
                 await monitor.gain_peers()
         made = EngineMonitor(self._make(url), self._changed, alone=not self.monitors)
+        made.gone_at = at
         await self._start(made)
         self.monitors.append(made)
         log.info("engine %s: added", made.url)
