@@ -1,11 +1,15 @@
 """Which requests are repeated, and how unusual responses are read. Opens no socket and does not wait."""
 
+import json
+
 import pytest
 
+from tokencache.client import protocol
 from tokencache.client.access import access_to
+from tokencache.client.collecting import OUTAGE_SECONDS, as_completed, follow, iterate
 from tokencache.client.errors import AnswerError, InvalidUrlError, NotFoundError, UnauthorizedError, UnreachableError, WrongServerError
 from tokencache.client.operations import ProxyAddress, create
-from tokencache.client.protocol import Pause, ServerResponse
+from tokencache.client.protocol import Item, Pause, ServerResponse
 from tokencache.client.session_operations import delete, finish, set_reward, state
 
 NO_RESPONSE = ServerResponse(0, b"ConnectError: refused")
@@ -32,6 +36,82 @@ def drive(steps, *responses):
     except StopIteration as done:
         assert not left
         return done.value, asked
+
+
+class Clock:
+    """A proxy whose clock is moved by pauses only. It answers requests while it is up."""
+
+    def __init__(self, monkeypatch, up):
+        self.now, self.asked, self._up = 0.0, [], up
+        monkeypatch.setattr(protocol.time, "monotonic", lambda: self.now)
+
+    def run(self, steps, most=2):
+        """Run an operation. Returns its first results, `most` at most."""
+        found = []
+        try:
+            step = next(steps)
+            while len(found) < most:
+                if isinstance(step, Item):
+                    found.append(step.value)
+                    step = next(steps)
+                elif isinstance(step, Pause):
+                    self.now += step.seconds
+                    step = next(steps)
+                else:
+                    self.asked.append(step.path)
+                    up = self._up(self.now, len(self.asked))
+                    step = steps.send(self._answer(step) if up else NO_RESPONSE if len(self.asked) % 2 else DOWN)
+        except StopIteration:
+            pass
+        return found
+
+    def _answer(self, request):
+        """All sessions are finished. One that is waited for or taken comes alone."""
+        finished = {"session": "r1", "turns": 2, "sealed": False, "complete": True, "open_calls": [], "state": "finished"}
+        if request.path.endswith("/wait"):
+            answer = {"finished": [{**finished, "session": json.loads(request.body)["sessions"][0]}]}
+        elif request.path.endswith("/queue/take"):
+            answer = {"deliveries": [{"id": "d", "group": "", "attempt": 1, "until": 1.0, "sessions": [finished]}]}
+        else:
+            answer = {**finished, "outputs": []}
+        return ServerResponse(200, json.dumps(answer).encode())
+
+
+OPERATIONS = {
+    "follow": lambda: follow(PROXY, "trainer", format="verl"),
+    "as_completed": lambda: as_completed(PROXY, ["r1", "r2"], format="verl"),
+    "iterate": lambda: iterate(PROXY, ["r1", "r2"], format="verl", timeout=1000.0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_trainer_waits_for_a_proxy_that_is_restarted(monkeypatch, name):
+    proxy = Clock(monkeypatch, lambda now, asked: asked == 1 or now > OUTAGE_SECONDS - 10)
+    assert len(proxy.run(OPERATIONS[name]())) == 2
+    assert proxy.now < OUTAGE_SECONDS
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_outage_that_takes_too_long_is_an_error(monkeypatch, name):
+    proxy = Clock(monkeypatch, lambda now, asked: asked == 1)
+    with pytest.raises((UnreachableError, AnswerError)):
+        proxy.run(OPERATIONS[name]())
+    assert OUTAGE_SECONDS < proxy.now < OUTAGE_SECONDS + 10
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_proxy_that_never_responded_is_not_waited_for(monkeypatch, name):
+    proxy = Clock(monkeypatch, lambda now, asked: False)
+    with pytest.raises((UnreachableError, AnswerError)):
+        proxy.run(OPERATIONS[name]())
+    assert len(proxy.asked) == 4
+
+
+def test_a_shorter_timeout_ends_an_outage(monkeypatch):
+    proxy = Clock(monkeypatch, lambda now, asked: asked == 1)
+    with pytest.raises((UnreachableError, AnswerError)):
+        proxy.run(follow(PROXY, "trainer", format="verl", timeout=20.0))
+    assert 20 < proxy.now < 30
 
 
 def register():

@@ -13,13 +13,15 @@ from tokencache.client import session_operations
 from tokencache.client.access import Access, access_to
 from tokencache.client.errors import DeliveryExpiredError, NotFoundError, WaitTimeoutError
 from tokencache.client.operations import ProxyAddress, sessions
-from tokencache.client.protocol import BASE, Item, ItemSteps, Request, Steps, call
+from tokencache.client.protocol import BASE, Item, ItemSteps, Request, Steps, call, through_outages
 from tokencache.client.session_operations import is_over, written
 from tokencache.trajectories.lengths import ExportOptions
 from tokencache.trajectories.values import DeliveryState, QueueState, SessionState
 
 LONGEST_POLL = 20.0
 """Seconds for which one request may wait for a session to finish."""
+OUTAGE_SECONDS = 300.0
+"""How long to wait for a proxy that responded before: it may be restarted while a trainer collects trajectories."""
 
 
 class _Finished(msgspec.Struct):
@@ -65,7 +67,8 @@ def iterate(
     """Return the trajectories of sessions in the given order, each as soon as the session is finished and has no call in flight.
 
     Nothing is sealed or deleted unless asked. A session is deleted when the next one is requested, so that the server still has a
-    trajectory if the consumer fails while processing it. Drift is not measured.
+    trajectory if the consumer fails while processing it. Drift is not measured. If the proxy stops responding or its store fails, requests
+    are repeated for five minutes, or for `timeout` if that is less.
 
     Args:
         proxy: the proxy.
@@ -84,7 +87,8 @@ def iterate(
         TypeError: `names` is a string. For one session, pass a list with its name.
     """
     _check_names(names)
-    return _iterate(proxy, names, format, lengths, seal=seal, delete=delete, force=force, timeout=timeout)
+    steps = _iterate(proxy, names, format, lengths, seal=seal, delete=delete, force=force, timeout=timeout)
+    return through_outages(steps, _longest_outage(timeout))
 
 
 def _iterate(
@@ -149,7 +153,8 @@ def as_completed(
 ) -> ItemSteps[Any]:
     """Return the trajectories of sessions as they finish, each when it is finished and has no call in flight.
 
-    Nothing is sealed or deleted. Drift is not measured.
+    Nothing is sealed or deleted. Drift is not measured. If the proxy stops responding or its store fails, requests are repeated for five
+    minutes, or for `timeout` if that is less.
 
     Args:
         proxy: the proxy.
@@ -164,7 +169,7 @@ def as_completed(
         TypeError: `names` is a string. For one session, pass a list with its name.
     """
     _check_names(names)
-    return _as_completed(proxy, names, format, timeout, lengths)
+    return through_outages(_as_completed(proxy, names, format, timeout, lengths), _longest_outage(timeout))
 
 
 def _as_completed(proxy: ProxyAddress, names: Iterable[str], form: str, timeout: float | None, lengths: ExportOptions) -> ItemSteps[Any]:
@@ -205,6 +210,10 @@ class FollowOptions(ExportOptions, total=False):
 
 def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions]) -> ItemSteps[DeliveryData]:
     """Take finished sessions from the queue. `Client.follow` documents the arguments."""
+    return through_outages(_follow(proxy, consumer, options), _longest_outage(options.get("timeout")))
+
+
+def _follow(proxy: ProxyAddress, consumer: str, options: FollowOptions) -> ItemSteps[DeliveryData]:
     asked: dict[str, Any] = {"consumer": consumer}
     for name in ("group_size", "rewarded", "lease", "group", "tag", "harness"):
         if (value := options.get(name)) is not None:
@@ -270,6 +279,10 @@ def extend(delivery: DeliveryData, seconds: float) -> Steps[None]:
 def queue(_proxy: ProxyAddress) -> Steps[QueueState]:
     """Return how many sessions are in the queue, and who took them."""
     return (yield from call(Request("GET", f"{BASE}/queue"), QueueState))
+
+
+def _longest_outage(timeout: float | None) -> float:
+    return OUTAGE_SECONDS if timeout is None else min(OUTAGE_SECONDS, timeout)
 
 
 def _check_names(names: object) -> None:

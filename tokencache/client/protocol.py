@@ -4,9 +4,12 @@ An operation is a generator. It yields a `Request` to send or a `Pause` to wait,
 result. An operation that produces several results yields each as an `Item`. `transport` runs operations, blocking or awaited.
 
 A request is sent up to four times if the proxy does not respond or its store fails (503), unless a repetition would do something twice.
+Operations that run as long as a training, such as `collecting.follow`, repeat it for minutes (`through_outages`).
 """
 
 import itertools
+import math
+import time
 from collections.abc import Generator
 from typing import Generic, TypeAlias, TypeVar
 
@@ -19,6 +22,7 @@ from tokencache.session_url import BASE_URL_ADVICE
 BASE = "/tokencache/v1"
 _RETRIES = 3
 _UNAVAILABLE, _REDIRECTION = 503, 300
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.5
 
 T = TypeVar("T")
 
@@ -105,8 +109,8 @@ def send_delete(path: str, params: dict[str, str] | None = None) -> Steps[None]:
 def _send(request: Request) -> Steps[tuple[ServerResponse, int]]:
     """Send a request until there is a response. Returns the response and the number of attempts."""
     response, attempts = (yield request), 1
-    for pause in itertools.islice(delays(0.1, 1.5, factor=4.0), _RETRIES if request.repeatable else 0):
-        if response.status not in {0, _UNAVAILABLE}:
+    for pause in itertools.islice(delays(_FIRST_PAUSE, _LONGEST_PAUSE, factor=4.0), _RETRIES if request.repeatable else 0):
+        if not _is_outage(response):
             break
         yield Pause(pause)
         response, attempts = (yield request), attempts + 1
@@ -114,6 +118,37 @@ def _send(request: Request) -> Steps[tuple[ServerResponse, int]]:
         reason = response.body.decode(errors="replace")
         raise UnreachableError(f"{request}: no answer, tried {attempts} times: {reason}. Does `tokencache serve` run at {response.url}?")
     return response, attempts
+
+
+def through_outages(steps: ItemSteps[T], seconds: float) -> ItemSteps[T]:
+    """Run an operation, and repeat a request for up to `seconds` while the proxy does not respond or its store fails.
+
+    Until the first success it fails as soon as other operations: the URL may be wrong.
+    """
+    reached, since = False, math.inf
+    try:
+        step = next(steps)
+        while True:
+            response = yield step
+            if isinstance(step, Request):
+                for pause in delays(_FIRST_PAUSE, _LONGEST_PAUSE, factor=4.0):
+                    if not _is_outage(response):
+                        reached, since = True, math.inf
+                        break
+                    now = time.monotonic()
+                    since = min(since, now)
+                    if not reached or not step.repeatable or now >= since + seconds:
+                        break
+                    yield Pause(pause)
+                    response = yield step
+            step = steps.send(response)
+    except StopIteration:
+        return
+
+
+def _is_outage(response: ServerResponse) -> bool:
+    """Whether another attempt may succeed: there is no response, or the store failed."""
+    return response.status in {0, _UNAVAILABLE}
 
 
 def _read(response: ServerResponse, request: Request, kind: type[T]) -> T:

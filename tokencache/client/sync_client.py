@@ -119,6 +119,9 @@ class Client(ProxyAddress):
         with the same name gets its deliveries at once; any other gets them when their lease ends. Sessions are delivered again only in
         these cases.
 
+        If the proxy stops responding or its store fails, requests are repeated for five minutes, or for `timeout` if that is less. So the
+        proxy may be restarted while a trainer runs.
+
         Args:
             consumer: the name of this consumer. Consumers that run at the same time have different names; a restarted one keeps its name.
             group_size: the number of sessions of one group in a delivery. 1: one session, whatever its group.
@@ -129,6 +132,10 @@ class Client(ProxyAddress):
                 that are not acknowledged yet.
             timeout: stop after so many seconds without a delivery; `None`: never.
             group, tag, harness: take only sessions that have them.
+
+        Raises:
+            UnreachableError: there is no proxy, or the outage took too long.
+            RefusedError: an argument is invalid.
         """
         for taken in self._transport.iterate(collecting.follow(self, consumer, **options)):
             yield Delivery(**members_of(taken), _transport=self._transport)
