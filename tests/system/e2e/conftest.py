@@ -79,11 +79,12 @@ class Servers:
         self._running = None
 
     def _around(self, tokenizer):
-        model = make_model(self._tokenizer_dir(tokenizer), self._tmp.mktemp("model"))
+        model = make_model(self.tokenizer_dir(tokenizer), self._tmp.mktemp("model"))
         folder = self._tmp.mktemp("vllm")
         return VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, ground_truth=folder / "ground_truth.jsonl")
 
-    def _tokenizer_dir(self, tokenizer):
+    def tokenizer_dir(self, tokenizer):
+        """A new folder with a tokenizer."""
         folder = self._tmp.mktemp("tokenizer")
         if tokenizer == "qwen3":
             subprocess.run([str(default_venv() / "bin/python"), str(QWEN3), str(folder)], check=True, stdin=subprocess.DEVNULL)
@@ -117,6 +118,32 @@ def tokenizer(request):
 def vllm_server(servers, tokenizer):
     """The running server with its log, port and model folder."""
     return servers.use(tokenizer)
+
+
+WEIGHTS_PACE = "0.01"
+"""Seconds per token: a reply of some 300 is still being sampled when the engine is paused, even if the pause comes late."""
+
+
+@pytest.fixture
+def weights_server(servers, tmp_path_factory):
+    """A server whose weights may be replaced: in development mode, with LoRA adapters. It samples slowly.
+
+    `tokenizer_dir` is that of its model, for other models of the same shape.
+    """
+
+    def start():
+        folder = servers.tokenizer_dir("own")
+        model = make_model(folder, tmp_path_factory.mktemp("model"))
+        options = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+        workdir = tmp_path_factory.mktemp("vllm")
+        made = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=workdir, options=options)
+        environment = made.environment
+        more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "PACE": WEIGHTS_PACE}
+        made.environment = lambda: environment() | more
+        made.tokenizer_dir = folder
+        return made
+
+    return servers.keep("development mode", start)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ def think(thought, text=""):
 
 
 EPISODES = {
+    "count": [think("Small first.", "One, two."), think("I count.", ", ".join(map(str, range(1000, 1050))) + "."), think("ok", "Three.")],
     "hello": [
         think("A greeting wants a greeting.", "Hello there, friend — naïve café ☕.  "),
         "Once more, without thinking.",

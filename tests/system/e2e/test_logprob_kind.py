@@ -1,11 +1,18 @@
 """The kind of log probabilities: the probe detects the mode in which a real vLLM was started."""
 
+import asyncio
+import json
+
+import msgspec
 import pytest
 from conftest import MAX_MODEL_LEN, proxying
 from episodes import EPISODES
 from rig.model import make_model
 from rig.server import MODEL, VllmServer
+from typer.testing import CliRunner
 
+from tests.scoring.kit import Recorder, turn
+from tokencache.cli import app
 from tokencache.engine.probe import Capability
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
@@ -55,3 +62,20 @@ async def test_the_probe_detects_the_mode_of_real_and_simulated_engines(mode, re
             capability, turn = await found(url)
             assert (capability.logprobs, turn["logprob_kind"]) == (KINDS[mode], KINDS[mode])
             figures.append(f"{mode} at {'vLLM' if url == real else 'the simulated engine'}: {capability.logprobs_seen}")
+
+
+async def test_values_after_temperature_that_are_marked_as_the_models_own(mode, real, figures, tmp_path):
+    async with proxying(real, MemoryStore()) as proxied:
+        recorder = Recorder(proxied.post, MODEL)
+        rollouts = [
+            await recorder.rollout(turn([300 + n, 400, 500], {"temperature": 0.7, "top_p": top_p, "ignore_eos": True}))
+            for n, top_p in enumerate((1.0, 0.9))
+        ]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts))
+    arguments = ["audit", str(path), "--engine", real, "--any-version", "--json"]
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    report = json.loads(result.stdout)
+    assert [finding["cause"] for finding in report["findings"]] == ([] if KINDS[mode] == "raw" else ["mode", "mode"])
+    assert result.exit_code == bool(report["findings"])
+    figures.append(f"{mode}, temperature 0.7, audited as raw: mean {report['mean']:.2g}, max {report['max']:.2g}")

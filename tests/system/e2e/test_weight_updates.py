@@ -7,36 +7,19 @@ import asyncio
 import contextlib
 
 import pytest
-from conftest import MAX_MODEL_LEN, proxying
-from rig.model import make_model
-from rig.server import VllmServer
+from conftest import proxying
 
 from tokencache.core import invariants
 from tokencache.store.memory import MemoryStore
-from tokencache.testing.tokenizer import build_tokenizer
 
-LONG = "<think>\nI count.\n</think>\n\n" + ", ".join(str(n) for n in range(1000, 1050)) + "."
-EPISODES = {"count": ["<think>\nSmall first.\n</think>\n\nOne, two.", LONG, "<think>\nok\n</think>\n\nThree."]}
 MODES = ("abort", "wait", "keep")
 SECONDS = 150
-PACE = "0.01"
-"""Seconds per token: a reply of some 300 is still being sampled when the engine is paused, even if the pause comes late."""
 
 
 @pytest.fixture
-def server(servers, tmp_path_factory):
+def server(weights_server):
     """A server in development mode that samples slowly."""
-
-    def start():
-        tokenizer = tmp_path_factory.mktemp("tokenizer")
-        build_tokenizer().save(tokenizer)
-        model = make_model(tokenizer, tmp_path_factory.mktemp("model"))
-        made = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=tmp_path_factory.mktemp("vllm"))
-        environment = made.environment
-        made.environment = lambda: environment() | {"VLLM_SERVER_DEV_MODE": "1", "PACE": PACE}
-        return made
-
-    return servers.keep("development mode", start)
+    return weights_server
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@ import json
 from rig.harness import TOOLS
 
 CHAT = "/v1/chat/completions"
+SCORED = {"prompt": [300, 301, 302, 303], "max_tokens": 1, "temperature": 0, "return_token_ids": True, "cache_salt": "a"}
 HI = [{"role": "user", "content": "EPISODE:agent please"}]
 TALK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "EPISODE:hello please"}]
 BAD = [{"role": "user", "content": "EPISODE:badcall please"}]
@@ -107,6 +108,11 @@ OTHERS = {
     "tokenize": ("POST", "/tokenize", {"messages": TALK, "tools": TOOLS}),
     "tokenize-strings": ("POST", "/tokenize", {"prompt": "hi<|im_end|> é", "return_token_strs": True}),
     "tokenize-nothing": ("POST", "/tokenize", {}),
+    "prompt-logprobs": ("POST", "/v1/completions", SCORED | {"prompt_logprobs": 0}),
+    "prompt-logprobs-too-many": ("POST", "/v1/completions", SCORED | {"prompt_logprobs": 21}),
+    "prompt-logprobs-all": ("POST", "/v1/completions", SCORED | {"prompt_logprobs": -1}),
+    "prompt-logprobs-negative": ("POST", "/v1/completions", SCORED | {"prompt_logprobs": -2}),
+    "prompt-logprobs-streamed": ("POST", "/v1/completions", SCORED | {"prompt_logprobs": 1, "stream": True}),
     "tokenize-no-such-model": ("POST", "/tokenize", {"prompt": "hi", "model": "nope"}),
     "detokenize": ("POST", "/detokenize", {"tokens": [5, 6, 7]}),
     "detokenize-nothing": ("POST", "/detokenize", {"tokens": "a"}),

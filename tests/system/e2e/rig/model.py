@@ -18,14 +18,18 @@ from pathlib import Path
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 2, 4, 2, 32, 128
 CONTEXT = 131072
+RANK = 8
 STOP = "<|im_end|>"
 PAD = "<|endoftext|>"
 NOISE = 65537
 """Length of the noise that is repeated to fill a matrix: a prime, so that no two rows are equal."""
 
 
-def make_model(tokenizer_dir, out):
-    """Writes a model folder that vLLM can serve, around the tokenizer found in `tokenizer_dir`; returns its path."""
+def make_model(tokenizer_dir, out, *, change=0.0):
+    """Writes a model folder that vLLM can serve, around the tokenizer found in `tokenizer_dir`; returns its path.
+
+    With a `change`, its layers differ from those without by noise of this size, relative to the weights.
+    """
     source, out = Path(tokenizer_dir), Path(out)
     out.mkdir(parents=True, exist_ok=True)
     if source.resolve() != out.resolve():
@@ -56,7 +60,23 @@ def make_model(tokenizer_dir, out):
         "torch_dtype": "float32",
     }
     (out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    write_safetensors(out / "model.safetensors", shapes(vocabulary))
+    write_safetensors(out / "model.safetensors", shapes(vocabulary), change=change)
+    return out
+
+
+def make_adapter(out, *, seed):
+    """Writes a LoRA adapter of the model to a folder, over an earlier one if there is one; returns its path."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    names = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+    tensors = []
+    for layer in range(LAYERS):
+        for name, rows in names.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj"
+            tensors += [(f"{at}.lora_A.weight", (RANK, HIDDEN), 0.1), (f"{at}.lora_B.weight", (rows, RANK), 0.3)]
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [f"{name}_proj" for name in names], "bias": "none"}
+    (out / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "tiny"}), encoding="utf-8")
+    write_safetensors(out / "adapter_model.safetensors", tensors, seed=seed)
     return out
 
 
@@ -79,8 +99,8 @@ def shapes(vocabulary):
     yield "lm_head.weight", (vocabulary, HIDDEN), 0.15
 
 
-def write_safetensors(path, tensors, seed=0):
-    """The whole format: header length, header, data."""
+def write_safetensors(path, tensors, seed=0, *, change=0.0):
+    """The whole format: header length, header, data. `change`: see `make_model`."""
     rng = random.Random(seed)
     noise = array.array("f", (rng.gauss(0, 1) for _ in range(NOISE)))
     header, chunks, at = {}, [], 0
@@ -92,7 +112,9 @@ def write_safetensors(path, tensors, seed=0):
             values = array.array("f", [1.0]) * count
         else:
             start = rng.randrange(NOISE)
-            stretch = array.array("f", (deviation * x for x in noise[start:] + noise[:start]))
+            other = noise[1:] + noise[:1] if change and ".layers." in name else array.array("f", [0.0]) * NOISE
+            turned = zip(noise[start:] + noise[:start], other, strict=True)
+            stretch = array.array("f", (deviation * (x + change * y) for x, y in turned))
             values = (stretch * (count // NOISE + 1))[:count]
         data = values.tobytes()
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + len(data)]}
