@@ -47,7 +47,7 @@ class Token:
 
     def neighbour(self, i: int) -> float:
         """Return the log probability of a made-up token, the `i`th most likely after this one (0: this one itself)."""
-        return MASKED if self.alone and i else self.logprob - 0.5 * i
+        return MASKED if self.alone and i else _float32(self.logprob - 0.5 * i)
 
 
 @dataclass(slots=True)

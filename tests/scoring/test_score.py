@@ -1,0 +1,196 @@
+"""`tokencache score`: the scores of all rows in the order of the input, also after a failure, an interruption, or a refusal."""
+
+import asyncio
+import json
+import random
+
+import msgspec
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from tests.commands.test_commands import Shell, record
+from tests.proxy.kit import proxied
+from tests.scoring.kit import turn
+from tokencache.cli import app
+from tokencache.testing import SimulatedEngine
+from tokencache.testing.faults import Fault, FaultKind
+
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+async def score(*arguments, code=0):
+    result = await asyncio.to_thread(CliRunner().invoke, app, ["score", *map(str, arguments)])
+    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture
+async def recorded(serve, tmp_path):
+    """An engine, its URL, and a file of five rollouts that it sampled, each longer than the one before."""
+    engine, url, recorder = await serve()
+    rng = random.Random(1)
+    rollouts = [await recorder.rollout(turn(rng.choices(range(300, 500), k=200 * n + 10)), turn([7, 8])) for n in range(5)]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts))
+    engine.completions.clear()
+    return engine, url, path, rollouts
+
+
+def rows_of(path):
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+async def test_rows_have_what_was_recorded_and_what_was_recomputed(recorded, tmp_path):
+    engine, url, path, rollouts = recorded
+    to = tmp_path / "scores.jsonl"
+    said = await score(path, "--engine", url, "--to", to)
+    rows = rows_of(to)
+    assert f"5 sequences in {to}" in said
+    for row, rollout in zip(rows, rollouts, strict=True):
+        (sequence,) = rollout.sequences
+        assert (row["session"], row["sequence"]) == (rollout.session, "q1")
+        assert [row[name] for name in ("token_ids", "loss_mask", "logprobs")] == [
+            sequence.token_ids, sequence.loss_mask, sequence.logprobs,
+        ]  # fmt: skip
+        assert row["score_model"] == "sim"
+        assert row["score"][0] == 0.0
+        assert [a for a, m in zip(row["score"], row["loss_mask"], strict=True) if m] == [
+            b for b, m in zip(row["logprobs"], row["loss_mask"], strict=True) if m
+        ]
+    assert not to.with_name("scores.jsonl.scored").exists()
+    (salt,) = {request["cache_salt"] for request in engine.completions}
+    assert len(salt) == 32
+    await score(path, "--engine", url, "--to", to, "--overwrite")
+    assert len({request["cache_salt"] for request in engine.completions}) == 2
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+async def test_a_file_of_scores_is_scored_again_under_another_name(recorded, serve, tmp_path, ending):
+    _, url, path, _ = recorded
+    _, other, _ = await serve(weights="v2")
+    once, twice = tmp_path / f"once{ending}", tmp_path / f"twice{ending}"
+    await score(path, "--engine", url, "--to", once, "--name", "policy", "--top", 3)
+    await score(once, "--engine", other, "--to", twice, "--name", "ref")
+    for before, row in zip(rows_of(once), rows_of(twice), strict=True):
+        assert {name: row[name] for name in before} == before
+        assert len(row["score_policy"]) == len(row["score_ref"]) == len(row["token_ids"])
+        assert row["score_policy"] != row["score_ref"]
+        assert row["score_policy_top_ids"][0] == row["score_policy_top_logprobs"][0] == []
+        for token, own, ids, values in zip(
+            row["token_ids"], row["score_policy"], row["score_policy_top_ids"], row["score_policy_top_logprobs"], strict=True
+        ):
+            assert not ids or (len(ids) == 3 and dict(zip(ids, values, strict=True))[token] == pytest.approx(own, abs=1e-6))
+
+
+async def test_parquet_has_lists_of_float32(recorded, tmp_path):
+    _, url, path, _ = recorded
+    to = tmp_path / "scores.parquet"
+    await score(path, "--engine", url, "--to", to, "--top", 2)
+    schema = pq.read_table(to).schema
+    assert {name: str(schema.field(name).type) for name in ("token_ids", "logprobs", "score", "score_top_ids", "score_top_logprobs")} == {
+        "token_ids": "list<element: int32>",
+        "logprobs": "list<element: float>",
+        "score": "list<element: float>",
+        "score_top_ids": "list<element: list<element: int32>>",
+        "score_top_logprobs": "list<element: list<element: float>>",
+    }
+
+
+async def test_a_row_that_is_refused_loses_no_other_and_is_tried_again(recorded, tmp_path):
+    engine, url, path, rollouts = recorded
+    to, longest = tmp_path / "scores.jsonl", len(rollouts[4].sequences[0].token_ids)
+    said = await score(path, "--engine", url, "--to", to, "--max-tokens-at-once", longest - 1, code=1)
+    assert f"{rollouts[4].session}/q1: {longest:,} tokens are more than --max-tokens-at-once" in said
+    rows = rows_of(to)
+    assert [row["score"] is None for row in rows] == [False] * 4 + [True]
+    assert "--max-tokens-at-once" in rows[4]["score_error"]
+    engine.completions.clear()
+    said = await score(path, "--engine", url, "--to", to, "--resume")
+    assert [len(request["prompt"]) for request in engine.completions] == [longest], "only the refused row is scored"
+    assert "4 kept from an earlier run" in said
+    assert [row["session"] for row in rows_of(to)] == [rollout.session for rollout in rollouts]
+    assert all(row["score"] and "score_error" not in row for row in rows_of(to))
+    assert not to.with_name("scores.jsonl.scored").exists()
+
+
+async def test_a_run_that_lost_its_engine_is_resumed(recorded, tmp_path):
+    engine, url, path, rollouts = recorded
+    to, journal = tmp_path / "scores.jsonl", tmp_path / "scores.jsonl.scored"
+    lost = len(rollouts[2].sequences[0].token_ids)
+    engine.choose_fault = lambda route, body: Fault(FaultKind.CLOSE) if len(body.get("prompt", ())) == lost else None
+    limit = ("--max-tokens-at-once", len(rollouts[4].sequences[0].token_ids))  # one row at a time, so that some are done
+    said = await score(path, "--engine", url, "--to", to, *limit, code=1)
+    assert "does not answer" in said
+    assert f"{journal} holds what is done: --resume continues" in said
+    assert not to.exists()
+    done = len(journal.read_bytes().splitlines()) - 1
+    assert 0 < done < 5
+    with journal.open("ab") as torn:
+        torn.write(b'{"key":"x","row":{"tok')
+    assert "--resume continues it" in await score(path, "--engine", url, "--to", to, code=1), "no second run begins over it"
+    assert "was written with top 0, not 1" in await score(path, "--engine", url, "--to", to, "--resume", "--top", 1, code=1)
+    engine.choose_fault = None
+    engine.completions.clear()
+    assert f"{done} kept" in await score(path, "--engine", url, "--to", to, "--resume")
+    assert len(engine.completions) == 5 - done
+    assert [row["session"] for row in rows_of(to)] == [rollout.session for rollout in rollouts]
+    assert all(row["score"] for row in rows_of(to))
+
+
+async def test_weights_that_change_meanwhile_are_noticed(recorded, tmp_path):
+    engine, url, path, _ = recorded
+    engine.metadata.version = "v1"
+
+    def fault(route, body):
+        engine.metadata.version = "v2" if len(engine.completions) >= 3 else "v1"
+
+    engine.choose_fault = fault
+    to = tmp_path / "scores.jsonl"
+    assert "changed from version 'v1' to 'v2'" in await score(path, "--engine", url, "--to", to, code=1)
+    assert not to.exists()
+
+
+async def test_sessions_of_a_proxy_and_never_the_proxy_itself(tmp_path):
+    engine = SimulatedEngine(seed=7)
+    engine.weights.loaded = "v1"
+    async with proxied(engine) as rig:
+        shell = Shell(rig)
+        for name in ("run7-a", "run7-b", "other"):
+            await record(rig, name, 1)
+        to = tmp_path / "scores.jsonl"
+        await shell("score", "--pattern", "run7-*", "--engine", rig.up, "--to", str(to))
+        assert [row["session"] for row in rows_of(to)] == ["run7-a", "run7-b"]
+        refused = await shell("score", "other", "--engine", rig.url, "--to", str(to), "--overwrite", code=1)
+        assert "is a tokencache proxy" in refused.stderr
+        assert (await rig.get("/tokencache/v1/sessions/other"))["turns"] == 2
+        assert (await shell("audit", "--all", "--engine", rig.up, "--any-version")).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--to", "a.txt"], "must end with"),
+        (["--to", "no/such/a.jsonl"], "there is no directory"),
+        (["--to", "taken.jsonl"], "exists already"),
+        (["--to", "a.jsonl", "--model", "other"], "serves sim: name the model"),
+    ],
+)
+async def test_what_cannot_work_is_refused_before_anything_is_scored(recorded, tmp_path, monkeypatch, options, words):
+    engine, url, path, _ = recorded
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.jsonl").write_text("")
+    assert words in await score(path, "--engine", url, *options, code=1)
+    assert engine.completions == []
+    assert {file.name for file in tmp_path.iterdir()} == {"rollouts.jsonl", "taken.jsonl"}
+
+
+async def test_a_file_that_holds_no_rollouts(recorded, tmp_path):
+    _, url, _, _ = recorded
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"a": 1}\n')
+    assert "other.jsonl, number 1: neither a native rollout nor a row of scores" in await score(
+        other, "--engine", url, "--to", tmp_path / "a.jsonl", code=1
+    )
