@@ -19,9 +19,9 @@ def rollout(*turns):
     """A rollout of turns with two new prompt tokens and four sampled ones each."""
     made = [TurnSpan(turn=f"t{n}", prompt=(6 * n, 6 * n + 2), completion=(6 * n + 2, 6 * n + 6), **turn) for n, turn in enumerate(turns)]
     count = 6 * len(turns)
-    sequence = Sequence(
-        id="q", token_ids=list(range(count)), loss_mask=[0] * count, logprobs=[-float(n) for n in range(count)], turns=made, start="root", weight=1.0
-    )  # fmt: skip
+    values = [-float(n) for n in range(count)]
+    ids, mask = list(range(count)), [0] * count
+    sequence = Sequence(id="q", token_ids=ids, loss_mask=mask, logprobs=values, turns=made, start="root", weight=1.0)
     return Trajectory(session="s", complete=True, sequences=[sequence], figures=FIGURES)
 
 
