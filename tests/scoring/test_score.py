@@ -131,7 +131,7 @@ async def test_a_run_that_lost_its_engine_is_resumed(recorded, tmp_path):
     with journal.open("ab") as torn:
         torn.write(b'{"key":"x","row":{"tok')
     assert "--resume continues it" in await score(path, "--engine", url, "--to", to, code=1), "no second run begins over it"
-    assert "was written with top 0, not 1" in await score(path, "--engine", url, "--to", to, "--resume", "--top", 1, code=1)
+    assert "was written with top 0 instead of 1" in await score(path, "--engine", url, "--to", to, "--resume", "--top", 1, code=1)
     engine.choose_fault = None
     engine.completions.clear()
     assert f"{done} kept" in await score(path, "--engine", url, "--to", to, "--resume")

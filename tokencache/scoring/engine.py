@@ -37,7 +37,7 @@ class ScoringModel(NamedTuple):
     parent: str | None
 
 
-class SampledReply(NamedTuple):
+class FreshReply(NamedTuple):
     """A reply that the engine sampled: its ids, and their log probabilities."""
 
     ids: list[int]
@@ -131,7 +131,7 @@ class ScoringEngine:
             raise ScoringError(_words(reply))
         return read_scores(reply.content, ids, top=top)
 
-    async def sample(self, ids: list[int], model: str, tokens: int) -> SampledReply:
+    async def sample(self, ids: list[int], model: str, tokens: int) -> FreshReply:
         """Sample a reply of so many tokens from the unchanged distribution: temperature 1, without top-p and masks.
 
         Raises:
@@ -147,7 +147,7 @@ class ScoringEngine:
         (choice,) = reply.json()["choices"]
         if not choice.get("token_ids") or not choice.get("logprobs"):
             raise ScoringError("the engine returned no token ids or no log probabilities for a reply of its own")
-        return SampledReply(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        return FreshReply(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     @contextlib.asynccontextmanager
     async def _taken(self, tokens: int) -> AsyncIterator[None]:
